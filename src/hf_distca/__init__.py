@@ -1,0 +1,1 @@
+"""Core attention disaggregation for Hugging Face."""

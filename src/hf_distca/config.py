@@ -1,0 +1,63 @@
+"""`DistCAConfig`: everything a user can set, in one validated object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hf_distca.errors import ConfigError
+
+__all__ = ["CostSource", "DistCAConfig", "KernelName"]
+
+KernelName = Literal["auto", "reference", "cpu", "cuda", "flash_attn"]
+CostSource = Literal["analytic", "calibrated"]
+
+
+@dataclass(frozen=True, slots=True)
+class DistCAConfig:
+    """Settings of core attention disaggregation. Every rank of an attention group must use the same ones.
+
+    Attributes:
+        balance: move work between ranks. Off, every rank computes its own attention with the same kernels, which is what
+            balanced runs are compared with.
+        tolerance: how far the estimated attention seconds of a rank may lie above or below the mean of all ranks, as a
+            fraction of the mean.
+        min_gain: smallest fall of the slowest rank's estimated attention seconds, as a fraction, for which work is moved at
+            all. Below it a micro-batch runs locally and nothing is exchanged.
+        tile: query rows of a kernel tile. Documents are cut at positions that are multiples of it.
+        kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
+        cost_model: ``"analytic"`` for built-in figures of the device type; ``"calibrated"`` to time the kernel on rank 0
+            before the first plan (a few seconds on a CPU).
+        documents_span_ranks: read position ids that start above 0 as the continuation of another rank's document. Off, every
+            run of positions is a document of its own, as it is for transformers.
+        timeout_seconds: how long a rank waits for the others before it gives up with `DistCADesyncError`.
+
+    Raises:
+        ConfigError: if a value is out of range; the message states the value.
+    """
+
+    balance: bool = True
+    tolerance: float = 0.01
+    min_gain: float = 0.02
+    tile: int = 128
+    kernel: KernelName = "auto"
+    cost_model: CostSource = "analytic"
+    documents_span_ranks: bool = False
+    timeout_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.tolerance < 1.0:
+            raise ConfigError(f"tolerance={self.tolerance} must be in [0, 1): it is a fraction of the mean, 0.01 is usual.")
+        if not 0.0 <= self.min_gain < 1.0:
+            raise ConfigError(f"min_gain={self.min_gain} must be in [0, 1): it is a fraction of the slowest rank's seconds.")
+        if self.tile < 1:
+            raise ConfigError(f"tile={self.tile} must be at least 1; flash-attention kernels use 128.")
+        if self.timeout_seconds <= 0:
+            raise ConfigError(f"timeout_seconds={self.timeout_seconds} must be positive.")
+        _check_choice("kernel", self.kernel, get_args(KernelName))
+        _check_choice("cost_model", self.cost_model, get_args(CostSource))
+
+
+def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{field}={value!r} must be one of {', '.join(map(repr, choices))}.")

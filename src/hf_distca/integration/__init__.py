@@ -1,0 +1,1 @@
+"""Everything that knows transformers, accelerate or the Trainer."""

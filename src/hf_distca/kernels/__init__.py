@@ -1,0 +1,1 @@
+"""Attention kernels: one file a backend, one signature."""

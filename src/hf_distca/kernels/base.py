@@ -1,0 +1,82 @@
+"""What every attention kernel takes and returns.
+
+Shape suffixes: T tokens (query rows or keys of a pool), H query heads, K key/value heads, D head dim, V value head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Protocol
+
+import torch
+
+__all__ = ["Kernel", "TaskBatch"]
+
+
+@dataclass(frozen=True, eq=False)
+class TaskBatch:
+    """CA-tasks over a pool of query rows and a pool of keys, all on the host.
+
+    Task i has query rows ``[query_start[i], query_start[i] + query_length[i])`` of the query pool and keys
+    ``[key_start[i], key_start[i] + key_length[i])`` of the key pool. Its last query row sees its last key; each row before
+    sees one key less (causal, aligned bottom right), so ``key_length >= query_length >= 1``. Query rows of different tasks
+    never overlap. Keys may: several slices of a document share one copy of its prefix.
+    """
+
+    query_start: Sequence[int]
+    query_length: Sequence[int]
+    key_start: Sequence[int]
+    key_length: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.query_start)
+
+    @cached_property
+    def shares_keys(self) -> bool:
+        """Whether any two tasks have a key in common, so that their key gradients must be summed."""
+        runs = sorted(zip(self.key_start, self.key_length, strict=True))
+        return any(a + n > b for (a, n), (b, _) in zip(runs, runs[1:], strict=False))
+
+
+class Kernel(Protocol):
+    """An attention kernel: exact softmax(QK^T * scale)V of a `TaskBatch`, forward and backward.
+
+    ``forward`` and ``backward`` do not sync the host with the device and may cache what they derive from `tasks`.
+    """
+
+    name: ClassVar[str]
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> str | None:
+        """Why this kernel cannot run the given case, or None if it can."""
+        ...
+
+    def forward(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention output and log-sum-exp.
+
+        Returns:
+            o_THV in q's dtype and lse_TH in float32 (float64 for float64 inputs), natural logarithm, contiguous. Rows that
+            no task covers are 0 in both.
+        """
+        ...
+
+    def backward(
+        self,
+        do_THV: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKV: torch.Tensor,
+        o_THV: torch.Tensor,
+        lse_TH: torch.Tensor,
+        tasks: TaskBatch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of q, k and v, each the size of its pool, 0 where no task reaches.
+
+        dk and dv of keys that several tasks share are summed in float32 (float64 for float64 inputs) and returned in that
+        dtype; where ``tasks.shares_keys`` is false they may be in k's dtype.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Carries a plan out with torch. Knows nothing of transformers."""

@@ -1,0 +1,1 @@
+"""Documents in, plan out. Pure Python and numpy: nothing here knows of processes, devices or models."""

@@ -1,0 +1,198 @@
+"""What a CA-task and an exchange cost, in seconds.
+
+One direction of a CA-task with n query rows and m keys is modelled as three parts that add up::
+
+    seconds = task_seconds + bytes(q, k, v, o) / bytes_per_second + flops(n, m) / flops_per_second
+
+where query rows count in whole kernel tiles, so that slivers are known to be slow. The flop count of causal attention is
+that of FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim per query-key pair and head forward, 2.5 times that
+backward. The three coefficients come from a built-in profile or from timing the kernel (`KernelCost.fit`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_distca.errors import ConfigError
+from hf_distca.schedule.layout import Layout
+
+__all__ = ["AttentionShape", "CostModel", "KernelCost", "causal_pairs", "rank_seconds"]
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def causal_pairs(rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
+    """Query-key pairs of `rows` query rows whose last one sees `keys` keys (its own position included)."""
+    n, m = np.asarray(rows, dtype=np.float64), np.asarray(keys, dtype=np.float64)
+    return np.asarray(n * (m - (n - 1) / 2))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads and widths of one attention layer.
+
+    Attributes:
+        query_heads, key_value_heads: head counts (equal for MHA).
+        head_dim, value_head_dim: width of q and k, and of v and o.
+        element_bytes: bytes of one element of q, k, v (2 for bf16).
+    """
+
+    query_heads: int
+    key_value_heads: int
+    head_dim: int
+    value_head_dim: int
+    element_bytes: int
+
+    def __post_init__(self) -> None:
+        values = (self.query_heads, self.key_value_heads, self.head_dim, self.value_head_dim, self.element_bytes)
+        if min(values) < 1 or self.query_heads % self.key_value_heads:
+            raise ConfigError(f"{self}: all must be >= 1 and query_heads a multiple of key_value_heads.")
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of one token's q."""
+        return self.query_heads * self.head_dim * self.element_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of one token's o."""
+        return self.query_heads * self.value_head_dim * self.element_bytes
+
+    @property
+    def key_value_bytes(self) -> int:
+        """Bytes of one token's k and v."""
+        return self.key_value_heads * (self.head_dim + self.value_head_dim) * self.element_bytes
+
+    @property
+    def lse_bytes(self) -> int:
+        """Bytes of one token's log-sum-exp, kept in float32."""
+        return 4 * self.query_heads
+
+    @property
+    def moved_query_bytes(self) -> int:
+        """Bytes exchanged for one moved query token, forward (q; o, lse) and backward (q, o, dO, lse; dq)."""
+        return 3 * self.query_bytes + 3 * self.output_bytes + 2 * self.lse_bytes
+
+    @property
+    def moved_key_bytes(self) -> int:
+        """Bytes exchanged for one moved key token, forward (k, v) and backward (k, v; dk, dv)."""
+        return 3 * self.key_value_bytes
+
+    @property
+    def pair_flops(self) -> int:
+        """Forward floating-point operations of one query-key pair over all heads."""
+        return 2 * self.query_heads * (self.head_dim + self.value_head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCost:
+    """One direction of a kernel: seconds per task, memory bytes and floating-point operations per second."""
+
+    task_seconds: float
+    bytes_per_second: float
+    flops_per_second: float
+
+    @classmethod
+    def fit(cls, counts: FloatArray, seconds: FloatArray) -> KernelCost:
+        """Least squares on relative errors with coefficients >= 0.
+
+        Args:
+            counts: (measurements, 3) columns tasks, bytes, flops.
+            seconds: (measurements,) measured seconds.
+        """
+        scaled = counts / seconds[:, None]
+        best, residual = np.zeros(3), np.inf
+        # Three coefficients: the non-negative optimum is the best of the seven unconstrained ones that are non-negative.
+        for columns in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
+            solution = np.linalg.lstsq(scaled[:, columns], np.ones(len(scaled)), rcond=None)[0]
+            error = float(np.square(scaled[:, columns] @ solution - 1).sum())
+            if solution.min() >= 0 and error < residual:
+                best, residual = np.zeros(3), error
+                best[list(columns)] = solution
+        return cls(best[0], 1 / best[1] if best[1] else np.inf, 1 / best[2] if best[2] else np.inf)
+
+
+# Round figures, good enough to decide what is worth moving; calibrate where the decision is close.
+# cpu: one thread of a recent server core over loopback. cuda: H100 with flash-attention 2 and a 400 Gbit/s link a GPU.
+_PROFILES = {
+    "cpu": (KernelCost(3e-5, 5e9, 3e10), KernelCost(6e-5, 3e9, 2.5e10), 1e9, 3e-4),
+    "cuda": (KernelCost(2e-6, 1.5e12, 4.5e14), KernelCost(4e-6, 1e12, 3.5e14), 4e10, 3e-5),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of CA-tasks and of exchanges for one attention shape.
+
+    Attributes:
+        shape: heads and widths of the layer.
+        forward, backward: the kernel's coefficients.
+        exchange_bytes_per_second: what one rank sends while it also receives as much.
+        exchange_seconds: fixed seconds of one exchange.
+        tile: query rows of a kernel tile.
+        name: where the figures come from.
+    """
+
+    shape: AttentionShape
+    forward: KernelCost
+    backward: KernelCost
+    exchange_bytes_per_second: float
+    exchange_seconds: float = 0.0
+    tile: int = 128
+    name: str = field(default="custom", compare=False)
+
+    @classmethod
+    def analytic(cls, shape: AttentionShape, *, device_type: str = "cuda", tile: int = 128) -> CostModel:
+        """Built-in figures for a device type (``"cpu"`` or ``"cuda"``; anything else is treated as ``"cuda"``)."""
+        kind = device_type if device_type in _PROFILES else "cuda"
+        forward, backward, bandwidth, latency = _PROFILES[kind]
+        return cls(shape, forward, backward, bandwidth, latency, tile, f"analytic {kind}")
+
+    @classmethod
+    def pairs(cls, shape: AttentionShape) -> CostModel:
+        """One second per 2**30 causal pairs, nothing for anything else: balances pairs, as published planners do."""
+        pair_cost = KernelCost(0.0, np.inf, 2.0**30 * shape.pair_flops)
+        free = KernelCost(0.0, np.inf, np.inf)
+        return cls(shape, pair_cost, free, np.inf, tile=1, name="causal pairs")
+
+    def counts(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
+        """Tasks, bytes and forward flops of tasks with `rows` query rows and `keys` keys: shape (tasks, 3)."""
+        n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
+        tiled = -(-n // self.tile) * self.tile
+        moved = tiled * (self.shape.query_bytes + self.shape.output_bytes) + m * self.shape.key_value_bytes
+        flops = self.shape.pair_flops * causal_pairs(n, m) * (tiled / np.maximum(n, 1))
+        return np.stack([np.ones(len(n)), moved.astype(np.float64), flops], axis=1)
+
+    def seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
+        """Forward plus backward seconds of each task."""
+        return self.forward_seconds(rows, keys) + self.backward_seconds(rows, keys)
+
+    def forward_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
+        """Forward seconds of each task."""
+        return _apply(self.forward, self.counts(rows, keys))
+
+    def backward_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
+        """Backward seconds of each task: 2.5 times the flops and about twice the bytes of forward."""
+        return _apply(self.backward, self.counts(rows, keys) * np.array([1.0, 2.0, 2.5]))
+
+    def transfer_seconds(self, query_tokens: npt.ArrayLike, key_tokens: npt.ArrayLike) -> FloatArray:
+        """Seconds on the wire of moved tokens, forward and backward together, without the fixed part."""
+        moved = np.asarray(query_tokens) * self.shape.moved_query_bytes + np.asarray(key_tokens) * self.shape.moved_key_bytes
+        return np.asarray(moved / self.exchange_bytes_per_second, dtype=np.float64)
+
+
+def rank_seconds(layout: Layout, cost: CostModel) -> FloatArray:
+    """Forward plus backward attention seconds of every rank if each computes its own query tokens: shape (ranks,)."""
+    seconds = cost.seconds(layout.length, layout.end)
+    return np.bincount(layout.rank, weights=seconds, minlength=layout.world_size)
+
+
+def _apply(kernel: KernelCost, counts: FloatArray) -> FloatArray:
+    rates = np.array([kernel.task_seconds, 1 / kernel.bytes_per_second, 1 / kernel.flops_per_second])
+    return np.asarray(counts @ rates)
+
+

@@ -1,0 +1,212 @@
+"""Which documents lie where: position ids, cu_seqlens or lengths become a `Layout`.
+
+A *document* is a run of tokens that attend causally to each other and to nothing else. A *segment* is the part of a
+document that lies on one rank. A *layout* holds the segments of all ranks for one micro-batch, in token order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_distca.errors import LayoutError
+
+__all__ = ["IntArray", "Layout", "Segment", "documents_from_positions", "lengths_from_cu_seqlens"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Segment(NamedTuple):
+    """Tokens [start, start + length) of a document, in document positions, on one rank."""
+
+    document: int
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """Document position after the last token."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """All segments of all ranks for one micro-batch.
+
+    The three columns have one row per segment, ordered by rank and, within a rank, by token: the tokens of a rank are its
+    segments one after another. Build one with a ``from_...`` method; each checks that every document is covered exactly once.
+
+    Attributes:
+        document: document number of each segment.
+        start: first document position of each segment.
+        length: tokens of each segment, at least 1.
+        offsets: ``ranks + 1`` numbers; the segments of rank r are rows ``offsets[r]`` to ``offsets[r + 1]``.
+    """
+
+    document: IntArray
+    start: IntArray
+    length: IntArray
+    offsets: IntArray
+
+    def __post_init__(self) -> None:
+        _check_columns(self)
+        _check_documents(self)
+
+    @classmethod
+    def from_segments(cls, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> Layout:
+        """Build from ``(document, start, length)`` rows per rank. A document may lie on any number of ranks, in any cut."""
+        rows = np.array([row[:3] for rank in ranks for row in rank], dtype=np.int64).reshape(-1, 3)
+        offsets = np.cumsum([0, *(len(rank) for rank in ranks)], dtype=np.int64)
+        return cls(rows[:, 0], rows[:, 1], rows[:, 2], offsets)
+
+    @classmethod
+    def from_lengths(cls, ranks: Sequence[Sequence[int]]) -> Layout:
+        """Build from the document lengths of each rank, where no document crosses ranks. Documents are numbered in order."""
+        counts = [len(rank) for rank in ranks]
+        length = np.array([n for rank in ranks for n in rank], dtype=np.int64)
+        return cls(np.arange(len(length)), np.zeros_like(length), length, np.cumsum([0, *counts], dtype=np.int64))
+
+    @classmethod
+    def from_positions(cls, ranks: Sequence[npt.ArrayLike], *, span_ranks: bool = False) -> Layout:
+        """Build from the position ids of each rank (one flat array of integers per rank).
+
+        A run of consecutive positions is one document. With ``span_ranks``, a run that starts above 0 continues the run
+        that ends right before it, on whichever rank that is; two runs with the same end leave this open and are an error.
+        Without, every run is a document of its own, as it is for transformers.
+        """
+        runs = [documents_from_positions(positions) for positions in ranks]
+        if not span_ranks:
+            return cls.from_lengths([[length for _, length in rank] for rank in runs])
+        return cls.from_segments(_chain(runs))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.offsets) - 1
+
+    @cached_property
+    def rank(self) -> IntArray:
+        """Rank of each segment."""
+        return np.repeat(np.arange(self.world_size), np.diff(self.offsets))
+
+    @cached_property
+    def end(self) -> IntArray:
+        """Document position after the last token of each segment."""
+        return self.start + self.length
+
+    @cached_property
+    def token(self) -> IntArray:
+        """Index, among the tokens of its rank, of the first token of each segment."""
+        before = np.cumsum(self.length) - self.length
+        first = np.concatenate([before, [self.length.sum()]])[self.offsets[:-1]]
+        return np.asarray(before - np.repeat(first, np.diff(self.offsets)), dtype=np.int64)
+
+    @cached_property
+    def tokens_per_rank(self) -> IntArray:
+        """Tokens on each rank."""
+        return np.bincount(self.rank, weights=self.length, minlength=self.world_size).astype(np.int64)
+
+    @cached_property
+    def spanning(self) -> frozenset[int]:
+        """Documents that lie on more than one rank."""
+        pairs = np.unique(np.stack([self.document, self.rank]), axis=1)
+        documents, counts = np.unique(pairs[0], return_counts=True)
+        return frozenset(documents[counts > 1].tolist())
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest document in tokens, 0 if there is none."""
+        return int(self.end.max(initial=0))
+
+    def segments(self, rank: int) -> list[Segment]:
+        """The segments of one rank in token order."""
+        rows = slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
+        columns = (self.document[rows].tolist(), self.start[rows].tolist(), self.length[rows].tolist())
+        return [Segment(*row) for row in zip(*columns, strict=True)]
+
+
+def documents_from_positions(positions: npt.ArrayLike) -> list[tuple[int, int]]:
+    """Runs of consecutive positions as ``(first position, length)``."""
+    position = np.asarray(positions)
+    if position.ndim != 1 or (position.size and position.dtype.kind not in "iu"):
+        raise LayoutError(
+            f"position ids must be a flat array of integers, got shape {position.shape} of {position.dtype}: "
+            "pass one array per rank, rows of a batch one after another."
+        )
+    if not position.size:
+        return []
+    if position.min() < 0:
+        at = int(position.argmin())
+        raise LayoutError(f"position id {int(position[at])} at token {at} is negative: positions start at 0.")
+    first = np.flatnonzero(np.concatenate([[True], np.diff(position) != 1]))
+    length = np.diff(np.append(first, position.size))
+    return list(zip(position[first].tolist(), length.tolist(), strict=True))
+
+
+def lengths_from_cu_seqlens(cu_seqlens: Iterable[int]) -> list[int]:
+    """Document lengths from cumulative sequence lengths ``[0, n0, n0 + n1, ...]``; empty documents are dropped."""
+    bounds = [int(n) for n in cu_seqlens]
+    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    if not bounds or bounds[0] != 0 or any(n < 0 for n in lengths):
+        raise LayoutError(f"cu_seqlens must start at 0 and never fall, got {bounds[:8]}{'...' if len(bounds) > 8 else ''}.")
+    return [n for n in lengths if n]
+
+
+def _check_columns(layout: Layout) -> None:
+    rows = len(layout.document)
+    if not (len(layout.start) == len(layout.length) == rows == layout.offsets[-1]):
+        raise LayoutError(f"columns of {rows}, {len(layout.start)}, {len(layout.length)} rows for {layout.offsets[-1]} segments.")
+    if rows and (layout.length.min() < 1 or layout.start.min() < 0):
+        row = int(np.flatnonzero((layout.length < 1) | (layout.start < 0))[0])
+        raise LayoutError(
+            f"segment {row} is (document {layout.document[row]}, start {layout.start[row]}, length {layout.length[row]}): "
+            "start must be >= 0 and length >= 1. Leave empty documents out."
+        )
+
+
+def _check_documents(layout: Layout) -> None:
+    """Every document must be tiled from 0 to its end: sorted by position, each segment starts where the last one ended."""
+    order = np.lexsort((layout.start, layout.document))
+    document, start, end = layout.document[order], layout.start[order], layout.end[order]
+    fresh = np.concatenate([[True], document[1:] != document[:-1]]) if len(document) else np.zeros(0, bool)
+    expected = np.where(fresh, 0, np.concatenate([[0], end[:-1]])[: len(end)])
+    wrong = np.flatnonzero(start != expected)
+    if len(wrong):
+        row = int(wrong[0])
+        raise LayoutError(
+            f"document {document[row]} has a segment that starts at {start[row]} where position {expected[row]} is next: "
+            "the segments of a document must cover it from 0 to its end without gap or overlap."
+        )
+
+
+def _chain(runs: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, int, int]]]:
+    """Give runs document numbers by linking each run that starts above 0 to the one run that ends there."""
+    ends: dict[int, list[tuple[int, int]]] = {}
+    for rank, rank_runs in enumerate(runs):
+        for row, (start, length) in enumerate(rank_runs):
+            ends.setdefault(start + length, []).append((rank, row))
+    wanted = [start for rank_runs in runs for start, _ in rank_runs if start]
+    open_questions = sorted({p for p in wanted if len(ends.get(p, [])) != 1 or wanted.count(p) != 1})
+    if open_questions:
+        position = open_questions[0]
+        raise LayoutError(
+            f"{wanted.count(position)} run(s) start at position {position} and {len(ends.get(position, []))} end there: "
+            "which belong together is not in the position ids. Give document numbers instead (PackedDocuments in the batch)."
+        )
+    numbers: dict[tuple[int, int], int] = {}
+
+    def number(rank: int, row: int) -> int:
+        path = []
+        while (rank, row) not in numbers and runs[rank][row][0]:
+            path.append((rank, row))
+            rank, row = ends[runs[rank][row][0]][0]
+        found = numbers.setdefault((rank, row), len(numbers))
+        numbers.update(dict.fromkeys(path, found))
+        return found
+
+    return [[(number(rank, row), *run) for row, run in enumerate(rank_runs)] for rank, rank_runs in enumerate(runs)]
