@@ -1,1 +1,42 @@
-"""Core attention disaggregation for Hugging Face."""
+"""Core attention disaggregation for Hugging Face: ``import hf_distca`` registers ``attn_implementation="distca"``."""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import (
+    ConfigError,
+    DistCADesyncError,
+    DistCAError,
+    KernelError,
+    LayoutError,
+    PlanError,
+    UnsupportedError,
+)
+from hf_distca.integration.attention import distca_attention
+from hf_distca.integration.callback import DistCACallback
+from hf_distca.integration.data import PackingCollator
+from hf_distca.integration.documents import PackedDocuments
+from hf_distca.integration.handle import distca_mask
+from hf_distca.integration.session import attention_seconds, balancing, configure
+
+__all__ = [
+    "ConfigError",
+    "DistCACallback",
+    "DistCAConfig",
+    "DistCADesyncError",
+    "DistCAError",
+    "KernelError",
+    "LayoutError",
+    "PackedDocuments",
+    "PackingCollator",
+    "PlanError",
+    "UnsupportedError",
+    "attention_seconds",
+    "balancing",
+    "configure",
+]
+
+AttentionInterface.register("distca", distca_attention)
+AttentionMaskInterface.register("distca", distca_mask)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from hf_distca.errors import ConfigError
+from hf_distca.schedule.cost import CostModel
 
 __all__ = ["CostSource", "DistCAConfig", "KernelName"]
 
@@ -27,9 +28,12 @@ class DistCAConfig:
         tile: query rows of a kernel tile. Documents are cut at positions that are multiples of it.
         kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
         cost_model: ``"analytic"`` for built-in figures of the device type; ``"calibrated"`` to time the kernel on rank 0
-            before the first plan (a few seconds on a CPU).
+            before the first plan (a few seconds on a CPU); or a `CostModel` of your own, whose shape is replaced by that of the
+            layer at hand.
         documents_span_ranks: read position ids that start above 0 as the continuation of another rank's document. Off, every
             run of positions is a document of its own, as it is for transformers.
+        balance_evaluation: let ranks share attention also while the model is in evaluation mode. Only where every rank
+            evaluates the same number of batches.
         timeout_seconds: how long a rank waits for the others before it gives up with `DistCADesyncError`.
 
     Raises:
@@ -41,8 +45,9 @@ class DistCAConfig:
     min_gain: float = 0.02
     tile: int = 128
     kernel: KernelName = "auto"
-    cost_model: CostSource = "analytic"
+    cost_model: CostSource | CostModel = "analytic"
     documents_span_ranks: bool = False
+    balance_evaluation: bool = False
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
@@ -55,7 +60,8 @@ class DistCAConfig:
         if self.timeout_seconds <= 0:
             raise ConfigError(f"timeout_seconds={self.timeout_seconds} must be positive.")
         _check_choice("kernel", self.kernel, get_args(KernelName))
-        _check_choice("cost_model", self.cost_model, get_args(CostSource))
+        if not isinstance(self.cost_model, CostModel):
+            _check_choice("cost_model", self.cost_model, get_args(CostSource))
 
 
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:

@@ -82,7 +82,12 @@ class Layout:
         runs = [documents_from_positions(positions) for positions in ranks]
         if not span_ranks:
             return cls.from_lengths([[length for _, length in rank] for rank in runs])
-        return cls.from_segments(_chain(runs))
+        return cls.from_runs(runs)
+
+    @classmethod
+    def from_runs(cls, ranks: Sequence[Sequence[tuple[int, int]]]) -> Layout:
+        """Build from ``(first position, length)`` rows per rank, linking runs as `from_positions` does with ``span_ranks``."""
+        return cls.from_segments(_chain(ranks))
 
     @property
     def world_size(self) -> int:
@@ -117,6 +122,14 @@ class Layout:
         pairs = np.unique(np.stack([self.document, self.rank]), axis=1)
         documents, counts = np.unique(pairs[0], return_counts=True)
         return frozenset(documents[counts > 1].tolist())
+
+    @cached_property
+    def scattered(self) -> bool:
+        """Whether any document lies in more than one run of tokens, on several ranks or with a gap on one."""
+        order = np.lexsort((self.start, self.document))
+        document, rank, token, length = (c[order] for c in (self.document, self.rank, self.token, self.length))
+        joined = (rank[1:] == rank[:-1]) & (token[1:] == token[:-1] + length[:-1])
+        return bool((~joined & (document[1:] == document[:-1])).any())
 
     @property
     def longest(self) -> int:

@@ -81,8 +81,8 @@ class Plan:
 
     @cached_property
     def moved(self) -> bool:
-        """Whether any rank needs anything from another: a moved query, or a document that spans ranks."""
-        return bool((self.home != self.server).any() or self.layout.spanning)
+        """Whether anything is exchanged: a query is moved, or the keys of a document do not lie in one run."""
+        return bool((self.home != self.server).any() or self.layout.scattered)
 
     def key_transfers(self, rank: int | None = None) -> KeyTransfers:
         """K/V runs each server needs, one copy per document: its longest prefix. Runs the server holds itself included.

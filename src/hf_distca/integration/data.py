@@ -1,0 +1,56 @@
+"""Collators that pack documents and say where they start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_distca.errors import LayoutError
+from hf_distca.integration.documents import PackedDocuments
+
+__all__ = ["PackingCollator"]
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, slots=True)
+class PackingCollator:
+    """Packs the documents of a batch into one row, without padding, and attaches their lengths as a host-side object.
+
+    A feature is either one document, ``{"input_ids": [...]}`` with optional ``labels``, or a row that is packed already,
+    ``{"documents": [[...], [...]]}``. Documents without tokens are dropped.
+
+    Returns a batch of int64 tensors (1, tokens): ``input_ids``, ``labels`` (the first token of each document is ignored, as
+    nothing before it belongs to it) and ``position_ids`` (each document from 0), and ``distca_documents``.
+    """
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Pack one batch."""
+        documents = [document for feature in features for document in _documents(feature) if document[0]]
+        if not documents:
+            raise LayoutError(f"{len(features)} features hold no tokens: drop empty documents before batching.")
+        ids = [token for tokens, _ in documents for token in tokens]
+        labels = [label for _, targets in documents for label in (IGNORED_LABEL, *targets[1:])]
+        lengths = tuple(len(tokens) for tokens, _ in documents)
+        positions = [position for length in lengths for position in range(length)]
+        return {
+            "input_ids": torch.tensor([ids]),
+            "labels": torch.tensor([labels]),
+            "position_ids": torch.tensor([positions]),
+            "distca_documents": PackedDocuments(lengths),
+        }
+
+
+def _documents(feature: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
+    """The (tokens, labels) of a feature's documents."""
+    if "documents" in feature:
+        return [(list(tokens), list(tokens)) for tokens in feature["documents"]]
+    if "input_ids" not in feature:
+        raise LayoutError(f"a feature has the keys {sorted(feature)}; it needs 'input_ids' or 'documents'.")
+    tokens, labels = list(feature["input_ids"]), list(feature.get("labels", feature["input_ids"]))
+    if len(tokens) != len(labels):
+        raise LayoutError(f"a document has {len(tokens)} input_ids and {len(labels)} labels: they must match.")
+    return [(tokens, labels)]

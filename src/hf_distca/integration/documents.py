@@ -1,0 +1,133 @@
+"""Which documents a batch holds, read from what a model hands to attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hf_distca.errors import LayoutError, UnsupportedError
+from hf_distca.schedule.layout import IntArray, lengths_from_cu_seqlens
+
+__all__ = ["LocalDocuments", "PackedDocuments", "read_documents"]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedDocuments:
+    """The documents of one rank's micro-batch as a host-side object, so that no rank has to read a device tensor.
+
+    A collator puts it into the batch under the key ``distca_documents``; Trainer, accelerate and the model pass it on.
+
+    Attributes:
+        lengths: tokens of each document (or of each part of one) in token order.
+        starts: first document position of each, if documents span ranks; else None.
+        documents: a number of each document that is the same on all ranks, if documents span ranks; else None.
+    """
+
+    lengths: tuple[int, ...]
+    starts: tuple[int, ...] | None = None
+    documents: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        spans = (self.starts, self.documents)
+        if (self.starts is None) != (self.documents is None) or any(s and len(s) != len(self.lengths) for s in spans):
+            raise LayoutError(f"{self}: give starts and documents for each of the lengths, or neither.")
+
+
+@dataclass(frozen=True, eq=False)
+class LocalDocuments:
+    """What one rank announces to the others.
+
+    Attributes:
+        rows: int64, one row per run of tokens, (document, start, length); document is -1 where only positions are known.
+        keep: int64 indices of the tokens that are not padding, among batch * sequence; None if there is no padding.
+        spans: whether start and document say how runs continue each other across ranks.
+    """
+
+    rows: IntArray
+    keep: IntArray | None
+    spans: bool
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest run."""
+        return int(self.rows[:, 2].max(initial=0))
+
+
+def read_documents(
+    batch_size: int,
+    length: int,
+    *,
+    packed: PackedDocuments | None = None,
+    cu_seq_lens: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    padding: torch.Tensor | None = None,
+    span_ranks: bool = False,
+) -> LocalDocuments:
+    """The documents of a (batch_size, length) batch.
+
+    The first of `packed`, `cu_seq_lens` and `position_ids` that is given decides; without any, each row is one document.
+    `padding` is a (batch_size, length) bool mask, true for tokens. Copies from the device at most once.
+    """
+    total = batch_size * length
+    if packed is not None or (cu_seq_lens is not None and not span_ranks):
+        local = _from_lengths(packed, cu_seq_lens)
+        if padding is None or bool(padding.all()):
+            if (tokens := int(local.rows[:, 2].sum())) != total:
+                raise LayoutError(
+                    f"the documents have {tokens} tokens and the batch has {batch_size} x {length}: "
+                    "distca_documents or cu_seq_lens_q must cover the batch, row after row."
+                )
+            return local
+    return _from_positions(batch_size, length, position_ids, padding, span_ranks)
+
+
+def _from_lengths(packed: PackedDocuments | None, cu_seq_lens: torch.Tensor | None) -> LocalDocuments:
+    if packed is None:
+        lengths = lengths_from_cu_seqlens([] if cu_seq_lens is None else cu_seq_lens.tolist())
+        packed = PackedDocuments(tuple(lengths))
+    count = len(packed.lengths)
+    documents, starts = packed.documents or (-1,) * count, packed.starts or (0,) * count
+    rows = np.array([documents, starts, packed.lengths], dtype=np.int64).reshape(3, count).T
+    return LocalDocuments(rows[rows[:, 2] > 0], None, packed.documents is not None)
+
+
+def _from_positions(
+    batch_size: int, length: int, position_ids: torch.Tensor | None, padding: torch.Tensor | None, span_ranks: bool
+) -> LocalDocuments:
+    position, valid = _on_host(batch_size, length, position_ids, padding)
+    keep = None if valid is None or valid.all() else np.flatnonzero(valid)
+    token = np.arange(batch_size * length) if keep is None else keep
+    position = position[token]
+    if position.size and position.min() < 0:
+        at = int(token[position.argmin()])
+        raise LayoutError(f"position_ids[{at // length}, {at % length}] is {position.min()}: positions start at 0.")
+    step, gap = np.diff(position), np.diff(token)
+    # Two neighbours belong together if they are in one row and the position counts on: over all tokens, or over real ones.
+    joined = ((step == 1) | (step == gap)) & (np.diff(token // max(length, 1)) == 0)
+    first = np.flatnonzero(np.concatenate([[True], ~joined])) if len(token) else np.zeros(0, np.int64)
+    lengths = np.diff(np.append(first, len(token)))
+    starts = position[first] if span_ranks else np.zeros_like(lengths)
+    rows = np.stack([np.full_like(lengths, -1), starts, lengths], axis=1)
+    return LocalDocuments(rows, keep, span_ranks)
+
+
+def _on_host(
+    batch_size: int, length: int, position_ids: torch.Tensor | None, padding: torch.Tensor | None
+) -> tuple[IntArray, IntArray | None]:
+    """Flat positions and validity of every token, copied from the device in one go."""
+    if position_ids is None:
+        position_ids = torch.arange(length)[None]
+    if position_ids.dim() != 2 or position_ids.shape[-1] != length or position_ids.shape[0] not in (1, batch_size):
+        raise UnsupportedError(
+            f"position_ids of shape {tuple(position_ids.shape)} for a ({batch_size}, {length}) batch: distca reads documents from "
+            "(1 or batch, length) positions. For models with several position axes put PackedDocuments in the batch."
+        )
+    rows = position_ids.expand(batch_size, length)
+    if padding is None:
+        return rows.reshape(-1).cpu().numpy().astype(np.int64), None
+    both = torch.stack([rows.to(padding.device), padding.to(rows.dtype)]).reshape(2, -1).cpu().numpy().astype(np.int64)
+    return both[0], both[1]
+
+

@@ -1,0 +1,125 @@
+"""The mask function and the handle it returns, which travels to every layer as `attention_mask`.
+
+A model makes its mask once per forward and kind of layer. Instead of a dense mask it gets a small object. Because that is an
+argument, it is the same object in the recompute of activation checkpointing and another one for every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from hf_distca.errors import UnsupportedError
+from hf_distca.runtime.route import Route
+
+__all__ = ["AttentionHandle", "CachedMask", "Work", "distca_mask"]
+
+# The parts that transformers builds causal masks from. Anything else changes who sees whom.
+_KNOWN_PARTS = {
+    "causal_mask_function",
+    "and_masks",
+    "packed_sequence_mask_function",
+    "packed_sequence_compatibility_function",
+    "remap_positions_for_packed_sequence",
+    "sliding_window_overlay",
+    "chunked_overlay",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What the first layer found out for all layers.
+
+    Attributes:
+        route: this rank's route.
+        keep: int64 indices of the tokens that are not padding, on the device of q; None if there is no padding.
+        longest: tokens of the longest document on any rank.
+        collective: whether other ranks take part.
+    """
+
+    route: Route
+    keep: torch.Tensor | None
+    longest: int
+    collective: bool
+
+
+@dataclass(eq=False)
+class AttentionHandle:
+    """Stands for the mask of one forward and one kind of layer.
+
+    Attributes:
+        batch_size, length: shape of the batch in tokens.
+        padding: (batch_size, length) bool mask as the user gave it, true for tokens.
+        local_size: window or chunk length of this kind of layer, None for full attention.
+        work: filled by the first layer.
+    """
+
+    batch_size: int
+    length: int
+    padding: torch.Tensor | None
+    local_size: int | None
+    work: Work | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class CachedMask:
+    """The dense mask of a forward that reads a key/value cache: such calls are sdpa's, on this rank alone."""
+
+    mask: torch.Tensor | None
+
+
+def distca_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> AttentionHandle | CachedMask:
+    """The mask function registered as "distca". Takes what transformers' mask interface passes, returns no dense mask.
+
+    Raises:
+        UnsupportedError: if the mask is not causal, or has an overlay.
+    """
+    foreign = sorted({name for name in _parts(mask_function) if name not in _KNOWN_PARTS})
+    if use_vmap or foreign:
+        what = ", ".join(foreign) or "a custom mask function"
+        raise UnsupportedError(
+            f"this model's attention mask uses {what}; distca computes causal attention within documents. "
+            'Use attn_implementation="sdpa" for it.'
+        )
+    if kv_offset or kv_length != q_length or not isinstance(q_offset, int) or q_offset:
+        # One token at a time reads the whole cache: no query rows to move, and only this rank is generating.
+        mask = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            **kwargs,
+        )
+        return CachedMask(mask)
+    padding = None if attention_mask is None else attention_mask[:, :q_length]
+    return AttentionHandle(batch_size, q_length, padding, local_size)
+
+
+def _parts(function: Callable[..., Any]) -> Iterator[str]:
+    """Names of the functions that a mask function is composed of, read from its closures."""
+    yield function.__qualname__.split(".")[0]
+    for cell in function.__closure__ or ():
+        inner = cell.cell_contents
+        for part in inner if isinstance(inner, (tuple, list)) else (inner,):
+            if callable(part) and hasattr(part, "__closure__"):
+                yield from _parts(part)

@@ -1,0 +1,123 @@
+"""What planning promised and what ranks measured, per micro-batch, and the figures made of both.
+
+The imbalance of several micro-batches is sum(max over ranks) / sum(mean over ranks): the ranks wait in every micro-batch, so
+the slowest of each counts. Ranks announce their measured seconds with their next documents; the figures lag one micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.plan import Plan
+
+__all__ = ["History", "Micro", "Window"]
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Micro:
+    """One planned micro-batch.
+
+    Attributes:
+        work: (ranks, ranks) estimated attention seconds of home rank (row) computed by server (column).
+        planning_ms: milliseconds from the documents to the route, exchange of layouts included.
+    """
+
+    work: FloatArray
+    planning_ms: float
+
+    @classmethod
+    def of(cls, plan: Plan, cost: CostModel, planning_ms: float) -> Micro:
+        """Add up the estimated seconds of a plan's tasks."""
+        ranks = plan.layout.world_size
+        seconds = cost.seconds(plan.end - plan.start, plan.end)
+        work = np.bincount(plan.home * ranks + plan.server, weights=seconds, minlength=ranks * ranks)
+        return cls(work.reshape(ranks, ranks), planning_ms)
+
+
+@dataclass
+class Window:
+    """Sums over the micro-batches since the last report; seconds of attention per rank unless said otherwise."""
+
+    micro_batches: int = 0
+    planning_ms: float = 0.0
+    estimated_before: float = 0.0
+    estimated_after: float = 0.0
+    estimated_mean: float = 0.0
+    measured_before: float = 0.0
+    measured_after: float = 0.0
+    measured_mean: float = 0.0
+    busiest_bytes: float = 0.0
+    layers: int = 0
+
+    def figures(self) -> dict[str, float]:
+        """The figures to log; those without data are left out."""
+        figures: dict[str, float] = {}
+        if self.estimated_mean:
+            figures["distca/imbalance_estimated_before"] = self.estimated_before / self.estimated_mean
+            figures["distca/imbalance_estimated_after"] = self.estimated_after / self.estimated_mean
+        if self.measured_mean:
+            figures["distca/imbalance_measured_before"] = self.measured_before / self.measured_mean
+            figures["distca/imbalance_measured_after"] = self.measured_after / self.measured_mean
+        if self.layers:
+            figures["distca/exchanged_mb_per_layer"] = self.busiest_bytes / self.layers / 1e6
+        if self.micro_batches:
+            figures["distca/planning_ms"] = self.planning_ms / self.micro_batches
+        return figures
+
+
+class History:
+    """Collects micro-batches and measurements into a window."""
+
+    def __init__(self) -> None:
+        self._window = Window()
+        self._last: Micro | None = None
+        self._seconds: FloatArray | None = None
+        self._bytes: FloatArray | None = None
+        self._layers = 0
+
+    def add(self, micro: Micro) -> None:
+        """A micro-batch was planned."""
+        window = self._window
+        window.micro_batches += 1
+        window.planning_ms += micro.planning_ms
+        window.estimated_before += float(micro.work.sum(axis=1).max())
+        window.estimated_after += float(micro.work.sum(axis=0).max())
+        window.estimated_mean += float(micro.work.sum() / len(micro.work))
+        self._last = micro
+
+    def measured(self, seconds: FloatArray, sent_bytes: IntArray, layers: int) -> None:
+        """Cumulative counters of all ranks, as announced with the next micro-batch.
+
+        Args:
+            seconds: attention kernel seconds of each rank.
+            sent_bytes: bytes each rank has sent.
+            layers: attention layers run so far, forward passes of one rank.
+        """
+        if self._last is not None and self._seconds is not None and self._bytes is not None:
+            spent = seconds - self._seconds
+            window = self._window
+            window.measured_after += float(spent.max())
+            window.measured_mean += float(spent.mean())
+            window.measured_before += float(_by_home(self._last.work, spent).max())
+            window.busiest_bytes += float((sent_bytes - self._bytes).max())
+            window.layers += layers - self._layers
+        self._seconds, self._bytes, self._layers = seconds, sent_bytes.astype(np.float64), layers
+
+    def take(self) -> Window:
+        """The window so far; the next one starts empty."""
+        window, self._window = self._window, Window()
+        return window
+
+
+def _by_home(work: FloatArray, spent: FloatArray) -> FloatArray:
+    """Measured seconds of servers, given back to the home ranks of the tasks in proportion to their estimates."""
+    served = work.sum(axis=0)
+    share = np.divide(work, served, out=np.zeros_like(work), where=served > 0)
+    return np.asarray(share @ spent)

@@ -1,0 +1,224 @@
+"""`Session`: what a process keeps between micro-batches: configuration, group, kernels, cost models, history.
+
+Plans and routes are not among them; those live in the handle of their micro-batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from importlib.metadata import version
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import DistCADesyncError, UnsupportedError
+from hf_distca.integration.documents import LocalDocuments
+from hf_distca.integration.handle import Work
+from hf_distca.integration.history import History, Micro
+from hf_distca.integration.mesh import data_parallel_group, find_members
+from hf_distca.kernels import Kernel, select_kernel
+from hf_distca.runtime.calibrate import calibrate
+from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.route import Route
+from hf_distca.runtime.server import AttentionServer
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.scheduler import balance
+
+__all__ = ["Session", "attention_seconds", "balancing", "configure", "current_session"]
+
+# What a rank announces in front of its documents.
+_COUNT, _AGREEMENT, _SPANS, _NANOSECONDS, _BYTES, _LAYERS = range(6)
+_HEADER = 6
+
+
+class Session:
+    """One process's side of core attention. Use `current_session`; `configure` makes a new one."""
+
+    def __init__(self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+        self.config = config
+        self.meter = Meter()
+        self.history = History()
+        self._members = members
+        self._group: AttentionGroup | None = None
+        self._world: object = None
+        self._costs: dict[tuple[AttentionShape, str], CostModel] = {}
+        self._planned = 0
+        self._layers = 0
+
+    @property
+    def group(self) -> AttentionGroup:
+        """The attention group; made at the first use, and again after torch.distributed starts or restarts."""
+        world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
+        if self._group is None or world is not self._world:
+            members = data_parallel_group(self._members) if isinstance(self._members, DeviceMesh) else self._members
+            if members is None and world is not None:
+                members = find_members()
+            self._group = AttentionGroup.create(members, timeout_seconds=self.config.timeout_seconds)
+            self._world = world
+        return self._group
+
+    def work_for(
+        self, local: LocalDocuments, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, training: bool
+    ) -> Work:
+        """Plan a micro-batch: together with the other ranks in training, alone otherwise.
+
+        Args:
+            local: this rank's documents.
+            query, key, value: (batch, heads, length, width), for their shapes, dtype and device.
+            training: whether the module is in training mode on this rank, and so on all.
+        """
+        collective = self.group.size > 1 and (training or self.config.balance_evaluation)
+        device = query.device
+        keep = None if local.keep is None else torch.from_numpy(local.keep).to(device)
+        if not collective:
+            layout = _layout([local.rows], spans=False)
+            if local.spans and (local.rows[:, 1] > 0).any() and self.group.size > 1:
+                raise UnsupportedError(
+                    "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
+                    "set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
+                )
+            return Work(Route.build(Plan.local(layout), 0, device), keep, layout.longest, collective=False)
+        started = time.perf_counter()
+        cost = self._cost(query, key, value)
+        announced = self._announce(local, cost)
+        layout = _layout([row[_HEADER:].reshape(-1, 3) for row in announced], spans=local.spans)
+        plan = balance(layout, cost, self.config)
+        self._agree(plan)
+        route = Route.build(plan, self.group.rank, device)
+        self.history.add(Micro.of(plan, cost, (time.perf_counter() - started) * 1e3))
+        return Work(route, keep, layout.longest, collective=True)
+
+    def attend(
+        self, work: Work, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Core attention of one layer for this rank's tokens."""
+        server = AttentionServer(self._kernel(q_THD, v_TKV), scale, self.meter)
+        if work.collective:
+            self._layers += 1
+        return core_attention(q_THD, k_TKD, v_TKV, route=work.route, group=self.group, server=server)
+
+    def _kernel(self, query: torch.Tensor, value: torch.Tensor) -> Kernel:
+        return select_kernel(self.config.kernel, query.device, query.dtype, query.shape[-1], value.shape[-1])
+
+    def _cost(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> CostModel:
+        shape = AttentionShape(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], query.element_size())
+        kind = query.device.type
+        if (shape, kind) not in self._costs:
+            source = self.config.cost_model
+            if isinstance(source, CostModel):
+                cost = replace(source, shape=shape)
+            else:
+                cost = CostModel.analytic(shape, device_type=kind, tile=self.config.tile)
+            if source == "calibrated":
+                cost = calibrate(cost, self._kernel(query, value), query.dtype, query.device, self.group)
+            self._costs[shape, kind] = cost
+        return self._costs[shape, kind]
+
+    def _announce(self, local: LocalDocuments, cost: CostModel) -> list[IntArray]:
+        """Exchange documents; on the way, compare settings and collect what each rank measured in the last micro-batch."""
+        self._planned += 1
+        header = np.zeros(_HEADER, dtype=np.int64)
+        header[_COUNT] = self._planned
+        header[_AGREEMENT] = _fingerprint(self.config, cost)
+        header[_SPANS] = local.spans
+        header[_NANOSECONDS] = int(self.meter.seconds * 1e9)
+        header[_BYTES] = self.meter.sent_bytes
+        header[_LAYERS] = self._layers
+        row = np.concatenate([header, local.rows.reshape(-1)])
+        announced = self.group.gather(row, doing=f"planning micro-batch {self._planned}")
+        heads = np.stack([row[:_HEADER] for row in announced])
+        for column, what, remedy in (
+            (_COUNT, "numbers of the micro-batch", "every rank must run the same number of training forwards"),
+            (_AGREEMENT, "settings (DistCAConfig, attention heads and widths, version)", "give every rank the same ones"),
+            (_SPANS, "ways of giving documents", "use the same collator on every rank"),
+        ):
+            self._compare(heads[:, column], what, remedy)
+        self.history.measured(heads[:, _NANOSECONDS] / 1e9, heads[:, _BYTES], int(heads[self.group.rank, _LAYERS]))
+        return announced
+
+    def _agree(self, plan: Plan) -> None:
+        """Plans come from equal inputs, but an exchange with unequal plans would hang: compare before using them."""
+        digest = np.array([int(plan.digest[:15], 16)], dtype=np.int64)
+        digests = self.group.gather(digest, doing=f"comparing plans of micro-batch {self._planned}")
+        self._compare(np.concatenate(digests), "plans for the same documents", "use one version of hf_distca and numpy")
+
+    def _compare(self, seen: IntArray, what: str, remedy: str) -> None:
+        if (seen == seen[0]).all():
+            return
+        values = ", ".join(f"rank {rank}: {value}" for rank, value in zip(self.group.ranks, seen.tolist(), strict=True))
+        raise DistCADesyncError(f"ranks have different {what} in micro-batch {self._planned}: {values}; {remedy}.")
+
+
+def _layout(ranks: list[IntArray], *, spans: bool) -> Layout:
+    if not spans:
+        return Layout.from_lengths([rows[:, 2].tolist() for rows in ranks])
+    if any((rows[:, 0] >= 0).any() for rows in ranks):
+        return Layout.from_segments([[tuple(row) for row in rows.tolist()] for rows in ranks])
+    return Layout.from_runs([list(map(tuple, rows[:, 1:].tolist())) for rows in ranks])
+
+
+@lru_cache
+def _fingerprint(config: DistCAConfig, cost: CostModel) -> int:
+    text = f"{config} {cost.shape} {cost} {version('hf-distca')}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+_session: Session | None = None
+
+
+def current_session() -> Session:
+    """The session of this process, made with default settings at the first use."""
+    global _session
+    if _session is None:
+        _session = Session(DistCAConfig())
+    return _session
+
+
+def configure(
+    config: DistCAConfig | None = None, *, group: dist.ProcessGroup | DeviceMesh | None = None
+) -> DistCAConfig:
+    """Set how this process runs distca, once, before training. Every rank must give the same settings.
+
+    Args:
+        config: settings; the defaults if None.
+        group: the ranks that share core attention, as a process group or a device mesh. By default the data-parallel ranks of
+            accelerate's device mesh if there is one, else all ranks.
+
+    Returns:
+        The settings now in use.
+    """
+    global _session
+    _session = Session(config or DistCAConfig(), group)
+    return _session.config
+
+
+@contextmanager
+def balancing(enabled: bool) -> Iterator[None]:
+    """Switch balancing on or off for the forwards inside. All ranks must enter and leave it at the same time."""
+    session = current_session()
+    before = session.config
+    session.config = replace(before, balance=enabled)
+    try:
+        yield
+    finally:
+        session.config = before
+
+
+def attention_seconds() -> float:
+    """Seconds this rank has spent in attention kernels, forward and backward, for itself and as a server, since `configure`.
+
+    On CUDA those of finished kernels: synchronise first for an exact figure.
+    """
+    return current_session().meter.seconds

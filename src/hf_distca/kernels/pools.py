@@ -1,0 +1,57 @@
+"""What the kernels share about pools of rows: accumulation dtypes, head groups and padding of the last dimension."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from hf_distca.errors import KernelError
+from hf_distca.kernels.base import TaskBatch
+
+__all__ = ["accumulation_dtype", "check_pools", "key_gradient_dtype", "pad_last"]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of log-sum-exps and of sums of gradients: float64 for float64, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def key_gradient_dtype(tasks: TaskBatch, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of dk and dv: wide where several tasks add to the same key, `dtype` where each key belongs to one task."""
+    return accumulation_dtype(dtype) if tasks.shares_keys else dtype
+
+
+def check_pools(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch) -> None:
+    """Refuse pools that do not fit together or that are shorter than the tasks say.
+
+    A kernel that takes raw offsets reads foreign memory when a task ends outside its pool, so this is checked on the host.
+    """
+    shapes = f"q {tuple(q_THD.shape)}, k {tuple(k_TKD.shape)}, v {tuple(v_TKV.shape)}"
+    if q_THD.dim() != 3 or k_TKD.dim() != 3 or v_TKV.dim() != 3:
+        raise KernelError(f"Pools must have the dimensions (tokens, heads, head dim), got {shapes}.")
+    if q_THD.shape[2] != k_TKD.shape[2] or k_TKD.shape[:2] != v_TKV.shape[:2]:
+        raise KernelError(f"q and k must agree in head dim, k and v in tokens and heads, got {shapes}.")
+    if q_THD.shape[1] % max(k_TKD.shape[1], 1):
+        raise KernelError(f"Query heads must be a multiple of key/value heads, got {shapes}.")
+    runs = zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True)
+    rows, keys = q_THD.shape[0], k_TKD.shape[0]
+    for query_start, query_length, key_start, key_length in runs:
+        if not 1 <= query_length <= key_length:
+            raise KernelError(
+                f"A task has {query_length} query rows and {key_length} keys; it needs at least one row and a key for each."
+            )
+        if query_start < 0 or key_start < 0 or query_start + query_length > rows or key_start + key_length > keys:
+            raise KernelError(
+                f"A task has query rows [{query_start}, {query_start + query_length}) of a pool of {rows} and keys "
+                f"[{key_start}, {key_start + key_length}) of a pool of {keys}; the pools and the tasks belong to different plans."
+            )
+
+
+def pad_last(x: torch.Tensor, size: int) -> torch.Tensor:
+    """`x` with its last dimension filled up with zeros to `size` and laid out densely; `x` itself where that holds already.
+
+    Zeros are exact here: they add nothing to a dot product, and value columns of zeros give output columns of zeros.
+    """
+    if x.shape[-1] < size:
+        return pad(x, (0, size - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,119 @@
+"""Attention in plain torch operations: any device, any floating dtype. The oracle of the other kernels.
+
+Beyond the suffixes of `base`: G rows of one key/value head in a chunk (query heads that share it, times query rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from hf_distca.kernels.base import TaskBatch
+from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype
+
+__all__ = ["ReferenceKernel"]
+
+# Scores held at a time, over all heads. 2**24 float32 scores are 64 MiB; a 16K document in one piece would be 1 GiB a head.
+_SCORES_PER_CHUNK = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Some query rows of one task with the keys that the last of them sees. Offsets are those of the pools."""
+
+    rows: slice
+    keys: slice
+
+    def masked(self, scores_KGT: torch.Tensor) -> torch.Tensor:
+        """`scores_KGT` with -inf, in place, where a row would see a key behind its own position."""
+        rows, keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+        hidden = torch.ones(rows, keys, dtype=torch.bool, device=scores_KGT.device).triu_(keys - rows + 1)
+        scores_KGT.view(scores_KGT.shape[0], -1, rows, keys).masked_fill_(hidden, float("-inf"))
+        return scores_KGT
+
+
+class ReferenceKernel:
+    """Exact attention that favours clarity: float64 arithmetic for float64 inputs, float32 for all others."""
+
+    name: ClassVar[str] = "reference"
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> str | None:
+        """None for every floating dtype."""
+        return None if dtype.is_floating_point else f"{dtype} is not a floating dtype"
+
+    @torch.no_grad()
+    def forward(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.forward`."""
+        check_pools(q_THD, k_TKD, v_TKV, tasks)
+        wide = accumulation_dtype(q_THD.dtype)
+        heads, key_heads = q_THD.shape[1], k_TKD.shape[1]
+        o_THV = q_THD.new_zeros(q_THD.shape[0], heads, v_TKV.shape[2])
+        lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=wide)
+        for chunk in _chunks(tasks, heads):
+            q_KGD = _grouped(q_THD[chunk.rows], key_heads, wide) * scale
+            k_KTD, v_KTV = (x[chunk.keys].to(wide).transpose(0, 1) for x in (k_TKD, v_TKV))
+            scores_KGT = chunk.masked(q_KGD @ k_KTD.mT)
+            lse_KG1 = scores_KGT.logsumexp(-1, keepdim=True)
+            o_KGV = scores_KGT.sub_(lse_KG1).exp_() @ v_KTV
+            o_THV[chunk.rows] = _ungrouped(o_KGV, heads).to(o_THV.dtype)
+            lse_TH[chunk.rows] = _ungrouped(lse_KG1, heads).squeeze(-1)
+        return o_THV, lse_TH
+
+    @torch.no_grad()
+    def backward(
+        self,
+        do_THV: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKV: torch.Tensor,
+        o_THV: torch.Tensor,
+        lse_TH: torch.Tensor,
+        tasks: TaskBatch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Kernel.backward`."""
+        check_pools(q_THD, k_TKD, v_TKV, tasks)
+        wide = accumulation_dtype(q_THD.dtype)
+        heads, key_heads = q_THD.shape[1], k_TKD.shape[1]
+        dq_THD, dk_TKD, dv_TKV = torch.zeros_like(q_THD), torch.zeros_like(k_TKD, dtype=wide), torch.zeros_like(v_TKV, dtype=wide)
+        for chunk in _chunks(tasks, heads):
+            q_KGD, o_KGV, do_KGV = (_grouped(x[chunk.rows], key_heads, wide) for x in (q_THD, o_THV, do_THV))
+            lse_KG1 = _grouped(lse_TH[chunk.rows].unsqueeze(-1), key_heads, wide)
+            k_KTD, v_KTV = (x[chunk.keys].to(wide).transpose(0, 1) for x in (k_TKD, v_TKV))
+            p_KGT = chunk.masked((q_KGD * scale) @ k_KTD.mT).sub_(lse_KG1).exp_()
+            # d score = p (dp - sum_j p_j dp_j), and the sum over keys is the dot product of do and o.
+            dp_KGT = do_KGV @ v_KTV.mT
+            ds_KGT = dp_KGT.sub_((do_KGV * o_KGV).sum(-1, keepdim=True)).mul_(p_KGT).mul_(scale)
+            dq_THD[chunk.rows] = _ungrouped(ds_KGT @ k_KTD, heads).to(dq_THD.dtype)
+            dk_TKD[chunk.keys] += (ds_KGT.mT @ q_KGD).transpose(0, 1)
+            dv_TKV[chunk.keys] += (p_KGT.mT @ do_KGV).transpose(0, 1)
+        dtype = key_gradient_dtype(tasks, k_TKD.dtype)
+        return dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype)
+
+
+def _chunks(tasks: TaskBatch, heads: int) -> Iterator[_Chunk]:
+    """The tasks in pieces of at most `_SCORES_PER_CHUNK` scores."""
+    runs = zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True)
+    for query_start, query_length, key_start, key_length in runs:
+        step = max(1, _SCORES_PER_CHUNK // (heads * key_length))
+        for first in range(0, query_length, step):
+            last = min(first + step, query_length)
+            visible = key_length - query_length + last
+            yield _Chunk(slice(query_start + first, query_start + last), slice(key_start, key_start + visible))
+
+
+def _grouped(x_THD: torch.Tensor, key_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows gathered under the key/value head they attend to, so that one product serves a group and K/V stay uncopied."""
+    tokens, _, width = x_THD.shape
+    return x_THD.to(dtype).view(tokens, key_heads, -1, width).permute(1, 2, 0, 3).reshape(key_heads, -1, width)
+
+
+def _ungrouped(x_KGD: torch.Tensor, heads: int) -> torch.Tensor:
+    """The inverse of `_grouped`: (tokens, heads, width)."""
+    key_heads, _, width = x_KGD.shape
+    return x_KGD.view(key_heads, heads // key_heads, -1, width).permute(2, 0, 1, 3).flatten(1, 2)

@@ -1,0 +1,235 @@
+"""From tasks to calls of a varlen flash-attention op: the packing that the `cuda` and `flash_attn` kernels share.
+
+A varlen op takes one run of query rows and one run of keys, cut into sequences by cumulative lengths. Its backward writes the
+gradient of a key once, so a key may be in one sequence of a call only. Slices of one document share keys; a batch is therefore
+split into *waves*, each a set of tasks without a key in common, and one wave is one call. Where a wave's tasks lie one after
+the other in the pool, as packed documents do, the call gets a view of the pool; else it gets a gathered copy, which lives for
+the call only. Single slices of long documents are views, too.
+
+Index tensors are built once for each batch and device, without a host sync: later calls for the batch find them on the device.
+They are made on the stream that is current in the first call; the caller orders other streams after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hf_distca.kernels.base import TaskBatch
+from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
+
+__all__ = ["Sequences", "VarlenKernel", "VarlenOp"]
+
+_HEAD_DIM_MULTIPLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """How the rows and keys of a call are cut: sequence i has rows [cu_rows[i], cu_rows[i + 1]), and its keys likewise.
+
+    Attributes:
+        cu_rows, cu_keys: (sequences + 1,) int32 on the device of the pools, from 0 to the number of rows and of keys.
+        max_rows, max_keys: longest sequence, on the host.
+    """
+
+    cu_rows: torch.Tensor
+    cu_keys: torch.Tensor
+    max_rows: int
+    max_keys: int
+
+
+class VarlenOp(Protocol):
+    """A varlen flash-attention op: causal, aligned bottom right, H a multiple of K, D a multiple of 8 and equal to V."""
+
+    def forward(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, sequences: Sequences, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output o_THD in q's dtype and lse_HT in the accumulation dtype."""
+        ...
+
+    def backward(
+        self,
+        do_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        o_THD: torch.Tensor,
+        lse_HT: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of q, k and v in their dtypes; do, o and lse are contiguous."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Some rows of a pool in the order of a wave: a stretch of the pool, or a gather by `index` (int64, on the device)."""
+
+    start: int
+    length: int
+    index: torch.Tensor | None
+
+    def covers(self, pool: torch.Tensor) -> bool:
+        """Whether the run is the whole pool in its own order."""
+        return self.index is None and self.length == pool.shape[0]
+
+    def take(self, pool: torch.Tensor) -> torch.Tensor:
+        """The rows of the run: a view where they are a stretch."""
+        return pool.narrow(0, self.start, self.length) if self.index is None else pool.index_select(0, self.index)
+
+    def put(self, pool: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write `rows` to their places."""
+        if self.index is None:
+            pool.narrow(0, self.start, self.length).copy_(rows)
+        else:
+            pool.index_copy_(0, self.index, rows.to(pool.dtype))
+
+    def add(self, pool: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add `rows` to what is in their places, in the pool's dtype."""
+        if self.index is None:
+            pool.narrow(0, self.start, self.length).add_(rows)
+        else:
+            pool.index_add_(0, self.index, rows.to(pool.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class _Wave:
+    """One call of the op."""
+
+    rows: _Run
+    keys: _Run
+    sequences: Sequences
+
+
+class VarlenKernel:
+    """A `Kernel` around a `VarlenOp`. Subclasses name it and say what it cannot run."""
+
+    name: ClassVar[str] = "varlen"
+
+    def __init__(self, op: VarlenOp) -> None:
+        self._op = op
+        self._waves: WeakKeyDictionary[TaskBatch, dict[torch.device, tuple[_Wave, ...]]] = WeakKeyDictionary()
+
+    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> str | None:
+        """None: the op decides."""
+        return None
+
+    @torch.no_grad()
+    def forward(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.forward`."""
+        check_pools(q_THD, k_TKD, v_TKV, tasks)
+        value_width, width = v_TKV.shape[2], _width(q_THD, v_TKV)
+        padded = tuple(pad_last(x, width) for x in (q_THD, k_TKD, v_TKV))
+        waves = self._waves_of(tasks, q_THD.device)
+        whole = len(waves) == 1 and waves[0].rows.covers(q_THD)
+        if not whole:
+            o_THV = q_THD.new_zeros(*q_THD.shape[:2], value_width)
+            lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
+        for wave in waves:
+            q, k, v = wave.rows.take(padded[0]), wave.keys.take(padded[1]), wave.keys.take(padded[2])
+            o, lse_HT = self._op.forward(q, k, v, wave.sequences, scale)
+            if whole:
+                return o[..., :value_width].contiguous(), lse_HT.T.contiguous()
+            wave.rows.put(o_THV, o[..., :value_width])
+            wave.rows.put(lse_TH, lse_HT.T)
+        return o_THV, lse_TH
+
+    @torch.no_grad()
+    def backward(
+        self,
+        do_THV: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKV: torch.Tensor,
+        o_THV: torch.Tensor,
+        lse_TH: torch.Tensor,
+        tasks: TaskBatch,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `Kernel.backward`."""
+        check_pools(q_THD, k_TKD, v_TKV, tasks)
+        width = _width(q_THD, v_TKV)
+        do_THD, q_padded, k_padded, v_padded, o_THD = (pad_last(x, width) for x in (do_THV, q_THD, k_TKD, v_TKV, o_THV))
+        waves = self._waves_of(tasks, q_THD.device)
+        whole = len(waves) == 1 and waves[0].rows.covers(q_THD) and waves[0].keys.covers(k_TKD)
+        if not whole:
+            dtype = key_gradient_dtype(tasks, k_TKD.dtype)
+            dq_THD, dk_TKD, dv_TKV = q_THD.new_zeros(q_THD.shape), *(x.new_zeros(x.shape, dtype=dtype) for x in (k_TKD, v_TKV))
+        for wave in waves:
+            do, q, o = (wave.rows.take(x) for x in (do_THD, q_padded, o_THD))
+            k, v = (wave.keys.take(x) for x in (k_padded, v_padded))
+            lse_HT = wave.rows.take(lse_TH).T.contiguous()
+            grads = self._op.backward(do.contiguous(), q, k, v, o.contiguous(), lse_HT, wave.sequences, scale)
+            dq, dk, dv = (dx[..., : x.shape[2]] for dx, x in zip(grads, (q_THD, k_TKD, v_TKV), strict=True))
+            if whole:
+                return dq, dk, dv
+            wave.rows.put(dq_THD, dq)
+            wave.keys.add(dk_TKD, dk)
+            wave.keys.add(dv_TKV, dv)
+        return dq_THD, dk_TKD, dv_TKV
+
+    def _waves_of(self, tasks: TaskBatch, device: torch.device) -> tuple[_Wave, ...]:
+        on_device = self._waves.setdefault(tasks, {})
+        if device not in on_device:
+            on_device[device] = tuple(_wave(tasks, members, device) for members in _split(tasks))
+        return on_device[device]
+
+
+def _width(q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
+    """The one head dim of a call: q's or v's, the larger, rounded up."""
+    return -(-max(q_THD.shape[2], v_TKV.shape[2]) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
+
+
+def _split(tasks: TaskBatch) -> list[list[int]]:
+    """Task indices by wave, each wave in the order of its keys and without a key in common; as few waves as possible.
+
+    Tasks join the first wave whose keys end before their own begin. Taken in the order of their first key, that needs no more
+    waves than the most shared key has tasks.
+    """
+    waves: list[list[int]] = []
+    ends: list[int] = []
+    for task in sorted(range(len(tasks)), key=lambda i: (tasks.key_start[i], tasks.query_start[i])):
+        start = tasks.key_start[task]
+        wave = next((i for i, end in enumerate(ends) if end <= start), len(waves))
+        if wave == len(waves):
+            waves.append([])
+            ends.append(0)
+        waves[wave].append(task)
+        ends[wave] = start + tasks.key_length[task]
+    return waves
+
+
+def _wave(tasks: TaskBatch, members: list[int], device: torch.device) -> _Wave:
+    row_lengths = [tasks.query_length[i] for i in members]
+    key_lengths = [tasks.key_length[i] for i in members]
+    return _Wave(
+        rows=_run([tasks.query_start[i] for i in members], row_lengths, device),
+        keys=_run([tasks.key_start[i] for i in members], key_lengths, device),
+        sequences=Sequences(
+            cu_rows=_to_device(torch.tensor([0, *accumulate(row_lengths)], dtype=torch.int32), device),
+            cu_keys=_to_device(torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32), device),
+            max_rows=max(row_lengths),
+            max_keys=max(key_lengths),
+        ),
+    )
+
+
+def _run(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> _Run:
+    expected = accumulate(lengths[:-1], initial=starts[0])
+    if all(start == want for start, want in zip(starts, expected, strict=True)):
+        return _Run(starts[0], sum(lengths), None)
+    index = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
+    return _Run(0, sum(lengths), _to_device(index, device))
+
+
+def _to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that does not make the host wait; that takes page-locked memory."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

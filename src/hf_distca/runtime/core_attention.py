@@ -1,0 +1,227 @@
+"""Core attention of one layer across ranks, as three autograd functions.
+
+::
+
+    forward    Dispatch: launch q, k, v  ->  Serve: local tasks, wait, arrived tasks, launch o, lse  ->  Return: wait
+    backward   Dispatch: wait  <-  Serve: local tasks, wait, arrived tasks, launch dq, dk, dv  <-  Return: launch q, k, v, o, lse, dO
+
+Each launch and its wait are in different functions, so other work can be recorded, forward and backward, while a message
+travels; the local tasks always are. Only `_Return` saves for backward, and only what plain flash attention saves: the rank's
+own q, k, v, o and lse. Servers keep nothing. The functions are chained by an anchor, a scalar without meaning.
+
+Shape suffixes: T tokens, H query heads, K key/value heads, D head dim, V value head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hf_distca.runtime.exchange import Part, Pending, launch
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.route import Route
+from hf_distca.runtime.server import AttentionServer
+
+__all__ = ["core_attention"]
+
+
+def core_attention(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKV: torch.Tensor,
+    *,
+    route: Route,
+    group: AttentionGroup,
+    server: AttentionServer,
+) -> torch.Tensor:
+    """Causal attention within documents, for the tokens of this rank, computed where the route says.
+
+    Every rank of `group` must call it with routes of the same plan, the same number of times in the same order, forward and
+    backward. A route without exchanges is a plain local call.
+
+    Args:
+        q_THD, k_TKD, v_TKV: this rank's tokens in layout order, T >= 0; k and v un-repeated for GQA.
+        route: this rank's route.
+        group: the attention group of the route.
+        server: kernel, scale and meter.
+
+    Returns:
+        o_THV in q's dtype.
+    """
+    q_THD, k_TKD, v_TKV = q_THD.contiguous(), k_TKD.contiguous(), v_TKV.contiguous()
+    if not route.exchanges:
+        return _apply(_Local, server, route, q_THD, k_TKD, v_TKV)
+    call = _Call(route, group, server)
+    anchor = _apply(_Dispatch, call, q_THD, k_TKD, v_TKV)
+    anchor = _apply(_Serve, call, anchor)
+    return _apply(_Return, call, anchor, q_THD.detach(), k_TKD.detach(), v_TKV.detach())
+
+
+class _Call:
+    """What the three functions of one call hand on: exchanges under way and home tensors in use."""
+
+    def __init__(self, route: Route, group: AttentionGroup, server: AttentionServer) -> None:
+        self.route, self.group, self.server = route, group, server
+        self.home: Sequence[torch.Tensor] = ()
+        self.grads: Sequence[torch.Tensor] = ()
+        self.dispatch: Pending | None = None
+        self.returned: Pending | None = None
+
+    def launch_dispatch(self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]) -> None:
+        self.home = (*queries, *keys)
+        parts = [Part(t, self.route.queries) for t in queries] + [Part(t, self.route.keys) for t in keys]
+        self.server.meter.dispatches += 1
+        self.dispatch = self._launch(parts)
+
+    def launch_return(self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()) -> None:
+        parts = [Part(t.contiguous(), self.route.queries.way_back) for t in queries]
+        parts += [Part(t.contiguous(), self.route.keys.way_back) for t in keys]
+        self.server.meter.returns += 1
+        self.returned = self._launch(parts)
+
+    def take_dispatch(self) -> list[torch.Tensor]:
+        pending, self.dispatch = self.dispatch, None
+        return _wait(pending)
+
+    def take_return(self) -> list[torch.Tensor]:
+        pending, self.returned = self.returned, None
+        return _wait(pending)
+
+    def _launch(self, parts: Sequence[Part]) -> Pending:
+        self.server.meter.sent_bytes += sum(sum(part.rows.send) * part.row_bytes for part in parts)
+        return launch(self.group.data, parts)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        call.launch_dispatch([q_THD], [k_TKD, v_TKV])
+        return q_THD.new_zeros(())
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        dq_THD, dk_TKD, dv_TKV = call.grads
+        _, k_TKD, v_TKV = call.home
+        call.grads = call.home = ()
+        received_dq, received_dk, received_dv = call.take_return()
+        dq_THD.index_copy_(0, _index(call.route.queries.index), received_dq)
+        dk_TKD = _sum_copies(dk_TKD, received_dk, call.route)
+        dv_TKV = _sum_copies(dv_TKV, received_dv, call.route)
+        return None, dq_THD, dk_TKD.to(k_TKD.dtype), dv_TKV.to(v_TKV.dtype)
+
+
+class _Serve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        route, server = call.route, call.server
+        o_THV, lse_TH = server.forward(call.home[0], call.home[1], call.home[2], route.local)
+        home, received = server.serve(route, call.home, call.take_dispatch())
+        call.launch_return(received)
+        for whole, rows in zip((o_THV, lse_TH), home, strict=True):
+            whole.index_copy_(0, route.home_queries, rows)
+        call.home = (o_THV, lse_TH)
+        return anchor.clone()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, anchor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        route, server = call.route, call.server
+        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = call.home
+        dq_THD, dk_TKD, dv_TKV = server.backward((do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH), route.local)
+        home_dq, received_dq, pool_grads = server.serve_backward(route, call.home, call.take_dispatch())
+        keys = [route.pool.received_rows(pool).to(k_TKD.dtype) for pool in pool_grads]
+        call.launch_return(received_dq, keys)
+        dq_THD.index_copy_(0, route.home_queries, home_dq[0])
+        dk_TKD, dv_TKV = (_add_home(d, pool, route) for d, pool in zip((dk_TKD, dv_TKV), pool_grads, strict=True))
+        call.grads, call.home = (dq_THD, dk_TKD, dv_TKV), (q_THD, k_TKD, v_TKV)
+        return None, torch.zeros_like(anchor)
+
+
+class _Return(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, _anchor: torch.Tensor, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call = call
+        o_THV, lse_TH = call.home
+        call.home = ()
+        for whole, rows in zip((o_THV, lse_TH), call.take_return(), strict=True):
+            whole.index_copy_(0, _index(call.route.queries.index), rows)
+        ctx.save_for_backward(q_THD, k_TKD, v_TKV, o_THV, lse_TH)
+        return o_THV
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_THD, k_TKD, v_TKV, o_THV, lse_TH = ctx.saved_tensors
+        ctx.call.launch_dispatch([do_THV.contiguous(), q_THD, o_THV, lse_TH], [k_TKD, v_TKV])
+        return None, do_THV.new_zeros(()), None, None, None
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, server: AttentionServer, route: Route, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.server, ctx.route = server, route
+        o_THV, lse_TH = server.forward(q_THD, k_TKD, v_TKV, route.local)
+        ctx.save_for_backward(q_THD, k_TKD, v_TKV, o_THV, lse_TH)
+        return o_THV
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_THD, k_TKD, v_TKV, o_THV, lse_TH = ctx.saved_tensors
+        saved = (do_THV.contiguous(), q_THD, k_TKD, v_TKV, o_THV, lse_TH)
+        dq_THD, dk_TKD, dv_TKV = ctx.server.backward(saved, ctx.route.local)
+        return None, None, dq_THD, dk_TKD.to(k_TKD.dtype), dv_TKV.to(v_TKV.dtype)
+
+
+def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tensor:
+    result: torch.Tensor = function.apply(*inputs)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _wait(pending: Pending | None) -> list[torch.Tensor]:
+    if pending is None:
+        raise RuntimeError("core attention ran backward out of order: its exchange was never launched")
+    return pending.wait()
+
+
+def _index(index: torch.Tensor | None) -> torch.Tensor:
+    if index is None:
+        raise RuntimeError("a route always names the rows it sends")
+    return index
+
+
+def _accumulator(grad_TKD: torch.Tensor) -> torch.Tensor:
+    """Sums of copies are taken in float32, or in float64 for float64 gradients."""
+    return grad_TKD if grad_TKD.dtype == torch.float64 else grad_TKD.float()
+
+
+def _sum_copies(grad_TKD: torch.Tensor, received_TKD: torch.Tensor, route: Route) -> torch.Tensor:
+    """Add the gradients of the copies that other ranks held, rank after rank so that the sum has one order."""
+    if not len(received_TKD):
+        return grad_TKD
+    total = _accumulator(grad_TKD)
+    pieces = zip(route.keys.index_per_rank or (), received_TKD.split(list(route.keys.send)), strict=True)
+    for index, piece in pieces:
+        if len(index):
+            total.index_add_(0, index, piece.to(total.dtype))
+    return total
+
+
+def _add_home(grad_TKD: torch.Tensor, pool_TKD: torch.Tensor, route: Route) -> torch.Tensor:
+    """Add the gradients of home keys that were read in the pool."""
+    if not len(route.pool.home):
+        return grad_TKD
+    total = _accumulator(grad_TKD)
+    return total.index_add_(0, route.pool.from_home, pool_TKD.index_select(0, route.pool.home).to(total.dtype))

@@ -1,0 +1,95 @@
+"""The ranks that share core attention: one communicator for tensors, one on the CPU for planning."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hf_distca.errors import ConfigError, DistCADesyncError
+from hf_distca.schedule.layout import IntArray
+
+__all__ = ["AttentionGroup"]
+
+# Integers a rank can announce in one collective; longer rows need a second one. 512 of them are about 250 documents.
+_CAPACITY = 512
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionGroup:
+    """The ranks that share core attention, seen from one of them.
+
+    Attributes:
+        ranks: their global ranks. Everywhere else in the package, "rank" is an index into this tuple.
+        rank: this process.
+        data: communicator of dispatch and return, None in a group of one.
+        control: gloo communicator on which layouts travel, None in a group of one.
+        timeout_seconds: how long a rank waits for the others on `control`.
+    """
+
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    data: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    timeout_seconds: float = 600.0
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @classmethod
+    def create(cls, members: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> AttentionGroup:
+        """Build the group of the ranks in `members` (default: the world). Every member must call it at the same point.
+
+        The group gets communicators of its own, so its exchanges never mix with those of DDP, FSDP or the user.
+        Without torch.distributed, or in a world of one, the group is this process alone.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(timeout_seconds=timeout_seconds)
+        ranks = tuple(dist.get_process_group_ranks(members or dist.GroupMember.WORLD))
+        own = dist.get_rank()
+        if own not in ranks:
+            raise ConfigError(f"rank {own} is not in its attention group {ranks}: pass each rank the group it belongs to.")
+        if len(ranks) == 1:
+            return cls(ranks, 0, timeout_seconds=timeout_seconds)
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        backend = dist.get_backend(members)
+        # Local synchronization: only members take part, so groups of different ranks may be built at different times.
+        data = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, group_desc="distca-data")
+        control = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc="distca-control")
+        return cls(ranks, ranks.index(own), data, control, timeout_seconds)
+
+    def gather(self, row: IntArray, *, doing: str) -> list[IntArray]:
+        """One row of integers from every rank, in rank order. Rows may differ in length.
+
+        Args:
+            row: flat int64 array.
+            doing: what the ranks are doing, for the error if one of them does not come.
+        """
+        if self.control is None:
+            return [row]
+        first = self._gather_fixed(np.concatenate([[len(row)], row])[: _CAPACITY + 1], _CAPACITY + 1, doing)
+        longest = int(first[:, 0].max())
+        rows = first[:, 1:]
+        if longest > _CAPACITY:
+            rest = self._gather_fixed(row[_CAPACITY:], longest - _CAPACITY, doing)
+            rows = np.concatenate([rows, rest], axis=1)
+        return [rows[r, : first[r, 0]] for r in range(self.size)]
+
+    def _gather_fixed(self, row: IntArray, width: int, doing: str) -> IntArray:
+        padded = torch.zeros(width, dtype=torch.int64)
+        padded[: len(row)] = torch.from_numpy(np.ascontiguousarray(row))
+        rows = torch.empty(self.size, width, dtype=torch.int64)
+        try:
+            dist.all_gather(list(rows.unbind()), padded, group=self.control)
+        except RuntimeError as error:
+            raise DistCADesyncError(
+                f"rank {self.ranks[self.rank]} waited up to {self.timeout_seconds:g} s for ranks {self.ranks} while {doing}, "
+                f"and not all came ({error}). Every rank must run the same number of training forwards: look at the "
+                "logs of the other ranks for one that failed, stopped early or is still in another step."
+            ) from error
+        return rows.numpy()

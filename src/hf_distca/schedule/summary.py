@@ -1,0 +1,185 @@
+"""What a plan does, in figures: work and traffic of every rank, and a short summary of both."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
+from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.plan import Plan
+
+__all__ = ["PlanLoad", "PlanSummary", "summarize"]
+
+# Dispatch and return, forward and backward: what a rank that exchanges anything waits for at least.
+EXCHANGES_PER_LAYER = 4
+
+
+@dataclass(frozen=True)
+class PlanLoad:
+    """Work and traffic of every rank under a plan; arrays have shape (ranks,).
+
+    Sums run in task order through `numpy.bincount` and products element by element, so that every machine finds the same
+    figures: the scheduler decides by them.
+
+    Attributes:
+        plan, cost: what is measured, and the model that it is measured with.
+    """
+
+    plan: Plan
+    cost: CostModel
+
+    def _sum(self, rank: IntArray, weights: npt.NDArray[Any]) -> FloatArray:
+        return np.bincount(rank, weights=weights, minlength=self.plan.layout.world_size)
+
+    @cached_property
+    def pairs(self) -> FloatArray:
+        """Causal query-key pairs that each rank computes."""
+        plan = self.plan
+        return self._sum(plan.server, causal_pairs(plan.end - plan.start, plan.end))
+
+    @cached_property
+    def compute_seconds(self) -> FloatArray:
+        """Forward plus backward seconds of the tasks of each rank."""
+        plan = self.plan
+        return self._sum(plan.server, self.cost.seconds(plan.end - plan.start, plan.end))
+
+    @cached_property
+    def query_tokens(self) -> tuple[FloatArray, FloatArray]:
+        """Query tokens that each rank sends and receives."""
+        plan = self.plan
+        moved = np.flatnonzero(plan.home != plan.server)
+        rows = (plan.end - plan.start)[moved]
+        return self._sum(plan.home[moved], rows), self._sum(plan.server[moved], rows)
+
+    @cached_property
+    def key_tokens(self) -> tuple[FloatArray, FloatArray]:
+        """K/V tokens that each rank sends and receives, each token once per destination."""
+        keys = self.plan.key_transfers()
+        sent = keys.source != keys.server
+        tokens = (keys.end - keys.start)[sent]
+        return self._sum(keys.source[sent], tokens), self._sum(keys.server[sent], tokens)
+
+    @cached_property
+    def exchange_bytes(self) -> tuple[FloatArray, FloatArray]:
+        """Bytes, forward and backward, that each rank exchanges as a home and as a server."""
+        shape = self.cost.shape
+        sent, received = (
+            queries * shape.moved_query_bytes + keys * shape.moved_key_bytes
+            for queries, keys in zip(self.query_tokens, self.key_tokens, strict=True)
+        )
+        return sent, received
+
+    @cached_property
+    def exchange_seconds(self) -> FloatArray:
+        """Seconds that each rank exchanges: the busier of its two roles, plus the fixed part of every exchange."""
+        if not self.plan.moved:
+            return np.zeros(self.plan.layout.world_size)
+        sent, received = (
+            self.cost.transfer_seconds(queries, keys)
+            for queries, keys in zip(self.query_tokens, self.key_tokens, strict=True)
+        )
+        return np.maximum(sent, received) + EXCHANGES_PER_LAYER * self.cost.exchange_seconds
+
+    @property
+    def slowest_seconds(self) -> float:
+        """Estimated seconds of the slowest rank, with nothing of the exchange hidden behind compute."""
+        return float((self.compute_seconds + self.exchange_seconds).max(initial=0.0))
+
+
+def imbalance(values: FloatArray) -> float:
+    """Max over mean of the ranks, 1 where there is nothing to balance."""
+    total = float(values.sum())
+    return float(values.max()) * len(values) / total if total > 0 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """A plan in a dozen figures; "before" is the plan that moves nothing.
+
+    Attributes:
+        ranks: ranks of the layout.
+        tasks, moved_tasks: CA-tasks, and those whose server is not their home.
+        pairs_imbalance_before, pairs_imbalance_after: max/mean over ranks of causal pairs.
+        seconds_imbalance_before, seconds_imbalance_after: max/mean over ranks of estimated compute seconds.
+        slowest_seconds_before, slowest_seconds_after: estimated seconds of the slowest rank, compute plus exchange.
+        query_tokens: query tokens, of all ranks together.
+        query_tokens_moved: query tokens that another rank than their home computes.
+        key_tokens_sent: K/V tokens sent between ranks, each once per destination.
+        key_tokens_sent_unplanned: those that documents on several ranks need with no move at all.
+        max_sent_query_tokens, max_received_query_tokens: of the busiest rank.
+        max_sent_key_tokens, max_received_key_tokens: of the busiest rank.
+        max_sent_bytes, max_received_bytes: bytes exchanged, forward and backward, by the busiest home and the busiest server.
+    """
+
+    ranks: int
+    tasks: int
+    moved_tasks: int
+    pairs_imbalance_before: float
+    pairs_imbalance_after: float
+    seconds_imbalance_before: float
+    seconds_imbalance_after: float
+    slowest_seconds_before: float
+    slowest_seconds_after: float
+    query_tokens: int
+    query_tokens_moved: int
+    key_tokens_sent: int
+    key_tokens_sent_unplanned: int
+    max_sent_query_tokens: int
+    max_received_query_tokens: int
+    max_sent_key_tokens: int
+    max_received_key_tokens: int
+    max_sent_bytes: int
+    max_received_bytes: int
+
+    def to_dict(self) -> dict[str, int | float]:
+        """The figures as a dictionary that `json` can write."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        moved = self.query_tokens_moved / max(self.query_tokens, 1)
+        lines = [
+            ("tasks", f"{self.tasks} on {self.ranks} ranks, {self.moved_tasks} moved"),
+            ("imbalance of causal pairs", f"{self.pairs_imbalance_before:.3f} -> {self.pairs_imbalance_after:.3f} (max/mean)"),
+            ("imbalance of seconds", f"{self.seconds_imbalance_before:.3f} -> {self.seconds_imbalance_after:.3f} (max/mean)"),
+            ("slowest rank, estimated", f"{self.slowest_seconds_before:.4g} s -> {self.slowest_seconds_after:.4g} s"),
+            ("query tokens moved", f"{self.query_tokens_moved} of {self.query_tokens} ({moved:.1%})"),
+            ("K/V tokens sent", f"{self.key_tokens_sent} ({self.key_tokens_sent_unplanned} with no move at all)"),
+            ("busiest sender", f"{self.max_sent_bytes / 2**20:.1f} MiB"),
+            ("busiest receiver", f"{self.max_received_bytes / 2**20:.1f} MiB"),
+        ]
+        return "\n".join(f"{label:<26} {value}" for label, value in lines)
+
+
+def summarize(plan: Plan, cost: CostModel) -> PlanSummary:
+    """Figures of `plan` beside those of the plan that moves nothing, under `cost`."""
+    after, before = PlanLoad(plan, cost), PlanLoad(Plan.local(plan.layout), cost)
+
+    def busiest(values: FloatArray) -> int:
+        return int(values.max(initial=0))
+
+    return PlanSummary(
+        ranks=plan.layout.world_size,
+        tasks=len(plan.document),
+        moved_tasks=int((plan.home != plan.server).sum()),
+        pairs_imbalance_before=imbalance(before.pairs),
+        pairs_imbalance_after=imbalance(after.pairs),
+        seconds_imbalance_before=imbalance(before.compute_seconds),
+        seconds_imbalance_after=imbalance(after.compute_seconds),
+        slowest_seconds_before=before.slowest_seconds,
+        slowest_seconds_after=after.slowest_seconds,
+        query_tokens=int(plan.layout.length.sum()),
+        query_tokens_moved=int(after.query_tokens[0].sum()),
+        key_tokens_sent=int(after.key_tokens[0].sum()),
+        key_tokens_sent_unplanned=int(before.key_tokens[0].sum()),
+        max_sent_query_tokens=busiest(after.query_tokens[0]),
+        max_received_query_tokens=busiest(after.query_tokens[1]),
+        max_sent_key_tokens=busiest(after.key_tokens[0]),
+        max_received_key_tokens=busiest(after.key_tokens[1]),
+        max_sent_bytes=busiest(after.exchange_bytes[0]),
+        max_received_bytes=busiest(after.exchange_bytes[1]),
+    )

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import RankPool
+
+SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[Callable[[int], RankPool]]:
+    """Pools of real gloo ranks by size, started when first asked for, and again after one died."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        if world_size not in pools or not pools[world_size].alive:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size]
+
+    yield pool
+    for started in pools.values():
+        started.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,160 @@
+"""A model under distca on several ranks equals the same model, one document at a time, under sdpa in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_distca
+from hf_distca.integration.session import current_session
+from hf_distca.schedule.cost import AttentionShape, CostModel
+
+Parts = list[tuple[int, int, int]]  # (document, start, end)
+
+# With real costs nothing this small is worth moving: here only causal pairs count, and moving is free.
+PAIRS = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
+
+# Documents of 1 token, odd lengths, equal and very unequal ones.
+LENGTHS = [150, 1, 33, 7, 64, 1, 129]
+
+
+def placements(world: int) -> dict[str, list[Parts]]:
+    """Which parts of which documents lie on which rank."""
+    whole = [(d, 0, n) for d, n in enumerate(LENGTHS)]
+    skewed = [whole[r::world] for r in range(world)]
+    if world == 1:
+        return {"skewed": skewed}
+    cut = [150 * r // world for r in range(world + 1)]
+    return {
+        "skewed": skewed,
+        "empty-handed": [whole if r == 1 else [] for r in range(world)],
+        "one document over all ranks": [[(0, cut[r], cut[r + 1])] for r in range(world)],
+        "continued": [[*whole[1:4], (0, 0, 101)], [(0, 101, 150), *whole[4:]], *([] for _ in range(world - 2))],
+        "head and tail": [[(0, 0, 37), (0, 113, 150), whole[2]], [(0, 37, 113), *whole[3:5]], *([] for _ in range(world - 2))],
+    }
+
+
+def tokens_of(document: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(document + 1))
+
+
+def model_for(key_value_heads: int, implementation: str, dtype: torch.dtype) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=key_value_heads,
+        vocab_size=61,
+        attn_implementation=implementation,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).to(dtype).train()
+
+
+def summed_loss(logits: torch.Tensor, tokens: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Sum of next-token losses of positions [start, end) of a document; its last position has no target."""
+    last = min(end, len(tokens) - 1)
+    return cross_entropy(logits[: last - start], tokens[start + 1 : last + 1], reduction="sum")
+
+
+def oracle(documents: list[int], key_value_heads: int, dtype: torch.dtype) -> tuple[float, dict, dict]:
+    """Loss, logits per document and gradient per parameter of the documents, each alone under sdpa (eager rounds its softmax to float32)."""
+    model = model_for(key_value_heads, "sdpa", dtype)
+    total, logits = 0.0, {}
+    for document in documents:
+        tokens = tokens_of(document, LENGTHS[document])
+        out = model(input_ids=tokens[None], use_cache=False).logits[0]
+        loss = summed_loss(out, tokens, 0, len(tokens))
+        if len(tokens) > 1:
+            loss.backward()
+        total += float(loss.detach())
+        logits[document] = out.detach()
+    return total, logits, {name: p.grad for name, p in model.named_parameters()}
+
+
+def balanced(rank: int, parts: list[Parts], key_value_heads: int, dtype: torch.dtype, kernel: str) -> tuple:
+    """Loss and gradients summed over ranks, this rank's logits per part, and whether anything was exchanged."""
+    config = hf_distca.DistCAConfig(kernel=kernel, tile=8, min_gain=0.0, cost_model=PAIRS, documents_span_ranks=True)
+    hf_distca.configure(config)
+    session = current_session()
+    model = model_for(key_value_heads, "distca", dtype)
+    if parts[rank]:
+        batch = {
+            "input_ids": torch.cat([tokens_of(d, LENGTHS[d])[a:b] for d, a, b in parts[rank]])[None],
+            "position_ids": torch.cat([torch.arange(a, b) for _, a, b in parts[rank]])[None],
+            "distca_documents": hf_distca.PackedDocuments(
+                tuple(b - a for _, a, b in parts[rank]), tuple(a for _, a, _ in parts[rank]), tuple(d for d, _, _ in parts[rank])
+            ),
+        }
+    else:  # transformers cannot run a batch without tokens, but one of nothing but padding
+        padding = torch.zeros(1, 3, dtype=torch.long)
+        batch = {"input_ids": padding, "position_ids": padding, "attention_mask": padding}
+    out = model(**batch, use_cache=False).logits[0]
+    pieces = list(out.split([b - a for _, a, b in parts[rank]])) if parts[rank] else []
+    losses = [summed_loss(o, tokens_of(d, LENGTHS[d]), a, b) for o, (d, a, b) in zip(pieces, parts[rank], strict=True)]
+    loss = torch.stack([out.sum() * 0, *losses]).sum()
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    total = loss.detach().double()
+    for tensor in (total, *grads.values()):
+        dist.all_reduce(tensor)
+    return float(total), [piece.detach() for piece in pieces], grads, session.meter.sent_bytes
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm().clamp_min(1e-12))
+
+
+def check(pool: RankPool, parts: list[Parts], heads: int, dtype: torch.dtype, kernel: str, tolerance: float) -> None:
+    documents = sorted({d for rank in parts for d, _, _ in rank})
+    loss, logits, grads = oracle(documents, heads, torch.float64)
+    results = pool(balanced, parts, heads, dtype, kernel)
+    for rank, (total, pieces, rank_grads, _) in enumerate(results):
+        assert total == pytest.approx(loss, rel=tolerance)
+        for piece, (d, a, b) in zip(pieces, parts[rank], strict=True):
+            assert relative(piece, logits[d][a:b]) <= tolerance
+        for name, grad in rank_grads.items():
+            assert relative(grad, grads[name]) <= tolerance, name
+    if pool.world_size > 1:
+        assert sum(sent for *_, sent in results) > 0, "nothing was exchanged, so nothing was tested"
+
+
+@pytest.mark.parametrize("placement", list(placements(2)))
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_float64(rank_pool: Callable[[int], RankPool], world: int, placement: str) -> None:
+    if placement not in placements(world):
+        pytest.skip(f"{placement!r} needs more than one rank")
+    check(rank_pool(world), placements(world)[placement], 2, torch.float64, "reference", 1e-9)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_float32(rank_pool: Callable[[int], RankPool], world: int, heads: int) -> None:
+    for parts in placements(world).values():
+        check(rank_pool(world), parts, heads, torch.float32, "cpu", 1e-5)
+
+
+def test_a_document_never_sees_another(rank_pool: Callable[[int], RankPool]) -> None:
+    results = [rank_pool(2)(logits_of_second, seed) for seed in (5, 6)]
+    assert torch.equal(results[0][0][1], results[1][0][1])
+    assert not torch.equal(results[0][0][0], results[1][0][0])
+
+
+def logits_of_second(rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of two packed documents on rank 0, where only the first one's tokens depend on the seed."""
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    model = model_for(2, "distca", torch.float32)
+    first = torch.randint(0, 61, (200 if rank == 0 else 5,), generator=torch.Generator().manual_seed(seed))
+    ids = torch.cat([first, tokens_of(3, 60)])[None]
+    positions = torch.cat([torch.arange(len(first)), torch.arange(60)])[None]
+    with torch.no_grad():
+        out = model(input_ids=ids, position_ids=positions).logits[0]
+    assert current_session().meter.sent_bytes > 0
+    return out[: len(first)], out[len(first) :]

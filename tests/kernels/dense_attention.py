@@ -1,0 +1,166 @@
+"""What the kernels are compared with: dense softmax in float64 with autograd, one task at a time, and the cases to compare on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from hf_distca.kernels import Kernel, TaskBatch
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tasks and the sizes of their pools."""
+
+    tasks: TaskBatch
+    rows: int
+    keys: int
+
+
+def case(*tasks: tuple[int, int, int, int], rows: int | None = None, keys: int | None = None) -> Case:
+    """A case from (query start, query length, key start, key length) tuples; pools end with the last task unless told."""
+    columns = tuple(zip(*tasks, strict=True)) or ((), (), (), ())
+    return Case(
+        TaskBatch(*columns),
+        max((a + n for a, n, _, _ in tasks), default=0) if rows is None else rows,
+        max((b + m for _, _, b, m in tasks), default=0) if keys is None else keys,
+    )
+
+
+CASES = {
+    "whole documents": case((0, 37, 0, 37), (37, 1, 37, 1), (38, 90, 38, 90), (128, 16, 128, 16)),
+    "equal documents": case((0, 32, 0, 32), (32, 32, 32, 32), (64, 32, 64, 32)),
+    "one slice": case((0, 48, 0, 150)),
+    "one slice amid its pools": case((5, 20, 7, 61), rows=30, keys=80),
+    "shared keys": case((0, 40, 0, 40), (40, 33, 0, 73), (73, 50, 0, 123)),
+    "shared keys with gaps": case((0, 20, 3, 40), (25, 30, 3, 100), (60, 8, 110, 30), (55, 5, 110, 70), rows=70, keys=190),
+    "shared keys out of order": case((40, 30, 60, 30), (0, 25, 0, 60), (25, 15, 0, 20), (70, 12, 60, 80)),
+    "whole documents out of order": case((50, 30, 0, 30), (0, 50, 30, 50), (80, 4, 80, 4)),
+    "one token tasks": case((0, 1, 0, 1), (1, 1, 0, 2), (2, 1, 0, 70), (3, 1, 70, 1)),
+    "uncovered rows": case((4, 10, 2, 10), (20, 6, 12, 9), rows=40, keys=30),
+    "more rows than a kernel tile": case((0, 300, 0, 300), (300, 150, 0, 650)),
+    "no tasks": case(rows=5, keys=3),
+    "empty pools": case(rows=0, keys=0),
+    "rows but no keys": case(rows=4, keys=0),
+}
+
+# query heads, key/value heads, head dim, value head dim
+SHAPES = {
+    "MHA": (3, 3, 16, 16),
+    "GQA": (4, 2, 64, 64),
+    "MQA": (4, 1, 16, 16),
+    "wide heads": (2, 1, 128, 128),
+    "head dim 80": (2, 2, 80, 80),
+    "odd head dim": (2, 1, 20, 20),
+    "narrow values": (6, 2, 24, 16),
+    "wide values": (4, 2, 16, 40),
+}
+
+
+@st.composite
+def random_cases(draw: st.DrawFn) -> Case:
+    """Documents somewhere in the key pool, with some slices each, and rows in any order with gaps."""
+    lengths = draw(st.lists(st.integers(1, 90), max_size=4))
+    tasks: list[list[int]] = []
+    keys = 0
+    for length in lengths:
+        keys += draw(st.integers(0, 9))
+        position = draw(st.integers(0, length - 1))
+        while position < length:
+            end = draw(st.integers(position + 1, length))
+            tasks.append([0, end - position, keys, end])
+            position = end + draw(st.integers(0, 20))
+        keys += length
+    rows = 0
+    for task in draw(st.permutations(tasks)):
+        task[0] = rows = rows + draw(st.sampled_from([0, 0, 0, 3]))
+        rows += task[1]
+    return case(*map(tuple, tasks), rows=rows + draw(st.integers(0, 3)), keys=keys + draw(st.integers(0, 3)))
+
+
+def random_pools(case: Case, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu") -> Tensors:
+    """q, k, v and the gradient of the output. Keys of rising size make wrong masks and wrong merges stand out."""
+    heads, key_heads, head_dim, value_head_dim = shape
+    generator = torch.Generator().manual_seed(7)
+    sizes = {
+        "q": (case.rows, heads, head_dim),
+        "k": (case.keys, key_heads, head_dim),
+        "v": (case.keys, key_heads, value_head_dim),
+        "do": (case.rows, heads, value_head_dim),
+    }
+    pools = {name: torch.randn(size, generator=generator, dtype=torch.float64) for name, size in sizes.items()}
+    pools["k"] *= torch.linspace(0.5, 2.0, case.keys, dtype=torch.float64)[:, None, None]
+    return {name: x.to(dtype).to(device) for name, x in pools.items()}
+
+
+def run_kernel(kernel: Kernel, pools: Tensors, tasks: TaskBatch, scale: float) -> Tensors:
+    """Everything a kernel computes."""
+    q, k, v = pools["q"], pools["k"], pools["v"]
+    o, lse = kernel.forward(q, k, v, tasks, scale)
+    dq, dk, dv = kernel.backward(pools["do"], q, k, v, o, lse, tasks, scale)
+    return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def _softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    hidden = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(k.shape[0] - q.shape[0] + 1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    return torch.einsum("hqk,khv->qhv", scores.softmax(-1), v), scores.logsumexp(-1).T
+
+
+def _plain_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).tril(k.shape[0] - q.shape[0])
+    # One head dim, a multiple of 8: else torch falls back to float32 arithmetic, which is no measure for a half-precision kernel.
+    width = -(-max(q.shape[2], v.shape[2]) // 8) * 8
+    heads_first = (pad(x, (0, width - x.shape[2])).transpose(0, 1)[None] for x in (q, k, v))
+    o = scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=scale)[0].transpose(0, 1)
+    return o[..., : v.shape[2]], q.new_zeros(q.shape[:2], dtype=torch.float32)
+
+
+def _by_task(
+    attention: Callable[..., tuple[torch.Tensor, torch.Tensor]], pools: Tensors, tasks: TaskBatch, scale: float
+) -> Tensors:
+    q, k, v = (pools[name].clone().requires_grad_() for name in "qkv")
+    o = q.new_zeros(*q.shape[:2], v.shape[2])
+    lse = q.new_zeros(q.shape[:2], dtype=torch.float32 if q.dtype != torch.float64 else torch.float64)
+    runs = zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True)
+    for row, rows, key, keys in runs:
+        group = q.shape[1] // k.shape[1]
+        k_task, v_task = (x[key : key + keys].repeat_interleave(group, 1) for x in (k, v))
+        o_task, lse_task = attention(q[row : row + rows], k_task, v_task, scale)
+        o[row : row + rows], lse[row : row + rows] = o_task, lse_task
+    o.backward(pools["do"]) if len(tasks) else None
+    grads = {f"d{name}": torch.zeros_like(x) if x.grad is None else x.grad for name, x in zip("qkv", (q, k, v), strict=True)}
+    return {"o": o.detach(), "lse": lse.detach(), **grads}
+
+
+def exact(pools: Tensors, tasks: TaskBatch, scale: float) -> Tensors:
+    """The answer, in float64."""
+    return _by_task(_softmax, {name: x.double() for name, x in pools.items()}, tasks, scale)
+
+
+def plain(pools: Tensors, tasks: TaskBatch, scale: float) -> Tensors:
+    """What scaled_dot_product_attention with a mask makes of each task in the dtype of the pools; lse is not computed."""
+    return _by_task(_plain_sdpa, pools, tasks, scale)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is expected, taken as 0.01 an element or more: some gradients are 0."""
+    return (found.double() - expected).norm().item() / max(expected.norm().item(), 0.01 * expected.numel() ** 0.5, 1e-300)
+
+
+def untouched(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks of the rows and of the keys that no task reaches."""
+    rows, keys = torch.ones(case.rows, dtype=torch.bool), torch.ones(case.keys, dtype=torch.bool)
+    tasks = case.tasks
+    runs = zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True)
+    for row, row_count, key, key_count in runs:
+        rows[row : row + row_count] = False
+        keys[key : key + key_count] = False
+    return rows, keys

@@ -1,0 +1,96 @@
+"""A varlen op on the CPU that checks what the real ones take on trust, and keeps a record of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from hf_distca.kernels.varlen import Sequences
+
+
+class StrictVarlenOp:
+    def __init__(self) -> None:
+        self.calls: list[dict[str, torch.Tensor]] = []
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check(q, k, v, sequences)
+        self.calls.append({"q": q, "k": k, "v": v})
+        o = torch.full_like(q, float("nan"))
+        lse = q.new_full((q.shape[1], q.shape[0]), float("nan"), dtype=torch.promote_types(q.dtype, torch.float32))
+        for rows, keys in _pieces(sequences):
+            scores = _scores(q[rows], k[keys], scale)
+            o[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), _wide(v[keys], q)).to(q.dtype)
+            lse[:, rows] = scores.logsumexp(-1)
+        return o, lse
+
+    def backward(
+        self,
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        sequences: Sequences,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self._check(q, k, v, sequences)
+        assert do.shape == o.shape == q.shape
+        assert lse.shape == (q.shape[1], q.shape[0])
+        assert do.is_contiguous()
+        assert o.is_contiguous()
+        assert lse.is_contiguous()
+        self.calls.append({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse})
+        dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
+        for rows, keys in _pieces(sequences):
+            p = (_scores(q[rows], k[keys], scale) - lse[:, rows, None]).exp()
+            dp = torch.einsum("qhd,khd->hqk", do[rows].to(p.dtype), _wide(v[keys], q))
+            ds = p * (dp - (do[rows].to(p.dtype) * o[rows].to(p.dtype)).sum(-1).T[:, :, None]) * scale
+            dq[rows] = torch.einsum("hqk,khd->qhd", ds, _wide(k[keys], q)).to(q.dtype)
+            dk[keys] = _summed(torch.einsum("hqk,qhd->khd", ds, q[rows].to(p.dtype)), k)
+            dv[keys] = _summed(torch.einsum("hqk,qhd->khd", p, do[rows].to(p.dtype)), v)
+        return dq, dk, dv
+
+    @staticmethod
+    def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> None:
+        assert q.shape[2] == k.shape[2] == v.shape[2]
+        assert q.shape[2] % 8 == 0
+        assert q.shape[1] % k.shape[1] == 0
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        assert len(sequences.cu_rows) == len(sequences.cu_keys) >= 2
+        for cu, pool, longest in (
+            (sequences.cu_rows, q, sequences.max_rows),
+            (sequences.cu_keys, k, sequences.max_keys),
+            (sequences.cu_keys, v, sequences.max_keys),
+        ):
+            assert cu.dtype == torch.int32
+            assert cu.is_contiguous()
+            assert cu[0] == 0
+            assert cu[-1] == pool.shape[0]
+            assert cu.diff().min() >= 1
+            assert type(longest) is int
+            assert longest == cu.diff().max()
+        assert (sequences.cu_rows.diff() <= sequences.cu_keys.diff()).all()
+
+
+def _pieces(sequences: Sequences) -> Iterator[tuple[slice, slice]]:
+    rows, keys = sequences.cu_rows.tolist(), sequences.cu_keys.tolist()
+    for i in range(len(rows) - 1):
+        yield slice(rows[i], rows[i + 1]), slice(keys[i], keys[i + 1])
+
+
+def _wide(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1).to(torch.promote_types(q.dtype, torch.float32))
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    scores = torch.einsum("qhd,khd->hqk", _wide(q, q), _wide(k, q)) * scale
+    rows, keys = scores.shape[1:]
+    return scores.masked_fill(torch.arange(keys) > torch.arange(rows)[:, None] + keys - rows, float("-inf"))
+
+
+def _summed(dx: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return dx.unflatten(1, (like.shape[1], -1)).sum(2).to(like.dtype)

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from dense_attention import CASES, SHAPES, Case, exact, plain, random_cases, random_pools, relative_error, run_kernel, untouched
+from hypothesis import given, settings
+from strict_varlen_op import StrictVarlenOp
+
+from hf_distca.errors import KernelError
+from hf_distca.kernels import Kernel, TaskBatch, reference
+from hf_distca.kernels.cpu import CpuKernel
+from hf_distca.kernels.reference import ReferenceKernel
+from hf_distca.kernels.varlen import VarlenKernel
+
+KERNELS: dict[str, Callable[[], Kernel]] = {
+    "reference": ReferenceKernel,
+    "cpu": CpuKernel,
+    "varlen": lambda: VarlenKernel(StrictVarlenOp()),
+}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+SCALE = 0.19  # of no head dim in SHAPES, so that a kernel that takes its own fails
+
+
+def check(kernel: Kernel, case: Case, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    pools = random_pools(case, shape, dtype)
+    found, expected = run_kernel(kernel, pools, case.tasks, SCALE), exact(pools, case.tasks, SCALE)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert found["o"].dtype == found["dq"].dtype == dtype
+    assert found["lse"].dtype == wide
+    assert found["dk"].dtype == found["dv"].dtype == (wide if case.tasks.shares_keys else dtype)
+    assert found["lse"].is_contiguous()
+    for name, like in {"o": "do", "dq": "q", "dk": "k", "dv": "v"}.items():
+        assert found[name].shape == pools[like].shape, name
+    rows, keys = untouched(case)
+    for name, mask in {"o": rows, "lse": rows, "dq": rows, "dk": keys, "dv": keys}.items():
+        assert not found[name][mask].any(), name
+    errors = {name: relative_error(found[name], expected[name]) for name in found}
+    if dtype in TOLERANCE:
+        assert max(errors.values()) <= TOLERANCE[dtype], errors
+        return
+    baseline = plain(pools, case.tasks, SCALE)
+    assert errors.pop("lse") <= 1e-5
+    for name, error in errors.items():
+        assert error <= 2 * relative_error(baseline[name], expected[name]), name
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_every_batch(kernel: str, case: str, dtype: torch.dtype) -> None:
+    check(KERNELS[kernel](), CASES[case], SHAPES["GQA"], dtype)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_shape(kernel: str, shape: str, dtype: torch.dtype) -> None:
+    check(KERNELS[kernel](), CASES["shared keys with gaps"], SHAPES[shape], dtype)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@given(case=random_cases())
+@settings(max_examples=60, deadline=None)
+def test_random_batches(kernel: str, case: Case) -> None:
+    check(KERNELS[kernel](), case, SHAPES["MQA"], torch.float32)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_strided_inputs(kernel: str) -> None:
+    """q, k and v cut out of one fused projection, and a gradient that autograd expanded."""
+    case, (heads, width) = CASES["shared keys"], (2, 16)
+    fused = torch.randn(case.rows, 3 * heads * width, dtype=torch.float64)
+    q, k, v = (x.view(case.rows, heads, width) for x in fused.split(heads * width, -1))
+    for pools in (
+        {"q": q, "k": k, "v": v, "do": torch.ones((), dtype=torch.float64).expand(q.shape)},
+        {name: x.mT.contiguous().mT for name, x in {"q": q, "k": k, "v": v, "do": v}.items()},
+    ):
+        found, expected = run_kernel(KERNELS[kernel](), pools, case.tasks, SCALE), exact(pools, case.tasks, SCALE)
+        for name, value in found.items():
+            assert relative_error(value, expected[name]) <= 1e-10, name
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_large_scores_do_not_overflow(kernel: str) -> None:
+    case = CASES["shared keys"]
+    pools = random_pools(case, SHAPES["GQA"], torch.float64)
+    pools["q"] *= 100
+    found, expected = run_kernel(KERNELS[kernel](), pools, case.tasks, SCALE), exact(pools, case.tasks, SCALE)
+    for name, value in found.items():
+        assert relative_error(value, expected[name]) <= 1e-8, name
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_graph_is_recorded(kernel: str) -> None:
+    case = CASES["shared keys"]
+    pools = {name: x.requires_grad_() for name, x in random_pools(case, SHAPES["GQA"], torch.float32).items()}
+    assert not any(x.requires_grad for x in run_kernel(KERNELS[kernel](), pools, case.tasks, SCALE).values())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("tasks", "heads", "message"),
+    [
+        (TaskBatch([8], [4], [0], [4]), 4, r"query rows \[8, 12\) of a pool of 10"),
+        (TaskBatch([0], [4], [8], [4]), 4, r"keys \[8, 12\) of a pool of 10"),
+        (TaskBatch([-1], [4], [0], [4]), 4, r"query rows \[-1, 3\)"),
+        (TaskBatch([0], [4], [0], [3]), 4, "4 query rows and 3 keys"),
+        (TaskBatch([0], [0], [0], [3]), 4, "0 query rows and 3 keys"),
+        (TaskBatch([0], [4], [0], [4]), 3, "multiple of key/value heads"),
+    ],
+)
+def test_tasks_outside_their_pools_are_refused(kernel: str, tasks: TaskBatch, heads: int, message: str) -> None:
+    q, k = torch.zeros(10, heads, 8), torch.zeros(10, 2, 8)
+    with pytest.raises(KernelError, match=message):
+        KERNELS[kernel]().forward(q, k, k, tasks, SCALE)
+    with pytest.raises(KernelError, match=message):
+        KERNELS[kernel]().backward(q, q, k, k, q, q[..., 0], tasks, SCALE)
+
+
+@pytest.mark.parametrize(("k", "v"), [((10, 2, 16), (10, 2, 8)), ((10, 2, 8), (9, 2, 8)), ((10, 16), (10, 16))])
+def test_pools_that_do_not_fit_are_refused(k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    with pytest.raises(KernelError, match=r"got q \(10, 4, 8\), k \(10, "):
+        CpuKernel().forward(torch.zeros(10, 4, 8), torch.zeros(k), torch.zeros(v), TaskBatch([0], [4], [0], [4]), SCALE)
+
+
+def test_the_reference_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_SCORES_PER_CHUNK", 1000)
+    check(ReferenceKernel(), CASES["shared keys with gaps"], SHAPES["GQA"], torch.float64)
+
+
+def test_bfloat16_slices_of_a_long_document_round_as_little_as_one_call() -> None:
+    """The merge rounds once more than a single call does; the probabilities, rounded in either, weigh more."""
+    length, cut = 2048, 1024
+    sliced = Case(TaskBatch([0, cut], [cut, length - cut], [0, 0], [cut, length]), length, length)
+    whole = TaskBatch([0], [length], [0], [length])
+    pools = random_pools(sliced, (2, 1, 64, 64), torch.bfloat16)
+    expected = exact(pools, whole, SCALE)
+    merged, single = run_kernel(CpuKernel(), pools, sliced.tasks, SCALE), run_kernel(CpuKernel(), pools, whole, SCALE)
+    for name in merged:
+        assert relative_error(merged[name], expected[name]) <= 1.5 * relative_error(single[name], expected[name]), name

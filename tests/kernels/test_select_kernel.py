@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import hf_distca.kernels as kernels
+from hf_distca.errors import KernelError
+from hf_distca.kernels import flash_attn, select_kernel
+from hf_distca.kernels.cuda import flash_attention_unsupported
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def _new_log() -> Iterator[None]:
+    kernels._announce.cache_clear()
+    yield
+    kernels._announce.cache_clear()
+
+
+@pytest.fixture
+def _one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+
+def test_auto_on_cpu() -> None:
+    assert select_kernel("auto", CPU, torch.bfloat16, 64, 64).name == "cpu"
+    assert select_kernel("auto", CPU, torch.float64, 24, 16).name == "cpu"
+
+
+def test_auto_on_other_devices() -> None:
+    assert select_kernel("auto", torch.device("mps"), torch.float32, 64, 64).name == "reference"
+
+
+@pytest.mark.usefixtures("_one_hopper")
+def test_auto_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
+    assert select_kernel("auto", CUDA, torch.bfloat16, 192, 128).name == "cuda"
+    assert select_kernel("auto", CUDA, torch.float32, 64, 64).name == "reference"
+    assert select_kernel("auto", CUDA, torch.float16, 512, 512).name == "reference"
+    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8))
+    assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64).name == "flash_attn"
+    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 5))
+    assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64).name == "cuda"
+
+
+def test_a_named_kernel() -> None:
+    assert select_kernel("reference", CPU, torch.float32, 64, 64).name == "reference"
+    assert select_kernel("cpu", CPU, torch.float32, 64, 64) is select_kernel("auto", CPU, torch.float32, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "message"),
+    [
+        ("cuda", CPU, torch.bfloat16, r"'cuda' cannot run torch.bfloat16 .* on 'cpu'. Set kernel=\"auto\""),
+        ("cpu", CUDA, torch.float32, "'cpu' cannot run torch.float32 tensors on cuda:0 with head dim 64"),
+        ("cpu", CPU, torch.float8_e4m3fn, "not in torch.float8_e4m3fn"),
+        ("reference", CPU, torch.int32, "torch.int32 is not a floating dtype"),
+        ("auto", CPU, torch.int64, "No kernel runs torch.int64 .*cpu: .*reference: "),
+        ("triton", CPU, torch.float32, "no kernel 'triton'; choose one of 'auto', 'reference', 'cpu', 'cuda', 'flash_attn'"),
+    ],
+)
+def test_refusals(name: str, device: torch.device, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        select_kernel(name, device, dtype, 64, 64)
+
+
+def test_flash_attn_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
+    with pytest.raises(KernelError, match=r"flash-attn is not installed: pip install hf-distca\[flash\]"):
+        select_kernel("flash_attn", CUDA, torch.bfloat16, 64, 64)
+
+
+@pytest.mark.usefixtures("_one_hopper")
+def test_flash_attention_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flash_attention_unsupported(CUDA, torch.bfloat16, 256, 256) is None
+    assert "up to 256, got 264" in str(flash_attention_unsupported(CUDA, torch.bfloat16, 264, 64))
+    assert "not in torch.float32" in str(flash_attention_unsupported(CUDA, torch.float32, 64, 64))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "cuda:0 has 7.5" in str(flash_attention_unsupported(CUDA, torch.bfloat16, 64, 64))
+
+
+@pytest.mark.usefixtures("_new_log")
+def test_says_once_what_runs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="hf_distca"):
+        for dtype in (torch.float32, torch.float32, torch.bfloat16):
+            select_kernel("auto", CPU, dtype, 64, 64)
+    assert [record.getMessage() for record in caplog.records] == [
+        "core attention in torch.float32 on cpu runs in kernel 'cpu'",
+        "core attention in torch.bfloat16 on cpu runs in kernel 'cpu'",
+    ]

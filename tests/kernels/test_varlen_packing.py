@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from dense_attention import CASES, SHAPES, Case, case, random_cases, random_pools, run_kernel
+from hypothesis import given
+from strict_varlen_op import StrictVarlenOp
+
+from hf_distca.kernels import TaskBatch, varlen
+from hf_distca.kernels.varlen import VarlenKernel
+
+
+def calls(case: Case) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    op = StrictVarlenOp()
+    pools = random_pools(case, SHAPES["GQA"], torch.float32)
+    run_kernel(VarlenKernel(op), pools, case.tasks, 0.1)
+    return pools, op.calls
+
+
+def test_packed_documents_are_not_copied() -> None:
+    pools, (forward, backward) = calls(CASES["whole documents"])
+    for call in (forward, backward):
+        assert all(call[name].data_ptr() == pools[name].data_ptr() for name in "qkv")
+        assert call["q"].shape == pools["q"].shape
+    assert backward["do"].data_ptr() == pools["do"].data_ptr()
+
+
+def test_slices_of_one_document_are_views() -> None:
+    pools, found = calls(CASES["shared keys"])
+    assert len(found) == 6
+    for call, row in zip(found, (0, 40, 73, 0, 40, 73), strict=True):
+        assert call["q"].data_ptr() == pools["q"][row:].data_ptr()
+        assert all(call[name].data_ptr() == pools[name].data_ptr() for name in "kv")
+
+
+def test_tasks_with_gaps_are_gathered() -> None:
+    pools, found = calls(case((0, 5, 0, 9), (8, 5, 20, 9)))
+    assert [call["q"].shape[0] for call in found] == [10, 10]
+    assert torch.equal(found[0]["k"], torch.cat([pools["k"][:9], pools["k"][20:29]]))
+
+
+@pytest.mark.parametrize(
+    ("name", "waves"),
+    [("whole documents", 1), ("one token tasks", 3), ("shared keys with gaps", 2), ("whole documents out of order", 1)],
+)
+def test_number_of_calls(name: str, waves: int) -> None:
+    assert len(calls(CASES[name])[1]) == 2 * waves
+
+
+@given(case=random_cases())
+def test_waves_hold_every_task_once_and_no_key_twice(case: Case) -> None:
+    tasks = case.tasks
+    waves = varlen._split(tasks)
+    assert sorted(task for wave in waves for task in wave) == list(range(len(tasks)))
+    for wave in waves:
+        ends = [0, *(tasks.key_start[i] + tasks.key_length[i] for i in wave)]
+        assert all(tasks.key_start[i] >= end for i, end in zip(wave, ends, strict=False))
+    readers = torch.zeros(case.keys, dtype=torch.int64)
+    for start, length in zip(tasks.key_start, tasks.key_length, strict=True):
+        readers[start : start + length] += 1
+    assert len(waves) == (int(readers.max()) if len(tasks) else 0)
+
+
+def test_key_gradients_are_summed_in_float32() -> None:
+    """256 equal contributions of 1 to one key: a bfloat16 sum of them would stop growing at 256 at best."""
+    tasks = TaskBatch(list(range(400)), [1] * 400, [0] * 400, [1] * 400)
+    ones = torch.ones(400, 1, 8, dtype=torch.bfloat16)
+    kernel = VarlenKernel(StrictVarlenOp())
+    o, lse = kernel.forward(ones, ones, ones, tasks, 0.1)
+    _, _, dv = kernel.backward(ones, ones, ones, ones, o, lse, tasks, 0.1)
+    assert dv.dtype == torch.float32
+    assert dv[0, 0].tolist() == [400.0] * 8
+
+
+def test_index_tensors_are_built_once_and_go_with_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[torch.Tensor] = []
+    to_device = varlen._to_device
+    monkeypatch.setattr(varlen, "_to_device", lambda x, device: built.append(x) or to_device(x, device))
+    shared = CASES["shared keys with gaps"]
+    tasks = TaskBatch(shared.tasks.query_start, shared.tasks.query_length, shared.tasks.key_start, shared.tasks.key_length)
+    pools = random_pools(shared, SHAPES["GQA"], torch.float32)
+    kernel = VarlenKernel(StrictVarlenOp())
+    run_kernel(kernel, pools, tasks, 0.1)
+    first = len(built)
+    assert first > 0
+    run_kernel(kernel, pools, tasks, 0.1)
+    assert len(built) == first
+    assert len(kernel._waves) == 1
+    del tasks
+    gc.collect()
+    assert len(kernel._waves) == 0

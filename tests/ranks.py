@@ -1,0 +1,94 @@
+"""Real processes for tests: a pool of gloo ranks that stay up and run one function after another."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankPool:
+    """`world_size` processes in one gloo world. Call it with a module-level function and arguments."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, world_size, Path(self._folder.name, "store"), theirs), daemon=True
+            )
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Run ``function(rank, *args)`` on every rank; return the results in rank order, or raise the first failure."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results: dict[int, Any] = {}
+        failures: list[str] = []
+        deadline = time.monotonic() + timeout
+        while len(results) < self.world_size:
+            open_pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = wait(open_pipes, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    ok, value = False, "died"
+                results[rank] = value
+                if not ok:
+                    failures.append(f"rank {rank}: {value}")
+            if failures:  # the others may wait for the one that failed: give them a moment to fail by themselves
+                deadline = min(deadline, time.monotonic() + 5.0)
+        missing = sorted(set(range(self.world_size)) - set(results))
+        if missing or failures:
+            self.close()
+            raise AssertionError("\n".join([*failures, *(f"rank {rank}: no result of {function.__name__}" for rank in missing)]))
+        return [results[rank] for rank in range(self.world_size)]
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        """Kill what was started."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        self._folder.cleanup()
+
+
+def _serve(rank: int, world_size: int, store: Path, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # never used: the store is a file
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            pipe.send((True, function(rank, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import RankPool
+
+from hf_distca.kernels import select_kernel
+from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.route import Route
+from hf_distca.runtime.server import AttentionServer
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import CATask, Plan
+
+Segments = list[list[tuple[int, int, int]]]
+Tasks = list[CATask]
+HEADS, KEY_HEADS, DIM, VALUE_DIM = 4, 2, 16, 16
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """One whole document, (T, heads, dim), by definition."""
+    rep = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def document_tensors(document: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """q, k, v and dO of a document, the same on every rank."""
+    generator = torch.Generator().manual_seed(document)
+    shapes = [(length, HEADS, DIM), (length, KEY_HEADS, DIM), (length, KEY_HEADS, VALUE_DIM), (length, HEADS, VALUE_DIM)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def run_plan(rank: int, ranks: Segments, tasks: Tasks, dtype: torch.dtype, kernel_name: str) -> tuple[float, list[int]]:
+    """Run a plan forward and backward; the largest error of o, dq, dk, dv over this rank's tokens, and the counts."""
+    plan = Plan.from_tasks(Layout.from_segments(ranks), tasks)
+    group = AttentionGroup.create(timeout_seconds=60) if dist.is_initialized() else AttentionGroup()
+    lengths: dict[int, int] = {}
+    for row in ranks:
+        for document, start, length in row:
+            lengths[document] = max(lengths.get(document, 0), start + length)
+    inputs = {document: document_tensors(document, length, dtype) for document, length in lengths.items()}
+    empty = document_tensors(0, 0, dtype)
+    mine = [[inputs[d][i][a : a + n] for d, a, n in ranks[rank]] for i in range(4)]
+    q, k, v, do = (torch.cat([empty[i], *mine[i]]) for i in range(4))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    meter = Meter()
+    kernel = select_kernel(kernel_name, q.device, dtype, DIM, VALUE_DIM)
+    server = AttentionServer(kernel, DIM**-0.5, meter)
+    route = Route.build(plan, rank, q.device)
+    out = core_attention(*leaves, route=route, group=group, server=server)
+    out.backward(do)
+
+    worst, offset = 0.0, 0
+    for document, start, length in ranks[rank]:
+        whole = [t.double().clone().requires_grad_() for t in inputs[document][:3]]
+        reference = dense(*whole, DIM**-0.5)
+        reference.backward(inputs[document][3].double())
+        expected = [reference.detach(), *(t.grad for t in whole)]
+        for got, want in zip([out.detach(), *(t.grad for t in leaves)], expected, strict=True):
+            error = (got[offset : offset + length].double() - want[start : start + length]).abs().max()
+            worst = max(worst, float(error / want.abs().max().clamp_min(1e-3)))
+        offset += length
+    return worst, [meter.dispatches, meter.returns]
+
+
+def random_case(random_: random.Random, world: int) -> tuple[Segments, Tasks]:
+    """A layout with documents cut and scattered at will, and a plan that sends slices anywhere."""
+    ranks: Segments = [[] for _ in range(world)]
+    tasks: Tasks = []
+    lonely = random_.randrange(world) if random_.random() < 0.3 and world > 1 else None
+    hosts = [r for r in range(world) if r != lonely]
+    for document in range(random_.randint(0, 5)):
+        length = random_.choice([1, 2, 7, 33, random_.randint(1, 70)])
+        cuts = sorted({0, length, *(random_.randint(1, length) for _ in range(random_.choice([0, 0, 1, 3])))})
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            home = random_.choice(hosts)
+            ranks[home].append((document, start, end - start))
+            inner = sorted({start, end, *(random_.randint(start, end) for _ in range(random_.choice([0, 0, 1, 2])))})
+            for a, b in zip(inner, inner[1:], strict=False):
+                server = random_.choice([home, random_.randrange(world)])
+                tasks.append(CATask(document, a, b, home, server))
+    for row in ranks:
+        random_.shuffle(row)
+    return ranks, tasks
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_random_layouts_and_plans_are_exact(rank_pool: Callable[[int], RankPool], world: int) -> None:
+    pool = rank_pool(world)
+
+    @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.randoms(use_true_random=False))
+    def check(random_: random.Random) -> None:
+        ranks, tasks = random_case(random_, world)
+        results = pool(run_plan, ranks, tasks, torch.float64, "reference")
+        assert max(error for error, _ in results) < 1e-9, (ranks, tasks)
+        assert len({tuple(counts) for _, counts in results}) == 1
+
+    check()
