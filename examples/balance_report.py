@@ -119,7 +119,7 @@ def print_comparison(comparison: Comparison) -> None:
         table.add_row("attention imbalance, estimated in training", *(f"{value:.2f}" for value in comparison.estimated))
     table.add_row("attention imbalance, measured", f"{imbalance(off):.2f}", f"{imbalance(on):.2f}")
     for rank in range(comparison.ranks):
-        seconds = (f"{sum(timing.attention_seconds[rank] for timing in side):.1f} s" for side in (off, on))
+        seconds = (f"{sum(timing.attention_seconds[rank] for timing in side):.2f} s" for side in (off, on))
         table.add_row(f"attention seconds, rank {rank}", *seconds)
     table.add_row("step, median", f"{step_off:.2f} s", f"{step_on:.2f} s")
     table.add_row("step, off / on", "", f"{step_off / step_on:.2f} x", style="bold")
@@ -153,7 +153,7 @@ def _draw_side(axes: Axes, title: str, timings: list[Timing]) -> None:
         axes.bar(places, heights, width * 0.92, label=f"rank {rank}", color=colours(0.2 + 0.6 * rank / max(ranks - 1, 1)))
     for batch, timing in enumerate(timings):
         mean = fmean(timing.attention_seconds)
-        label = "mean of the ranks" if batch == 0 else None
+        label = "mean of the ranks" if batch == 0 else "_again"  # matplotlib leaves labels with an underscore out of legends
         axes.hlines(mean, batch - 0.45, batch + 0.45, colors="black", linestyles="dashed", linewidth=1, label=label)
     axes.set_title(title, fontsize="medium")
     axes.set_xlabel("micro-batch")

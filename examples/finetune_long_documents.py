@@ -81,7 +81,7 @@ class DataArguments:
 class FinetuningArguments(TrainingArguments):
     """TrainingArguments with defaults for a short run on two CPU processes."""
 
-    output_dir: str | None = field(default="outputs/finetune_long_documents", metadata={"help": "Where results are written."})
+    output_dir: str = field(default="outputs/finetune_long_documents", metadata={"help": "Where results are written."})
     max_steps: int = field(default=6, metadata={"help": "Optimizer steps; -1 to train for num_train_epochs."})
     per_device_train_batch_size: int = field(default=1, metadata={"help": "Packed rows of tokens_per_batch a rank and step."})
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
@@ -95,6 +95,7 @@ class FinetuningArguments(TrainingArguments):
     def __post_init__(self) -> None:
         # accelerate's MULTI_GPU launcher, the one that starts several CPU processes, does not tell them about use_cpu.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        self.dataloader_pin_memory = self.dataloader_pin_memory and not self.use_cpu
         super().__post_init__()
 
 

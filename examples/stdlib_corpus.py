@@ -57,20 +57,20 @@ def train_tokenizer(documents: Dataset, vocabulary: int) -> PreTrainedTokenizerF
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_DOCUMENT, pad_token=END_OF_DOCUMENT)
 
 
-def write_initial_model(folder: Path, documents: Dataset, *, max_length: int, seed: int, vocabulary: int = 4096) -> None:
+def write_initial_model(folder: Path, documents: Dataset, *, max_length: int, seed: int, vocabulary: int = 2048) -> None:
     """Write an untrained Llama-architecture model and its tokenizer to `folder`, as `from_pretrained` reads them.
 
-    Two layers keep a step on 16384 tokens at seconds on one CPU core; attention takes most of it, as it does in a large
-    model on long documents.
+    Small enough that one CPU core takes seconds for a step on 16384 tokens, narrow enough that attention takes most of them,
+    as it does in large models once documents are long.
     """
     tokenizer = train_tokenizer(documents, vocabulary)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=688,
+        hidden_size=128,
+        intermediate_size=344,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         max_position_embeddings=max_length,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from ranks import RankPool
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
+from ranks import RankPool
 
 Parts = list[tuple[int, int, int]]  # (document, start, end)
 

@@ -151,8 +151,8 @@ def plain(pools: Tensors, tasks: TaskBatch, scale: float) -> Tensors:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is expected, taken as 0.01 an element or more: some gradients are 0."""
-    return (found.double() - expected).norm().item() / max(expected.norm().item(), 0.01 * expected.numel() ** 0.5, 1e-300)
+    """Norm of the difference over the norm of what is expected, taken as 0.1 an element or more: some gradients are 0."""
+    return (found.double() - expected).norm().item() / max(expected.norm().item(), 0.1 * expected.numel() ** 0.5, 1e-300)
 
 
 def untouched(case: Case) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -8,7 +9,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import RankPool
 
 from hf_distca.kernels import select_kernel
 from hf_distca.runtime.core_attention import core_attention
@@ -18,6 +18,7 @@ from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
+from ranks import RankPool
 
 Segments = list[list[tuple[int, int, int]]]
 Tasks = list[CATask]
@@ -82,11 +83,11 @@ def random_case(random_: random.Random, world: int) -> tuple[Segments, Tasks]:
     for document in range(random_.randint(0, 5)):
         length = random_.choice([1, 2, 7, 33, random_.randint(1, 70)])
         cuts = sorted({0, length, *(random_.randint(1, length) for _ in range(random_.choice([0, 0, 1, 3])))})
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in itertools.pairwise(cuts):
             home = random_.choice(hosts)
             ranks[home].append((document, start, end - start))
             inner = sorted({start, end, *(random_.randint(start, end) for _ in range(random_.choice([0, 0, 1, 2])))})
-            for a, b in zip(inner, inner[1:], strict=False):
+            for a, b in itertools.pairwise(inner):
                 server = random_.choice([home, random_.randrange(world)])
                 tasks.append(CATask(document, a, b, home, server))
     for row in ranks:

@@ -66,7 +66,7 @@ def distca_attention(
     """
     if isinstance(attention_mask, CachedMask):
         passed = {"sliding_window": sliding_window, "position_ids": position_ids, **kwargs}
-        mask = attention_mask.mask
+        mask = attention_mask.as_subclass(torch.Tensor)
         output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **passed)
         return output, None
     handle = _check_call(module, query, key, attention_mask, dropout, kwargs)
@@ -86,9 +86,7 @@ def distca_attention(
     return _run(session, handle.work, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
 
 
-def _run(
-    session: Session, work: Work, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _run(session: Session, work: Work, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     batch, heads, length, _ = query.shape
     q_THD, k_TKD, v_TKV = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     if work.keep is not None:
@@ -115,13 +113,13 @@ def _check_call(
         )
     if isinstance(handle, torch.Tensor):
         raise UnsupportedError(
-            f"{name} got a ready-made attention mask of shape {tuple(handle.shape)}; distca takes documents from position_ids and "
-            'padding from a 2-D attention_mask. Leave the mask out, or use attn_implementation="sdpa".'
+            f"{name} got a ready-made attention mask of shape {tuple(handle.shape)}; distca takes documents from position_ids "
+            'and padding from a 2-D attention_mask. Leave the mask out, or use attn_implementation="sdpa".'
         )
     if dropout and module.training:
         raise UnsupportedError(f"{name} has attention dropout {dropout}: set attention_dropout=0.0 in the model's config.")
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
-        raise UnsupportedError(f'{name} is asked for output_attentions: only attn_implementation="eager" has weights to return.')
+        raise UnsupportedError(f'{name} is asked for output_attentions: attn_implementation="eager" has weights to return.')
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise UnsupportedError(f'{name} is not causal: use attn_implementation="sdpa" for bidirectional attention.')

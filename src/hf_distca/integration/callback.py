@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-import sys
 import time
+from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -18,7 +19,7 @@ __all__ = ["DistCACallback"]
 _log = logging.getLogger("hf_distca")
 
 
-class DistCACallback(TrainerCallback):  # type: ignore[misc]
+class DistCACallback(TrainerCallback):
     """Adds the balance of core attention to the logs of a Trainer: console, ``state.log_history`` and every reporter.
 
     Figures, since the last log:
@@ -74,10 +75,10 @@ class DistCACallback(TrainerCallback):  # type: ignore[misc]
 
 def _calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
     """The handler that is calling `callback`. Callbacks are handed no reference to it, so look at who called."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, CallbackHandler) and callback in caller.callbacks:
             return caller
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None

@@ -121,13 +121,11 @@ def _on_host(
         position_ids = torch.arange(length)[None]
     if position_ids.dim() != 2 or position_ids.shape[-1] != length or position_ids.shape[0] not in (1, batch_size):
         raise UnsupportedError(
-            f"position_ids of shape {tuple(position_ids.shape)} for a ({batch_size}, {length}) batch: distca reads documents from "
-            "(1 or batch, length) positions. For models with several position axes put PackedDocuments in the batch."
+            f"position_ids of shape {tuple(position_ids.shape)} for a ({batch_size}, {length}) batch: distca reads documents "
+            "from (1 or batch, length) positions. For models with several position axes put PackedDocuments in the batch."
         )
     rows = position_ids.expand(batch_size, length)
     if padding is None:
         return rows.reshape(-1).cpu().numpy().astype(np.int64), None
     both = torch.stack([rows.to(padding.device), padding.to(rows.dtype)]).reshape(2, -1).cpu().numpy().astype(np.int64)
     return both[0], both[1]
-
-

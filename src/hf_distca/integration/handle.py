@@ -65,11 +65,11 @@ class AttentionHandle:
     work: Work | None = field(default=None, repr=False)
 
 
-@dataclass(frozen=True, eq=False)
-class CachedMask:
-    """The dense mask of a forward that reads a key/value cache: such calls are sdpa's, on this rank alone."""
+class CachedMask(torch.Tensor):
+    """The dense mask of a forward that reads a key/value cache: such calls are sdpa's, on this rank alone.
 
-    mask: torch.Tensor | None
+    A tensor, because generation with static caches handles masks as tensors; a class, to tell it from a user's own mask.
+    """
 
 
 def distca_mask(
@@ -103,14 +103,14 @@ def distca_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
-            q_offset=q_offset,
+            q_offset=q_offset,  # type: ignore[arg-type]  # a tensor for static caches
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,
             local_size=local_size,
-            **kwargs,
+            **{**kwargs, "allow_is_causal_skip": False},
         )
-        return CachedMask(mask)
+        return torch.Tensor.as_subclass(mask, CachedMask)  # type: ignore[arg-type]  # never None without skips
     padding = None if attention_mask is None else attention_mask[:, :q_length]
     return AttentionHandle(batch_size, q_length, padding, local_size)
 

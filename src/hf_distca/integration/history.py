@@ -37,7 +37,7 @@ class Micro:
         """Add up the estimated seconds of a plan's tasks."""
         ranks = plan.layout.world_size
         seconds = cost.seconds(plan.end - plan.start, plan.end)
-        work = np.bincount(plan.home * ranks + plan.server, weights=seconds, minlength=ranks * ranks)
+        work = np.bincount(plan.home * ranks + plan.server, weights=seconds, minlength=ranks * ranks).astype(np.float64)
         return cls(work.reshape(ranks, ranks), planning_ms)
 
 

@@ -14,7 +14,7 @@ _DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
 
 def find_members() -> dist.ProcessGroup | None:
     """The data-parallel ranks of accelerate's device mesh if it has one, else None for the world."""
-    if not AcceleratorState._shared_state:
+    if not AcceleratorState._shared_state:  # noqa: SLF001 - constructing one would initialise it
         return None
     mesh: DeviceMesh | None = getattr(AcceleratorState(), "device_mesh", None)
     return None if mesh is None else data_parallel_group(mesh)
@@ -28,4 +28,4 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     names = mesh.mesh_dim_names or ()
     data = tuple(name for name in _DATA_DIMENSIONS if name in names)
     part = mesh[data] if data and len(data) < len(names) else mesh
-    return part.get_group() if part.ndim == 1 else part._flatten().get_group()
+    return part.get_group() if part.ndim == 1 else part._flatten().get_group()  # noqa: SLF001 - the documented way to join dimensions

@@ -41,6 +41,7 @@ __all__ = ["Session", "attention_seconds", "balancing", "configure", "current_se
 # What a rank announces in front of its documents.
 _COUNT, _AGREEMENT, _SPANS, _NANOSECONDS, _BYTES, _LAYERS = range(6)
 _HEADER = 6
+_ALONE = AttentionGroup()
 
 
 class Session:
@@ -79,12 +80,13 @@ class Session:
             query, key, value: (batch, heads, length, width), for their shapes, dtype and device.
             training: whether the module is in training mode on this rank, and so on all.
         """
-        collective = self.group.size > 1 and (training or self.config.balance_evaluation)
+        # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
+        collective = (training or self.config.balance_evaluation) and self.group.size > 1
         device = query.device
         keep = None if local.keep is None else torch.from_numpy(local.keep).to(device)
         if not collective:
             layout = _layout([local.rows], spans=False)
-            if local.spans and (local.rows[:, 1] > 0).any() and self.group.size > 1:
+            if local.spans and not training and (local.rows[:, 1] > 0).any():
                 raise UnsupportedError(
                     "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
                     "set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
@@ -100,14 +102,14 @@ class Session:
         self.history.add(Micro.of(plan, cost, (time.perf_counter() - started) * 1e3))
         return Work(route, keep, layout.longest, collective=True)
 
-    def attend(
-        self, work: Work, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def attend(self, work: Work, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, scale: float) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens."""
         server = AttentionServer(self._kernel(q_THD, v_TKV), scale, self.meter)
+        group = _ALONE
         if work.collective:
+            group = self.group
             self._layers += 1
-        return core_attention(q_THD, k_TKD, v_TKV, route=work.route, group=self.group, server=server)
+        return core_attention(q_THD, k_TKD, v_TKV, route=work.route, group=group, server=server)
 
     def _kernel(self, query: torch.Tensor, value: torch.Tensor) -> Kernel:
         return select_kernel(self.config.kernel, query.device, query.dtype, query.shape[-1], value.shape[-1])
@@ -186,9 +188,7 @@ def current_session() -> Session:
     return _session
 
 
-def configure(
-    config: DistCAConfig | None = None, *, group: dist.ProcessGroup | DeviceMesh | None = None
-) -> DistCAConfig:
+def configure(config: DistCAConfig | None = None, *, group: dist.ProcessGroup | DeviceMesh | None = None) -> DistCAConfig:
     """Set how this process runs distca, once, before training. Every rank must give the same settings.
 
     Args:

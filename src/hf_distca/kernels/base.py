@@ -5,6 +5,7 @@ Shape suffixes: T tokens (query rows or keys of a pool), H query heads, K key/va
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +38,7 @@ class TaskBatch:
     def shares_keys(self) -> bool:
         """Whether any two tasks have a key in common, so that their key gradients must be summed."""
         runs = sorted(zip(self.key_start, self.key_length, strict=True))
-        return any(a + n > b for (a, n), (b, _) in zip(runs, runs[1:], strict=False))
+        return any(a + n > b for (a, n), (b, _) in itertools.pairwise(runs))
 
 
 class Kernel(Protocol):

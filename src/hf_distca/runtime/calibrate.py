@@ -20,9 +20,7 @@ __all__ = ["calibrate", "measure"]
 _CASES = ((1, 1), (16, 16), (128, 128), (128, 2048), (512, 512), (512, 4096), (1024, 1024), (1024, 4096), (2048, 2048))
 
 
-def calibrate(
-    analytic: CostModel, kernel: Kernel, dtype: torch.dtype, device: torch.device, group: AttentionGroup
-) -> CostModel:
+def calibrate(analytic: CostModel, kernel: Kernel, dtype: torch.dtype, device: torch.device, group: AttentionGroup) -> CostModel:
     """`analytic` with kernel coefficients measured on the first rank of the group, so that all ranks plan alike."""
     ours = np.zeros(6)
     if group.rank == 0:

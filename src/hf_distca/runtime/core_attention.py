@@ -2,8 +2,8 @@
 
 ::
 
-    forward    Dispatch: launch q, k, v  ->  Serve: local tasks, wait, arrived tasks, launch o, lse  ->  Return: wait
-    backward   Dispatch: wait  <-  Serve: local tasks, wait, arrived tasks, launch dq, dk, dv  <-  Return: launch q, k, v, o, lse, dO
+    forward    Dispatch: launch q, k, v  ->  Serve: local, wait, arrived, launch o, lse  ->  Return: wait
+    backward   Dispatch: wait  <-  Serve: local, wait, arrived, launch dq, dk, dv  <-  Return: launch q, k, v, o, lse, dO
 
 Each launch and its wait are in different functions, so other work can be recorded, forward and backward, while a message
 travels; the local tasks always are. Only `_Return` saves for backward, and only what plain flash attention saves: the rank's
@@ -103,7 +103,7 @@ class _Dispatch(torch.autograd.Function):
         return q_THD.new_zeros(())
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         dq_THD, dk_TKD, dv_TKV = call.grads
@@ -130,7 +130,7 @@ class _Serve(torch.autograd.Function):
         return anchor.clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         route, server = call.route, call.server
@@ -159,7 +159,7 @@ class _Return(torch.autograd.Function):
         return o_THV
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_THD, k_TKD, v_TKV, o_THV, lse_TH = ctx.saved_tensors
         ctx.call.launch_dispatch([do_THV.contiguous(), q_THD, o_THV, lse_TH], [k_TKD, v_TKV])
@@ -177,7 +177,7 @@ class _Local(torch.autograd.Function):
         return o_THV
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_THD, k_TKD, v_TKV, o_THV, lse_TH = ctx.saved_tensors
         saved = (do_THV.contiguous(), q_THD, k_TKD, v_TKV, o_THV, lse_TH)
@@ -212,7 +212,7 @@ def _sum_copies(grad_TKD: torch.Tensor, received_TKD: torch.Tensor, route: Route
     if not len(received_TKD):
         return grad_TKD
     total = _accumulator(grad_TKD)
-    pieces = zip(route.keys.index_per_rank or (), received_TKD.split(list(route.keys.send)), strict=True)
+    pieces = zip(route.keys.index_per_rank or (), torch.split(received_TKD, list(route.keys.send)), strict=True)
     for index, piece in pieces:
         if len(index):
             total.index_add_(0, index, piece.to(total.dtype))

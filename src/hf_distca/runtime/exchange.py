@@ -43,7 +43,7 @@ class Rows:
     @cached_property
     def index_per_rank(self) -> tuple[torch.Tensor, ...] | None:
         """`index`, cut by destination."""
-        return None if self.index is None else self.index.split(list(self.send))
+        return None if self.index is None else torch.split(self.index, list(self.send))
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ class Meter:
         """Times the kernel calls inside: by the clock on the CPU, by events on the current CUDA stream."""
         self.kernel_calls += 1
         if device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             yield
             end.record()
@@ -48,7 +48,7 @@ class Meter:
     @property
     def seconds(self) -> float:
         """Seconds in attention kernels. On CUDA, of those calls that have finished by now."""
-        while self._pending and self._pending[0][1].query():
+        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
             begin, end = self._pending.popleft()
             self._seconds += begin.elapsed_time(end) / 1e3
         return self._seconds

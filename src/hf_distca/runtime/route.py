@@ -151,7 +151,9 @@ def _key_routes(
     rows = list(zip(*(column.tolist() for column in transfers), strict=True)) if transfers else []
     out = sorted((to, d, a, b) for d, a, b, source, to in rows if source == rank != to)
     arriving = sorted((source, d, a, b) for d, a, b, source, to in rows if to == rank and d in pooled)
-    base, place, size = {}, {}, 0
+    base: dict[int, int] = {}
+    place: dict[tuple[int, int], int] = {}
+    size = 0
     for _, document, start, end in sorted(arriving, key=lambda row: row[1:]):
         base.setdefault(document, size)
         place[document, start] = size

@@ -78,9 +78,7 @@ class AttentionServer:
         return home_dq, received_dq, (dk_TKD, dv_TKV)
 
 
-def _pools(
-    route: Route, query_like: int, home: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+def _pools(route: Route, query_like: int, home: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Pools of the first `query_like` tensors (rows of queries) and of the others (rows of keys)."""
     pools = []
     for place, (own, came) in enumerate(zip(home, received, strict=True)):

@@ -188,11 +188,12 @@ class CostModel:
 def rank_seconds(layout: Layout, cost: CostModel) -> FloatArray:
     """Forward plus backward attention seconds of every rank if each computes its own query tokens: shape (ranks,)."""
     seconds = cost.seconds(layout.length, layout.end)
-    return np.bincount(layout.rank, weights=seconds, minlength=layout.world_size)
+    # bincount of nothing counts in integers, whatever the weights are.
+    return np.bincount(layout.rank, weights=seconds, minlength=layout.world_size).astype(np.float64)
 
 
 def _apply(kernel: KernelCost, counts: FloatArray) -> FloatArray:
-    rates = np.array([kernel.task_seconds, 1 / kernel.bytes_per_second, 1 / kernel.flops_per_second])
-    return np.asarray(counts @ rates)
-
-
+    # Not `counts @ rates`: BLAS rounds differently from one processor to the next, and plans are decided by these seconds.
+    tasks, moved, flops = counts.T
+    seconds = tasks * kernel.task_seconds + moved * (1 / kernel.bytes_per_second) + flops * (1 / kernel.flops_per_second)
+    return np.asarray(seconds, dtype=np.float64)

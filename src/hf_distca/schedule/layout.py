@@ -6,6 +6,7 @@ document that lies on one rank. A *layout* holds the segments of all ranks for o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,9 +120,9 @@ class Layout:
     @cached_property
     def spanning(self) -> frozenset[int]:
         """Documents that lie on more than one rank."""
-        pairs = np.unique(np.stack([self.document, self.rank]), axis=1)
-        documents, counts = np.unique(pairs[0], return_counts=True)
-        return frozenset(documents[counts > 1].tolist())
+        order = np.lexsort((self.rank, self.document))
+        document, rank = self.document[order], self.rank[order]
+        return frozenset(document[1:][(document[1:] == document[:-1]) & (rank[1:] != rank[:-1])].tolist())
 
     @cached_property
     def scattered(self) -> bool:
@@ -164,7 +165,7 @@ def documents_from_positions(positions: npt.ArrayLike) -> list[tuple[int, int]]:
 def lengths_from_cu_seqlens(cu_seqlens: Iterable[int]) -> list[int]:
     """Document lengths from cumulative sequence lengths ``[0, n0, n0 + n1, ...]``; empty documents are dropped."""
     bounds = [int(n) for n in cu_seqlens]
-    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(bounds)]
     if not bounds or bounds[0] != 0 or any(n < 0 for n in lengths):
         raise LayoutError(f"cu_seqlens must start at 0 and never fall, got {bounds[:8]}{'...' if len(bounds) > 8 else ''}.")
     return [n for n in lengths if n]

@@ -133,8 +133,10 @@ def _check(plan: Plan) -> None:
     if len(plan.document) and not len(order):
         raise PlanError(f"{len(plan.document)} task(s) for a layout without tokens, the first is {plan.tasks[0]}.")
     # Tasks are ordered like the sorted segments: the segment of a task is the last one that starts at or before it.
-    width = int(max(layout.longest, plan.end.max(initial=0))) + 1
-    at = np.searchsorted(segment_document * width + segment_start, plan.document * width + plan.start, side="right") - 1
+    # Documents count by their place among the layout's, for a document number times a length may not fit in 64 bits.
+    width, documents = int(max(layout.longest, plan.end.max(initial=0))) + 1, np.unique(segment_document)
+    segment_key = np.searchsorted(documents, segment_document) * width + segment_start
+    at = np.searchsorted(segment_key, np.searchsorted(documents, plan.document) * width + plan.start, side="right") - 1
     at = np.maximum(at, 0)
     inside = (
         (segment_document[at] == plan.document)

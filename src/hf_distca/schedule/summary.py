@@ -13,7 +13,7 @@ from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["PlanLoad", "PlanSummary", "summarize"]
+__all__ = ["PlanLoad", "PlanSummary", "imbalance", "summarize"]
 
 # Dispatch and return, forward and backward: what a rank that exchanges anything waits for at least.
 EXCHANGES_PER_LAYER = 4
@@ -34,7 +34,8 @@ class PlanLoad:
     cost: CostModel
 
     def _sum(self, rank: IntArray, weights: npt.NDArray[Any]) -> FloatArray:
-        return np.bincount(rank, weights=weights, minlength=self.plan.layout.world_size)
+        # bincount of nothing counts in integers, whatever the weights are.
+        return np.bincount(rank, weights=weights, minlength=self.plan.layout.world_size).astype(np.float64)
 
     @cached_property
     def pairs(self) -> FloatArray:
@@ -80,8 +81,7 @@ class PlanLoad:
         if not self.plan.moved:
             return np.zeros(self.plan.layout.world_size)
         sent, received = (
-            self.cost.transfer_seconds(queries, keys)
-            for queries, keys in zip(self.query_tokens, self.key_tokens, strict=True)
+            self.cost.transfer_seconds(queries, keys) for queries, keys in zip(self.query_tokens, self.key_tokens, strict=True)
         )
         return np.maximum(sent, received) + EXCHANGES_PER_LAYER * self.cost.exchange_seconds
 

@@ -1,0 +1,25 @@
+"""What a measurement ran on."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+PACKAGES = ("hf-distca", "torch", "transformers", "accelerate", "numpy")
+
+
+def describe() -> dict[str, str | int]:
+    """Machine, versions and date."""
+    cpu = Path("/proc/cpuinfo")
+    models = [line for line in cpu.read_text().splitlines() if line.startswith("model name")] if cpu.exists() else []
+    return {
+        "processor": models[0].split(":", 1)[1].strip() if models else platform.processor(),
+        "cores": os.cpu_count() or 0,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }

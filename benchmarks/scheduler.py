@@ -1,0 +1,134 @@
+"""Balance, traffic and planning time of the scheduler on real placements, beside a published planner's.
+
+    python benchmarks/scheduler.py --placements data/workloads --json results.json
+
+A placement is a JSON file as `hf-distca plan` reads it. A file ``workloads_reference.json`` beside the folder holds the
+published planner's results at its tolerances 0.05 and 0.0. Balance is that of causal pairs, as the published planner's is;
+the imbalance of estimated seconds on a GPU comes from a second plan. Ends with 1 if any placement stays above the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from hf_distca.cli import read_placement
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import DistCAError
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.scheduler import balance
+from hf_distca.schedule.summary import summarize
+from machine import describe
+
+LIMIT = 1.02
+LLAMA_3_8B = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+
+
+def plan_and_time(layout: Layout, cost: CostModel, config: DistCAConfig, repeats: int) -> tuple[Plan, float]:
+    """A plan, and the median seconds of making it from columns alone."""
+    seconds = []
+    for _ in range(repeats):
+        # A layout caches what it derives: a fresh one each time, as every micro-batch has.
+        fresh = Layout(layout.document, layout.start, layout.length, layout.offsets)
+        begin = time.perf_counter()
+        plan = balance(fresh, cost, config)
+        seconds.append(time.perf_counter() - begin)
+    return plan, statistics.median(seconds)
+
+
+def measure(path: Path, config: DistCAConfig, repeats: int) -> dict[str, Any]:
+    layout = read_placement(path)
+    pairs, cuda = CostModel.pairs(LLAMA_3_8B), CostModel.analytic(LLAMA_3_8B, device_type="cuda")
+    plan, seconds = plan_and_time(layout, pairs, config, repeats)
+    summary = summarize(plan, pairs)
+    cuda_plan, cuda_seconds = plan_and_time(layout, cuda, config, repeats)
+    return {
+        "placement": path.stem,
+        "segments": len(layout.document),
+        "planning_seconds": seconds,
+        **summary.to_dict(),
+        "analytic_cuda": {"planning_seconds": cuda_seconds, **summarize(cuda_plan, cuda).to_dict()},
+    }
+
+
+def reference_of(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """The published planner's results by placement and tolerance; empty if there are none."""
+    path = folder.resolve().parent / "workloads_reference.json"
+    if not path.exists():
+        print(f"no {path}: nothing to compare with.", file=sys.stderr)
+        return {}
+    results: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text(encoding="utf-8"))
+    return {name.removesuffix(".json"): result for name, result in results.items()}
+
+
+def table_of(results: list[dict[str, Any]]) -> Table:
+    table = Table(title="causal pairs; tokens in millions; in brackets the published planner at tolerance 0.0")
+    for name in ("placement", "imbalance", "q moved", "K/V sent", "busiest K/V sender", "plan ms", "cuda seconds"):
+        table.add_column(name, justify="left" if name == "placement" else "right", no_wrap=True)
+    for row in results:
+        beside = row["reference"].get("0.0", {})
+
+        def pair(ours: str, theirs: str, unit: float, row: dict[str, Any] = row, beside: dict[str, Any] = beside) -> str:
+            known = f" ({beside[theirs] / unit:.3f})" if theirs in beside else ""
+            return f"{row[ours] / unit:.3f}{known}"
+
+        cuda = row["analytic_cuda"]
+        known = f" ({beside['greedy_seconds'] * 1e3:.1f})" if beside else ""
+        table.add_row(
+            row["placement"],
+            f"{row['pairs_imbalance_before']:.3f} > {row['pairs_imbalance_after']:.4f}",
+            pair("query_tokens_moved", "q_tokens_moved", 1e6),
+            pair("key_tokens_sent", "kv_tokens_moved", 1e6),
+            pair("max_sent_key_tokens", "max_send_kv", 1e6),
+            f"{row['planning_seconds'] * 1e3:.1f}{known}",
+            f"{cuda['seconds_imbalance_before']:.3f} > {cuda['seconds_imbalance_after']:.4f}",
+        )
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--placements", type=Path, required=True, help="folder of placements in JSON")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to a file, or to standard output")
+    parser.add_argument("--repeats", type=int, default=5, help="plans per placement; the median time counts (default: 5)")
+    parser.add_argument("--tolerance", type=float, default=DistCAConfig().tolerance, help="of the plans (default: %(default)s)")
+    arguments = parser.parse_args()
+    paths = sorted(arguments.placements.glob("*.json"))
+    if not paths:
+        parser.error(f"--placements {arguments.placements} is no folder with .json files: there is nothing to measure.")
+    config = DistCAConfig(tolerance=arguments.tolerance, tile=128)
+    reference = reference_of(arguments.placements)
+    results = []
+    for path in tqdm(paths, desc="placements", unit="placement", file=sys.stderr):
+        try:
+            results.append({**measure(path, config, max(arguments.repeats, 1)), "reference": reference.get(path.stem, {})})
+        except DistCAError as error:
+            parser.error(str(error))
+    if arguments.json:
+        report = {"machine": describe(), "shape": "Llama-3-8B, bf16", "tolerance": config.tolerance, "tile": config.tile}
+        text = json.dumps({**report, "limit": LIMIT, "placements": results}, indent=1)
+        if arguments.json == "-":
+            print(text)
+        else:
+            Path(arguments.json).write_text(text + "\n", encoding="utf-8")
+    else:
+        Console(width=170).print(table_of(results))
+    above = [row["placement"] for row in results if row["pairs_imbalance_after"] > LIMIT]
+    if above:
+        print(f"above {LIMIT} max/mean of causal pairs: {', '.join(above)}", file=sys.stderr)
+    return 1 if above else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

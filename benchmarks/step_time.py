@@ -1,0 +1,206 @@
+"""Seconds of a training step on two ranks, balanced and not, side by side in one run.
+
+Two processes with one thread each hold equally many tokens: one long document against eight short ones. Modes take turns
+within each round, so that a drifting machine slows all of them; the figures are medians over rounds.
+
+    python benchmarks/step_time.py --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+import hf_distca
+from machine import describe
+
+RANKS = 2
+
+
+def model_of(arguments: argparse.Namespace, implementation: str) -> torch.nn.parallel.DistributedDataParallel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=arguments.heads * 64,
+        intermediate_size=arguments.heads * 172,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.heads,
+        num_key_value_heads=max(arguments.heads // 2, 1),
+        vocab_size=512,
+        max_position_embeddings=arguments.tokens,
+        attn_implementation=implementation,
+    )
+    return torch.nn.parallel.DistributedDataParallel(LlamaForCausalLM(config).train())
+
+
+def batch_of(lengths: list[int], rank: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(rank)
+    documents = [torch.randint(0, 512, (n,), generator=generator).tolist() for n in lengths]
+    return hf_distca.PackingCollator()([{"documents": documents}])
+
+
+class Steps:
+    """Times training steps of one rank."""
+
+    def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
+        self.models = {name: model_of(arguments, name) for name in ("distca", "sdpa")}
+        self.rank = rank
+
+    def step(self, batch: dict[str, Any], implementation: str, balance: bool) -> tuple[float, float]:
+        """Seconds until all ranks are done, and the loss."""
+        model = self.models[implementation]
+        batch = dict(batch) if implementation == "distca" else {k: v for k, v in batch.items() if k != "distca_documents"}
+        dist.barrier()
+        started = time.perf_counter()
+        with hf_distca.balancing(balance):
+            loss = model(**batch, use_cache=False).loss
+            loss.backward()
+        dist.barrier()
+        seconds = time.perf_counter() - started
+        model.zero_grad()
+        return seconds, float(loss.detach())
+
+    def busy(self, batch: dict[str, Any]) -> list[float]:
+        """Seconds each rank computes on its own batch alone, waiting for nobody."""
+        model = self.models["distca"]
+        dist.barrier()
+        started = time.perf_counter()
+        with hf_distca.balancing(False), model.no_sync():
+            model(**batch, use_cache=False).loss.backward()
+        taken = torch.zeros(RANKS, dtype=torch.float64)
+        taken[self.rank] = time.perf_counter() - started
+        dist.all_reduce(taken)
+        model.zero_grad()
+        return taken.tolist()
+
+
+def rebalanced(lengths: list[list[int]], rank: int) -> list[int]:
+    """The documents that transformers' batch_rebalance gives this rank, from the same documents."""
+    flat = [n for row in lengths for n in row]
+    sampler = BatchRebalanceSampler(flat, len(flat), RANKS, 1, shuffle=False, rank=rank)
+    return [flat[index] for index in next(iter(sampler))]
+
+
+def work(rank: int, arguments: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    steps = Steps(arguments, rank)
+    short = [arguments.tokens // 8] * 8
+    skewed = [[arguments.tokens], short]
+    batches = {
+        "skewed": batch_of(skewed[rank], rank),
+        "even": batch_of(short, rank),
+        "rebalanced": batch_of(rebalanced(skewed, rank), rank),
+    }
+    modes = {
+        "unbalanced": ("skewed", "distca", False),
+        "balanced": ("skewed", "distca", True),
+        "batch_rebalance": ("rebalanced", "distca", False),
+        "even_unbalanced": ("even", "distca", False),
+        "even_balanced": ("even", "distca", True),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in (*modes, "sdpa")}
+    losses: dict[str, float] = {}
+    busy: list[list[float]] = []
+    progress = tqdm(total=arguments.rounds, desc="rounds", file=sys.stderr) if rank == 0 else nullcontext()
+    with progress as bar:
+        for name, mode in modes.items():  # the first run of each pays for buffers and caches
+            if name.startswith("even"):
+                steps.step(batches[mode[0]], *mode[1:])
+        for round_ in range(arguments.rounds):
+            order = list(modes.items())
+            for name, mode in order if round_ % 2 == 0 else reversed(order):
+                taken, losses[name] = steps.step(batches[mode[0]], *mode[1:])
+                seconds[name].append(taken)
+            busy.append(steps.busy(batches["skewed"]))
+            if round_ < arguments.sdpa_rounds:
+                taken, losses["sdpa"] = steps.step(batches["skewed"], "sdpa", False)
+                seconds["sdpa"].append(taken)
+            if bar is not None:
+                bar.update()
+    if rank == 0:
+        Path(folder, "result.json").write_text(json.dumps(figures(arguments, seconds, losses, busy)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def figures(
+    arguments: argparse.Namespace, seconds: dict[str, list[float]], losses: dict[str, float], busy: list[list[float]]
+) -> dict[str, Any]:
+    """Ratios of one run. A ratio of modes is the median over rounds of the ratio within a round."""
+
+    def ratio(mode: str, to: str) -> float:
+        return statistics.median(a / b for a, b in zip(seconds[mode], seconds[to], strict=False))
+
+    ideal = statistics.median(statistics.mean(row) / max(row) for row in busy)
+    measured = ratio("balanced", "unbalanced")
+    return {
+        "machine": describe(),
+        "setting": {"ranks": RANKS, "threads": 1, **{k: v for k, v in vars(arguments).items() if k != "json"}},
+        "seconds": seconds,
+        "median_seconds": {name: statistics.median(values) for name, values in seconds.items() if values},
+        "losses_rank_0": losses,
+        "busy_seconds": busy,
+        "balanced_to_unbalanced": measured,
+        "ideal_to_unbalanced": ideal,
+        "share_of_ideal": ideal / measured,
+        "even_balanced_to_unbalanced": ratio("even_balanced", "even_unbalanced"),
+        "balanced_to_batch_rebalance": ratio("balanced", "batch_rebalance"),
+        "balanced_to_sdpa": ratio("balanced", "sdpa") if seconds["sdpa"] else None,
+        "unbalanced_to_sdpa": ratio("unbalanced", "sdpa") if seconds["sdpa"] else None,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table(title=f"step time, {result['setting']['tokens']} tokens a rank, 2 ranks")
+    for column in ("mode", "median seconds", "to unbalanced"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    base = result["median_seconds"]
+    for name, value in base.items():
+        against = base["even_unbalanced" if name.startswith("even") else "unbalanced"]
+        table.add_row(name, f"{value:.2f}", f"{value / against:.3f}")
+    table.add_row("ideal (mean busy / slowest)", "", f"{result['ideal_to_unbalanced']:.3f}")
+    console = Console()
+    console.print(table)
+    console.print(f"share of the ideal reached: {result['share_of_ideal']:.1%}")
+    console.print(f"overhead on an even batch:  {result['even_balanced_to_unbalanced'] - 1:+.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens a rank (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=4, help="query heads of 64; half as many key/value heads")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, each running every mode once (default: %(default)s)")
+    parser.add_argument("--sdpa-rounds", type=int, default=1, help="rounds that also run stock sdpa (default: %(default)s)")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to standard output")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (arguments, folder), nprocs=RANKS)
+        result = json.loads(Path(folder, "result.json").read_text())
+    if arguments.json is None:
+        show(result)
+    elif arguments.json == "-":
+        print(json.dumps(result, indent=1))
+    else:
+        Path(arguments.json).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

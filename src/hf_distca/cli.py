@@ -1,0 +1,115 @@
+"""The command line: ``hf-distca plan``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import DistCAError, LayoutError
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.scheduler import balance
+from hf_distca.schedule.summary import summarize
+
+__all__ = ["app", "read_placement"]
+
+app = typer.Typer(name="hf-distca", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+
+
+class CostName(StrEnum):
+    """Cost models by name."""
+
+    pairs = "pairs"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@app.callback()
+def main() -> None:
+    """Core attention disaggregation for Hugging Face."""
+
+
+@app.command()
+def plan(
+    placement: Annotated[Path, typer.Argument(help="JSON file with 'rank_segments' or 'lengths'.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan goes, as JSON.", show_default=False)],
+    tolerance: Annotated[float, typer.Option(help="How far a rank may lie from the mean, as a fraction.")] = 0.01,
+    min_gain: Annotated[float, typer.Option(help="Smallest gain for which anything is moved, as a fraction.")] = 0.02,
+    tile: Annotated[int, typer.Option(help="Documents are cut at multiples of this.")] = 128,
+    query_heads: Annotated[int, typer.Option(help="Query heads of a layer.")] = 32,
+    key_value_heads: Annotated[int, typer.Option(help="Key/value heads of a layer.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128,
+    cost: Annotated[CostName, typer.Option(help="What is balanced: causal pairs, or seconds on a device.")] = CostName.pairs,
+) -> None:
+    """Plan which rank computes which attention, and write the plan as JSON.
+
+    PLACEMENT holds {"rank_segments": [[[document, start, end], ...] per rank]}, where a row may go on with the document's
+    length, or {"lengths": [[tokens of a document, ...] per rank]} where no document crosses ranks. The default shape is that
+    of Llama-3-8B in bfloat16.
+    """
+    try:
+        config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=tile)
+        model = _cost_model(AttentionShape(query_heads, key_value_heads, head_dim, head_dim, 2), cost, tile)
+        result = balance(read_placement(placement), model, config)
+        output.write_text(result.to_json() + "\n", encoding="utf-8")
+    except DistCAError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename or output}: {error.strerror or error}.")
+    typer.echo(f"{'cost model':<26} {model.name}\n{summarize(result, model)}")
+
+
+def read_placement(path: Path) -> Layout:
+    """Read a placement from a JSON file.
+
+    Raises:
+        LayoutError: if the file holds no placement; the message names the file and what is wrong.
+        OSError: if the file cannot be read.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LayoutError(f"{path} is not JSON: {error}.") from error
+    keys = [key for key in ("rank_segments", "lengths") if isinstance(data, dict) and key in data]
+    if len(keys) != 1:
+        raise LayoutError(f"{path} must be a JSON object with either 'rank_segments' or 'lengths', it has {keys or 'neither'}.")
+    ranks = data[keys[0]]
+    if not isinstance(ranks, list) or not all(isinstance(rank, list) for rank in ranks) or not ranks:
+        raise LayoutError(f"{path}: {keys[0]!r} must be a list with one list per rank.")
+    try:
+        if keys[0] == "lengths":
+            return Layout.from_lengths([[_token(length) for length in rank] for rank in ranks])
+        return Layout.from_segments([[_segment(row) for row in rank] for rank in ranks])
+    except LayoutError as error:
+        raise LayoutError(f"{path}: {error}") from error
+
+
+def _segment(row: Any) -> tuple[int, int, int]:
+    if not isinstance(row, Sequence) or len(row) not in (3, 4):
+        raise LayoutError(f"segment {row!r} must be [document, start, end] or [document, start, end, document length].")
+    document, start, end = (_token(value) for value in row[:3])
+    return document, start, end - start
+
+
+def _token(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63:
+        raise LayoutError(f"{value!r} must be an integer.")
+    return value
+
+
+def _cost_model(shape: AttentionShape, cost: CostName, tile: int) -> CostModel:
+    if cost is CostName.pairs:
+        return CostModel.pairs(shape)
+    return CostModel.analytic(shape, device_type=cost.value, tile=tile)
+
+
+def _fail(message: str) -> None:
+    """Say what is wrong in one line and end."""
+    typer.echo(f"hf-distca: {' '.join(message.split())}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,289 @@
+"""The greedy behind `balance`.
+
+Every rank has a *level* that it should end at: ranks above the tolerated band come down to it, ranks below come up to it,
+ranks inside are left alone. The heaviest rank gives first, to the emptiest server, always the slice with the fewest bytes
+exchanged per second of work moved. Since the emptiest servers take the largest slices, the heaviest rank, which is the
+busiest sender, sends its keys to as few servers as can be.
+
+Every rank computes the plan for itself, so everything here is plain IEEE double arithmetic in a fixed order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.slices import Price
+
+__all__ = ["Greedy"]
+
+# Levels are set inside the tolerated band, because slices end on tiles and seldom move exactly what was wanted.
+_INNER_BAND = 0.7
+# Servers that already hold keys of a document and are looked at for each of its pieces.
+_HOLDERS = 8
+# Ranks that a rank below the band asks for work.
+_DONORS = 8
+
+
+class _Piece(NamedTuple):
+    """Rows of a segment that its home still computes. Sorted, pieces with the longest prefix come first."""
+
+    minus_end: int
+    start: int
+    document: int
+    segment: int
+
+
+class _Move(NamedTuple):
+    """A slice and what moving it does; sorts by bytes exchanged per second moved."""
+
+    bytes_per_second: float
+    server: int
+    piece: int
+    start: int
+    end: int
+    shed: float
+    added: float
+
+
+class Levels(NamedTuple):
+    """Seconds of a rank: the edges of the tolerated band, and where ranks outside it should end."""
+
+    floor: float
+    low: float
+    mean: float
+    high: float
+    cap: float
+
+    @classmethod
+    def of(cls, seconds: list[float], mean: float, tolerance: float) -> Levels:
+        """What one side sheds the other takes: the side with more to do stops inside its edge, the other goes further."""
+        low, high = mean * (1 - tolerance * _INNER_BAND), mean * (1 + tolerance * _INNER_BAND)
+        surplus = math.fsum(work - high for work in seconds if work > high)
+        deficit = math.fsum(low - work for work in seconds if work < low)
+        if surplus >= deficit:
+            low = min(_fill(seconds, surplus), mean)
+        else:
+            high = max(-_fill([-work for work in seconds], deficit), mean)
+        return cls(mean * (1 - tolerance), low, mean, high, mean * (1 + tolerance))
+
+
+class Greedy:
+    """One run of the greedy for one tolerance."""
+
+    def __init__(self, layout: Layout, price: Price, seconds: list[float], tolerance: float) -> None:
+        self.layout, self.price = layout, price
+        self.work = list(seconds)
+        self.total = math.fsum(seconds)
+        mean = self.total / len(seconds)
+        self.levels = Levels.of(seconds, mean, tolerance)
+        self.now = self.levels
+        self.surplus = math.fsum(work - self.levels.high for work in seconds if work > self.levels.high)
+        self.shed = self.grown = 0.0
+        # Ranks that may take work, emptiest first.
+        self.free = sorted((work, rank) for rank, work in enumerate(seconds) if work < mean)
+        self.pieces: dict[int, list[_Piece]] = {}
+        # (segment, start, document, end, home, server)
+        self.moved: list[tuple[int, int, int, int, int, int]] = []
+        # document -> rank -> keys [0, n) that it needs anyway. Only documents on several ranks, and moved ones.
+        self.held: dict[int, dict[int, int]] = {}
+        self._hold_spanning()
+
+    def plan(self) -> Plan:
+        """Run and build the plan."""
+        order = sorted(range(len(self.work)), key=lambda rank: (-self.work[rank], rank))
+        for rank in order:
+            if self.work[rank] <= self.now.cap:
+                break
+            self._unload(rank)
+        self._lift()
+        return self._build()
+
+    def _hold_spanning(self) -> None:
+        layout = self.layout
+        spanning = layout.spanning
+        if not spanning:
+            return
+        rows = np.flatnonzero(np.isin(layout.document, np.array(sorted(spanning))))
+        columns = (layout.document[rows].tolist(), layout.rank[rows].tolist(), layout.end[rows].tolist())
+        for document, rank, end in zip(*columns, strict=True):
+            ranks = self.held.setdefault(document, {})
+            ranks[rank] = max(ranks.get(rank, 0), end)
+
+    def _pieces(self, rank: int) -> list[_Piece]:
+        if rank not in self.pieces:
+            first = int(self.layout.offsets[rank])
+            self.pieces[rank] = sorted(
+                _Piece(-s.end, s.start, s.document, first + i) for i, s in enumerate(self.layout.segments(rank))
+            )
+        return self.pieces[rank]
+
+    def _unload(self, source: int) -> None:
+        """Move slices away until the source is at its level."""
+        while self.work[source] > self.now.cap and self.free:
+            surplus = self.work[source] - self.now.high
+            server = self._server_for(surplus)
+            # A tile of rows may be more than the tolerated band is wide. Then a source too low, which `_lift` mends, or a
+            # server too high, but lower than the source was, is better than leaving the source as it is.
+            move = self._best(source, server, surplus) or self._best(source, self.free[0][1], surplus, strict=False)
+            if move is None:
+                break
+            self._apply(source, move)
+
+    def _lift(self) -> None:
+        """Ranks that are still too low take from the heaviest, whichever of those gives for the fewest bytes."""
+        while self.free and self.free[0][0] < self.now.floor:
+            work, server = self.free[0]
+            donors = heapq.nsmallest(_DONORS, range(len(self.work)), key=lambda rank: (-self.work[rank], rank))
+            offers = []
+            for donor in donors:
+                want = min(self.work[donor] - self.now.floor, self.now.low - work)
+                if self.work[donor] > self.now.low and (move := self._best(donor, server, want)):
+                    offers.append((move.bytes_per_second, donor, move))
+            if offers:
+                self._apply(*min(offers)[1:])
+            else:
+                del self.free[0]
+
+    def _server_for(self, surplus: float) -> int:
+        """A server that the surplus fits exactly, or else the emptiest."""
+        if self.now.low - self.free[0][0] > surplus:
+            at = bisect_left(self.free, (self.now.floor - surplus, -1))
+            if at < len(self.free) and self.free[at][0] + surplus <= self.now.cap:
+                return self.free[at][1]
+        return self.free[0][1]
+
+    def _best(self, source: int, server: int, surplus: float, *, strict: bool = True) -> _Move | None:
+        """The cheapest slice for `server`, or for one that holds keys of a document already.
+
+        If `strict`, none that brings the source below the band or the server above it.
+        """
+        best: _Move | None = None
+        price, pieces = self.price, self._pieces(source)
+        for row, piece in enumerate(pieces):
+            end = -piece.minus_end
+            # No slice of a shorter prefix moves a second for fewer bytes than its queries alone.
+            rate = price.row + price.pair * end + (price.task + price.key * end) / price.tile
+            if best is not None and price.query_bytes > best.bytes_per_second * rate:
+                break
+            held = self.held.get(piece.document)
+            if held is None:
+                best = self._try(source, row, piece, server, 0, surplus, strict, best)
+                continue
+            best = self._try(source, row, piece, server, held.get(server, 0), surplus, strict, best)
+            for other in self._holders(held, server):
+                best = self._try(source, row, piece, other, held[other], surplus, strict, best)
+        return best
+
+    def _holders(self, held: dict[int, int], but: int) -> Iterator[int]:
+        found = 0
+        for rank in held:
+            if rank != but and self.work[rank] < self.now.floor:
+                yield rank
+                found += 1
+                if found == _HOLDERS:
+                    return
+
+    def _try(
+        self, source: int, row: int, piece: _Piece, server: int, held: int, surplus: float, strict: bool, best: _Move | None
+    ) -> _Move | None:
+        price, start, end = self.price, piece.start, -piece.minus_end
+        work = self.work[server]
+        room = (self.now.cap if strict else max(self.now.cap, (self.work[source] + work) / 2)) - work
+        want = min(surplus, self.now.low - work if work < self.now.floor else room)
+        most = min(self.work[source] - self.now.floor, room) if strict else room
+        whole = price.seconds(start, end)
+        if whole <= want or (whole <= most and whole <= 1.1 * want):
+            x, y = start, end
+        else:
+            x, y = price.slice(start, end, want, most, held)
+            if y <= x:
+                return best
+        added = price.seconds(x, y)
+        shed = whole - price.seconds(start, x) - price.seconds(y, end)
+        if not 0 < shed <= most or added > room:
+            return best
+        keys = max(y - held, 0)
+        if x == start and y == end and piece.document in self.held:
+            keys -= self._saved(source, piece)
+        ratio = (price.query_bytes * (y - x) + price.key_bytes * keys) / shed
+        if best is None or ratio < best.bytes_per_second:
+            return _Move(ratio, server, row, x, y, shed, added)
+        return best
+
+    def _saved(self, source: int, piece: _Piece) -> int:
+        """K/V tokens that the source no longer needs from others once the whole piece is gone."""
+        end = -piece.minus_end
+        if self.held[piece.document].get(source, 0) > end:
+            return 0
+        rest = max((-p.minus_end for p in self.pieces[source] if p.document == piece.document and p != piece), default=0)
+        own = [s for s in self.layout.segments(source) if s.document == piece.document]
+        return end - rest - sum(max(0, min(s.end, end) - max(s.start, rest)) for s in own)
+
+    def _apply(self, source: int, move: _Move) -> None:
+        pieces = self.pieces[source]
+        piece = pieces.pop(move.piece)
+        end = -piece.minus_end
+        if piece.start < move.start:
+            insort(pieces, piece._replace(minus_end=-move.start))
+        if move.end < end:
+            insort(pieces, piece._replace(start=move.end))
+        held = self.held.setdefault(piece.document, {})
+        held[move.server] = max(held.get(move.server, 0), move.end)
+        if source in held:
+            held[source] = max((-p.minus_end for p in pieces if p.document == piece.document), default=0)
+        self.moved.append((piece.segment, move.start, piece.document, move.end, source, move.server))
+        # A server reads keys that the home reads too, and starts a task more: moving adds work. The levels rise to where
+        # they will be when all surplus is moved at the same rate.
+        self.shed += move.shed
+        self.grown += move.added - move.shed
+        scale = 1 + self.grown / self.shed * max(self.surplus, self.shed) / self.total
+        self.now = Levels(*(scale * level for level in self.levels))
+        self._change(source, -move.shed)
+        self._change(move.server, move.added)
+
+    def _change(self, rank: int, seconds: float) -> None:
+        old = self.work[rank]
+        self.work[rank] = old + seconds
+        at = bisect_left(self.free, (old, rank))
+        if at < len(self.free) and self.free[at] == (old, rank):
+            del self.free[at]
+        if old + seconds < self.now.mean:
+            insort(self.free, (old + seconds, rank))
+
+    def _build(self) -> Plan:
+        """Tasks: untouched segments, what is left of the others, and what was moved."""
+        layout = self.layout
+        keep = np.ones(len(layout.document), dtype=bool)
+        rows: list[tuple[int, int, int, int, int]] = []
+        last = -1
+        for segment, start, document, end, home, server in sorted(self.moved):
+            if segment == last and rows[-1][2] == start and rows[-1][4] == server:
+                start = rows.pop()[1]
+            rows.append((document, start, end, home, server))
+            last = segment
+        for rank, pieces in self.pieces.items():
+            keep[layout.offsets[rank] : layout.offsets[rank + 1]] = False
+            rows += [(p.document, p.start, -p.minus_end, rank, rank) for p in pieces]
+        extra = np.array(rows, dtype=np.int64).reshape(-1, 5)
+        kept = (layout.document, layout.start, layout.end, layout.rank, layout.rank)
+        return Plan(layout, *(np.concatenate([column[keep], extra[:, i]]) for i, column in enumerate(kept)))
+
+
+def _fill(seconds: list[float], amount: float) -> float:
+    """The level that `amount` poured over the lowest ranks reaches."""
+    total = 0.0
+    ordered = sorted(seconds)
+    for count, work in enumerate(ordered, 1):
+        total += work
+        level = (amount + total) / count
+        if count == len(ordered) or level <= ordered[count]:
+            return level
+    return 0.0

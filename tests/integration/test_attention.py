@@ -1,0 +1,185 @@
+"""The attention and mask functions on one rank: local path, padding, caches, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+import hf_distca
+from hf_distca.integration.handle import AttentionHandle, distca_mask
+from hf_distca.integration.session import current_session
+
+
+def model_for(implementation: str, **changes: object) -> LlamaForCausalLM:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+    config = LlamaConfig(**{**sizes, "num_key_value_heads": 2, **changes}, attn_implementation=implementation)
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(1, 61, shape, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True)
+def _defaults() -> None:
+    hf_distca.configure()
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("training", [True, False])
+def test_padding(side: str, training: bool) -> None:
+    ids, mask = tokens(3, 20), torch.ones(3, 20, dtype=torch.long)
+    if side != "right":
+        mask[1, :6] = 0
+    if side != "left":
+        mask[2, 9:] = 0
+    ours, theirs = (model_for(name).train(training) for name in ("distca", "sdpa"))
+    got, want = (model(input_ids=ids, attention_mask=mask, use_cache=False).logits for model in (ours, theirs))
+    torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_of_full_rows_without_positions() -> None:
+    ids = tokens(3, 17)
+    got, want = (model_for(name).eval()(input_ids=ids, use_cache=False).logits for name in ("distca", "sdpa"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("mask", [None, "all ones"])
+def test_packed_documents_stay_apart(use_cache: bool, mask: str | None) -> None:
+    """Stock sdpa leaks here once a cache or an all-ones mask is given."""
+    lengths = [5, 1, 9]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids, model = tokens(1, 15), model_for("distca").train()
+    attention_mask = None if mask is None else torch.ones_like(ids)
+    out = model(input_ids=ids, position_ids=positions, attention_mask=attention_mask, use_cache=use_cache).logits
+    start = 0
+    for length in lengths:
+        alone = model(input_ids=ids[:, start : start + length], use_cache=False).logits
+        torch.testing.assert_close(out[:, start : start + length], alone, rtol=1e-4, atol=1e-5)
+        start += length
+
+
+def test_cu_seq_lens_and_packed_documents_say_the_same_as_positions() -> None:
+    model, ids = model_for("distca").train(), tokens(1, 12)
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    by_positions = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 7, 12]), "cu_seq_lens_k": torch.tensor([0, 7, 12])}
+    flash = {**bounds, "max_length_q": 7, "max_length_k": 7}
+    packed = hf_distca.PackedDocuments((7, 5))
+    for extra in (flash, {"distca_documents": packed}):
+        torch.testing.assert_close(model(input_ids=ids, position_ids=positions, use_cache=False, **extra).logits, by_positions)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate(cache: str) -> None:
+    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    settings = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache, "pad_token_id": 0}
+    got, want = (model_for(n).eval().generate(input_ids=ids, attention_mask=mask, **settings) for n in ("distca", "sdpa"))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
+    ids, positions = tokens(1, 30), torch.cat([torch.arange(21), torch.arange(9)])[None]
+    grads = []
+    for checkpointing in (False, True):
+        model = model_for("distca").train()
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    for plain, recomputed in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, recomputed)
+
+
+def test_bf16_is_within_twice_the_error_of_plain_attention() -> None:
+    ids, positions = tokens(1, 700), torch.cat([torch.arange(600), torch.arange(100)])[None]
+    exact = model_for("sdpa").double()(input_ids=ids, position_ids=positions, use_cache=False).logits
+    errors = [
+        float((model_for(n).bfloat16()(input_ids=ids, position_ids=positions, use_cache=False).logits - exact).detach().norm())
+        for n in ("distca", "sdpa")
+    ]
+    assert errors[0] <= 2 * errors[1]
+
+
+def call(**changes: object) -> None:
+    """One direct call of the attention function with something changed."""
+    from transformers import AttentionInterface
+
+    module = torch.nn.Module().train()
+    q = torch.randn(1, 4, 6, 16)
+    arguments = {"attention_mask": AttentionHandle(1, 6, None, None), "scaling": 0.25, **changes}
+    AttentionInterface()["distca"](module, q, q, q, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention_mask": None}, "create_causal_mask"),
+        ({"attention_mask": torch.ones(1, 1, 6, 6)}, r"\(1, 1, 6, 6\)"),
+        ({"dropout": 0.1}, "attention_dropout"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"is_causal": False}, "bidirectional"),
+        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({"softcap": 50.0}, "softcap"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"sliding_window": 4}, "window of 4 tokens met a document of 6"),
+        ({"position_ids": torch.zeros(3, 1, 6, dtype=torch.long)}, r"\(3, 1, 6\)"),
+    ],
+)
+def test_refused_by_name(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(hf_distca.UnsupportedError, match=named):
+        call(**changes)
+
+
+def test_harmless_arguments_pass() -> None:
+    call(use_cache=False, num_items_in_batch=torch.tensor(3), sliding_window=6, softcap=None, output_router_logits=False)
+
+
+def test_documents_that_do_not_cover_the_batch_are_refused() -> None:
+    with pytest.raises(hf_distca.LayoutError, match="5 tokens and the batch has 1 x 6"):
+        call(distca_documents=hf_distca.PackedDocuments((2, 3)))
+
+
+def test_negative_positions_are_refused_with_row_and_index() -> None:
+    with pytest.raises(hf_distca.LayoutError, match=r"position_ids\[0, 2\] is -1"):
+        call(position_ids=torch.tensor([[0, 1, -1, 0, 1, 2]]))
+
+
+def test_overlays_and_bidirectional_masks_are_refused() -> None:
+    model = model_for("distca", is_causal=False)
+    with pytest.raises(hf_distca.UnsupportedError, match="bidirectional_mask_function"):
+        model(input_ids=tokens(1, 6))
+    with pytest.raises(hf_distca.UnsupportedError, match="custom mask"):
+        distca_mask(batch_size=1, q_length=4, kv_length=4, use_vmap=True)
+
+
+def test_a_4d_mask_is_refused() -> None:
+    with pytest.raises(hf_distca.UnsupportedError, match="ready-made attention mask"):
+        model_for("distca")(input_ids=tokens(1, 6), attention_mask=torch.zeros(1, 1, 6, 6))
+
+
+def test_window_is_exact_up_to_its_length_and_refused_beyond() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+    logits = []
+    for name in ("distca", "sdpa"):
+        torch.manual_seed(0)
+        config = MistralConfig(**sizes, num_key_value_heads=2, sliding_window=8, attn_implementation=name)
+        model = MistralForCausalLM(config)
+        logits.append(model(input_ids=tokens(1, 8), use_cache=False).logits)
+        if name == "distca":
+            with pytest.raises(hf_distca.UnsupportedError, match="window of 8 tokens met a document of 9"):
+                model(input_ids=tokens(1, 9), use_cache=False)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+
+
+def test_no_graph_is_kept_without_gradients() -> None:
+    with torch.no_grad():
+        out = model_for("distca").train()(input_ids=tokens(1, 8)).logits
+    assert out.grad_fn is None
+    assert current_session().meter.dispatches == 0

@@ -1,0 +1,132 @@
+"""What a training step sends: how many collectives, in which order, and that no layer stops for the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from test_parity import PAIRS, model_for
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_distca
+from hf_distca.integration.session import current_session
+
+LAYERS = 2
+
+
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Names of the collectives that are called inside."""
+    names: list[str] = []
+
+    def spy(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: object, **kwargs: object) -> object:
+            names.append(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    collectives = ("all_to_all_single", "all_to_all", "all_gather", "all_gather_into_tensor", "all_reduce", "broadcast", "barrier")
+    patches = [patch.object(dist, name, spy(name, getattr(dist, name))) for name in collectives]
+    for one in patches:
+        one.start()
+    try:
+        yield names
+    finally:
+        for one in patches:
+            one.stop()
+
+
+def batch(rank: int, scale: int = 1) -> dict[str, Any]:
+    lengths = [[96 * scale], [16 * scale] * 3, [16 * scale]][rank]
+    return hf_distca.PackingCollator()([{"documents": [[7] * n for n in lengths]}])
+
+
+def step(rank: int, balance: bool, even: bool, checkpointing: bool) -> tuple[list[str], list[int]]:
+    hf_distca.configure(hf_distca.DistCAConfig(balance=balance, tile=8, min_gain=0.0, cost_model=PAIRS))
+    model = model_for(2, "distca", torch.float32)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    assert current_session().group.size == dist.get_world_size()  # made before recording starts
+    with recorded() as names:
+        model(**batch(1 if even else rank), use_cache=False).loss.backward()
+    meter = current_session().meter
+    return names, [meter.dispatches, meter.returns, meter.sent_bytes]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_dispatch_and_one_return_per_layer_and_direction(rank_pool: Callable[[int], RankPool], world: int) -> None:
+    results = rank_pool(world)(step, True, False, False)
+    names = results[0][0]
+    assert all(result[0] == names for result in results), "ranks call collectives in different orders"
+    assert Counter(names) == {"all_gather": 2, "all_to_all_single": 2 * 2 * LAYERS}
+    assert names[:2] == ["all_gather"] * 2, "planning comes first, once"
+    assert all(result[1][:2] == [2 * LAYERS, 2 * LAYERS] for result in results)
+    assert sum(result[1][2] for result in results) > 0
+
+
+@pytest.mark.parametrize(("balance", "even"), [(False, False), (True, True)])
+def test_nothing_is_exchanged_when_nothing_is_worth_moving(
+    rank_pool: Callable[[int], RankPool], balance: bool, even: bool
+) -> None:
+    for names, counts in rank_pool(2)(step, balance, even, False):
+        assert Counter(names) == {"all_gather": 2}
+        assert counts == [0, 0, 0]
+
+
+def test_recompute_plans_nothing_again(rank_pool: Callable[[int], RankPool]) -> None:
+    for names, _ in rank_pool(2)(step, True, False, True):
+        assert Counter(names)["all_gather"] == 2
+
+
+class _Operations(TorchDispatchMode):
+    """Counts tensor operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
+    """Tensor operations of one attention call, forward and backward, after planning; reading tensors is forbidden."""
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8 * scale, min_gain=0.0, cost_model=PAIRS, kernel="cpu"))
+    session = current_session()
+    from hf_distca.integration.documents import read_documents
+
+    packed = batch(rank, scale)["distca_documents"]
+    length = sum(packed.lengths)
+    q, k, v = (torch.randn(1, heads, length, 16) for heads in (4, 2, 2))
+    work = session.work_for(read_documents(1, length, packed=packed), q, k, v, training=True)
+    leaves = [t[0].transpose(0, 1).contiguous().requires_grad_() for t in (q, k, v)]
+
+    def forbidden(*args: object, **kwargs: object) -> None:
+        raise AssertionError("an attention call read a tensor on the host")
+
+    readers = [patch.object(torch.Tensor, name, forbidden) for name in ("item", "tolist", "cpu", "numpy", "__bool__", "nonzero")]
+    for one in readers:
+        one.start()
+    try:
+        with _Operations() as operations:
+            session.attend(work, *leaves, 0.25).sum().backward()
+    finally:
+        for one in readers:
+            one.stop()
+    assert session.meter.dispatches == 2
+    return operations.seen
+
+
+def test_a_planned_call_reads_nothing_and_does_not_grow_with_tokens(rank_pool: Callable[[int], RankPool]) -> None:
+    small, large = (rank_pool(2)(operations_of_a_planned_call, scale) for scale in (1, 8))
+    assert small == large
+    assert not any("_local_scalar_dense" in name or "nonzero" in name for seen in small for name in seen)

@@ -1,0 +1,142 @@
+"""Settings, agreement between ranks, evaluation, figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import RankPool
+from test_parity import PAIRS, model_for
+from transformers import TrainingArguments
+
+import hf_distca
+from hf_distca.integration.history import History, Micro
+from hf_distca.integration.session import current_session
+
+
+def batch(rank: int) -> dict[str, Any]:
+    return hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([96], [16, 16])[rank]]}])
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tolerance": 1.5}, "tolerance=1.5"),
+        ({"tolerance": -0.1}, "tolerance=-0.1"),
+        ({"min_gain": 1.0}, "min_gain=1.0"),
+        ({"tile": 0}, "tile=0"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0"),
+        ({"kernel": "flash"}, "kernel='flash' must be one of 'auto'"),
+        ({"cost_model": "measured"}, "cost_model='measured' must be one of"),
+    ],
+)
+def test_settings_are_checked_on_construction(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(hf_distca.ConfigError, match=named):
+        hf_distca.DistCAConfig(**changes)
+
+
+def test_balancing_is_switched_for_a_while() -> None:
+    hf_distca.configure(hf_distca.DistCAConfig(tile=64))
+    with hf_distca.balancing(False):
+        assert not current_session().config.balance
+        assert current_session().config.tile == 64
+    assert current_session().config.balance
+
+
+def disagree(rank: int) -> str:
+    hf_distca.configure(hf_distca.DistCAConfig(tolerance=0.01 * (rank + 1)))
+    with pytest.raises(hf_distca.DistCADesyncError) as caught:
+        model_for(2, "distca", torch.float32)(**batch(rank), use_cache=False)
+    return str(caught.value)
+
+
+def test_ranks_with_other_settings_all_get_an_error(rank_pool: Callable[[int], RankPool]) -> None:
+    for message in rank_pool(2)(disagree):
+        assert "ranks have different settings" in message
+        assert "rank 0: " in message
+        assert "rank 1: " in message
+
+
+def evaluate_alone(rank: int) -> int:
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    model = model_for(2, "distca", torch.float32).eval()
+    if rank == 0:  # only one rank evaluates and generates: nothing may wait for the other
+        model(**batch(rank), use_cache=False)
+        model.generate(input_ids=torch.ones(1, 5, dtype=torch.long), max_new_tokens=3, pad_token_id=0)
+    return current_session().meter.dispatches
+
+
+def test_evaluation_and_generation_are_local(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2)(evaluate_alone, timeout=60) == [0, 0]
+
+
+def evaluate_together(rank: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+    config = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, balance_evaluation=True)
+    hf_distca.configure(config)
+    model = model_for(2, "distca", torch.float32).eval()
+    together = model(**batch(rank), use_cache=False).logits.detach()
+    with hf_distca.balancing(False):
+        alone = model(**batch(rank), use_cache=False).logits.detach()
+    return current_session().meter.dispatches, together, alone
+
+
+def test_evaluation_is_shared_on_request(rank_pool: Callable[[int], RankPool]) -> None:
+    for dispatches, together, alone in rank_pool(2)(evaluate_together):
+        assert dispatches == 2  # one a layer; balancing off sends nothing
+        torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+
+
+def calibrated(rank: int) -> tuple[str, float]:
+    hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
+    model_for(2, "distca", torch.float32)(**batch(rank), use_cache=False).loss.backward()
+    (cost,) = current_session()._costs.values()
+    return cost.name, cost.forward.flops_per_second + cost.backward.flops_per_second
+
+
+def test_calibration_gives_all_ranks_the_same_costs(rank_pool: Callable[[int], RankPool]) -> None:
+    first, second = rank_pool(2)(calibrated)
+    assert first == second
+    assert first[0] == "calibrated cpu"
+
+
+def test_figures_of_a_window() -> None:
+    history = History()
+    history.measured(np.array([0.0, 0.0]), np.array([0, 0]), 0)
+    history.add(Micro(np.array([[2.0, 1.0], [0.0, 1.0]]), 5.0))
+    history.measured(np.array([2.0, 3.0]), np.array([4e6, 1e6]).astype(np.int64), 2)
+    figures = history.take().figures()
+    assert figures["distca/imbalance_estimated_before"] == pytest.approx(3 / 2)
+    assert figures["distca/imbalance_estimated_after"] == pytest.approx(1.0)
+    # Rank 1 spent 3 s, half of it for rank 0: 2 + 1.5 against a mean of 2.5.
+    assert figures["distca/imbalance_measured_before"] == pytest.approx(3.5 / 2.5)
+    assert figures["distca/imbalance_measured_after"] == pytest.approx(3 / 2.5)
+    assert figures["distca/exchanged_mb_per_layer"] == pytest.approx(2.0)
+    assert figures["distca/planning_ms"] == pytest.approx(5.0)
+    assert history.take().figures() == {}
+
+
+def test_collator_packs_documents_and_hides_first_labels() -> None:
+    batch = hf_distca.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": []}, {"documents": [[8], [9, 4]]}])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100, 4]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert batch["distca_documents"] == hf_distca.PackedDocuments((3, 1, 2))
+
+
+def test_collator_names_what_is_wrong() -> None:
+    with pytest.raises(hf_distca.LayoutError, match="'text'"):
+        hf_distca.PackingCollator()([{"text": "x"}])
+    with pytest.raises(hf_distca.LayoutError, match="no tokens"):
+        hf_distca.PackingCollator()([{"input_ids": []}])
+    with pytest.raises(hf_distca.LayoutError, match="2 input_ids and 1 labels"):
+        hf_distca.PackingCollator()([{"input_ids": [1, 2], "labels": [1]}])
+
+
+def test_the_callback_applies_its_settings(tmp_path: Any) -> None:
+    callback = hf_distca.DistCACallback(hf_distca.DistCAConfig(tile=32))
+    callback.on_train_begin(TrainingArguments(str(tmp_path), use_cpu=True), None, None)
+    assert current_session().config.tile == 32
+    hf_distca.configure()

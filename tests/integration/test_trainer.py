@@ -1,0 +1,100 @@
+"""Trainer under DDP on two real ranks: same losses as sdpa, and the balance in every log."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+from test_parity import PAIRS, model_for
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import hf_distca
+
+FIGURES = {
+    "distca/imbalance_estimated_before",
+    "distca/imbalance_estimated_after",
+    "distca/imbalance_measured_before",
+    "distca/imbalance_measured_after",
+    "distca/planning_ms",
+    "distca/exchanged_mb_per_layer",
+    "distca/server_time_share",
+}
+
+
+class Reporter(TrainerCallback):
+    """Stands for W&B or TensorBoard: sees the logs that reach reporters."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.seen.append(dict(logs or {}))
+
+
+def rows(steps: int) -> list[dict[str, list[list[int]]]]:
+    """Rows of packed documents; even rows, which rank 0 gets, hold one long document, odd ones many short ones."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [[96], [24, 1, 23, 24, 24]] * steps
+    return [{"documents": [torch.randint(0, 61, (n,), generator=generator).tolist() for n in row]} for row in lengths]
+
+
+def train(rank: int, implementation: str, accumulation: int, checkpointing: bool) -> tuple[list[dict], list[dict]]:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    steps = 6
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=accumulation,
+            max_steps=steps,
+            logging_steps=2,
+            eval_strategy="steps",
+            eval_steps=3,
+            per_device_eval_batch_size=1,
+            report_to="none",
+            use_cpu=True,
+            save_strategy="no",
+            remove_unused_columns=False,
+            ddp_find_unused_parameters=False,
+            activation_checkpointing=checkpointing,
+            train_sampling_strategy="sequential",
+            disable_tqdm=True,
+            learning_rate=1e-3,
+        )
+        config = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS)
+        reporter = Reporter()
+        trainer = Trainer(
+            model_for(2, implementation, torch.float32),
+            arguments,
+            data_collator=hf_distca.PackingCollator(),
+            train_dataset=rows(steps * accumulation),
+            eval_dataset=rows(1),
+            callbacks=[reporter, hf_distca.DistCACallback(config)],
+        )
+        trainer.train()
+    return trainer.state.log_history, reporter.seen
+
+
+@pytest.mark.parametrize(("accumulation", "checkpointing"), [(1, False), (2, True)])
+def test_same_losses_as_sdpa_and_balance_in_the_logs(
+    rank_pool: Callable[[int], RankPool], accumulation: int, checkpointing: bool
+) -> None:
+    pool = rank_pool(2)
+    ours, theirs = (pool(train, name, accumulation, checkpointing) for name in ("distca", "sdpa"))
+    for (history, seen), (reference, _) in zip(ours, theirs, strict=True):
+        assert len(history) == len(reference)
+        for row, wanted in zip(history, reference, strict=True):
+            for name in {"loss", "grad_norm", "eval_loss"} & wanted.keys():
+                assert row[name] == pytest.approx(wanted[name], rel=1e-4), name
+        logs = [row for row in history if "loss" in row]
+        assert all(row.keys() >= FIGURES for row in logs)
+        assert all(row["distca/imbalance_estimated_before"] > 1.5 for row in logs)
+        assert all(row["distca/imbalance_estimated_after"] < 1.2 for row in logs)
+        assert all(row["distca/exchanged_mb_per_layer"] > 0 for row in logs)
+        assert [row.keys() >= FIGURES for row in seen if "loss" in row] == [True] * len(logs)
+    assert not any(row.keys() & FIGURES for row in theirs[0][0]), "nothing to report where distca did not run"

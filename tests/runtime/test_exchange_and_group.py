@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+
+from hf_distca import DistCADesyncError
+from hf_distca.runtime.exchange import Part, Rows, launch
+from hf_distca.runtime.group import AttentionGroup
+
+
+def counts(world: int) -> list[list[int]]:
+    """Rows from rank (first index) to rank (second): uneven, with zeros, and nothing at all from the last rank."""
+    return [[(3 * a + 5 * b) % 4 if a < world - 1 else 0 for b in range(world)] for a in range(world)]
+
+
+def payload(rank: int, to: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(rows * width).view(rows, width) + 100 * rank + 10 * to).to(dtype)
+
+
+def send_and_return(rank: int, world: int) -> None:
+    group = AttentionGroup.create(timeout_seconds=30)
+    table = counts(world)
+    send, receive = tuple(table[rank]), tuple(row[rank] for row in table)
+    kinds = [(torch.float32, 3), (torch.bfloat16, 5), (torch.float64, 1)]  # 5 bfloat16 fill no 16 bytes: padding is needed
+    parts = []
+    for dtype, width in kinds:
+        ordered = torch.cat([payload(rank, to, rows, width, dtype) for to, rows in enumerate(send)])
+        shuffled = torch.randperm(len(ordered))
+        home = torch.empty_like(ordered)
+        home[shuffled] = ordered
+        parts.append(Part(home, Rows(shuffled, send, receive)))
+    first, second = launch(group.data, parts), launch(group.data, parts)  # two may be under way
+    for pending in (first, second):
+        received = pending.wait()
+        for got, (dtype, width) in zip(received, kinds, strict=True):
+            expected = torch.cat([payload(source, rank, rows, width, dtype) for source, rows in enumerate(receive)])
+            assert torch.equal(got, expected)
+    back = launch(group.data, [Part(t, part.rows.way_back) for t, part in zip(received, parts, strict=True)]).wait()
+    for got, part in zip(back, parts, strict=True):
+        assert part.rows.index is not None
+        assert torch.equal(got, part.tensor[part.rows.index])
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_uneven_rows_of_several_dtypes_travel_there_and_back(rank_pool: Callable[[int], RankPool], world: int) -> None:
+    rank_pool(world)(send_and_return, world)
+
+
+def test_a_group_of_one_needs_no_torch_distributed() -> None:
+    rows = Rows(torch.tensor([2, 0]), (2,), (2,))
+    tensor = torch.arange(6.0).view(3, 2)
+    assert torch.equal(launch(None, [Part(tensor, rows)]).wait()[0], tensor[[2, 0]])
+    group = AttentionGroup.create()
+    assert (group.size, group.rank, group.data) == (1, 0, None)
+    assert group.gather(np.array([4, 5]), doing="testing")[0].tolist() == [4, 5]
+
+
+def gather_rows(rank: int) -> None:
+    group = AttentionGroup.create(timeout_seconds=30)
+    for lengths in ([0, 0], [3, 0], [512, 1], [513, 2000]):
+        rows = group.gather(np.arange(lengths[rank]) + rank, doing="testing")
+        assert [row.tolist() for row in rows] == [list(range(r, r + n)) for r, n in enumerate(lengths)]
+
+
+def test_gather_takes_rows_of_any_length(rank_pool: Callable[[int], RankPool]) -> None:
+    rank_pool(2)(gather_rows)
+
+
+def subgroup(rank: int) -> tuple[tuple[int, ...], int, list[list[int]]]:
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = AttentionGroup.create(pairs[rank % 2], timeout_seconds=30)
+    return group.ranks, group.rank, [row.tolist() for row in group.gather(np.array([rank]), doing="testing")]
+
+
+def test_ranks_with_the_same_tensor_parallel_coordinate(rank_pool: Callable[[int], RankPool]) -> None:
+    results = rank_pool(4)(subgroup)
+    assert results == [((r % 2, r % 2 + 2), r // 2, [[r % 2], [r % 2 + 2]]) for r in range(4)]
+
+
+def one_stays_away(rank: int) -> str:
+    group = AttentionGroup.create(timeout_seconds=2)
+    if rank == 1:
+        return ""
+    with pytest.raises(DistCADesyncError) as caught:
+        group.gather(np.array([1]), doing="planning micro-batch 7")
+    return str(caught.value)
+
+
+def test_a_missing_rank_ends_in_an_error_that_says_what_was_awaited() -> None:
+    pool = RankPool(2)  # of its own: the control group is broken afterwards
+    try:
+        message = pool(one_stays_away, timeout=60)[0]
+    finally:
+        pool.close()
+    assert "rank 0 waited up to 2 s for ranks (0, 1) while planning micro-batch 7" in message

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_distca.errors import ConfigError
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, causal_pairs, rank_seconds
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.slices import Price
+
+SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+MODELS = [CostModel.pairs(SHAPE), CostModel.analytic(SHAPE, device_type="cpu"), CostModel.analytic(SHAPE, device_type="cuda")]
+
+
+@given(st.integers(0, 300), st.integers(1, 300))
+def test_causal_pairs_count_what_a_mask_shows(start: int, rows: int) -> None:
+    query, key = np.arange(start, start + rows)[:, None], np.arange(start + rows)[None, :]
+    assert causal_pairs(rows, start + rows) == (key <= query).sum()
+
+
+def test_pairs_model_costs_a_second_per_2_to_the_30() -> None:
+    rows, keys = np.array([7, 4096, 2**15]), np.array([7, 9000, 2**17])
+    assert MODELS[0].seconds(rows, keys) == pytest.approx(causal_pairs(rows, keys) / 2**30)
+    assert MODELS[0].transfer_seconds(10**9, 10**9) == 0
+
+
+def test_bytes_of_a_moved_token() -> None:
+    assert (SHAPE.query_bytes, SHAPE.output_bytes, SHAPE.key_value_bytes, SHAPE.lse_bytes) == (8192, 8192, 4096, 128)
+    assert SHAPE.moved_query_bytes == 3 * 8192 + 3 * 8192 + 2 * 128
+    assert SHAPE.moved_key_bytes == 3 * 4096
+
+
+@pytest.mark.parametrize("truth", [(3e-5, 5e9, 3e10), (0.0, 2e12, 4e14)])
+def test_fit_recovers_coefficients(truth: tuple[float, float, float]) -> None:
+    rows, keys = np.array([1, 64, 128, 512, 4096, 128, 8192]), np.array([64, 64, 4096, 512, 4096, 65536, 65536])
+    counts = CostModel.analytic(SHAPE).counts(rows, keys)
+    seconds = counts @ np.array([truth[0], 1 / truth[1], 1 / truth[2]])
+    fitted = KernelCost.fit(counts, seconds)
+    assert fitted.task_seconds == pytest.approx(truth[0], rel=1e-6, abs=1e-12)
+    assert fitted.bytes_per_second == pytest.approx(truth[1], rel=1e-6)
+    assert fitted.flops_per_second == pytest.approx(truth[2], rel=1e-6)
+
+
+def test_fit_is_never_negative() -> None:
+    generator = np.random.default_rng(0)
+    counts = CostModel.analytic(SHAPE).counts(generator.integers(1, 5000, 20), np.full(20, 5000))
+    fitted = KernelCost.fit(counts, generator.random(20) + 0.1)
+    assert fitted.task_seconds >= 0
+    assert fitted.bytes_per_second > 0
+    assert fitted.flops_per_second > 0
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@given(start=st.integers(0, 10**5), rows=st.integers(1, 10**4), more=st.integers(1, 10**4))
+def test_more_rows_and_more_keys_never_cost_less(model: CostModel, start: int, rows: int, more: int) -> None:
+    base = model.seconds(rows, start + rows)
+    assert model.seconds(rows + more, start + rows + more) >= base
+    assert model.seconds(rows, start + rows + more) >= base
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@given(start=st.integers(0, 10**6), rows=st.integers(1, 10**5))
+def test_scalar_prices_agree_with_the_model(model: CostModel, start: int, rows: int) -> None:
+    assert Price.of(model, 128).seconds(start, start + rows) == pytest.approx(model.seconds(rows, start + rows)[0], rel=1e-12)
+
+
+def test_slivers_are_slow() -> None:
+    model = CostModel.analytic(SHAPE, tile=128)
+    assert model.seconds(1, 10**5) > 0.9 * model.seconds(128, 10**5)
+
+
+def test_a_long_document_costs_more_than_as_many_short_tokens() -> None:
+    seconds = rank_seconds(Layout.from_lengths([[65536], [4096] * 16, []]), CostModel.pairs(SHAPE))
+    assert seconds[0] / seconds[1] == pytest.approx(16, rel=1e-3)
+    assert seconds[2] == 0
+
+
+def test_no_tokens_cost_nothing() -> None:
+    seconds = rank_seconds(Layout.from_lengths([[], []]), MODELS[2])
+    assert seconds.tolist() == [0.0, 0.0]
+    assert seconds.dtype == np.float64
+
+
+@pytest.mark.parametrize("values", [(0, 1, 1, 1, 1), (3, 2, 1, 1, 1), (4, 2, -1, 1, 1)])
+def test_shapes_that_are_none(values: tuple[int, int, int, int, int]) -> None:
+    with pytest.raises(ConfigError, match=f"query_heads={values[0]}"):
+        AttentionShape(*values)

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import layouts
+
+from hf_distca.errors import LayoutError
+from hf_distca.schedule.layout import Layout, Segment, documents_from_positions, lengths_from_cu_seqlens
+
+LENGTHS = st.lists(st.lists(st.integers(1, 40), max_size=6), min_size=1, max_size=5)
+
+
+def test_lengths_become_documents_in_order() -> None:
+    layout = Layout.from_lengths([[3, 2], [], [4]])
+    assert layout.world_size == 3
+    assert layout.segments(0) == [Segment(0, 0, 3), Segment(1, 0, 2)]
+    assert layout.segments(1) == []
+    assert layout.segments(2) == [Segment(2, 0, 4)]
+    assert layout.tokens_per_rank.tolist() == [5, 0, 4]
+    assert layout.token.tolist() == [0, 3, 0]
+    assert layout.rank.tolist() == [0, 0, 2]
+    assert layout.longest == 4
+    assert layout.spanning == frozenset()
+
+
+def test_head_and_tail_on_one_rank() -> None:
+    layout = Layout.from_segments([[(5, 0, 2), (5, 6, 2)], [(5, 2, 4), (1, 0, 1)]])
+    assert layout.spanning == {5}
+    assert layout.segments(0)[1].end == 8
+    assert layout.token.tolist() == [0, 2, 0, 4]
+
+
+def test_a_document_in_two_segments_of_one_rank_does_not_span() -> None:
+    assert Layout.from_segments([[(0, 0, 2), (1, 0, 1), (0, 2, 2)], []]).spanning == frozenset()
+
+
+@pytest.mark.parametrize("ranks", [[[]], [[], [], []]])
+def test_no_tokens_at_all(ranks: list[list[int]]) -> None:
+    layout = Layout.from_lengths(ranks)
+    assert layout.world_size == len(ranks)
+    assert layout.longest == 0
+    assert layout.spanning == frozenset()
+    assert layout.tokens_per_rank.tolist() == [0] * len(ranks)
+    assert layout.token.tolist() == []
+
+
+@given(LENGTHS)
+def test_positions_say_the_same_as_lengths(ranks: list[list[int]]) -> None:
+    positions = [np.concatenate([np.arange(n) for n in rank]) if rank else np.zeros(0, dtype=np.int64) for rank in ranks]
+    layout, expected = Layout.from_positions(positions), Layout.from_lengths(ranks)
+    for rank in range(len(ranks)):
+        assert layout.segments(rank) == expected.segments(rank)
+
+
+@given(st.lists(st.integers(0, 40), max_size=8))
+def test_cu_seqlens_say_the_same_as_lengths(lengths: list[int]) -> None:
+    assert lengths_from_cu_seqlens([0, *np.cumsum(lengths).tolist()]) == [n for n in lengths if n]
+
+
+def test_a_run_that_starts_above_zero_continues_another_ranks_document() -> None:
+    positions = [np.r_[0:10, 0:7], np.r_[7:9, 0:3], np.r_[9:12]]
+    spanning = Layout.from_positions(positions, span_ranks=True)
+    document = spanning.segments(0)[1].document
+    assert spanning.spanning == {document}
+    assert spanning.segments(1)[0] == Segment(document, 7, 2)
+    assert spanning.segments(2) == [Segment(document, 9, 3)]
+    alone = Layout.from_positions(positions)
+    assert alone.spanning == frozenset()
+    assert alone.segments(1)[0].start == 0
+
+
+@given(layouts())
+def test_tokens_of_a_rank_are_its_segments_one_after_another(layout: Layout) -> None:
+    for rank in range(layout.world_size):
+        rows = np.flatnonzero(layout.rank == rank)
+        lengths = layout.length[rows].tolist()
+        assert layout.token[rows].tolist() == [sum(lengths[:i]) for i in range(len(lengths))]
+        assert layout.tokens_per_rank[rank] == sum(lengths)
+    ranks_of = {d: set(layout.rank[layout.document == d].tolist()) for d in layout.document.tolist()}
+    assert layout.spanning == {d for d, ranks in ranks_of.items() if len(ranks) > 1}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([[(0, 0, 0)]], r"segment 0 is \(document 0, start 0, length 0\)"),
+        ([[(0, 0, 2), (0, -1, 2)]], r"segment 1 is \(document 0, start -1, length 2\)"),
+        ([[(7, 1, 2)]], r"document 7 has a segment that starts at 1 where position 0 is next"),
+        ([[(0, 0, 2)], [(0, 3, 2)]], r"starts at 3 where position 2 is next"),
+        ([[(0, 0, 4)], [(0, 3, 2)]], r"starts at 3 where position 4 is next"),
+    ],
+)
+def test_segments_must_cover_documents(ranks: list[list[tuple[int, int, int]]], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        Layout.from_segments(ranks)
+
+
+def test_columns_must_agree() -> None:
+    one = np.zeros(1, dtype=np.int64)
+    with pytest.raises(LayoutError, match="columns of 1, 1, 1 rows for 2 segments"):
+        Layout(one, one, one + 1, np.array([0, 2]))
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (np.zeros((2, 3), dtype=np.int64), r"shape \(2, 3\)"),
+        (np.array([0.0, 1.0]), "float64"),
+        (np.array([0, 1, -1]), "position id -1 at token 2 is negative"),
+    ],
+)
+def test_positions_that_are_none(positions: np.ndarray, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        documents_from_positions(positions)
+
+
+def test_positions_that_leave_the_chain_open() -> None:
+    with pytest.raises(LayoutError, match=r"1 run\(s\) start at position 4 and 2 end there"):
+        Layout.from_positions([np.arange(4), np.arange(4), np.arange(4, 6)], span_ranks=True)
+
+
+@pytest.mark.parametrize("bounds", [[], [1, 2], [0, 3, 2]])
+def test_cu_seqlens_that_are_none(bounds: list[int]) -> None:
+    with pytest.raises(LayoutError, match="must start at 0 and never fall"):
+        lengths_from_cu_seqlens(bounds)

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import layouts
+
+from hf_distca.errors import PlanError
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import CATask, Plan
+from hf_distca.schedule.summary import PlanLoad, summarize
+
+LAYOUT = Layout.from_segments([[(0, 0, 4), (0, 8, 2)], [(0, 4, 4), (1, 0, 3)]])
+TASKS = [(0, 0, 4, 0, 0), (0, 4, 6, 1, 1), (0, 6, 8, 1, 0), (0, 8, 10, 0, 0), (1, 0, 3, 1, 1)]
+COST = CostModel.analytic(AttentionShape(32, 8, 128, 128, 2))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any cut of any layout, on any servers."""
+    layout = draw(layouts(longest=60, ranks=5))
+    tasks = []
+    for rank in range(layout.world_size):
+        for segment in layout.segments(rank):
+            cuts = draw(st.sets(st.integers(segment.start, segment.end), max_size=3))
+            bounds = sorted({segment.start, segment.end} | cuts)
+            for start, end in itertools.pairwise(bounds):
+                tasks.append((segment.document, start, end, rank, draw(st.integers(0, layout.world_size - 1))))
+    return Plan.from_tasks(layout, draw(st.permutations(tasks)))
+
+
+def keys_by_hand(plan: Plan) -> set[tuple[int, int, int, int]]:
+    """(document, position, source, server) of every key that a server needs."""
+    holder = {
+        (s.document, position): rank
+        for rank in range(plan.layout.world_size)
+        for s in plan.layout.segments(rank)
+        for position in range(s.start, s.end)
+    }
+    return {(t.document, p, holder[t.document, p], t.server) for t in plan.tasks for p in range(t.end)}
+
+
+@given(plans())
+def test_key_transfers_are_what_the_tasks_need(plan: Plan) -> None:
+    needed = keys_by_hand(plan)
+    for rank in (None, *range(plan.layout.world_size)):
+        rows = list(zip(*(column.tolist() for column in plan.key_transfers(rank)), strict=True))
+        found = [(d, position, source, to) for d, start, end, source, to in rows for position in range(start, end)]
+        assert len(found) == len(set(found)), "a key is sent once per server"
+        assert set(found) == {key for key in needed if rank is None or rank in key[2:]}
+
+
+@given(plans())
+def test_summary_counts_what_the_tasks_say(plan: Plan) -> None:
+    summary = summarize(plan, COST)
+    sent = [key for key in keys_by_hand(plan) if key[2] != key[3]]
+    unplanned = [key for key in keys_by_hand(Plan.local(plan.layout)) if key[2] != key[3]]
+    moved = [task for task in plan.tasks if task.home != task.server]
+    assert summary.key_tokens_sent == len(sent)
+    assert summary.key_tokens_sent_unplanned == len(unplanned)
+    assert summary.query_tokens_moved == sum(task.end - task.start for task in moved)
+    assert summary.moved_tasks == len(moved)
+    sources = [key[2] for key in sent]
+    assert summary.max_sent_key_tokens == max(map(sources.count, range(summary.ranks)))
+    assert json.loads(json.dumps(summary.to_dict())) == summary.to_dict()
+    assert len({line.index(line[27:].split(" ")[0], 27) for line in str(summary).splitlines()}) == 1
+
+
+@given(plans())
+def test_json_round_trip(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again.tasks == plan.tasks
+    assert again.digest == plan.digest
+
+
+def test_order_of_rows_does_not_matter() -> None:
+    plan = Plan.from_tasks(LAYOUT, TASKS)
+    assert plan.tasks == [CATask(*row) for row in TASKS]
+    assert Plan.from_tasks(LAYOUT, TASKS[::-1]).digest == plan.digest
+
+
+def test_digests_tell_plans_and_layouts_apart() -> None:
+    plan = Plan.from_tasks(LAYOUT, TASKS)
+    other_server = Plan.from_tasks(LAYOUT, [*TASKS[:-1], (1, 0, 3, 1, 0)])
+    other_layout = Layout.from_segments([[(0, 0, 4), (0, 8, 2)], [(1, 0, 3), (0, 4, 4)]])
+    assert len({plan.digest, other_server.digest, Plan.from_tasks(other_layout, TASKS).digest}) == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "task", "message"),
+    [
+        (0, (0, 0, 4, 0, 2), r"CATask\(document=0, start=0, end=4, home=0, server=2\) names a server outside the 2 ranks"),
+        (0, (0, 0, 4, 0, -1), r"server=-1\) names a server outside"),
+        (0, (0, 0, 4, 1, 0), r"start=0, end=4, home=1, server=0\) does not lie in one segment of its home rank"),
+        (0, (0, 0, 5, 0, 0), r"start=0, end=5, home=0, server=0\) does not lie in one segment"),
+        (0, (0, -1, 4, 0, 0), r"start=-1, .*does not lie in one segment"),
+        (0, (0, 4, 4, 0, 0), r"start=4, end=4, .*does not lie in one segment"),
+        (4, (2, 0, 3, 1, 1), r"CATask\(document=2, .*does not lie in one segment"),
+        (1, (0, 5, 6, 1, 1), r"start=5, end=6, .*starts where position 4 is next"),
+        (2, (0, 5, 8, 1, 0), r"start=5, end=8, .*starts where position 6 is next"),
+        (4, (1, 1, 3, 1, 1), r"document=1, start=1, .*starts where position 0 is next"),
+        (4, (1, 0, 2, 1, 1), "the tasks compute 12 query tokens, the layout holds 13"),
+        (3, (0, 8, 9, 0, 0), "the tasks compute 12 query tokens, the layout holds 13"),
+    ],
+)
+def test_broken_plans(row: int, task: tuple[int, int, int, int, int], message: str) -> None:
+    tasks = list(TASKS)
+    tasks[row] = task
+    with pytest.raises(PlanError, match=message):
+        Plan.from_tasks(LAYOUT, tasks)
+
+
+def test_a_task_twice_or_not_at_all() -> None:
+    with pytest.raises(PlanError, match="starts where position"):
+        Plan.from_tasks(LAYOUT, [*TASKS, TASKS[0]])
+    with pytest.raises(PlanError, match="compute 10 query tokens, the layout holds 13"):
+        Plan.from_tasks(LAYOUT, TASKS[:-1])
+
+
+def test_tasks_for_no_tokens() -> None:
+    empty = Layout.from_lengths([[], []])
+    assert Plan.from_tasks(empty, []).tasks == []
+    assert not Plan.local(empty).moved
+    with pytest.raises(PlanError, match="layout without tokens"):
+        Plan.from_tasks(empty, [(0, 0, 1, 0, 0)])
+
+
+def test_document_numbers_may_be_anything() -> None:
+    layout = Layout.from_segments([[(2**62, 0, 10**6)], [(-5, 0, 3), (2**62 - 1, 0, 2)]])
+    plan = Plan.local(layout)
+    assert [task.document for task in plan.tasks] == [-5, 2**62 - 1, 2**62]
+
+
+def test_moved_says_whether_ranks_need_each_other() -> None:
+    whole = Layout.from_lengths([[4], [4]])
+    assert not Plan.local(whole).moved
+    assert Plan.local(LAYOUT).moved
+    assert Plan.from_tasks(whole, [(0, 0, 4, 0, 0), (1, 0, 4, 1, 0)]).moved
+
+
+def test_json_without_its_keys() -> None:
+    with pytest.raises(PlanError, match="rank_segments"):
+        Plan.from_json('{"tasks": []}')
+
+
+def test_exchange_is_only_paid_where_there_is_one() -> None:
+    whole = Layout.from_lengths([[400], [400]])
+    assert PlanLoad(Plan.local(whole), COST).exchange_seconds.tolist() == [0.0, 0.0]
+    spanning = PlanLoad(Plan.local(LAYOUT), COST).exchange_seconds
+    assert (spanning >= 4 * COST.exchange_seconds).all()
+    assert np.isfinite(spanning).all()

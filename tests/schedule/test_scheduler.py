@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import layouts
+
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.scheduler import balance
+from hf_distca.schedule.summary import PlanLoad, summarize
+
+PLACEMENTS = Path(__file__).parents[3] / "shared" / "data" / "workloads"
+SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+PAIRS = CostModel.pairs(SHAPE)
+MODELS = [PAIRS, CostModel.analytic(SHAPE, device_type="cpu"), CostModel.analytic(SHAPE, device_type="cuda")]
+CONFIGS = st.builds(
+    DistCAConfig,
+    tolerance=st.sampled_from([0.0, 0.01, 0.1]),
+    min_gain=st.sampled_from([0.0, 0.02, 0.2]),
+    tile=st.sampled_from([1, 16, 128]),
+)
+# What a micro-batch of long documents looks like, where tiles are fine against a fair share.
+LONG = [[65536], [4096] * 16, [1024] * 64, [32768, 16384, 8192, 8192], [65536], [512] * 128, [65535, 1], [3, 65533]]
+
+
+def spanning_layout() -> Layout:
+    """One document head and tail over four of eight ranks, the rest in pieces of all sizes."""
+    part = 16384
+    ranks = [[(0, r * part, part), (0, (7 - r) * part, part)] for r in range(4)]
+    short = [[2048] * 16, [1000] * 32, [30000, 2768], []]
+    number = itertools.count(1)
+    return Layout.from_segments([*ranks, *([(next(number), 0, n) for n in lengths] for lengths in short)])
+
+
+@settings(max_examples=150)
+@given(layouts(), CONFIGS, st.sampled_from(MODELS))
+def test_any_layout(layout: Layout, config: DistCAConfig, cost: CostModel) -> None:
+    plan = balance(layout, cost, config)
+    local = Plan.local(layout)
+
+    segment_ends = set(zip(layout.document.tolist(), layout.end.tolist(), strict=True))
+    for task, following in itertools.pairwise(plan.tasks):
+        cut = (task.document, task.end) not in segment_ends
+        assert not cut or task.end % config.tile == 0, "documents are cut on tiles"
+        assert not cut or task.server != following.server, "neighbours on one server are one task"
+
+    before, after = PlanLoad(local, cost).slowest_seconds, PlanLoad(plan, cost).slowest_seconds
+    if plan.digest != local.digest:
+        assert after < before
+        assert before - after >= config.min_gain * before
+    assert balance(layout, cost, config).digest == plan.digest
+
+
+@settings(max_examples=60)
+@given(layouts(longest=200_000), st.sampled_from([0.01, 0.05]))
+def test_tolerance_holds_up_to_two_tiles(layout: Layout, tolerance: float) -> None:
+    config = DistCAConfig(tolerance=tolerance, min_gain=0.0, tile=16)
+    seconds = PlanLoad(balance(layout, PAIRS, config), PAIRS).compute_seconds
+    # What can move is at least a tile of rows, at most as deep as the longest document.
+    tile = float(PAIRS.seconds(16, max(layout.longest, 16))[0])
+    assert seconds.max() <= seconds.mean() * (1 + tolerance) + 2 * tile
+
+
+@pytest.mark.parametrize("layout", [Layout.from_lengths(LONG), spanning_layout()], ids=["whole", "spanning"])
+@pytest.mark.parametrize("cost", MODELS[:2], ids=lambda cost: cost.name)
+@pytest.mark.parametrize("tolerance", [0.01, 0.05, 0.2])
+def test_no_rank_above_or_below_the_tolerance(layout: Layout, cost: CostModel, tolerance: float) -> None:
+    seconds = PlanLoad(balance(layout, cost, DistCAConfig(tolerance=tolerance)), cost).compute_seconds
+    assert seconds.max() <= seconds.mean() * (1 + tolerance) * 1.001
+    assert seconds.min() >= seconds.mean() * (1 - tolerance) * 0.995
+
+
+def test_a_wider_tolerance_moves_less() -> None:
+    moved = [
+        summarize(balance(Layout.from_lengths(LONG), PAIRS, DistCAConfig(tolerance=tolerance)), PAIRS).query_tokens_moved
+        for tolerance in (0.01, 0.3)
+    ]
+    assert moved[1] < moved[0]
+
+
+def test_servers_that_hold_the_keys_are_preferred() -> None:
+    # Rank 1 holds the first half of the document that makes rank 0 heavy; rank 2 is as empty, but holds nothing of it.
+    layout = Layout.from_segments([[(0, 32768, 32768)], [(0, 0, 32768)], [(1, 0, 32768)]])
+    plan = balance(layout, PAIRS, DistCAConfig())
+    sent = summarize(plan, PAIRS)
+    assert sent.pairs_imbalance_after <= 1.01
+    to_first = plan.key_transfers()
+    received = sum((to_first.end - to_first.start)[(to_first.server == 1) & (to_first.source == 0)].tolist())
+    assert received < 32768
+
+
+def test_a_whole_tail_takes_its_keys_along() -> None:
+    # Rank 0 computes the tail of rank 1's document and needs nothing of it once the tail is gone.
+    layout = Layout.from_segments([[(0, 8192, 1024), (1, 0, 16384)], [(0, 0, 8192)], []])
+    plan = balance(layout, PAIRS, DistCAConfig())
+    assert summarize(plan, PAIRS).pairs_imbalance_after <= 1.02
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [[[]], [[], []], [[1]], [[1], []], [[5], [], []], [[100_000]], [[64], [64]]],
+)
+@pytest.mark.parametrize("cost", MODELS, ids=lambda cost: cost.name)
+def test_small_worlds(ranks: list[list[int]], cost: CostModel) -> None:
+    plan = balance(Layout.from_lengths(ranks), cost, DistCAConfig())
+    assert plan.digest == Plan.local(plan.layout).digest
+
+
+def test_ranks_without_tokens_serve() -> None:
+    plan = balance(Layout.from_lengths([[], [65536], [], []]), PAIRS, DistCAConfig())
+    assert set(plan.server.tolist()) == {0, 1, 2, 3}
+    assert summarize(plan, PAIRS).pairs_imbalance_after <= 1.02
+
+
+def test_balanced_layouts_stay() -> None:
+    layout = Layout.from_lengths([[4096, 1000], [1000, 4096], [4096, 1001]])
+    assert balance(layout, PAIRS, DistCAConfig()).digest == Plan.local(layout).digest
+
+
+def test_balance_off_stays() -> None:
+    layout = Layout.from_lengths(LONG)
+    assert balance(layout, PAIRS, DistCAConfig(balance=False)).digest == Plan.local(layout).digest
+
+
+def load_of(layout: Layout, min_gain: float) -> PlanLoad:
+    return PlanLoad(balance(layout, PAIRS, DistCAConfig(min_gain=min_gain)), PAIRS)
+
+
+def test_min_gain() -> None:
+    layout = Layout.from_lengths([[4096], [4096], [4096], [3900]])
+    gain = 1 - load_of(layout, 0.0).slowest_seconds / PAIRS.seconds(4096, 4096)[0]
+    assert load_of(layout, gain * 0.99).plan.moved
+    assert not load_of(layout, gain * 1.01).plan.moved
+
+
+def test_a_slow_link_keeps_work_at_home() -> None:
+    layout = Layout.from_lengths(LONG)
+    fast, slow = (CostModel(SHAPE, MODELS[2].forward, MODELS[2].backward, bytes_per_second) for bytes_per_second in (4e10, 1e7))
+    assert balance(layout, fast, DistCAConfig()).moved
+    assert not balance(layout, slow, DistCAConfig()).moved
+
+
+def test_a_coarser_plan_where_the_fine_one_does_not_pay() -> None:
+    # At 5 GB/s the exchange costs about what it gains: fewer bytes for half the gain may still win, and never lose.
+    layout = Layout.from_lengths(LONG)
+    for bytes_per_second in (1e9, 3e9, 5e9, 1e10):
+        cost = CostModel(SHAPE, MODELS[2].forward, MODELS[2].backward, bytes_per_second, 1e-4)
+        summary = summarize(balance(layout, cost, DistCAConfig()), cost)
+        assert summary.slowest_seconds_after <= summary.slowest_seconds_before
+
+
+def test_no_cost_per_pair_is_nothing_to_balance() -> None:
+    free = CostModel.analytic(SHAPE)
+    kernel = type(free.forward)(1e-6, 1e12, np.inf)
+    layout = Layout.from_lengths(LONG)
+    assert not balance(layout, CostModel(SHAPE, kernel, kernel, 1e10), DistCAConfig()).moved
+
+
+def placements() -> list[Path]:
+    return sorted(PLACEMENTS.glob("*.json"))
+
+
+@pytest.mark.skipif(not placements(), reason=f"no placements in {PLACEMENTS}")
+@pytest.mark.parametrize("path", placements(), ids=lambda path: path.stem)
+def test_real_placements(path: Path) -> None:
+    rows = json.loads(path.read_text())["rank_segments"]
+    layout = Layout.from_segments([[(d, start, end - start) for d, start, end, _ in rank] for rank in rows])
+    begin = time.perf_counter()
+    plan = balance(layout, PAIRS, DistCAConfig())
+    seconds = time.perf_counter() - begin
+    summary = summarize(plan, PAIRS)
+    assert summary.pairs_imbalance_after <= 1.02
+    assert seconds < 2, "about 0.05 s on a free core"

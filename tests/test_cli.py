@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hf_distca.cli import app
+from hf_distca.schedule.plan import Plan
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def placement(path: Path, content: object) -> Path:
+    file = path / "placement.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return file
+
+
+def test_help_names_the_verb() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    assert "plan" in result.output
+
+
+@pytest.mark.parametrize("cost", ["pairs", "cpu", "cuda"])
+def test_plan_of_segments(tmp_path: Path, cost: str) -> None:
+    rows = {"rank_segments": [[[0, 0, 30000, 60000]], [[0, 30000, 60000, 60000]], [[1, 0, 100, 100]]], "name": "any"}
+    output = tmp_path / "plan.json"
+    result = run("plan", placement(tmp_path, rows), "--output", output, "--cost", cost)
+    assert result.exit_code == 0, result.output
+    assert "imbalance of causal pairs" in result.stdout
+    tasks = json.loads(output.read_text())["tasks"]
+    covered = sorted((document, position) for document, start, end, _, _ in tasks for position in range(start, end))
+    assert covered == [(0, n) for n in range(60000)] + [(1, n) for n in range(100)]
+    assert Plan.from_json(output.read_text()).layout.world_size == 3
+
+
+def test_plan_of_lengths_and_options(tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    file = placement(tmp_path, {"lengths": [[65536], [1024] * 64, []]})
+    options = (
+        "--tolerance",
+        0.05,
+        "--min-gain",
+        0.1,
+        "--tile",
+        256,
+        "--query-heads",
+        8,
+        "--key-value-heads",
+        2,
+        "--head-dim",
+        64,
+    )
+    result = run("plan", file, "-o", output, *map(str, options))
+    assert result.exit_code == 0, result.output
+    ends = [task.end for task in Plan.from_json(output.read_text()).tasks if task.document == 0]
+    assert len(ends) > 1
+    assert all(end % 256 == 0 for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("\x80", "is not JSON"),
+        ([], "either 'rank_segments' or 'lengths'"),
+        ({}, "it has neither"),
+        ({"lengths": [[1]], "rank_segments": []}, "it has ['rank_segments', 'lengths']"),
+        ({"lengths": []}, "one list per rank"),
+        ({"lengths": [1]}, "one list per rank"),
+        ({"lengths": [["a"]]}, "'a' must be an integer"),
+        ({"lengths": [[1.5]]}, "1.5 must be an integer"),
+        ({"lengths": [[0]]}, "length 0"),
+        ({"lengths": [[10**30]]}, "must be an integer"),
+        ({"rank_segments": [[3]]}, "segment 3 must be"),
+        ({"rank_segments": [[[0, 1]]]}, "segment [0, 1] must be"),
+        ({"rank_segments": [[[0, 1, 2]]]}, "starts at 1 where position 0 is next"),
+    ],
+)
+def test_bad_placements(tmp_path: Path, content: object, message: str) -> None:
+    result = run("plan", placement(tmp_path, content), "--output", tmp_path / "plan.json")
+    one_line(result, message)
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tile", "0"), "tile=0"),
+        (("--tolerance", "1.5"), "tolerance=1.5"),
+        (("--query-heads", "5", "--key-value-heads", "2"), "query_heads=5"),
+    ],
+)
+def test_bad_options(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    one_line(run("plan", placement(tmp_path, {"lengths": [[1]]}), "--output", tmp_path / "plan.json", *options), message)
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    one_line(run("plan", tmp_path / "none.json", "--output", tmp_path / "plan.json"), "No such file")
+    file = placement(tmp_path, {"lengths": [[1]]})
+    one_line(run("plan", file, "--output", tmp_path / "none" / "plan.json"), "No such file")
+
+
+def one_line(result: Result, message: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
