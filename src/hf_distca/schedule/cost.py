@@ -119,7 +119,7 @@ class KernelCost:
 # Round figures, good enough to decide what is worth moving; calibrate where the decision is close.
 # cpu: one thread of a recent server core over loopback. cuda: H100 with flash-attention 2 and a 400 Gbit/s link a GPU.
 _PROFILES = {
-    "cpu": (KernelCost(3e-5, 5e9, 3e10), KernelCost(6e-5, 3e9, 2.5e10), 1e9, 3e-4),
+    "cpu": (KernelCost(3e-5, 5e9, 4.5e10), KernelCost(6e-5, 5e9, 4.5e10), 1e9, 3e-4),
     "cuda": (KernelCost(2e-6, 1.5e12, 4.5e14), KernelCost(4e-6, 1e12, 3.5e14), 4e10, 3e-5),
 }
 
