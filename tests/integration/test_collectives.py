@@ -11,12 +11,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
 from test_parity import PAIRS, model_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_distca
 from hf_distca.integration.session import current_session
+from ranks import RankPool
 
 LAYERS = 2
 
@@ -33,7 +33,15 @@ def recorded() -> Iterator[list[str]]:
 
         return call
 
-    collectives = ("all_to_all_single", "all_to_all", "all_gather", "all_gather_into_tensor", "all_reduce", "broadcast", "barrier")
+    collectives = (
+        "all_to_all_single",
+        "all_to_all",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "broadcast",
+        "barrier",
+    )
     patches = [patch.object(dist, name, spy(name, getattr(dist, name))) for name in collectives]
     for one in patches:
         one.start()

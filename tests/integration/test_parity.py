@@ -65,7 +65,10 @@ def summed_loss(logits: torch.Tensor, tokens: torch.Tensor, start: int, end: int
 
 
 def oracle(documents: list[int], key_value_heads: int, dtype: torch.dtype) -> tuple[float, dict, dict]:
-    """Loss, logits per document and gradient per parameter of the documents, each alone under sdpa (eager rounds its softmax to float32)."""
+    """Loss, logits per document and gradient per parameter, each document alone.
+
+    Under sdpa, because eager rounds its softmax to float32.
+    """
     model = model_for(key_value_heads, "sdpa", dtype)
     total, logits = 0.0, {}
     for document in documents:

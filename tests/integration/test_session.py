@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import RankPool
 from test_parity import PAIRS, model_for
 from transformers import TrainingArguments
 
 import hf_distca
 from hf_distca.integration.history import History, Micro
 from hf_distca.integration.session import current_session
+from ranks import RankPool
 
 
 def batch(rank: int) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import RankPool
 from test_parity import PAIRS, model_for
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
+from ranks import RankPool
 
 FIGURES = {
     "distca/imbalance_estimated_before",

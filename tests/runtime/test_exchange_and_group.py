@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
 
 from hf_distca import DistCADesyncError
 from hf_distca.runtime.exchange import Part, Rows, launch
 from hf_distca.runtime.group import AttentionGroup
+from ranks import RankPool
 
 
 def counts(world: int) -> list[list[int]]:

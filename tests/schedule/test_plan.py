@@ -154,3 +154,9 @@ def test_exchange_is_only_paid_where_there_is_one() -> None:
     spanning = PlanLoad(Plan.local(LAYOUT), COST).exchange_seconds
     assert (spanning >= 4 * COST.exchange_seconds).all()
     assert np.isfinite(spanning).all()
+
+
+@pytest.mark.parametrize(("text", "named"), [("[1]", "found: list"), ("{", "not JSON")])
+def test_json_that_is_no_plan(text: str, named: str) -> None:
+    with pytest.raises(PlanError, match=named):
+        Plan.from_json(text)

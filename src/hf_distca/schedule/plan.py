@@ -105,9 +105,13 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read what `to_json` wrote; the plan is checked like any other."""
-        data: dict[str, Any] = json.loads(text)
-        if missing := {"tasks", "rank_segments"} - data.keys():
-            raise PlanError(f"a plan in JSON needs the keys 'tasks' and 'rank_segments', missing: {sorted(missing)}.")
+        try:
+            data: Any = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"the text is not JSON: {error}.") from error
+        if not isinstance(data, dict) or (missing := {"tasks", "rank_segments"} - data.keys()):
+            found = f"missing: {sorted(missing)}" if isinstance(data, dict) else f"found: {type(data).__name__}"
+            raise PlanError(f"a plan in JSON is an object with the keys 'tasks' and 'rank_segments', {found}.")
         layout = Layout.from_segments([[(d, a, b - a) for d, a, b in rank] for rank in data["rank_segments"]])
         return cls.from_tasks(layout, data["tasks"])
 
