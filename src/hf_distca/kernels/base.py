@@ -13,7 +13,22 @@ from typing import ClassVar, Protocol
 
 import torch
 
-__all__ = ["Kernel", "TaskBatch"]
+__all__ = ["Kernel", "Scores", "TaskBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How queries and keys become weights: softmax over the visible keys of cap(q k^T * scale).
+
+    Attributes:
+        scale: factor on q k^T.
+        window: keys that a row sees at most, its own position included; None for all before it.
+        softcap: if given, cap(x) = softcap * tanh(x / softcap) (Gemma 2, arXiv 2408.00118, section 2); else cap(x) = x.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +37,8 @@ class TaskBatch:
 
     Task i has query rows ``[query_start[i], query_start[i] + query_length[i])`` of the query pool and keys
     ``[key_start[i], key_start[i] + key_length[i])`` of the key pool. Its last query row sees its last key; each row before
-    sees one key less (causal, aligned bottom right), so ``key_length >= query_length >= 1``. Query rows of different tasks
+    sees one key less (causal, aligned bottom right), so ``key_length >= query_length >= 1``. With a window of
+    w keys a row sees the last w of those only; keys before ``key_start`` do not exist for it. Query rows of different tasks
     never overlap. Keys may: several slices of a document share one copy of its prefix.
     """
 
@@ -42,19 +58,21 @@ class TaskBatch:
 
 
 class Kernel(Protocol):
-    """An attention kernel: exact softmax(QK^T * scale)V of a `TaskBatch`, forward and backward.
+    """An attention kernel: exact core attention of a `TaskBatch`, forward and backward.
 
     ``forward`` and ``backward`` do not sync the host with the device and may cache what they derive from `tasks`.
     """
 
     name: ClassVar[str]
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> str | None:
+    def unsupported(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
+    ) -> str | None:
         """Why this kernel cannot run the given case, or None if it can."""
         ...
 
     def forward(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch, scale: float
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention output and log-sum-exp.
 
@@ -73,7 +91,7 @@ class Kernel(Protocol):
         o_THV: torch.Tensor,
         lse_TH: torch.Tensor,
         tasks: TaskBatch,
-        scale: float,
+        scores: Scores,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of q, k and v, each the size of its pool, 0 where no task reaches.
 
