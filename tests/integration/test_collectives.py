@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_distca
 from hf_distca.integration.session import current_session
+from hf_distca.kernels import Scores
 from ranks import RankPool
 
 LAYERS = 2
@@ -57,21 +58,23 @@ def batch(rank: int, scale: int = 1) -> dict[str, Any]:
     return hf_distca.PackingCollator()([{"documents": [[7] * n for n in lengths]}])
 
 
-def step(rank: int, balance: bool, even: bool, checkpointing: bool) -> tuple[list[str], list[int]]:
+def step(rank: int, balance: bool, even: bool, reentrant: bool | None) -> tuple[list[str], list[int]]:
+    """Collectives and counts of a training step; with activation checkpointing unless `reentrant` is None."""
     hf_distca.configure(hf_distca.DistCAConfig(balance=balance, tile=8, min_gain=0.0, cost_model=PAIRS))
     model = model_for(2, "distca", torch.float32)
-    if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+    if reentrant is not None:
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
     assert current_session().group.size == dist.get_world_size()  # made before recording starts
     with recorded() as names:
         model(**batch(1 if even else rank), use_cache=False).loss.backward()
     meter = current_session().meter
-    return names, [meter.dispatches, meter.returns, meter.sent_bytes]
+    return names, [meter.dispatches, meter.returns, meter.sent_bytes, meter.kernel_calls]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_dispatch_and_one_return_per_layer_and_direction(rank_pool: Callable[[int], RankPool], world: int) -> None:
-    results = rank_pool(world)(step, True, False, False)
+    results = rank_pool(world)(step, True, False, None)
     names = results[0][0]
     assert all(result[0] == names for result in results), "ranks call collectives in different orders"
     assert Counter(names) == {"all_gather": 2, "all_to_all_single": 2 * 2 * LAYERS}
@@ -84,14 +87,18 @@ def test_one_dispatch_and_one_return_per_layer_and_direction(rank_pool: Callable
 def test_nothing_is_exchanged_when_nothing_is_worth_moving(
     rank_pool: Callable[[int], RankPool], balance: bool, even: bool
 ) -> None:
-    for names, counts in rank_pool(2)(step, balance, even, False):
+    for names, counts in rank_pool(2)(step, balance, even, None):
         assert Counter(names) == {"all_gather": 2}
-        assert counts == [0, 0, 0]
+        assert counts == [0, 0, 0, 2 * LAYERS]
 
 
-def test_recompute_plans_nothing_again(rank_pool: Callable[[int], RankPool]) -> None:
-    for names, _ in rank_pool(2)(step, True, False, True):
-        assert Counter(names)["all_gather"] == 2
+@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_repeats_no_collective_and_no_kernel(
+    rank_pool: Callable[[int], RankPool], reentrant: bool, balance: bool
+) -> None:
+    plain = rank_pool(2)(step, balance, False, None)
+    assert rank_pool(2)(step, balance, False, reentrant) == plain
 
 
 class _Operations(TorchDispatchMode):
@@ -126,7 +133,7 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
         one.start()
     try:
         with _Operations() as operations:
-            session.attend(work, *leaves, 0.25).sum().backward()
+            session.attend(work, torch.nn.Module(), *leaves, Scores(0.25)).sum().backward()
     finally:
         for one in readers:
             one.stop()

@@ -104,9 +104,9 @@ def test_calibration_gives_all_ranks_the_same_costs(rank_pool: Callable[[int], R
 
 def test_figures_of_a_window() -> None:
     history = History()
-    history.measured(np.array([0.0, 0.0]), np.array([0, 0]), 0)
-    history.add(Micro(np.array([[2.0, 1.0], [0.0, 1.0]]), 5.0))
-    history.measured(np.array([2.0, 3.0]), np.array([4e6, 1e6]).astype(np.int64), 2)
+    micro = Micro(np.array([[2.0, 1.0], [0.0, 1.0]]), 5.0)
+    history.planned(micro)
+    history.measured(micro, np.array([2.0, 3.0]), np.array([4_000_000, 1_000_000]), 2)
     figures = history.take().figures()
     assert figures["distca/imbalance_estimated_before"] == pytest.approx(3 / 2)
     assert figures["distca/imbalance_estimated_after"] == pytest.approx(1.0)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hf_distca.kernels import Kernel, TaskBatch
+from hf_distca.kernels import Kernel, Scores, TaskBatch
 
 Tensors = dict[str, torch.Tensor]
 
@@ -48,6 +48,19 @@ CASES = {
     "no tasks": case(rows=5, keys=3),
     "empty pools": case(rows=0, keys=0),
     "rows but no keys": case(rows=4, keys=0),
+}
+
+# A scale of no head dim in SHAPES, so that a kernel that takes its own fails. With these pools most scores lie beyond the softcap.
+PLAIN = Scores(0.19)
+SCORES = {
+    "plain": PLAIN,
+    "window of 1": Scores(0.19, window=1),
+    "window of 3": Scores(0.19, window=3),
+    "window of 17": Scores(0.19, window=17),
+    "window of 300": Scores(0.19, window=300),
+    "window of all": Scores(0.19, window=1000),
+    "softcap": Scores(0.19, softcap=1.5),
+    "window of 17, softcap": Scores(0.19, window=17, softcap=1.5),
 }
 
 # query heads, key/value heads, head dim, value head dim
@@ -99,32 +112,41 @@ def random_pools(case: Case, shape: tuple[int, int, int, int], dtype: torch.dtyp
     return {name: x.to(dtype).to(device) for name, x in pools.items()}
 
 
-def run_kernel(kernel: Kernel, pools: Tensors, tasks: TaskBatch, scale: float) -> Tensors:
+def run_kernel(kernel: Kernel, pools: Tensors, tasks: TaskBatch, scores: Scores) -> Tensors:
     """Everything a kernel computes."""
     q, k, v = pools["q"], pools["k"], pools["v"]
-    o, lse = kernel.forward(q, k, v, tasks, scale)
-    dq, dk, dv = kernel.backward(pools["do"], q, k, v, o, lse, tasks, scale)
+    o, lse = kernel.forward(q, k, v, tasks, scores)
+    dq, dk, dv = kernel.backward(pools["do"], q, k, v, o, lse, tasks, scores)
     return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
-def _softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    hidden = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(k.shape[0] - q.shape[0] + 1)
-    scores = scores.masked_fill(hidden, float("-inf"))
-    return torch.einsum("hqk,khv->qhv", scores.softmax(-1), v), scores.logsumexp(-1).T
+def seen(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Which key each query row sees: (rows, keys)."""
+    rows, keys = q.shape[0], k.shape[0]
+    position = torch.arange(keys - rows, keys, device=q.device)[:, None]
+    key = torch.arange(keys, device=q.device)
+    return (key <= position) & (key > position - (keys if window is None else window))
 
 
-def _plain_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).tril(k.shape[0] - q.shape[0])
+def _softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = torch.einsum("qhd,khd->hqk", q, k) * scores.scale
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    logits = logits.masked_fill(~seen(q, k, scores.window), float("-inf"))
+    return torch.einsum("hqk,khv->qhv", logits.softmax(-1), v), logits.logsumexp(-1).T
+
+
+def _plain_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
     # One head dim, a multiple of 8: else torch falls back to float32 arithmetic, which is no measure for a half-precision kernel.
     width = -(-max(q.shape[2], v.shape[2]) // 8) * 8
     heads_first = (pad(x, (0, width - x.shape[2])).transpose(0, 1)[None] for x in (q, k, v))
-    o = scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=scale)[0].transpose(0, 1)
+    mask = seen(q, k, scores.window)
+    o = scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scores.scale)[0].transpose(0, 1)
     return o[..., : v.shape[2]], q.new_zeros(q.shape[:2], dtype=torch.float32)
 
 
 def _by_task(
-    attention: Callable[..., tuple[torch.Tensor, torch.Tensor]], pools: Tensors, tasks: TaskBatch, scale: float
+    attention: Callable[..., tuple[torch.Tensor, torch.Tensor]], pools: Tensors, tasks: TaskBatch, scores: Scores
 ) -> Tensors:
     q, k, v = (pools[name].clone().requires_grad_() for name in "qkv")
     o = q.new_zeros(*q.shape[:2], v.shape[2])
@@ -133,21 +155,24 @@ def _by_task(
     for row, rows, key, keys in runs:
         group = q.shape[1] // k.shape[1]
         k_task, v_task = (x[key : key + keys].repeat_interleave(group, 1) for x in (k, v))
-        o_task, lse_task = attention(q[row : row + rows], k_task, v_task, scale)
+        o_task, lse_task = attention(q[row : row + rows], k_task, v_task, scores)
         o[row : row + rows], lse[row : row + rows] = o_task, lse_task
     o.backward(pools["do"]) if len(tasks) else None
     grads = {f"d{name}": torch.zeros_like(x) if x.grad is None else x.grad for name, x in zip("qkv", (q, k, v), strict=True)}
     return {"o": o.detach(), "lse": lse.detach(), **grads}
 
 
-def exact(pools: Tensors, tasks: TaskBatch, scale: float) -> Tensors:
+def exact(pools: Tensors, tasks: TaskBatch, scores: Scores) -> Tensors:
     """The answer, in float64."""
-    return _by_task(_softmax, {name: x.double() for name, x in pools.items()}, tasks, scale)
+    return _by_task(_softmax, {name: x.double() for name, x in pools.items()}, tasks, scores)
 
 
-def plain(pools: Tensors, tasks: TaskBatch, scale: float) -> Tensors:
-    """What scaled_dot_product_attention with a mask makes of each task in the dtype of the pools; lse is not computed."""
-    return _by_task(_plain_sdpa, pools, tasks, scale)
+def plain(pools: Tensors, tasks: TaskBatch, scores: Scores) -> Tensors:
+    """What torch makes of each task in the dtype of the pools: scaled_dot_product_attention with a mask, which gives no lse.
+
+    That has no softcap: there it is single operations, as models do it without a kernel.
+    """
+    return _by_task(_plain_sdpa if scores.softcap is None else _softmax, pools, tasks, scores)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -6,24 +6,27 @@ from collections.abc import Iterator
 
 import torch
 
+from hf_distca.kernels import Scores
 from hf_distca.kernels.varlen import Sequences
 
 
 class StrictVarlenOp:
     def __init__(self) -> None:
         self.calls: list[dict[str, torch.Tensor]] = []
+        self.windows: list[int | None] = []
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._check(q, k, v, sequences)
+        self._check(q, k, v, sequences, scores)
         self.calls.append({"q": q, "k": k, "v": v})
+        self.windows.append(scores.window)
         o = torch.full_like(q, float("nan"))
         lse = q.new_full((q.shape[1], q.shape[0]), float("nan"), dtype=torch.promote_types(q.dtype, torch.float32))
         for rows, keys in _pieces(sequences):
-            scores = _scores(q[rows], k[keys], scale)
-            o[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), _wide(v[keys], q)).to(q.dtype)
-            lse[:, rows] = scores.logsumexp(-1)
+            logits, _ = _logits(q[rows], k[keys], scores)
+            o[rows] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), _wide(v[keys], q)).to(q.dtype)
+            lse[:, rows] = logits.logsumexp(-1)
         return o, lse
 
     def backward(
@@ -35,27 +38,29 @@ class StrictVarlenOp:
         o: torch.Tensor,
         lse: torch.Tensor,
         sequences: Sequences,
-        scale: float,
+        scores: Scores,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        self._check(q, k, v, sequences)
+        self._check(q, k, v, sequences, scores)
         assert do.shape == o.shape == q.shape
         assert lse.shape == (q.shape[1], q.shape[0])
         assert do.is_contiguous()
         assert o.is_contiguous()
         assert lse.is_contiguous()
         self.calls.append({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse})
+        self.windows.append(scores.window)
         dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
         for rows, keys in _pieces(sequences):
-            p = (_scores(q[rows], k[keys], scale) - lse[:, rows, None]).exp()
+            logits, slope = _logits(q[rows], k[keys], scores)
+            p = (logits - lse[:, rows, None]).exp()
             dp = torch.einsum("qhd,khd->hqk", do[rows].to(p.dtype), _wide(v[keys], q))
-            ds = p * (dp - (do[rows].to(p.dtype) * o[rows].to(p.dtype)).sum(-1).T[:, :, None]) * scale
+            ds = p * (dp - (do[rows].to(p.dtype) * o[rows].to(p.dtype)).sum(-1).T[:, :, None]) * slope
             dq[rows] = torch.einsum("hqk,khd->qhd", ds, _wide(k[keys], q)).to(q.dtype)
             dk[keys] = _summed(torch.einsum("hqk,qhd->khd", ds, q[rows].to(p.dtype)), k)
             dv[keys] = _summed(torch.einsum("hqk,qhd->khd", p, do[rows].to(p.dtype)), v)
         return dq, dk, dv
 
     @staticmethod
-    def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> None:
+    def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scores: Scores) -> None:
         assert q.shape[2] == k.shape[2] == v.shape[2]
         assert q.shape[2] % 8 == 0
         assert q.shape[1] % k.shape[1] == 0
@@ -73,6 +78,7 @@ class StrictVarlenOp:
             assert cu.diff().min() >= 1
             assert type(longest) is int
             assert longest == cu.diff().max()
+        assert scores.window is None or 1 <= scores.window < sequences.max_keys
         assert (sequences.cu_rows.diff() <= sequences.cu_keys.diff()).all()
 
 
@@ -86,10 +92,18 @@ def _wide(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1).to(torch.promote_types(q.dtype, torch.float32))
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    scores = torch.einsum("qhd,khd->hqk", _wide(q, q), _wide(k, q)) * scale
-    rows, keys = scores.shape[1:]
-    return scores.masked_fill(torch.arange(keys) > torch.arange(rows)[:, None] + keys - rows, float("-inf"))
+def _logits(q: torch.Tensor, k: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    """What goes into the softmax, and its derivative by the product of q and k."""
+    logits = torch.einsum("qhd,khd->hqk", _wide(q, q), _wide(k, q)) * scores.scale
+    slope = torch.full_like(logits, scores.scale)
+    if scores.softcap is not None:
+        logits = torch.tanh(logits / scores.softcap)
+        slope *= 1 - logits**2
+        logits = logits * scores.softcap
+    rows, keys = logits.shape[1:]
+    age = torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)
+    hidden = (age < 0) if scores.window is None else (age < 0) | (age > scores.window - 1)
+    return logits.masked_fill(hidden, float("-inf")), slope
 
 
 def _summed(dx: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -4,18 +4,18 @@ import gc
 
 import pytest
 import torch
-from dense_attention import CASES, SHAPES, Case, case, random_cases, random_pools, run_kernel
+from dense_attention import CASES, PLAIN, SHAPES, Case, case, random_cases, random_pools, run_kernel
 from hypothesis import given
 from strict_varlen_op import StrictVarlenOp
 
-from hf_distca.kernels import TaskBatch, varlen
+from hf_distca.kernels import Scores, TaskBatch, varlen
 from hf_distca.kernels.varlen import VarlenKernel
 
 
 def calls(case: Case) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
     op = StrictVarlenOp()
     pools = random_pools(case, SHAPES["GQA"], torch.float32)
-    run_kernel(VarlenKernel(op), pools, case.tasks, 0.1)
+    run_kernel(VarlenKernel(op), pools, case.tasks, PLAIN)
     return pools, op.calls
 
 
@@ -68,8 +68,8 @@ def test_key_gradients_are_summed_in_float32() -> None:
     tasks = TaskBatch(list(range(400)), [1] * 400, [0] * 400, [1] * 400)
     ones = torch.ones(400, 1, 8, dtype=torch.bfloat16)
     kernel = VarlenKernel(StrictVarlenOp())
-    o, lse = kernel.forward(ones, ones, ones, tasks, 0.1)
-    _, _, dv = kernel.backward(ones, ones, ones, ones, o, lse, tasks, 0.1)
+    o, lse = kernel.forward(ones, ones, ones, tasks, PLAIN)
+    _, _, dv = kernel.backward(ones, ones, ones, ones, o, lse, tasks, PLAIN)
     assert dv.dtype == torch.float32
     assert dv[0, 0].tolist() == [400.0] * 8
 
@@ -82,12 +82,20 @@ def test_index_tensors_are_built_once_and_go_with_their_batch(monkeypatch: pytes
     tasks = TaskBatch(shared.tasks.query_start, shared.tasks.query_length, shared.tasks.key_start, shared.tasks.key_length)
     pools = random_pools(shared, SHAPES["GQA"], torch.float32)
     kernel = VarlenKernel(StrictVarlenOp())
-    run_kernel(kernel, pools, tasks, 0.1)
+    run_kernel(kernel, pools, tasks, PLAIN)
     first = len(built)
     assert first > 0
-    run_kernel(kernel, pools, tasks, 0.1)
+    run_kernel(kernel, pools, tasks, PLAIN)
     assert len(built) == first
     assert len(kernel._waves) == 1
     del tasks
     gc.collect()
     assert len(kernel._waves) == 0
+
+
+@pytest.mark.parametrize(("window", "seen"), [(None, None), (1, 1), (149, 149), (150, None), (2**40, None)])
+def test_a_window_that_hides_nothing_is_none(window: int | None, seen: int | None) -> None:
+    """The longest task has 150 keys."""
+    op, tasks = StrictVarlenOp(), TaskBatch((0, 20), (20, 30), (0, 20), (20, 150))
+    run_kernel(VarlenKernel(op), random_pools(Case(tasks, 50, 170), SHAPES["MQA"], torch.float32), tasks, Scores(0.1, window))
+    assert op.windows == [seen, seen]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_distca.kernels import select_kernel
+from hf_distca.kernels import Scores, select_kernel
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -25,13 +25,20 @@ Tasks = list[CATask]
 HEADS, KEY_HEADS, DIM, VALUE_DIM = 4, 2, 16, 16
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, scores: Scores) -> torch.Tensor:
     """One whole document, (T, heads, dim), by definition."""
     rep = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    logits = torch.einsum("qhd,khd->hqk", q, k) * scores.scale
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    visible = torch.ones(len(q), len(q)).tril().bool()
+    if scores.window is not None:
+        visible &= torch.ones(len(q), len(q)).triu(1 - scores.window).bool()
+    logits = logits.masked_fill(~visible, float("-inf"))
+    if sink is not None:
+        logits = torch.cat([logits, sink.view(-1, 1, 1).expand(-1, len(q), 1)], -1)
+    return torch.einsum("hqk,khd->qhd", logits.softmax(-1)[..., : len(k)], v)
 
 
 def document_tensors(document: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -41,9 +48,15 @@ def document_tensors(document: int, length: int, dtype: torch.dtype) -> list[tor
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def run_plan(rank: int, ranks: Segments, tasks: Tasks, dtype: torch.dtype, kernel_name: str) -> tuple[float, list[int]]:
-    """Run a plan forward and backward; the largest error of o, dq, dk, dv over this rank's tokens, and the counts."""
-    plan = Plan.from_tasks(Layout.from_segments(ranks), tasks)
+def run_plan(
+    rank: int, ranks: Segments, tasks: Tasks, dtype: torch.dtype, scores: Scores, with_sink: bool = False
+) -> tuple[float, torch.Tensor, list[int]]:
+    """Run a plan forward and backward.
+
+    Returns the largest error of o, dq, dk, dv over this rank's tokens, the gradient of the sinks minus what this rank's tokens
+    should give, and the counts of exchanges.
+    """
+    plan = Plan.from_tasks(Layout.from_segments(ranks), tasks, scores.window)
     group = AttentionGroup.create(timeout_seconds=60) if dist.is_initialized() else AttentionGroup()
     lengths: dict[int, int] = {}
     for row in ranks:
@@ -54,24 +67,30 @@ def run_plan(rank: int, ranks: Segments, tasks: Tasks, dtype: torch.dtype, kerne
     mine = [[inputs[d][i][a : a + n] for d, a, n in ranks[rank]] for i in range(4)]
     q, k, v, do = (torch.cat([empty[i], *mine[i]]) for i in range(4))
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    sink = torch.linspace(-1, 2, HEADS, dtype=dtype).requires_grad_() if with_sink else None
     meter = Meter()
-    kernel = select_kernel(kernel_name, q.device, dtype, DIM, VALUE_DIM)
-    server = AttentionServer(kernel, DIM**-0.5, meter)
+    kernel = select_kernel("auto", q.device, dtype, DIM, VALUE_DIM, scores)
     route = Route.build(plan, rank, q.device)
-    out = core_attention(*leaves, route=route, group=group, server=server)
+    out = core_attention(*leaves, route=route, group=group, server=AttentionServer(kernel, scores, meter), sink_H=sink)
     out.backward(do)
 
     worst, offset = 0.0, 0
+    d_sink = torch.zeros(HEADS, dtype=torch.float64) if sink is None else sink.grad.double()
     for document, start, length in ranks[rank]:
         whole = [t.double().clone().requires_grad_() for t in inputs[document][:3]]
-        reference = dense(*whole, DIM**-0.5)
-        reference.backward(inputs[document][3].double())
+        exact_sink = None if sink is None else sink.detach().double().requires_grad_()
+        reference = dense(*whole, exact_sink, scores)
+        reference.backward(inputs[document][3].double(), retain_graph=True)
         expected = [reference.detach(), *(t.grad for t in whole)]
         for got, want in zip([out.detach(), *(t.grad for t in leaves)], expected, strict=True):
             error = (got[offset : offset + length].double() - want[start : start + length]).abs().max()
             worst = max(worst, float(error / want.abs().max().clamp_min(1e-3)))
+        if exact_sink is not None:
+            share = torch.zeros_like(reference)
+            share[start : start + length] = inputs[document][3][start : start + length]
+            d_sink -= torch.autograd.grad(reference, exact_sink, share)[0]
         offset += length
-    return worst, [meter.dispatches, meter.returns]
+    return worst, d_sink, [meter.dispatches, meter.returns]
 
 
 def random_case(random_: random.Random, world: int) -> tuple[Segments, Tasks]:
@@ -100,11 +119,17 @@ def test_random_layouts_and_plans_are_exact(rank_pool: Callable[[int], RankPool]
     pool = rank_pool(world)
 
     @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.randoms(use_true_random=False))
-    def check(random_: random.Random) -> None:
+    @given(
+        st.randoms(use_true_random=False),
+        st.sampled_from([None, None, 1, 2, 9, 40]),
+        st.sampled_from([None, None, 3.0]),
+        st.booleans(),
+    )
+    def check(random_: random.Random, window: int | None, softcap: float | None, with_sink: bool) -> None:
         ranks, tasks = random_case(random_, world)
-        results = pool(run_plan, ranks, tasks, torch.float64, "reference")
-        assert max(error for error, _ in results) < 1e-9, (ranks, tasks)
-        assert len({tuple(counts) for _, counts in results}) == 1
+        results = pool(run_plan, ranks, tasks, torch.float64, Scores(DIM**-0.5, window, softcap), with_sink)
+        assert max(error for error, *_ in results) < 1e-9, (ranks, tasks)
+        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (ranks, tasks)
+        assert len({tuple(counts) for *_, counts in results}) == 1
 
     check()

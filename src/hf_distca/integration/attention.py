@@ -11,6 +11,7 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.documents import PackedDocuments, read_documents
 from hf_distca.integration.handle import AttentionHandle, CachedMask, Work
 from hf_distca.integration.session import Session, current_session
+from hf_distca.kernels import Scores
 
 __all__ = ["distca_attention"]
 
@@ -43,6 +44,8 @@ def distca_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     distca_documents: PackedDocuments | None = None,
@@ -55,7 +58,9 @@ def distca_attention(
         query, key, value: (batch, heads, length, width), key and value with un-repeated heads for GQA.
         attention_mask: the handle made by the mask function.
         scaling: factor on QK^T, ``head_dim ** -0.5`` if None.
-        sliding_window: refused unless no document is longer.
+        sliding_window: keys that a token sees at most, its own included, unless the mask has a window.
+        softcap: bound of the scores, as in Gemma 2.
+        s_aux: (query heads,) logits of attention sinks, as in gpt-oss; may require a gradient.
         position_ids, cu_seq_lens_q, distca_documents: where documents start; the last given decides.
 
     Returns:
@@ -64,46 +69,101 @@ def distca_attention(
     Raises:
         UnsupportedError: names what distca would compute wrongly, and the way out.
     """
+    _check_arguments(module, dropout, kwargs)
+    sink_H = None if s_aux is None else _sink(module, s_aux, query.shape[1])
     if isinstance(attention_mask, CachedMask):
-        passed = {"sliding_window": sliding_window, "position_ids": position_ids, **kwargs}
-        mask = attention_mask.as_subclass(torch.Tensor)
-        output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **passed)
-        return output, None
-    handle = _check_call(module, query, key, attention_mask, dropout, kwargs)
+        scores = _scores(query, scaling, None, softcap)  # the mask has the window already
+        return _attend_to_cache(module, query, key, value, attention_mask, scores, sink_H), None
+    handle = _check_handle(module, query, key, attention_mask)
     session = current_session()
-    if handle.work is None:
+    window = sliding_window if handle.window is None else handle.window
+    if window not in handle.work:
         local = read_documents(
             handle.batch_size,
             handle.length,
             packed=distca_documents,
             cu_seq_lens=cu_seq_lens_q,
-            position_ids=position_ids,
+            position_ids=handle.position_ids if position_ids is None else position_ids,
             padding=handle.padding,
             span_ranks=session.config.documents_span_ranks,
         )
-        handle.work = session.work_for(local, query, key, value, training=module.training)
-    _check_window(sliding_window if sliding_window is not None else handle.local_size, handle.work)
-    return _run(session, handle.work, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+        if handle.chunk is not None:
+            local = local.in_chunks(handle.chunk)
+        handle.work[window] = session.work_for(local, query, key, value, training=module.training, window=window)
+    work = handle.work[window]
+    scores = _scores(query, scaling, work.window, softcap)
+    return _run(session, work, module, query, key, value, scores, sink_H), None
 
 
-def _run(session: Session, work: Work, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    batch, heads, length, _ = query.shape
-    q_THD, k_TKD, v_TKV = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    if work.keep is not None:
-        q_THD, k_TKD, v_TKV = (t.index_select(0, work.keep) for t in (q_THD, k_TKD, v_TKV))
-    o_THV = session.attend(work, q_THD, k_TKD, v_TKV, scale)
-    if work.keep is not None:
-        o_THV = o_THV.new_zeros((batch * length, *o_THV.shape[1:])).index_copy(0, work.keep, o_THV)
-    return o_THV.view(batch, length, heads, value.shape[-1])
+def _scores(query: torch.Tensor, scaling: float | None, window: int | None, softcap: float | None) -> Scores:
+    return Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap)
 
 
-def _check_call(
+def _sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> torch.Tensor:
+    if s_aux.numel() != heads:
+        raise UnsupportedError(
+            f"{type(module).__name__} passes s_aux of shape {tuple(s_aux.shape)} for {heads} query heads: distca has one sink a "
+            'head. Use attn_implementation="eager".'
+        )
+    return s_aux.reshape(heads)
+
+
+def _run(
+    session: Session,
+    work: Work,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
-    handle: AttentionHandle | torch.Tensor | None,
-    dropout: float,
-    kwargs: dict[str, Any],
+    value: torch.Tensor,
+    scores: Scores,
+    sink_H: torch.Tensor | None,
+) -> torch.Tensor:
+    batch, heads, length, _ = query.shape
+    dtype = _common_dtype(query, key, value)
+    q_THD, k_TKD, v_TKV = (t.to(dtype).transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    if work.keep is not None:
+        q_THD, k_TKD, v_TKV = (t.index_select(0, work.keep) for t in (q_THD, k_TKD, v_TKV))
+    o_THV = session.attend(work, module, q_THD, k_TKD, v_TKV, scores, sink_H)
+    if work.keep is not None:
+        o_THV = o_THV.new_zeros((batch * length, *o_THV.shape[1:])).index_copy(0, work.keep, o_THV)
+    return o_THV.view(batch, length, heads, value.shape[-1]).to(value.dtype)
+
+
+def _common_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.dtype:
+    """The dtype to compute in: under autocast what it says, else the widest, for models that rotate in float32."""
+    if torch.is_autocast_enabled(query.device.type) and value.dtype != torch.float64:
+        return torch.get_autocast_dtype(query.device.type)
+    return torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+
+
+def _attend_to_cache(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: CachedMask,
+    scores: Scores,
+    sink_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention to cached keys with a dense mask: sdpa, or plain operations where scores are capped or a sink takes weight."""
+    dense = mask.as_subclass(torch.Tensor)
+    if scores.softcap is None and sink_H is None:
+        output, _ = sdpa_attention_forward(module, query, key, value, dense, scaling=scores.scale)
+        return output
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    logits = query @ key.mT * scores.scale
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    logits = logits.masked_fill(~dense, torch.finfo(logits.dtype).min)
+    if sink_H is not None:
+        logits = torch.cat([logits, sink_H.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], dim=-1)
+    weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))[..., : key.shape[2]]
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
+
+
+def _check_handle(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, handle: AttentionHandle | torch.Tensor | None
 ) -> AttentionHandle:
     name = type(module).__name__
     if handle is None:
@@ -116,6 +176,13 @@ def _check_call(
             f"{name} got a ready-made attention mask of shape {tuple(handle.shape)}; distca takes documents from position_ids "
             'and padding from a 2-D attention_mask. Leave the mask out, or use attn_implementation="sdpa".'
         )
+    if query.shape[2] != key.shape[2]:
+        raise UnsupportedError(f"{name} has {query.shape[2]} query and {key.shape[2]} key positions without a cache.")
+    return handle
+
+
+def _check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    name = type(module).__name__
     if dropout and module.training:
         raise UnsupportedError(f"{name} has attention dropout {dropout}: set attention_dropout=0.0 in the model's config.")
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
@@ -128,15 +195,4 @@ def _check_call(
         raise UnsupportedError(
             f"{name} passes {', '.join(unknown)} to attention, which distca does not compute. "
             'Use attn_implementation="eager" (or "sdpa", where it knows the argument).'
-        )
-    if query.shape[2] != key.shape[2]:
-        raise UnsupportedError(f"{name} has {query.shape[2]} query and {key.shape[2]} key positions without a cache.")
-    return handle
-
-
-def _check_window(window: int | None, work: Work) -> None:
-    if window is not None and work.longest > window:
-        raise UnsupportedError(
-            f"a layer with a local attention window of {window} tokens met a document of {work.longest}: distca computes full "
-            f'causal attention so far. Keep documents to {window} tokens, or use attn_implementation="sdpa".'
         )

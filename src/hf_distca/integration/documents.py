@@ -49,10 +49,16 @@ class LocalDocuments:
     keep: IntArray | None
     spans: bool
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest run."""
-        return int(self.rows[:, 2].max(initial=0))
+    def in_chunks(self, size: int) -> LocalDocuments:
+        """The same tokens, where each chunk of `size` positions of a document is a document of its own."""
+        if self.spans:
+            raise UnsupportedError(
+                f"a layer with attention chunks of {size} tokens met documents that span ranks: distca cuts documents in chunks "
+                "only where each lies on one rank."
+            )
+        lengths = [min(size, length - at) for length in self.rows[:, 2].tolist() for at in range(0, length, size)]
+        rows = np.array([(-1, 0, length) for length in lengths], dtype=np.int64).reshape(-1, 3)
+        return LocalDocuments(rows, self.keep, self.spans)
 
 
 def read_documents(

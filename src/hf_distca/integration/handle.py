@@ -6,27 +6,31 @@ argument, it is the same object in the recompute of activation checkpointing and
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_distca.errors import UnsupportedError
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 
 __all__ = ["AttentionHandle", "CachedMask", "Work", "distca_mask"]
 
 # The parts that transformers builds causal masks from. Anything else changes who sees whom.
+_PACKED_POSITIONS = "remap_positions_for_packed_sequence"
+_CHUNKS = "chunked_overlay"
 _KNOWN_PARTS = {
     "causal_mask_function",
     "and_masks",
     "packed_sequence_mask_function",
-    "packed_sequence_compatibility_function",
-    "remap_positions_for_packed_sequence",
     "sliding_window_overlay",
-    "chunked_overlay",
+    _PACKED_POSITIONS,
+    _CHUNKS,
 }
 
 
@@ -37,14 +41,18 @@ class Work:
     Attributes:
         route: this rank's route.
         keep: int64 indices of the tokens that are not padding, on the device of q; None if there is no padding.
-        longest: tokens of the longest document on any rank.
+        window: keys that a row sees at most; None if no document on any rank is longer than the layer's window.
         collective: whether other ranks take part.
+        meter: counts what this micro-batch does in this kind of layer.
+        outputs: outputs of the layers, for activation checkpointing.
     """
 
     route: Route
     keep: torch.Tensor | None
-    longest: int
+    window: int | None
     collective: bool
+    meter: Meter
+    outputs: OutputStore = field(default_factory=OutputStore)
 
 
 @dataclass(eq=False)
@@ -54,15 +62,25 @@ class AttentionHandle:
     Attributes:
         batch_size, length: shape of the batch in tokens.
         padding: (batch_size, length) bool mask as the user gave it, true for tokens.
-        local_size: window or chunk length of this kind of layer, None for full attention.
-        work: filled by the first layer.
+        window: keys that a row of this kind of layer sees at most, None for all.
+        chunk: length of the chunks that documents are cut into in this kind of layer, None for no cuts.
+        position_ids: those the mask was made with, if transformers found packed documents in them.
+        work: filled by the first layer, by window: some models tell the window only to the attention function.
     """
 
     batch_size: int
     length: int
     padding: torch.Tensor | None
-    local_size: int | None
-    work: Work | None = field(default=None, repr=False)
+    window: int | None = None
+    chunk: int | None = None
+    position_ids: torch.Tensor | None = None
+    work: dict[int | None, Work] = field(default_factory=dict, repr=False)
+    # Generation with static caches makes masks ahead of the forward and handles them as 4-D tensors.
+    ndim: ClassVar[int] = 4
+
+    def contiguous(self) -> AttentionHandle:
+        """The handle itself."""
+        return self
 
 
 class CachedMask(torch.Tensor):
@@ -80,7 +98,7 @@ def distca_mask(
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | AttentionHandle | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     **kwargs: Any,
@@ -90,7 +108,10 @@ def distca_mask(
     Raises:
         UnsupportedError: if the mask is not causal, or has an overlay.
     """
-    foreign = sorted({name for name in _parts(mask_function) if name not in _KNOWN_PARTS})
+    if isinstance(attention_mask, AttentionHandle):
+        return attention_mask
+    parts = dict(_parts(mask_function))
+    foreign = sorted(parts.keys() - _KNOWN_PARTS)
     if use_vmap or foreign:
         what = ", ".join(foreign) or "a custom mask function"
         raise UnsupportedError(
@@ -112,14 +133,16 @@ def distca_mask(
         )
         return torch.Tensor.as_subclass(mask, CachedMask)  # type: ignore[arg-type]  # never None without skips
     padding = None if attention_mask is None else attention_mask[:, :q_length]
-    return AttentionHandle(batch_size, q_length, padding, local_size)
+    chunk, window = (local_size, None) if _CHUNKS in parts else (None, local_size)
+    positions = parts.get(_PACKED_POSITIONS, {}).get("position_ids")
+    return AttentionHandle(batch_size, q_length, padding, window, chunk, positions)
 
 
-def _parts(function: Callable[..., Any]) -> Iterator[str]:
-    """Names of the functions that a mask function is composed of, read from its closures."""
-    yield function.__qualname__.split(".")[0]
-    for cell in function.__closure__ or ():
-        inner = cell.cell_contents
+def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names of the functions that a mask function is composed of, each with the variables that it closes over."""
+    closed = inspect.getclosurevars(function).nonlocals
+    yield function.__qualname__.split(".")[0], dict(closed)
+    for inner in closed.values():
         for part in inner if isinstance(inner, (tuple, list)) else (inner,):
-            if callable(part) and hasattr(part, "__closure__"):
+            if inspect.isfunction(part):
                 yield from _parts(part)

@@ -77,12 +77,8 @@ class History:
 
     def __init__(self) -> None:
         self._window = Window()
-        self._last: Micro | None = None
-        self._seconds: FloatArray | None = None
-        self._bytes: FloatArray | None = None
-        self._layers = 0
 
-    def add(self, micro: Micro) -> None:
+    def planned(self, micro: Micro) -> None:
         """A micro-batch was planned."""
         window = self._window
         window.micro_batches += 1
@@ -90,25 +86,22 @@ class History:
         window.estimated_before += float(micro.work.sum(axis=1).max())
         window.estimated_after += float(micro.work.sum(axis=0).max())
         window.estimated_mean += float(micro.work.sum() / len(micro.work))
-        self._last = micro
 
-    def measured(self, seconds: FloatArray, sent_bytes: IntArray, layers: int) -> None:
-        """Cumulative counters of all ranks, as announced with the next micro-batch.
+    def measured(self, micro: Micro, seconds: FloatArray, sent_bytes: IntArray, calls: int) -> None:
+        """What all ranks did for a micro-batch.
 
         Args:
+            micro: the micro-batch.
             seconds: attention kernel seconds of each rank.
-            sent_bytes: bytes each rank has sent.
-            layers: attention layers run so far, forward passes of one rank.
+            sent_bytes: bytes each rank sent.
+            calls: attention layers that ran.
         """
-        if self._last is not None and self._seconds is not None and self._bytes is not None:
-            spent = seconds - self._seconds
-            window = self._window
-            window.measured_after += float(spent.max())
-            window.measured_mean += float(spent.mean())
-            window.measured_before += float(_by_home(self._last.work, spent).max())
-            window.busiest_bytes += float((sent_bytes - self._bytes).max())
-            window.layers += layers - self._layers
-        self._seconds, self._bytes, self._layers = seconds, sent_bytes.astype(np.float64), layers
+        window = self._window
+        window.measured_after += float(seconds.max())
+        window.measured_mean += float(seconds.mean())
+        window.measured_before += float(_by_home(micro.work, seconds).max())
+        window.busiest_bytes += float(sent_bytes.max())
+        window.layers += calls
 
     def take(self) -> Window:
         """The window so far; the next one starts empty."""

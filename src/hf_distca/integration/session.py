@@ -24,7 +24,7 @@ from hf_distca.integration.documents import LocalDocuments
 from hf_distca.integration.handle import Work
 from hf_distca.integration.history import History, Micro
 from hf_distca.integration.mesh import data_parallel_group, find_members
-from hf_distca.kernels import Kernel, select_kernel
+from hf_distca.kernels import Kernel, Scores, select_kernel
 from hf_distca.runtime.calibrate import calibrate
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -39,8 +39,8 @@ from hf_distca.schedule.scheduler import balance
 __all__ = ["Session", "attention_seconds", "balancing", "configure", "current_session"]
 
 # What a rank announces in front of its documents.
-_COUNT, _AGREEMENT, _SPANS, _NANOSECONDS, _BYTES, _LAYERS = range(6)
-_HEADER = 6
+_COUNT, _AGREEMENT, _SPANS, _NANOSECONDS, _BYTES = range(5)
+_HEADER = 5
 _ALONE = AttentionGroup()
 
 
@@ -56,7 +56,8 @@ class Session:
         self._world: object = None
         self._costs: dict[tuple[AttentionShape, str], CostModel] = {}
         self._planned = 0
-        self._layers = 0
+        # The last micro-batch of each kind of layer: what ranks measured in it is announced with the next one.
+        self._last: dict[int | None, tuple[Micro, Meter]] = {}
 
     @property
     def group(self) -> AttentionGroup:
@@ -71,7 +72,14 @@ class Session:
         return self._group
 
     def work_for(
-        self, local: LocalDocuments, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, training: bool
+        self,
+        local: LocalDocuments,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        training: bool,
+        window: int | None = None,
     ) -> Work:
         """Plan a micro-batch: together with the other ranks in training, alone otherwise.
 
@@ -79,6 +87,7 @@ class Session:
             local: this rank's documents.
             query, key, value: (batch, heads, length, width), for their shapes, dtype and device.
             training: whether the module is in training mode on this rank, and so on all.
+            window: keys that a row sees at most, None for all.
         """
         # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
         collective = (training or self.config.balance_evaluation) and self.group.size > 1
@@ -91,30 +100,40 @@ class Session:
                     "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
                     "set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
                 )
-            return Work(Route.build(Plan.local(layout), 0, device), keep, layout.longest, collective=False)
+            window = _effective(window, layout)
+            return Work(Route.build(Plan.local(layout, window), 0, device), keep, window, False, Meter(self.meter))
         started = time.perf_counter()
-        cost = self._cost(query, key, value)
+        cost = self._cost(query, key, value, window)
         announced = self._announce(local, cost)
         layout = _layout([row[_HEADER:].reshape(-1, 3) for row in announced], spans=local.spans)
         plan = balance(layout, cost, self.config)
         self._agree(plan)
         route = Route.build(plan, self.group.rank, device)
-        self.history.add(Micro.of(plan, cost, (time.perf_counter() - started) * 1e3))
-        return Work(route, keep, layout.longest, collective=True)
+        micro, meter = Micro.of(plan, cost, (time.perf_counter() - started) * 1e3), Meter(self.meter)
+        self.history.planned(micro)
+        self._last[window] = micro, meter
+        return Work(route, keep, _effective(window, layout), True, meter)
 
-    def attend(self, work: Work, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        work: Work,
+        module: torch.nn.Module,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKV: torch.Tensor,
+        scores: Scores,
+        sink_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens."""
-        server = AttentionServer(self._kernel(q_THD, v_TKV), scale, self.meter)
-        group = _ALONE
-        if work.collective:
-            group = self.group
-            self._layers += 1
-        return core_attention(q_THD, k_TKD, v_TKV, route=work.route, group=group, server=server)
+        server = AttentionServer(self._kernel(q_THD, v_TKV, scores), scores, work.meter)
+        group = self.group if work.collective else _ALONE
+        outputs = work.outputs.of(module) if module.training else None
+        return core_attention(q_THD, k_TKD, v_TKV, route=work.route, group=group, server=server, sink_H=sink_H, outputs=outputs)
 
-    def _kernel(self, query: torch.Tensor, value: torch.Tensor) -> Kernel:
-        return select_kernel(self.config.kernel, query.device, query.dtype, query.shape[-1], value.shape[-1])
+    def _kernel(self, query: torch.Tensor, value: torch.Tensor, scores: Scores) -> Kernel:
+        return select_kernel(self.config.kernel, query.device, query.dtype, query.shape[-1], value.shape[-1], scores)
 
-    def _cost(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> CostModel:
+    def _cost(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> CostModel:
         shape = AttentionShape(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], query.element_size())
         kind = query.device.type
         if (shape, kind) not in self._costs:
@@ -124,9 +143,10 @@ class Session:
             else:
                 cost = CostModel.analytic(shape, device_type=kind, tile=self.config.tile)
             if source == "calibrated":
-                cost = calibrate(cost, self._kernel(query, value), query.dtype, query.device, self.group)
+                kernel = self._kernel(query, value, Scores(1.0))
+                cost = calibrate(cost, kernel, query.dtype, query.device, self.group)
             self._costs[shape, kind] = cost
-        return self._costs[shape, kind]
+        return replace(self._costs[shape, kind], window=window)
 
     def _announce(self, local: LocalDocuments, cost: CostModel) -> list[IntArray]:
         """Exchange documents; on the way, compare settings and collect what each rank measured in the last micro-batch."""
@@ -135,9 +155,10 @@ class Session:
         header[_COUNT] = self._planned
         header[_AGREEMENT] = _fingerprint(self.config, cost)
         header[_SPANS] = local.spans
-        header[_NANOSECONDS] = int(self.meter.seconds * 1e9)
-        header[_BYTES] = self.meter.sent_bytes
-        header[_LAYERS] = self._layers
+        last = self._last.get(cost.window)
+        if last is not None:
+            meter = last[1]
+            header[_NANOSECONDS], header[_BYTES] = int(meter.seconds * 1e9), meter.sent_bytes
         row = np.concatenate([header, local.rows.reshape(-1)])
         announced = self.group.gather(row, doing=f"planning micro-batch {self._planned}")
         heads = np.stack([row[:_HEADER] for row in announced])
@@ -147,7 +168,8 @@ class Session:
             (_SPANS, "ways of giving documents", "use the same collator on every rank"),
         ):
             self._compare(heads[:, column], what, remedy)
-        self.history.measured(heads[:, _NANOSECONDS] / 1e9, heads[:, _BYTES], int(heads[self.group.rank, _LAYERS]))
+        if last is not None:
+            self.history.measured(last[0], heads[:, _NANOSECONDS] / 1e9, heads[:, _BYTES], last[1].calls)
         return announced
 
     def _agree(self, plan: Plan) -> None:
@@ -161,6 +183,11 @@ class Session:
             return
         values = ", ".join(f"rank {rank}: {value}" for rank, value in zip(self.group.ranks, seen.tolist(), strict=True))
         raise DistCADesyncError(f"ranks have different {what} in micro-batch {self._planned}: {values}; {remedy}.")
+
+
+def _effective(window: int | None, layout: Layout) -> int | None:
+    """The window, if any document is longer than it."""
+    return None if window is None or window >= layout.longest else window
 
 
 def _layout(ranks: list[IntArray], *, spans: bool) -> Layout:

@@ -11,13 +11,13 @@ import torch
 
 from hf_distca.config import KernelName
 from hf_distca.errors import KernelError
-from hf_distca.kernels.base import Kernel, TaskBatch
+from hf_distca.kernels.base import Kernel, Scores, TaskBatch
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.cuda import CudaKernel
 from hf_distca.kernels.flash_attn import FlashAttnKernel
 from hf_distca.kernels.reference import ReferenceKernel
 
-__all__ = ["Kernel", "TaskBatch", "select_kernel"]
+__all__ = ["Kernel", "Scores", "TaskBatch", "select_kernel"]
 
 _logger = logging.getLogger("hf_distca")
 
@@ -32,7 +32,13 @@ _KERNELS: dict[str, Callable[[], Kernel]] = {
 _PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("flash_attn", "cuda", "reference"), "cpu": ("cpu", "reference")}
 
 
-def select_kernel(name: KernelName, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> Kernel:
+# What has been said; a repeated case comes back for every micro-batch and says nothing.
+_said: set[tuple[str, str, torch.dtype, str]] = set()
+
+
+def select_kernel(
+    name: KernelName, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
+) -> Kernel:
     """The kernel to run, the same object for the same kernel each time.
 
     Args:
@@ -41,6 +47,7 @@ def select_kernel(name: KernelName, device: torch.device, dtype: torch.dtype, he
         dtype: of q, k and v.
         head_dim: of q and k.
         value_head_dim: of v and the output.
+        scores: scale, window and softcap.
 
     Raises:
         KernelError: if the named kernel, or with "auto" every kernel, does not support the case; says why and what to use.
@@ -51,12 +58,12 @@ def select_kernel(name: KernelName, device: torch.device, dtype: torch.dtype, he
     refused: list[str] = []
     for candidate in candidates:
         kernel = _kernel(candidate)
-        reason = kernel.unsupported(device, dtype, head_dim, value_head_dim)
+        reason = kernel.unsupported(device, dtype, head_dim, value_head_dim, scores)
         if reason is None:
-            _announce(candidate, device.type, dtype, "; ".join(refused))
+            _announce(candidate, device, dtype, scores, refused)
             return kernel
         refused.append(f"{candidate}: {reason}")
-    case = f"{dtype} tensors on {device} with head dim {head_dim} and value head dim {value_head_dim}"
+    case = f"{dtype} tensors on {device}{_extras(scores)}, with head dim {head_dim} and value head dim {value_head_dim}"
     if name == "auto":
         raise KernelError(f"No kernel runs {case} ({'; '.join(refused)}). Convert q, k and v to a floating dtype.")
     raise KernelError(f'Kernel {name!r} cannot run {case}: {reason}. Set kernel="auto" to use what runs there.')
@@ -67,7 +74,31 @@ def _kernel(name: str) -> Kernel:
     return _KERNELS[name]()
 
 
-@cache
-def _announce(name: str, device_type: str, dtype: torch.dtype, refused: str) -> None:
-    """Say once which kernel runs. Cached: a repeated case comes here for every micro-batch and logs nothing."""
-    _logger.info("core attention in %s on %s runs in kernel %r%s", dtype, device_type, name, f" ({refused})" if refused else "")
+def _announce(name: str, device: torch.device, dtype: torch.dtype, scores: Scores, refused: list[str]) -> None:
+    """Say once which kernel runs; as a warning where "auto" found none of the fast ones of a GPU."""
+    case = (name, device.type, dtype, _extras(scores))
+    if case in _said:
+        return
+    _said.add(case)
+    message = f"core attention in {dtype} on {device.type}{_extras(scores)} runs in kernel {name!r}"
+    why = f" ({'; '.join(refused)})" if refused else ""
+    if name == "reference" and refused and device.type == "cuda":
+        _logger.warning("%s, far slower than flash attention%s.%s", message, why, _way_out(dtype, scores))
+    else:
+        _logger.info("%s%s", message, why)
+
+
+def _extras(scores: Scores) -> str:
+    """What besides the scale the scores have, as the end of a phrase."""
+    present = [word for word, value in (("window", scores.window), ("softcap", scores.softcap)) if value is not None]
+    return f" with {' and '.join(present)}" if present else ""
+
+
+def _way_out(dtype: torch.dtype, scores: Scores) -> str:
+    """What brings flash attention to a case on a GPU, "" where the head dimensions or the GPU itself stand in the way."""
+    ways = []
+    if dtype not in (torch.bfloat16, torch.float16):
+        ways.append("train in bfloat16 or float16 (bf16=True or fp16=True)")
+    if scores.softcap is not None:
+        ways.append("install flash-attn, the one fast kernel with softcap (pip install hf-distca[flash])")
+    return f" To speed it up, {' and '.join(ways)}." if ways else ""

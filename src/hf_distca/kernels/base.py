@@ -13,6 +13,8 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from hf_distca.errors import KernelError
+
 __all__ = ["Kernel", "Scores", "TaskBatch"]
 
 
@@ -29,6 +31,16 @@ class Scores:
     scale: float
     window: int | None = None
     softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise KernelError(f"A window of {self.window} keys leaves nothing to attend to; it counts the row's own position.")
+        if self.softcap is not None and not self.softcap > 0:
+            raise KernelError(f"softcap divides the scores and must be positive, got {self.softcap}; None switches it off.")
+
+    def window_within(self, keys: int) -> int | None:
+        """The window if it hides any of `keys` keys from the last of their rows, else None."""
+        return self.window if self.window is not None and self.window < keys else None
 
 
 @dataclass(frozen=True, eq=False)

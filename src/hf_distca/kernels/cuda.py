@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from hf_distca.kernels.base import Scores
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 __all__ = ["CudaKernel", "flash_attention_unsupported"]
@@ -30,6 +31,11 @@ def flash_attention_unsupported(device: torch.device, dtype: torch.dtype, head_d
     return None
 
 
+def _window(scores: Scores) -> dict[str, int]:
+    """The op counts the keys to the left of a row's own; without these arguments it hides none."""
+    return {} if scores.window is None else {"window_size_left": scores.window - 1, "window_size_right": 0}
+
+
 class _AtenFlash:
     """`VarlenOp` over ``aten::_flash_attention_forward`` and ``aten::_flash_attention_backward``.
 
@@ -39,7 +45,7 @@ class _AtenFlash:
     """
 
     def forward(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, sequences: Sequences, scale: float
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, sequences: Sequences, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         op: Any = torch.ops.aten._flash_attention_forward  # noqa: SLF001
         o_THD, lse_HT, *_ = op(
@@ -53,7 +59,8 @@ class _AtenFlash:
             dropout_p=0.0,
             is_causal=True,
             return_debug_mask=False,
-            scale=scale,
+            scale=scores.scale,
+            **_window(scores),
         )
         return o_THD, lse_HT
 
@@ -66,7 +73,7 @@ class _AtenFlash:
         o_THD: torch.Tensor,
         lse_HT: torch.Tensor,
         sequences: Sequences,
-        scale: float,
+        scores: Scores,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         op: Any = torch.ops.aten._flash_attention_backward  # noqa: SLF001
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
@@ -86,7 +93,8 @@ class _AtenFlash:
             True,
             rng_state,
             unused,
-            scale=scale,
+            scale=scores.scale,
+            **_window(scores),
         )
         return dq_THD, dk_TKD, dv_TKD
 
@@ -99,9 +107,13 @@ class CudaKernel(VarlenKernel):
     def __init__(self) -> None:
         super().__init__(_AtenFlash())
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> str | None:
+    def unsupported(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
+    ) -> str | None:
         """Why the case cannot run, or None; see `Kernel.unsupported`."""
         reason = flash_attention_unsupported(device, dtype, head_dim, value_head_dim)
+        if reason is None and scores.softcap is not None:
+            return "torch's flash attention has no softcap, the flash-attn package has: pip install hf-distca[flash]"
         if reason is None and not torch.backends.cuda.is_flash_attention_available():
             return "this build of torch comes without flash attention"
         return reason

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from hf_distca.kernels.base import TaskBatch
+from hf_distca.kernels.base import Scores, TaskBatch
 from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype
 
 __all__ = ["ReferenceKernel"]
@@ -19,20 +19,42 @@ __all__ = ["ReferenceKernel"]
 # Scores held at a time, over all heads. 2**24 float32 scores are 64 MiB; a 16K document in one piece would be 1 GiB a head.
 _SCORES_PER_CHUNK = 2**24
 
+# Rows of a chunk. Of the scores of r rows, r * r / 2 are computed and hidden, at each edge of what the rows see.
+_ROWS_PER_CHUNK = 256
+
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Some query rows of one task with the keys that the last of them sees. Offsets are those of the pools."""
+    """Some query rows of one task with the keys that any of them sees. Offsets are those of the pools."""
 
     rows: slice
     keys: slice
+    scores: Scores
+
+    def capped(self, q_KGD: torch.Tensor, k_KTD: torch.Tensor) -> torch.Tensor:
+        """Scores of all rows with all keys, hidden ones too: (K, G, keys)."""
+        scores_KGT = (q_KGD * self.scores.scale) @ k_KTD.mT
+        if self.scores.softcap is not None:
+            scores_KGT.div_(self.scores.softcap).tanh_().mul_(self.scores.softcap)
+        return scores_KGT
 
     def masked(self, scores_KGT: torch.Tensor) -> torch.Tensor:
-        """`scores_KGT` with -inf, in place, where a row would see a key behind its own position."""
+        """`scores_KGT` with -inf, in place, where a row would see a key behind its own position or before its window."""
         rows, keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
-        hidden = torch.ones(rows, keys, dtype=torch.bool, device=scores_KGT.device).triu_(keys - rows + 1)
-        scores_KGT.view(scores_KGT.shape[0], -1, rows, keys).masked_fill_(hidden, float("-inf"))
+        by_row = scores_KGT.view(scores_KGT.shape[0], -1, rows, keys)
+        behind = torch.ones(rows, rows, dtype=torch.bool, device=scores_KGT.device).triu_(1)
+        by_row[..., keys - rows :].masked_fill_(behind, float("-inf"))
+        window = self.scores.window_within(keys)
+        if window is not None:
+            before = torch.ones(rows, keys - window, dtype=torch.bool, device=scores_KGT.device).tril_(keys - window - rows)
+            by_row[..., : keys - window].masked_fill_(before, float("-inf"))
         return scores_KGT
+
+    def times_slope(self, ds_KGT: torch.Tensor, scores_KGT: torch.Tensor) -> torch.Tensor:
+        """`ds_KGT`, in place, times the derivative of the cap where it took the values `scores_KGT`: 1 - tanh^2."""
+        if self.scores.softcap is None:
+            return ds_KGT
+        return ds_KGT.addcmul_(ds_KGT, (scores_KGT / self.scores.softcap).square_(), value=-1)
 
 
 class ReferenceKernel:
@@ -40,13 +62,15 @@ class ReferenceKernel:
 
     name: ClassVar[str] = "reference"
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> str | None:
+    def unsupported(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
+    ) -> str | None:
         """None for every floating dtype."""
         return None if dtype.is_floating_point else f"{dtype} is not a floating dtype"
 
     @torch.no_grad()
     def forward(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch, scale: float
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`."""
         check_pools(q_THD, k_TKD, v_TKV, tasks)
@@ -54,14 +78,16 @@ class ReferenceKernel:
         heads, key_heads = q_THD.shape[1], k_TKD.shape[1]
         o_THV = q_THD.new_zeros(q_THD.shape[0], heads, v_TKV.shape[2])
         lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=wide)
-        for chunk in _chunks(tasks, heads):
-            q_KGD = _grouped(q_THD[chunk.rows], key_heads, wide) * scale
+        for chunk in _chunks(tasks, heads, scores):
+            q_KGD = _grouped(q_THD[chunk.rows], key_heads, wide)
             k_KTD, v_KTV = (x[chunk.keys].to(wide).transpose(0, 1) for x in (k_TKD, v_TKV))
-            scores_KGT = chunk.masked(q_KGD @ k_KTD.mT)
-            lse_KG1 = scores_KGT.logsumexp(-1, keepdim=True)
-            o_KGV = scores_KGT.sub_(lse_KG1).exp_() @ v_KTV
-            o_THV[chunk.rows] = _ungrouped(o_KGV, heads).to(o_THV.dtype)
-            lse_TH[chunk.rows] = _ungrouped(lse_KG1, heads).squeeze(-1)
+            scores_KGT = chunk.masked(chunk.capped(q_KGD, k_KTD))
+            # Every row sees its own key, so the largest score is finite. One exponential, where logsumexp would take a second.
+            largest_KG1 = scores_KGT.amax(-1, keepdim=True)
+            weights_KGT = scores_KGT.sub_(largest_KG1).exp_()
+            sum_KG1 = weights_KGT.sum(-1, keepdim=True)
+            o_THV[chunk.rows] = _ungrouped((weights_KGT @ v_KTV).div_(sum_KG1), heads).to(o_THV.dtype)
+            lse_TH[chunk.rows] = _ungrouped(sum_KG1.log_().add_(largest_KG1), heads).squeeze(-1)
         return o_THV, lse_TH
 
     @torch.no_grad()
@@ -74,21 +100,23 @@ class ReferenceKernel:
         o_THV: torch.Tensor,
         lse_TH: torch.Tensor,
         tasks: TaskBatch,
-        scale: float,
+        scores: Scores,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Kernel.backward`."""
         check_pools(q_THD, k_TKD, v_TKV, tasks)
         wide = accumulation_dtype(q_THD.dtype)
         heads, key_heads = q_THD.shape[1], k_TKD.shape[1]
         dq_THD, dk_TKD, dv_TKV = torch.zeros_like(q_THD), torch.zeros_like(k_TKD, dtype=wide), torch.zeros_like(v_TKV, dtype=wide)
-        for chunk in _chunks(tasks, heads):
+        for chunk in _chunks(tasks, heads, scores):
             q_KGD, o_KGV, do_KGV = (_grouped(x[chunk.rows], key_heads, wide) for x in (q_THD, o_THV, do_THV))
             lse_KG1 = _grouped(lse_TH[chunk.rows].unsqueeze(-1), key_heads, wide)
             k_KTD, v_KTV = (x[chunk.keys].to(wide).transpose(0, 1) for x in (k_TKD, v_TKV))
-            p_KGT = chunk.masked((q_KGD * scale) @ k_KTD.mT).sub_(lse_KG1).exp_()
             # d score = p (dp - sum_j p_j dp_j), and the sum over keys is the dot product of do and o.
-            dp_KGT = do_KGV @ v_KTV.mT
-            ds_KGT = dp_KGT.sub_((do_KGV * o_KGV).sum(-1, keepdim=True)).mul_(p_KGT).mul_(scale)
+            ds_KGT = (do_KGV @ v_KTV.mT).sub_((do_KGV * o_KGV).sum(-1, keepdim=True)).mul_(scores.scale)
+            scores_KGT = chunk.capped(q_KGD, k_KTD)
+            chunk.times_slope(ds_KGT, scores_KGT)
+            p_KGT = chunk.masked(scores_KGT).sub_(lse_KG1).exp_()
+            ds_KGT.mul_(p_KGT)
             dq_THD[chunk.rows] = _ungrouped(ds_KGT @ k_KTD, heads).to(dq_THD.dtype)
             dk_TKD[chunk.keys] += (ds_KGT.mT @ q_KGD).transpose(0, 1)
             dv_TKV[chunk.keys] += (p_KGT.mT @ do_KGV).transpose(0, 1)
@@ -96,15 +124,17 @@ class ReferenceKernel:
         return dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype)
 
 
-def _chunks(tasks: TaskBatch, heads: int) -> Iterator[_Chunk]:
+def _chunks(tasks: TaskBatch, heads: int, scores: Scores) -> Iterator[_Chunk]:
     """The tasks in pieces of at most `_SCORES_PER_CHUNK` scores."""
     runs = zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True)
     for query_start, query_length, key_start, key_length in runs:
-        step = max(1, _SCORES_PER_CHUNK // (heads * key_length))
+        window = scores.window_within(key_length) or key_length
+        step = min(_ROWS_PER_CHUNK, max(1, _SCORES_PER_CHUNK // (heads * min(key_length, window + _ROWS_PER_CHUNK))))
         for first in range(0, query_length, step):
             last = min(first + step, query_length)
-            visible = key_length - query_length + last
-            yield _Chunk(slice(query_start + first, query_start + last), slice(key_start, key_start + visible))
+            before = key_length - query_length
+            rows = slice(query_start + first, query_start + last)
+            yield _Chunk(rows, slice(key_start + max(0, before + first + 1 - window), key_start + before + last), scores)
 
 
 def _grouped(x_THD: torch.Tensor, key_heads: int, dtype: torch.dtype) -> torch.Tensor:

@@ -13,14 +13,14 @@ They are made on the stream that is current in the first call; the caller orders
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
-from hf_distca.kernels.base import TaskBatch
+from hf_distca.kernels.base import Scores, TaskBatch
 from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
 
 __all__ = ["Sequences", "VarlenKernel", "VarlenOp"]
@@ -44,10 +44,13 @@ class Sequences:
 
 
 class VarlenOp(Protocol):
-    """A varlen flash-attention op: causal, aligned bottom right, H a multiple of K, D a multiple of 8 and equal to V."""
+    """A varlen flash-attention op: causal, aligned bottom right, H a multiple of K, D a multiple of 8 and equal to V.
+
+    ``scores.window`` is None or less than the longest sequence of keys; ``scores.softcap`` is one the kernel lets through.
+    """
 
     def forward(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, sequences: Sequences, scale: float
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, sequences: Sequences, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output o_THD in q's dtype and lse_HT in the accumulation dtype."""
         ...
@@ -61,7 +64,7 @@ class VarlenOp(Protocol):
         o_THD: torch.Tensor,
         lse_HT: torch.Tensor,
         sequences: Sequences,
-        scale: float,
+        scores: Scores,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of q, k and v in their dtypes; do, o and lse are contiguous."""
         ...
@@ -106,6 +109,10 @@ class _Wave:
     keys: _Run
     sequences: Sequences
 
+    def within(self, scores: Scores) -> Scores:
+        """`scores` without a window that hides no key of this wave: ops run plain causal attention faster."""
+        return replace(scores, window=scores.window_within(self.sequences.max_keys))
+
 
 class VarlenKernel:
     """A `Kernel` around a `VarlenOp`. Subclasses name it and say what it cannot run."""
@@ -116,13 +123,15 @@ class VarlenKernel:
         self._op = op
         self._waves: WeakKeyDictionary[TaskBatch, dict[torch.device, tuple[_Wave, ...]]] = WeakKeyDictionary()
 
-    def unsupported(self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> str | None:
+    def unsupported(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
+    ) -> str | None:
         """None: the op decides."""
         return None
 
     @torch.no_grad()
     def forward(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch, scale: float
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`."""
         check_pools(q_THD, k_TKD, v_TKV, tasks)
@@ -135,7 +144,7 @@ class VarlenKernel:
             lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
         for wave in waves:
             q, k, v = wave.rows.take(padded[0]), wave.keys.take(padded[1]), wave.keys.take(padded[2])
-            o, lse_HT = self._op.forward(q, k, v, wave.sequences, scale)
+            o, lse_HT = self._op.forward(q, k, v, wave.sequences, wave.within(scores))
             if whole:
                 return o[..., :value_width].contiguous(), lse_HT.T.contiguous()
             wave.rows.put(o_THV, o[..., :value_width])
@@ -152,7 +161,7 @@ class VarlenKernel:
         o_THV: torch.Tensor,
         lse_TH: torch.Tensor,
         tasks: TaskBatch,
-        scale: float,
+        scores: Scores,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Kernel.backward`."""
         check_pools(q_THD, k_TKD, v_TKV, tasks)
@@ -167,7 +176,8 @@ class VarlenKernel:
             do, q, o = (wave.rows.take(x) for x in (do_THD, q_padded, o_THD))
             k, v = (wave.keys.take(x) for x in (k_padded, v_padded))
             lse_HT = wave.rows.take(lse_TH).T.contiguous()
-            grads = self._op.backward(do.contiguous(), q, k, v, o.contiguous(), lse_HT, wave.sequences, scale)
+            seen = wave.within(scores)
+            grads = self._op.backward(do.contiguous(), q, k, v, o.contiguous(), lse_HT, wave.sequences, seen)
             dq, dk, dv = (dx[..., : x.shape[2]] for dx, x in zip(grads, (q_THD, k_TKD, v_TKV), strict=True))
             if whole:
                 return dq, dk, dv

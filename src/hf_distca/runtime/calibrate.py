@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from hf_distca.kernels.base import Kernel, TaskBatch
+from hf_distca.kernels.base import Kernel, Scores, TaskBatch
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import CostModel, KernelCost
 
@@ -53,11 +53,11 @@ def _calls(
     q_THD = torch.randn(rows, shape.query_heads, shape.head_dim, dtype=dtype, device=device)
     k_TKD = torch.randn(keys, shape.key_value_heads, shape.head_dim, dtype=dtype, device=device)
     v_TKV = torch.randn(keys, shape.key_value_heads, shape.value_head_dim, dtype=dtype, device=device)
-    scale = shape.head_dim**-0.5
-    o_THV, lse_TH = kernel.forward(q_THD, k_TKD, v_TKV, tasks, scale)
+    scores = Scores(shape.head_dim**-0.5)
+    o_THV, lse_TH = kernel.forward(q_THD, k_TKD, v_TKV, tasks, scores)
     return (
-        lambda: kernel.forward(q_THD, k_TKD, v_TKV, tasks, scale),
-        lambda: kernel.backward(o_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, scale),
+        lambda: kernel.forward(q_THD, k_TKD, v_TKV, tasks, scores),
+        lambda: kernel.backward(o_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, scores),
     )
 
 

@@ -7,7 +7,7 @@ read pools made of received rows and, where a document spans ranks, of home rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from hf_distca.runtime.exchange import Rows
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import CATask, KeyTransfers, Plan
 
-__all__ = ["KeyPool", "Route", "local_batch"]
+__all__ = ["KeyPool", "Route"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class Route:
         layout = plan.layout
         token = _TokenIndex(layout, rank)
         mine = [task for task in _tasks_of(plan, rank) if task.server == rank]
-        local = [task for task in mine if task.home == rank and task.end <= token.prefix(task.document)]
+        local = [t for t in mine if t.home == rank and token.run(t.document, _first_key(plan, t), t.end) is not None]
         pooled = sorted(set(mine) - set(local), key=lambda task: (task.home != rank, task.home, task.document, task.start))
         sent = [task for task in _tasks_of(plan, rank) if task.home == rank != task.server]
         sent.sort(key=lambda task: (task.server, task.document, task.start))
@@ -87,24 +87,18 @@ class Route:
             _counts(layout, [t.server for t in sent], [t.end - t.start for t in sent]),
             _counts(layout, *_home_lengths([t for t in pooled if t.home != rank])),
         )
-        keys, pool, base = _key_routes(transfers, {t.document for t in pooled}, token, device)
+        keys, pool, place = _key_routes(transfers, {t.document for t in pooled}, token, device)
         return cls(
             queries=queries,
             keys=keys,
-            local=_batch([token.of(t.document, t.start) for t in local], local, [token.of(t.document, 0) for t in local]),
+            local=_batch(plan, [token.of(t.document, t.start) for t in local], local, token.of),
             home_queries=_on(
                 device, _ranges([token.of(t.document, t.start) for t in at_home], [t.end - t.start for t in at_home])
             ),
             pool=pool,
-            arrived=_batch(_starts([t.end - t.start for t in pooled]), pooled, [base[t.document] for t in pooled]),
+            arrived=_batch(plan, _starts([t.end - t.start for t in pooled]), pooled, place),
             exchanges=plan.moved,
         )
-
-
-def local_batch(lengths: Sequence[int]) -> TaskBatch:
-    """Whole documents, one after another: the batch of a rank that works alone."""
-    starts = _starts(lengths)
-    return TaskBatch(starts, tuple(lengths), starts, tuple(lengths))
 
 
 class _TokenIndex:
@@ -127,14 +121,26 @@ class _TokenIndex:
                 return token + position - start
         raise KeyError((document, position))
 
-    def prefix(self, document: int) -> int:
-        """Length of the document's prefix that lies here as one run of tokens."""
-        length, expected = 0, None
-        for start, end, token in self._segments.get(document, []):
-            if start != length or expected not in (None, token):
-                break
-            length, expected = end, token + end - start
-        return length
+    def run(self, document: int, start: int, end: int) -> int | None:
+        """Token index of position `start`, if positions [start, end) lie here as one run of tokens; else None."""
+        found, position = None, start
+        for first, last, token in self._segments.get(document, []):
+            if not first <= position < last:
+                continue
+            here = token + position - first
+            if found is None:
+                found = here
+            elif here != found + position - start:
+                return None
+            if end <= last:
+                return found
+            position = last
+        return None
+
+
+def _first_key(plan: Plan, task: CATask) -> int:
+    """The first document position whose key the task reads."""
+    return 0 if plan.window is None else max(0, task.start - plan.window + 1)
 
 
 def _tasks_of(plan: Plan, rank: int) -> list[CATask]:
@@ -145,18 +151,18 @@ def _tasks_of(plan: Plan, rank: int) -> list[CATask]:
 
 def _key_routes(
     transfers: KeyTransfers | None, pooled: set[int], token: _TokenIndex, device: torch.device
-) -> tuple[Rows, KeyPool, dict[int, int]]:
-    """Rows of k and v to send and receive, the pool they make, and the pool row of each document's first key."""
+) -> tuple[Rows, KeyPool, Callable[[int, int], int]]:
+    """Rows of k and v to send and receive, the pool they make, and where in it a document position lies."""
     rank, layout = token.rank, token.layout
     rows = list(zip(*(column.tolist() for column in transfers), strict=True)) if transfers else []
     out = sorted((to, d, a, b) for d, a, b, source, to in rows if source == rank != to)
     arriving = sorted((source, d, a, b) for d, a, b, source, to in rows if to == rank and d in pooled)
-    base: dict[int, int] = {}
     place: dict[tuple[int, int], int] = {}
+    runs: dict[int, list[tuple[int, int, int]]] = {}
     size = 0
     for _, document, start, end in sorted(arriving, key=lambda row: row[1:]):
-        base.setdefault(document, size)
         place[document, start] = size
+        runs.setdefault(document, []).append((start, end, size))
         size += end - start
     incoming = [row for row in arriving if row[0] != rank]
     own = [row for row in arriving if row[0] == rank]
@@ -173,23 +179,34 @@ def _key_routes(
         _on(device, _ranges([place[d, a] for _, d, a, _ in own], [b - a for _, _, a, b in own])),
         _on(device, _ranges([token.of(d, a) for _, d, a, _ in own], [b - a for _, _, a, b in own])),
     )
-    return keys, pool, base
+
+    def row(document: int, position: int) -> int:
+        return next(at + position - start for start, end, at in runs[document] if start <= position < end)
+
+    return keys, pool, row
 
 
-def _batch(query_starts: Sequence[int], tasks: Sequence[CATask], key_starts: Sequence[int]) -> TaskBatch:
+def _batch(plan: Plan, query_starts: Sequence[int], tasks: Sequence[CATask], key_row: Callable[[int, int], int]) -> TaskBatch:
     """Tasks as a batch; neighbours that continue each other become one task."""
-    merged: list[list[int]] = []
-    for query, task, key in sorted(zip(query_starts, tasks, key_starts, strict=True)):
-        length = task.end - task.start
-        if merged:
-            last = merged[-1]
-            if last[2] == key and last[0] + last[1] == query and last[3] == task.start:
-                last[1] += length
-                last[3] = task.end
-                continue
-        merged.append([query, length, key, task.end])
-    columns = tuple(tuple(column) for column in zip(*merged, strict=True)) or ((), (), (), ())
+    merged: list[tuple[int, int, int, int]] = []
+    last: tuple[CATask, int] | None = None
+    for query, task in sorted(zip(query_starts, tasks, strict=True)):
+        first = _first_key(plan, task)
+        key, rows, keys = key_row(task.document, first), task.end - task.start, task.end - first
+        origin = key - first  # the same for tasks of one document whose keys lie in one run
+        if last is not None and merged[-1][0] + merged[-1][1] == query and last[1] == origin:
+            before = last[0]
+            if (before.document, before.end) == (task.document, task.start):
+                query, rows, key, keys = _joined(merged.pop(), rows)
+        merged.append((query, rows, key, keys))
+        last = task, origin
+    columns = tuple(zip(*merged, strict=True)) or ((), (), (), ())
     return TaskBatch(*columns)
+
+
+def _joined(task: tuple[int, int, int, int], rows: int) -> tuple[int, int, int, int]:
+    """A task of a batch with as many rows and keys more."""
+    return task[0], task[1] + rows, task[2], task[3] + rows
 
 
 def _home_lengths(tasks: Sequence[CATask]) -> tuple[list[int], list[int]]:

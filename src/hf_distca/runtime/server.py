@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_distca.kernels.base import Kernel, TaskBatch
+from hf_distca.kernels.base import Kernel, Scores, TaskBatch
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
 
@@ -23,12 +23,12 @@ class AttentionServer:
 
     Attributes:
         kernel: the attention kernel.
-        scale: factor on QK^T.
+        scores: scale, window and softcap of the layer.
         meter: where kernel seconds are counted.
     """
 
     kernel: Kernel
-    scale: float
+    scores: Scores
     meter: Meter
 
     def forward(
@@ -36,13 +36,13 @@ class AttentionServer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o_THV and lse_TH of a batch; zeros in rows that no task covers."""
         with self.meter.kernel(q_THD.device):
-            return self.kernel.forward(q_THD, k_TKD, v_TKV, tasks, self.scale)
+            return self.kernel.forward(q_THD, k_TKD, v_TKV, tasks, self.scores)
 
     def backward(self, saved: Sequence[torch.Tensor], tasks: TaskBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv of a batch from ``(do, q, k, v, o, lse)``."""
         do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH = saved
         with self.meter.kernel(q_THD.device):
-            return self.kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, self.scale)
+            return self.kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, self.scores)
 
     def serve(
         self, route: Route, home: Sequence[torch.Tensor], received: Sequence[torch.Tensor]

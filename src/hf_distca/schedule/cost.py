@@ -7,6 +7,9 @@ One direction of a CA-task with n query rows and m keys is modelled as three par
 where query rows count in whole kernel tiles, so that slivers are known to be slow. The flop count of causal attention is
 that of FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim per query-key pair and head forward, 2.5 times that
 backward. The three coefficients come from a built-in profile or from timing the kernel (`KernelCost.fit`).
+
+With a sliding window of w keys, position p sees keys (p - w, p]: only the pairs of that band count, and of the keys only the
+last n + w - 1 are read.
 """
 
 from __future__ import annotations
@@ -25,10 +28,18 @@ __all__ = ["AttentionShape", "CostModel", "KernelCost", "causal_pairs", "rank_se
 FloatArray = npt.NDArray[np.float64]
 
 
-def causal_pairs(rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
-    """Query-key pairs of `rows` query rows whose last one sees `keys` keys (its own position included)."""
+def causal_pairs(rows: npt.ArrayLike, keys: npt.ArrayLike, window: int | None = None) -> FloatArray:
+    """Query-key pairs of `rows` query rows that end at document position `keys`.
+
+    The last row sees `keys` keys, its own position included, or the last `window` of them.
+    """
     n, m = np.asarray(rows, dtype=np.float64), np.asarray(keys, dtype=np.float64)
-    return np.asarray(n * (m - (n - 1) / 2))
+    if window is None:
+        return np.asarray(n * (m - (n - 1) / 2))
+    # Rows that see a whole window, and those before them, which see all there is.
+    full = np.clip(m - window, 0, n)
+    rest = n - full
+    return np.asarray(full * window + rest * (m - full - (rest - 1) / 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +146,7 @@ class CostModel:
         exchange_seconds: fixed seconds of one exchange.
         tile: query rows of a kernel tile.
         name: where the figures come from.
+        window: keys that a query position sees, its own included, in layers with a sliding window; None where it sees all.
     """
 
     shape: AttentionShape
@@ -144,6 +156,11 @@ class CostModel:
     exchange_seconds: float = 0.0
     tile: int = 128
     name: str = field(default="custom", compare=False)
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"window={self.window}: a query position sees at least itself, or pass None for no window.")
 
     @classmethod
     def analytic(cls, shape: AttentionShape, *, device_type: str = "cuda", tile: int = 128) -> CostModel:
@@ -160,11 +177,13 @@ class CostModel:
         return cls(shape, pair_cost, free, np.inf, tile=1, name="causal pairs")
 
     def counts(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
-        """Tasks, bytes and forward flops of tasks with `rows` query rows and `keys` keys: shape (tasks, 3)."""
+        """Tasks, bytes and forward flops of tasks with `rows` query rows that end at position `keys`: shape (tasks, 3)."""
         n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
+        pairs = causal_pairs(n, m, self.window)
+        read = m if self.window is None else np.minimum(m, n + (self.window - 1))
         tiled = -(-n // self.tile) * self.tile
-        moved = tiled * (self.shape.query_bytes + self.shape.output_bytes) + m * self.shape.key_value_bytes
-        flops = self.shape.pair_flops * causal_pairs(n, m) * (tiled / np.maximum(n, 1))
+        moved = tiled * (self.shape.query_bytes + self.shape.output_bytes) + read * self.shape.key_value_bytes
+        flops = self.shape.pair_flops * pairs * (tiled / np.maximum(n, 1))
         return np.stack([np.ones(len(n)), moved.astype(np.float64), flops], axis=1)
 
     def seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:

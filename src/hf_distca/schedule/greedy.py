@@ -92,9 +92,11 @@ class Greedy:
         self.pieces: dict[int, list[_Piece]] = {}
         # (segment, start, document, end, home, server)
         self.moved: list[tuple[int, int, int, int, int, int]] = []
-        # document -> rank -> keys [0, n) that it needs anyway. Only documents on several ranks, and moved ones.
+        # document -> rank -> keys [0, n) that it needs anyway. Only documents on several ranks, and moved ones. Nothing with
+        # a window: what a rank needs is no prefix then, and what two slices share is a window of keys at most.
         self.held: dict[int, dict[int, int]] = {}
-        self._hold_spanning()
+        if price.window is None:
+            self._hold_spanning()
 
     def plan(self) -> Plan:
         """Run and build the plan."""
@@ -169,9 +171,8 @@ class Greedy:
         price, pieces = self.price, self._pieces(source)
         for row, piece in enumerate(pieces):
             end = -piece.minus_end
-            # No slice of a shorter prefix moves a second for fewer bytes than its queries alone.
-            rate = price.row + price.pair * end + (price.task + price.key * end) / price.tile
-            if best is not None and price.query_bytes > best.bytes_per_second * rate:
+            # No slice of a shorter prefix moves a second for fewer bytes than this.
+            if best is not None and price.least_bytes > best.bytes_per_second * price.most_seconds(end):
                 break
             held = self.held.get(piece.document)
             if held is None:
@@ -210,7 +211,7 @@ class Greedy:
         shed = whole - price.seconds(start, x) - price.seconds(y, end)
         if not 0 < shed <= most or added > room:
             return best
-        keys = max(y - held, 0)
+        keys = price.keys(x, y, held)
         if x == start and y == end and piece.document in self.held:
             keys -= self._saved(source, piece)
         ratio = (price.query_bytes * (y - x) + price.key_bytes * keys) / shed
@@ -235,10 +236,11 @@ class Greedy:
             insort(pieces, piece._replace(minus_end=-move.start))
         if move.end < end:
             insort(pieces, piece._replace(start=move.end))
-        held = self.held.setdefault(piece.document, {})
-        held[move.server] = max(held.get(move.server, 0), move.end)
-        if source in held:
-            held[source] = max((-p.minus_end for p in pieces if p.document == piece.document), default=0)
+        if self.price.window is None:
+            held = self.held.setdefault(piece.document, {})
+            held[move.server] = max(held.get(move.server, 0), move.end)
+            if source in held:
+                held[source] = max((-p.minus_end for p in pieces if p.document == piece.document), default=0)
         self.moved.append((piece.segment, move.start, piece.document, move.end, source, move.server))
         # A server reads keys that the home reads too, and starts a task more: moving adds work. The levels rise to where
         # they will be when all surplus is moved at the same rate.
@@ -274,7 +276,8 @@ class Greedy:
             rows += [(p.document, p.start, -p.minus_end, rank, rank) for p in pieces]
         extra = np.array(rows, dtype=np.int64).reshape(-1, 5)
         kept = (layout.document, layout.start, layout.end, layout.rank, layout.rank)
-        return Plan(layout, *(np.concatenate([column[keep], extra[:, i]]) for i, column in enumerate(kept)))
+        columns = [np.concatenate([column[keep], extra[:, i]]) for i, column in enumerate(kept)]
+        return Plan(layout, *columns, window=self.price.window)
 
 
 def _fill(seconds: list[float], amount: float) -> float:

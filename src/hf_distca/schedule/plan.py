@@ -18,7 +18,10 @@ __all__ = ["CATask", "KeyTransfers", "Plan"]
 
 
 class CATask(NamedTuple):
-    """Query tokens [start, end) of a document, owned by `home`, computed by `server` against keys [0, end)."""
+    """Query tokens [start, end) of a document, owned by `home`, computed by `server` against keys [0, end).
+
+    In a plan with a window, against keys [max(0, start - window + 1), end).
+    """
 
     document: int
     start: int
@@ -47,6 +50,7 @@ class Plan:
     Attributes:
         layout: the placement that the plan is for.
         document, start, end, home, server: the columns of `CATask`.
+        window: keys that a query position sees, its own included, in the layers that the plan is for; None if it sees all.
     """
 
     layout: Layout
@@ -55,23 +59,28 @@ class Plan:
     end: IntArray
     home: IntArray
     server: IntArray
+    window: int | None = None
 
     def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise PlanError(f"window={self.window}: a query position sees at least itself, or pass None for no window.")
         order = np.lexsort((self.start, self.document))
         for column in CATask._fields:
             object.__setattr__(self, column, np.asarray(getattr(self, column), dtype=np.int64)[order])
         _check(self)
 
     @classmethod
-    def local(cls, layout: Layout) -> Plan:
+    def local(cls, layout: Layout, window: int | None = None) -> Plan:
         """The plan that moves nothing: every rank computes its own segments."""
-        return cls(layout, layout.document, layout.start, layout.end, layout.rank, layout.rank)
+        return cls(layout, layout.document, layout.start, layout.end, layout.rank, layout.rank, window)
 
     @classmethod
-    def from_tasks(cls, layout: Layout, tasks: Sequence[CATask | tuple[int, int, int, int, int]]) -> Plan:
+    def from_tasks(
+        cls, layout: Layout, tasks: Sequence[CATask | tuple[int, int, int, int, int]], window: int | None = None
+    ) -> Plan:
         """Build from rows, as hand-written plans do."""
-        columns = np.array(tasks, dtype=np.int64).reshape(-1, 5)
-        return cls(layout, *(columns[:, i] for i in range(5)))
+        document, start, end, home, server = np.array(tasks, dtype=np.int64).reshape(-1, 5).T
+        return cls(layout, document, start, end, home, server, window)
 
     @property
     def tasks(self) -> list[CATask]:
@@ -81,13 +90,17 @@ class Plan:
 
     @cached_property
     def moved(self) -> bool:
-        """Whether anything is exchanged: a query is moved, or the keys of a document do not lie in one run."""
+        """Whether anything is exchanged: a query is moved, or the keys of a document do not lie in one run.
+
+        A window that ends at every border between runs would need no exchange, and is not looked for.
+        """
         return bool((self.home != self.server).any() or self.layout.scattered)
 
     def key_transfers(self, rank: int | None = None) -> KeyTransfers:
-        """K/V runs each server needs, one copy per document: its longest prefix. Runs the server holds itself included.
+        """K/V runs each server needs, each token once, cut where segments end. Runs the server holds itself included.
 
-        With `rank`, only those that this rank sends or receives.
+        Of a document, that is its longest prefix or, in a plan with a window, the union of what its tasks need. Rows of one
+        server are in order of document and start. With `rank`, only those that this rank sends or receives.
         """
         layout = self.layout
         tasks, segments = np.arange(len(self.document)), np.arange(len(layout.document))
@@ -95,12 +108,18 @@ class Plan:
             mine = layout.document[layout.rank == rank]
             tasks = tasks[(self.server == rank) | np.isin(self.document, mine)]
             segments = segments[np.isin(layout.document, self.document[tasks])]
-        return _join_keys(self, tasks, segments, rank)
+        return _join_keys(layout, _needed_keys(self, tasks), segments, rank)
 
     def to_json(self) -> str:
-        """The plan and its layout as JSON: ``{"tasks": [[document, start, end, home, server], ...], "rank_segments": ...}``."""
+        """The plan and its layout as JSON: ``{"tasks": [[document, start, end, home, server], ...], "rank_segments": ...}``.
+
+        A third key ``"window"`` is there if the plan has one.
+        """
         ranks = [[[s.document, s.start, s.end] for s in self.layout.segments(r)] for r in range(self.layout.world_size)]
-        return json.dumps({"tasks": [list(task) for task in self.tasks], "rank_segments": ranks}, separators=(",", ":"))
+        data: dict[str, Any] = {"tasks": [list(task) for task in self.tasks], "rank_segments": ranks}
+        if self.window is not None:
+            data["window"] = self.window
+        return json.dumps(data, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -112,17 +131,22 @@ class Plan:
         if not isinstance(data, dict) or (missing := {"tasks", "rank_segments"} - data.keys()):
             found = f"missing: {sorted(missing)}" if isinstance(data, dict) else f"found: {type(data).__name__}"
             raise PlanError(f"a plan in JSON is an object with the keys 'tasks' and 'rank_segments', {found}.")
+        window = data.get("window")
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
+            raise PlanError(f"the window of a plan in JSON is a whole number or null, found: {window!r}.")
         layout = Layout.from_segments([[(d, a, b - a) for d, a, b in rank] for rank in data["rank_segments"]])
-        return cls.from_tasks(layout, data["tasks"])
+        return cls.from_tasks(layout, data["tasks"], window)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of layout and tasks. Ranks that hold equal digests carry out the same plan."""
+        """SHA-256 of layout, tasks and window. Ranks that hold equal digests carry out the same plan."""
         layout = self.layout
         columns = [layout.document, layout.start, layout.length, layout.offsets, *(getattr(self, c) for c in CATask._fields)]
         text = hashlib.sha256()
         for column in columns:
             text.update(np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes())
+        if self.window is not None:
+            text.update(b"window" + np.int64(self.window).tobytes())
         return text.hexdigest()
 
 
@@ -164,24 +188,42 @@ def _check(plan: Plan) -> None:
         raise PlanError(f"the tasks compute {computed} query tokens, the layout holds {held}.")
 
 
-def _join_keys(plan: Plan, tasks: IntArray, segments: IntArray, rank: int | None) -> KeyTransfers:
-    """Join (server, document, longest prefix) with the segments of the document."""
-    layout = plan.layout
+def _needed_keys(plan: Plan, tasks: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """(server, document, start, end) of the runs of keys that these tasks need, apart from each other."""
     order = tasks[np.lexsort((plan.end[tasks], plan.document[tasks], plan.server[tasks]))]
     server, document, end = plan.server[order], plan.document[order], plan.end[order]
-    last = np.concatenate([(server[1:] != server[:-1]) | (document[1:] != document[:-1]), [True]])[: len(order)]
-    server, document, end = server[last], document[last], end[last]
+    other = (server[1:] != server[:-1]) | (document[1:] != document[:-1])
+    if plan.window is None:
+        last = np.concatenate([other, [True]])[: len(order)]
+        return server[last], document[last], np.zeros_like(end[last]), end[last]
+    # Tasks of a document never overlap, so in order of their ends the first keys they need are in order as well.
+    start = np.maximum(plan.start[order] - (plan.window - 1), 0)
+    other |= start[1:] > end[:-1]
+    first, last = np.concatenate([[True], other])[: len(order)], np.concatenate([other, [True]])[: len(order)]
+    return server[first], document[first], start[first], end[last]
 
+
+def _join_keys(
+    layout: Layout, needed: tuple[IntArray, IntArray, IntArray, IntArray], segments: IntArray, rank: int | None
+) -> KeyTransfers:
+    """Join runs of keys with the segments that hold them; `segments` are all those of the documents."""
+    server, document, start, end = needed
+    if not len(document):
+        return KeyTransfers(document, start, end, server, server)
     by_document = segments[np.lexsort((layout.start[segments], layout.document[segments]))]
-    first = np.searchsorted(layout.document[by_document], document, side="left")
-    count = np.searchsorted(layout.document[by_document], document, side="right") - first
+    ordered = layout.document[by_document]
+    # Documents count by their place among the ordered ones, so that one number tells document and position apart.
+    place = np.concatenate([[0], np.cumsum(ordered[1:] != ordered[:-1])]) * (layout.longest + 1)
+    position = place + layout.start[by_document]
+    base = place[np.searchsorted(ordered, document)]
+    first = np.searchsorted(position, base + start, side="right") - 1
+    count = np.searchsorted(position, base + end) - first
     need = np.repeat(np.arange(len(document)), count)
-    within = np.arange(len(need)) - np.repeat(np.cumsum(count) - count, count)
-    segment = by_document[np.repeat(first, count) + within]
+    segment = by_document[np.arange(len(need)) + np.repeat(first - (np.cumsum(count) - count), count)]
 
-    start, stop = layout.start[segment], np.minimum(layout.end[segment], end[need])
-    source, to = layout.rank[segment], server[need]
-    keep = start < stop
-    if rank is not None:
-        keep &= (source == rank) | (to == rank)
-    return KeyTransfers(document[need][keep], start[keep], stop[keep], source[keep], to[keep])
+    begin, stop = np.maximum(layout.start[segment], start[need]), np.minimum(layout.end[segment], end[need])
+    rows = KeyTransfers(document[need], begin, stop, layout.rank[segment], server[need])
+    if rank is None:
+        return rows
+    mine = (rows.source == rank) | (rows.server == rank)
+    return KeyTransfers(*(column[mine] for column in rows))

@@ -7,6 +7,7 @@ exchange together, whether and how finely that pays.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel
@@ -15,6 +16,7 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.slices import Price
 from hf_distca.schedule.summary import PlanLoad
+from hf_distca.schedule.windows import BandPrice
 
 __all__ = ["balance"]
 
@@ -34,13 +36,18 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
 
     Args:
         layout: documents and where they lie; the same on every rank.
-        cost: seconds of tasks and of exchanges; the same on every rank.
+        cost: seconds of tasks and of exchanges; the same on every rank. The plan is for layers with its window, or for layers
+            without one if no document is longer than the window.
         config: `balance`, `tolerance`, `min_gain` and `tile` are read. A tolerance below 0.002 counts as 0.002.
     """
-    local = Plan.local(layout)
+    # A window that no document is longer than is none.
+    if cost.window is not None and cost.window >= layout.longest:
+        cost = replace(cost, window=None)
+    local = Plan.local(layout, cost.window)
     if not config.balance or layout.world_size < 2:
         return local
-    price, unmoved = Price.of(cost, config.tile), PlanLoad(local, cost)
+    price = (Price if cost.window is None else BandPrice).of(cost, config.tile)
+    unmoved = PlanLoad(local, cost)
     seconds = unmoved.compute_seconds.tolist()
     # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
     if not price.pair or _within(seconds, config.tolerance):

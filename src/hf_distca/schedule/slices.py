@@ -4,13 +4,14 @@ Query rows [x, y) of a document, moved to a server that holds none of its keys, 
 about p * (y**2 - x**2) / 2 seconds, with q and kv the bytes of a query and of a key token and p the seconds of a query-key
 pair. For F seconds, with n = y - x rows, y = F / (p * n) + n / 2; the bytes q * n + kv * (F / (p * n) + n / 2) are least at
 n = sqrt(F * kv / (p * (q + kv / 2))). Keys that the server holds anyway, as home of a part of the document or for a slice
-that it already has, are free.
+that it already has, are free. `windows.BandPrice` is the same for layers with a sliding window.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 from hf_distca.schedule.cost import CostModel
 
@@ -19,7 +20,10 @@ __all__ = ["Price"]
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """A cost model as scalars: seconds of a task, query row, key and query-key pair; bytes of a moved query and key token."""
+    """A cost model as scalars: seconds of a task, query row, key and query-key pair; bytes of a moved query and key token.
+
+    `window` is the cost model's; this class prices tasks that see all keys before them.
+    """
 
     task: float
     row: float
@@ -29,9 +33,10 @@ class Price:
     tile: int
     query_bytes: int
     key_bytes: int
+    window: int | None
 
     @classmethod
-    def of(cls, cost: CostModel, tile: int) -> Price:
+    def of(cls, cost: CostModel, tile: int) -> Self:
         """Prices of a cost model for documents cut at multiples of `tile`."""
         shape, forward, backward = cost.shape, cost.forward, cost.backward
         # Backward reads and writes about twice the bytes of forward and computes 2.5 times as much, as in `CostModel`.
@@ -46,7 +51,21 @@ class Price:
             tile=tile,
             query_bytes=shape.moved_query_bytes,
             key_bytes=shape.moved_key_bytes,
+            window=cost.window,
         )
+
+    @property
+    def least_bytes(self) -> int:
+        """Fewest bytes exchanged for a moved query row: those of the row alone, where the server holds its keys."""
+        return self.query_bytes
+
+    def most_seconds(self, end: int) -> float:
+        """Most seconds that a query row before `end` takes, in slices of at least a tile."""
+        return self.row + self.pair * end + (self.task + self.key * end) / self.tile
+
+    def keys(self, start: int, end: int, held: int) -> int:
+        """Keys that query rows [start, end) need beyond the first `held` ones."""
+        return max(end - held, 0)
 
     def seconds(self, start: int, end: int) -> float:
         """Seconds of query rows [start, end), 0 if there are none."""

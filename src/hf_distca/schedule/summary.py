@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,11 +27,15 @@ class PlanLoad:
     figures: the scheduler decides by them.
 
     Attributes:
-        plan, cost: what is measured, and the model that it is measured with.
+        plan, cost: what is measured, and the model that it is measured with. The window is the plan's.
     """
 
     plan: Plan
     cost: CostModel
+
+    def __post_init__(self) -> None:
+        if self.cost.window != self.plan.window:
+            object.__setattr__(self, "cost", replace(self.cost, window=self.plan.window))
 
     def _sum(self, rank: IntArray, weights: npt.NDArray[Any]) -> FloatArray:
         # bincount of nothing counts in integers, whatever the weights are.
@@ -41,7 +45,7 @@ class PlanLoad:
     def pairs(self) -> FloatArray:
         """Causal query-key pairs that each rank computes."""
         plan = self.plan
-        return self._sum(plan.server, causal_pairs(plan.end - plan.start, plan.end))
+        return self._sum(plan.server, causal_pairs(plan.end - plan.start, plan.end, plan.window))
 
     @cached_property
     def compute_seconds(self) -> FloatArray:
@@ -157,7 +161,7 @@ class PlanSummary:
 
 def summarize(plan: Plan, cost: CostModel) -> PlanSummary:
     """Figures of `plan` beside those of the plan that moves nothing, under `cost`."""
-    after, before = PlanLoad(plan, cost), PlanLoad(Plan.local(plan.layout), cost)
+    after, before = PlanLoad(plan, cost), PlanLoad(Plan.local(plan.layout, plan.window), cost)
 
     def busiest(values: FloatArray) -> int:
         return int(values.max(initial=0))

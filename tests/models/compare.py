@@ -1,0 +1,196 @@
+"""One tiny model under distca against the same weights, one document at a time, under transformers' own attention.
+
+A document that runs alone needs no mask against others, so the oracle cannot share a masking mistake with what it judges; windows,
+chunks, sinks and scales are the model's own. Tolerances are relative to the norm of what is compared: in float64 the
+remaining difference comes from models that round parts of their layers to float32, which different token counts round
+differently. A leaked document, a wrong window or scale, or a dropped sink moves the logits by more than 1e-3.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+from transformers import AttentionInterface, PreTrainedModel
+
+import hf_distca
+from hf_distca.integration import families
+from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, build
+
+PACKED = (23, 1, 40, 9)  # tokens of the documents of a packed row
+ROWS = (24, 24, 24)  # tokens of the documents of a batch of full rows
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-4}
+
+
+@dataclass
+class Calls:
+    """What reached an attention function."""
+
+    count: int = 0
+    variants: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Outcome:
+    """What a forward and backward of several documents gave."""
+
+    loss: float
+    logits: list[torch.Tensor]
+    grads: dict[str, torch.Tensor | None]
+
+
+def documents(lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    """Random tokens, the same for the same position in `lengths`."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (n,), generator=generator) for n in lengths]
+
+
+@contextmanager
+def spying(name: str) -> Iterator[Calls]:
+    """Count the calls of an attention function while the block runs."""
+    calls, known = Calls(), AttentionInterface._global_mapping
+    original = known[name]
+
+    def spy(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kwargs: Any) -> Any:
+        calls.count += 1
+        calls.variants |= _variants(q, k, v, mask, kwargs)
+        return original(module, q, k, v, mask, **kwargs)
+
+    known[name] = spy
+    try:
+        yield calls
+    finally:
+        known[name] = original
+
+
+def _variants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> set[str]:
+    local = getattr(mask, "local_size", None)
+    found = {
+        "window": kwargs.get("sliding_window") is not None,
+        "local": local is not None and kwargs.get("sliding_window") is None,
+        "softcap": kwargs.get("softcap") is not None,
+        "sinks": kwargs.get("s_aux") is not None,
+        "k and v widths differ": k.shape[-1] != v.shape[-1],
+        "GQA": 1 < k.shape[1] < q.shape[1],
+        "MQA": k.shape[1] == 1 < q.shape[1],
+        "own scale": kwargs.get("scaling") is not None and abs(kwargs["scaling"] - q.shape[-1] ** -0.5) > 1e-9,
+    }
+    return {name for name, present in found.items() if present}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Models of many ages warn about themselves; what they compute is what counts here."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("hf_distca").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+@contextmanager
+def without_table() -> Iterator[None]:
+    """Let refused families run, so that the table cannot be its own proof."""
+    table, families.FAMILIES = families.FAMILIES, {}
+    try:
+        yield
+    finally:
+        families.FAMILIES = table
+
+
+def takes(model: PreTrainedModel, argument: str) -> bool:
+    return argument in inspect.signature(model.forward).parameters
+
+
+def forward(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor | None, **extra: Any) -> torch.Tensor:
+    """Logits (batch, length, vocabulary) of the model."""
+    if positions is not None and takes(model, "position_ids"):
+        extra["position_ids"] = positions
+    if takes(model, "use_cache"):
+        extra["use_cache"] = False
+    out = model(input_ids=ids, **extra)
+    logits = out.logits if hasattr(out, "logits") else out[0]
+    if logits.shape[:2] != ids.shape:
+        raise ValueError(f"logits of shape {tuple(logits.shape)} for ids of shape {tuple(ids.shape)}")
+    return logits
+
+
+def summed_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Sum of the next-token losses of a document."""
+    return cross_entropy(logits[:-1].double(), tokens[1:], reduction="sum")
+
+
+def finish(model: PreTrainedModel, docs: list[torch.Tensor], pieces: list[torch.Tensor]) -> Outcome:
+    loss = torch.stack([summed_loss(piece, doc) for piece, doc in zip(pieces, docs, strict=True)]).sum()
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return Outcome(float(loss.detach()), [piece.detach() for piece in pieces], grads)
+
+
+def alone(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
+    return finish(model, docs, [forward(model, d[None], torch.arange(len(d))[None])[0] for d in docs])
+
+
+def packed(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
+    positions = torch.cat([torch.arange(len(d)) for d in docs])[None]
+    logits = forward(model, torch.cat(docs)[None], positions)[0]
+    return finish(model, docs, list(logits.split([len(d) for d in docs])))
+
+
+def rows(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
+    positions = torch.arange(len(docs[0])).expand(len(docs), -1)
+    return finish(model, docs, list(forward(model, torch.stack(docs), positions)))
+
+
+def padded(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
+    length = max(map(len, docs))
+    ids = torch.stack([torch.nn.functional.pad(d, (0, length - len(d)), value=FIRST_ORDINARY_TOKEN) for d in docs])
+    mask = torch.stack([(torch.arange(length) < len(d)).long() for d in docs])
+    positions = torch.arange(length).expand(len(docs), -1)
+    logits = forward(model, ids, positions, attention_mask=mask)
+    return finish(model, docs, [row[: len(d)] for row, d in zip(logits, docs, strict=True)])
+
+
+def difference(got: Outcome, want: Outcome) -> tuple[float, str]:
+    """The largest relative difference, and of what."""
+    worst = (abs(got.loss - want.loss) / max(abs(want.loss), 1e-9), "loss")
+    for number, (a, b) in enumerate(zip(got.logits, want.logits, strict=True)):
+        worst = max(worst, (_relative(a, b, 1e-9), f"logits of document {number}"))
+    total = sum(float(g.double().square().sum()) for g in want.grads.values() if g is not None) ** 0.5
+    for name, b in want.grads.items():
+        a = got.grads[name]
+        if a is None and b is None:
+            continue
+        a, b = (torch.zeros(1) if g is None else g for g in (a, b))
+        worst = max(worst, (_relative(a, b, 1e-4 * total), f"gradient of {name}"))
+    return worst
+
+
+def _relative(got: torch.Tensor, want: torch.Tensor, floor: float) -> float:
+    value = float((got.double() - want.double()).norm()) / max(float(want.double().norm()), floor)
+    return value if value == value else float("inf")
+
+
+Mode = Callable[[PreTrainedModel, list[torch.Tensor]], Outcome]
+
+
+def run(model_type: str, implementation: str, dtype: torch.dtype, mode: Mode, lengths: tuple[int, ...]) -> tuple[Outcome, Calls]:
+    """Build the model, run documents through it, count attention calls."""
+    model = build(model_type, implementation, dtype)
+    calls = Calls()
+    if implementation == "eager":
+        return mode(model, documents(lengths)), calls
+    with spying(implementation) as calls:
+        return mode(model, documents(lengths)), calls

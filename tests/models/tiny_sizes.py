@@ -1,0 +1,103 @@
+"""What `tiny` gives config fields: by field name, and for the types that need more than that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ALWAYS = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+# Widths are multiples of 16: grouped matrix products on a CPU ask for rows of a multiple of 16 bytes.
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "d_model": 64,
+    "n_embd": 64,
+    "emb_dim": 64,
+    "embedding_size": 64,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "encoder_ffn_dim": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_layers": 2,
+    "decoder_layers": 2,
+    "encoder_layers": 1,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "n_positions": 128,
+    "n_ctx": 128,
+    "initializer_range": 0.15,
+    "init_std": 0.15,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "sliding_window": 8,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+    "attention_chunk_size": 8,
+    "is_decoder": True,
+    "add_cross_attention": False,
+    "depth": 1,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 16,
+    "image_size": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_ROPES = {kind: _ROPE for kind in ("full_attention", "sliding_attention")}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": _ROPES,
+    },
+    "gemma4_text": {"global_head_dim": 32},
+    "gemma4": {"text_config": {"global_head_dim": 32}},
+    "gemma4_unified_text": {"global_head_dim": 32},
+    "gemma4_unified": {"text_config": {"global_head_dim": 32}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_hidden_layers": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 16], "num_buckets": 4},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"]},
+    "dots1": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+}
+OVERRIDES["qwen4_exp"] = {"text_config": OVERRIDES["qwen4_exp_text"]}
