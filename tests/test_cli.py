@@ -63,6 +63,18 @@ def test_plan_of_lengths_and_options(tmp_path: Path) -> None:
     assert all(end % 256 == 0 for end in ends)
 
 
+@pytest.mark.parametrize("window", [1024, 65536])
+def test_plan_with_a_window(tmp_path: Path, window: int) -> None:
+    output = tmp_path / "plan.json"
+    file = placement(tmp_path, {"lengths": [[65536], [512] * 128]})
+    result = run("plan", file, "-o", output, "--window", str(window))
+    assert result.exit_code == 0, result.output
+    assert f"{window} keys" in result.stdout
+    # No document is longer than the longer of the two.
+    assert ("as long as any document" in result.stdout) == (window == 65536)
+    assert Plan.from_json(output.read_text()).window == (1024 if window == 1024 else None)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -92,6 +104,7 @@ def test_bad_placements(tmp_path: Path, content: object, message: str) -> None:
     ("options", "message"),
     [
         (("--tile", "0"), "tile=0"),
+        (("--window", "0"), "window=0"),
         (("--tolerance", "1.5"), "tolerance=1.5"),
         (("--query-heads", "5", "--key-value-heads", "2"), "query_heads=5"),
     ],

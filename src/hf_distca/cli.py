@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,6 +46,7 @@ def plan(
     query_heads: Annotated[int, typer.Option(help="Query heads of a layer.")] = 32,
     key_value_heads: Annotated[int, typer.Option(help="Key/value heads of a layer.")] = 8,
     head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128,
+    window: Annotated[int | None, typer.Option(help="Keys that a position sees, of layers with a sliding window.")] = None,
     cost: Annotated[CostName, typer.Option(help="What is balanced: causal pairs, or seconds on a device.")] = CostName.pairs,
 ) -> None:
     """Plan which rank computes which attention, and write the plan as JSON.
@@ -55,14 +57,19 @@ def plan(
     """
     try:
         config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=tile)
-        model = _cost_model(AttentionShape(query_heads, key_value_heads, head_dim, head_dim, 2), cost, tile)
+        shape = AttentionShape(query_heads, key_value_heads, head_dim, head_dim, 2)
+        model = replace(_cost_model(shape, cost, tile), window=window)
         result = balance(read_placement(placement), model, config)
         output.write_text(result.to_json() + "\n", encoding="utf-8")
     except DistCAError as error:
         _fail(str(error))
     except OSError as error:
         _fail(f"{error.filename or output}: {error.strerror or error}.")
-    typer.echo(f"{'cost model':<26} {model.name}\n{summarize(result, model)}")
+    typer.echo(f"{'cost model':<26} {model.name}")
+    if window is not None:
+        # Without, the plan is for layers that see all: no document is longer than the window.
+        typer.echo(f"{'sliding window':<26} {window} keys{'' if result.window else ', as long as any document'}")
+    typer.echo(str(summarize(result, model)))
 
 
 def read_placement(path: Path) -> Layout:

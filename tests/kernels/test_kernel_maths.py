@@ -4,12 +4,26 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from dense_attention import CASES, SHAPES, Case, exact, plain, random_cases, random_pools, relative_error, run_kernel, untouched
+from dense_attention import (
+    CASES,
+    PLAIN,
+    SCORES,
+    SHAPES,
+    Case,
+    exact,
+    plain,
+    random_cases,
+    random_pools,
+    relative_error,
+    run_kernel,
+    untouched,
+)
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from strict_varlen_op import StrictVarlenOp
 
 from hf_distca.errors import KernelError
-from hf_distca.kernels import Kernel, TaskBatch, reference
+from hf_distca.kernels import Kernel, Scores, TaskBatch, reference
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.reference import ReferenceKernel
 from hf_distca.kernels.varlen import VarlenKernel
@@ -20,12 +34,12 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
     "varlen": lambda: VarlenKernel(StrictVarlenOp()),
 }
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-SCALE = 0.19  # of no head dim in SHAPES, so that a kernel that takes its own fails
+GRID = [(kernel, scores) for kernel in KERNELS for scores in SCORES if kernel != "cpu" or SCORES[scores].softcap is None]
 
 
-def check(kernel: Kernel, case: Case, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def check(kernel: Kernel, case: Case, shape: tuple[int, int, int, int], dtype: torch.dtype, scores: Scores) -> None:
     pools = random_pools(case, shape, dtype)
-    found, expected = run_kernel(kernel, pools, case.tasks, SCALE), exact(pools, case.tasks, SCALE)
+    found, expected = run_kernel(kernel, pools, case.tasks, scores), exact(pools, case.tasks, scores)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert found["o"].dtype == found["dq"].dtype == dtype
     assert found["lse"].dtype == wide
@@ -40,31 +54,33 @@ def check(kernel: Kernel, case: Case, shape: tuple[int, int, int, int], dtype: t
     if dtype in TOLERANCE:
         assert max(errors.values()) <= TOLERANCE[dtype], errors
         return
-    baseline = plain(pools, case.tasks, SCALE)
-    assert errors.pop("lse") <= 1e-5
+    baseline = plain(pools, case.tasks, scores)
+    # Exponentials of torch's CPU kernel are good to 20 bits in half precision: with a window of 1 that is all of the error.
+    assert errors.pop("lse") <= 5e-5
     for name, error in errors.items():
-        assert error <= 2 * relative_error(baseline[name], expected[name]), name
+        assert error <= 2 * relative_error(baseline[name], expected[name]) + 1e-6, name
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("kernel", "scores"), GRID)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_every_batch(kernel: str, case: str, dtype: torch.dtype) -> None:
-    check(KERNELS[kernel](), CASES[case], SHAPES["GQA"], dtype)
+def test_every_batch(kernel: str, scores: str, case: str, dtype: torch.dtype) -> None:
+    check(KERNELS[kernel](), CASES[case], SHAPES["GQA"], dtype, SCORES[scores])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("kernel", "scores"), [pair for pair in GRID if pair[1] in ("plain", "window of 17", "softcap")])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_shape(kernel: str, shape: str, dtype: torch.dtype) -> None:
-    check(KERNELS[kernel](), CASES["shared keys with gaps"], SHAPES[shape], dtype)
+def test_every_shape(kernel: str, scores: str, shape: str, dtype: torch.dtype) -> None:
+    check(KERNELS[kernel](), CASES["shared keys with gaps"], SHAPES[shape], dtype, SCORES[scores])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@given(case=random_cases())
+@given(case=random_cases(), window=st.none() | st.integers(1, 100), softcap=st.none() | st.floats(0.5, 5))
 @settings(max_examples=60, deadline=None)
-def test_random_batches(kernel: str, case: Case) -> None:
-    check(KERNELS[kernel](), case, SHAPES["MQA"], torch.float32)
+def test_random_batches(kernel: str, case: Case, window: int | None, softcap: float | None) -> None:
+    scores = Scores(0.19, window, None if kernel == "cpu" else softcap)
+    check(KERNELS[kernel](), case, SHAPES["MQA"], torch.float32, scores)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -77,7 +93,7 @@ def test_strided_inputs(kernel: str) -> None:
         {"q": q, "k": k, "v": v, "do": torch.ones((), dtype=torch.float64).expand(q.shape)},
         {name: x.mT.contiguous().mT for name, x in {"q": q, "k": k, "v": v, "do": v}.items()},
     ):
-        found, expected = run_kernel(KERNELS[kernel](), pools, case.tasks, SCALE), exact(pools, case.tasks, SCALE)
+        found, expected = run_kernel(KERNELS[kernel](), pools, case.tasks, PLAIN), exact(pools, case.tasks, PLAIN)
         for name, value in found.items():
             assert relative_error(value, expected[name]) <= 1e-10, name
 
@@ -87,7 +103,7 @@ def test_large_scores_do_not_overflow(kernel: str) -> None:
     case = CASES["shared keys"]
     pools = random_pools(case, SHAPES["GQA"], torch.float64)
     pools["q"] *= 100
-    found, expected = run_kernel(KERNELS[kernel](), pools, case.tasks, SCALE), exact(pools, case.tasks, SCALE)
+    found, expected = run_kernel(KERNELS[kernel](), pools, case.tasks, PLAIN), exact(pools, case.tasks, PLAIN)
     for name, value in found.items():
         assert relative_error(value, expected[name]) <= 1e-8, name
 
@@ -96,7 +112,7 @@ def test_large_scores_do_not_overflow(kernel: str) -> None:
 def test_no_graph_is_recorded(kernel: str) -> None:
     case = CASES["shared keys"]
     pools = {name: x.requires_grad_() for name, x in random_pools(case, SHAPES["GQA"], torch.float32).items()}
-    assert not any(x.requires_grad for x in run_kernel(KERNELS[kernel](), pools, case.tasks, SCALE).values())
+    assert not any(x.requires_grad for x in run_kernel(KERNELS[kernel](), pools, case.tasks, PLAIN).values())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -114,20 +130,21 @@ def test_no_graph_is_recorded(kernel: str) -> None:
 def test_tasks_outside_their_pools_are_refused(kernel: str, tasks: TaskBatch, heads: int, message: str) -> None:
     q, k = torch.zeros(10, heads, 8), torch.zeros(10, 2, 8)
     with pytest.raises(KernelError, match=message):
-        KERNELS[kernel]().forward(q, k, k, tasks, SCALE)
+        KERNELS[kernel]().forward(q, k, k, tasks, PLAIN)
     with pytest.raises(KernelError, match=message):
-        KERNELS[kernel]().backward(q, q, k, k, q, q[..., 0], tasks, SCALE)
+        KERNELS[kernel]().backward(q, q, k, k, q, q[..., 0], tasks, PLAIN)
 
 
 @pytest.mark.parametrize(("k", "v"), [((10, 2, 16), (10, 2, 8)), ((10, 2, 8), (9, 2, 8)), ((10, 16), (10, 16))])
 def test_pools_that_do_not_fit_are_refused(k: tuple[int, ...], v: tuple[int, ...]) -> None:
     with pytest.raises(KernelError, match=r"got q \(10, 4, 8\), k \(10, "):
-        CpuKernel().forward(torch.zeros(10, 4, 8), torch.zeros(k), torch.zeros(v), TaskBatch([0], [4], [0], [4]), SCALE)
+        CpuKernel().forward(torch.zeros(10, 4, 8), torch.zeros(k), torch.zeros(v), TaskBatch([0], [4], [0], [4]), PLAIN)
 
 
-def test_the_reference_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scores", SCORES)
+def test_the_reference_in_small_pieces(scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_SCORES_PER_CHUNK", 1000)
-    check(ReferenceKernel(), CASES["shared keys with gaps"], SHAPES["GQA"], torch.float64)
+    check(ReferenceKernel(), CASES["shared keys with gaps"], SHAPES["GQA"], torch.float64, SCORES[scores])
 
 
 def test_bfloat16_slices_of_a_long_document_round_as_little_as_one_call() -> None:
@@ -136,7 +153,7 @@ def test_bfloat16_slices_of_a_long_document_round_as_little_as_one_call() -> Non
     sliced = Case(TaskBatch([0, cut], [cut, length - cut], [0, 0], [cut, length]), length, length)
     whole = TaskBatch([0], [length], [0], [length])
     pools = random_pools(sliced, (2, 1, 64, 64), torch.bfloat16)
-    expected = exact(pools, whole, SCALE)
-    merged, single = run_kernel(CpuKernel(), pools, sliced.tasks, SCALE), run_kernel(CpuKernel(), pools, whole, SCALE)
+    expected = exact(pools, whole, PLAIN)
+    merged, single = run_kernel(CpuKernel(), pools, sliced.tasks, PLAIN), run_kernel(CpuKernel(), pools, whole, PLAIN)
     for name in merged:
         assert relative_error(merged[name], expected[name]) <= 1.5 * relative_error(single[name], expected[name]), name

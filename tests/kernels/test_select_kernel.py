@@ -1,24 +1,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 import hf_distca.kernels as kernels
 from hf_distca.errors import KernelError
-from hf_distca.kernels import flash_attn, select_kernel
+from hf_distca.kernels import Scores, flash_attn, select_kernel
 from hf_distca.kernels.cuda import flash_attention_unsupported
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+PLAIN, WINDOW, BOTH = Scores(0.1), Scores(0.1, window=7), Scores(0.1, window=7, softcap=30.0)
 
 
 @pytest.fixture
-def _new_log() -> Iterator[None]:
-    kernels._announce.cache_clear()
-    yield
-    kernels._announce.cache_clear()
+def _new_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_said", set())
 
 
 @pytest.fixture
@@ -29,36 +27,40 @@ def _one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_on_cpu() -> None:
-    assert select_kernel("auto", CPU, torch.bfloat16, 64, 64).name == "cpu"
-    assert select_kernel("auto", CPU, torch.float64, 24, 16).name == "cpu"
+    assert select_kernel("auto", CPU, torch.bfloat16, 64, 64, PLAIN).name == "cpu"
+    assert select_kernel("auto", CPU, torch.float64, 24, 16, PLAIN).name == "cpu"
+    assert select_kernel("auto", CPU, torch.float32, 64, 64, WINDOW).name == "cpu"
+    assert select_kernel("auto", CPU, torch.float32, 64, 64, BOTH).name == "reference"
 
 
 def test_auto_on_other_devices() -> None:
-    assert select_kernel("auto", torch.device("mps"), torch.float32, 64, 64).name == "reference"
+    assert select_kernel("auto", torch.device("mps"), torch.float32, 64, 64, PLAIN).name == "reference"
 
 
 @pytest.mark.usefixtures("_one_hopper")
 def test_auto_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attn, "_installed", lambda: None)
-    assert select_kernel("auto", CUDA, torch.bfloat16, 192, 128).name == "cuda"
-    assert select_kernel("auto", CUDA, torch.float32, 64, 64).name == "reference"
-    assert select_kernel("auto", CUDA, torch.float16, 512, 512).name == "reference"
-    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8))
-    assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64).name == "flash_attn"
-    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 5))
-    assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64).name == "cuda"
+    assert select_kernel("auto", CUDA, torch.bfloat16, 192, 128, PLAIN).name == "cuda"
+    assert select_kernel("auto", CUDA, torch.float32, 64, 64, PLAIN).name == "reference"
+    assert select_kernel("auto", CUDA, torch.float16, 512, 512, PLAIN).name == "reference"
+    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8, 3))
+    assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "flash_attn"
+    assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64, BOTH).name == "flash_attn"
+    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 6, 1))
+    assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64, WINDOW).name == "cuda"
+    assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64, BOTH).name == "reference"
 
 
 def test_a_named_kernel() -> None:
-    assert select_kernel("reference", CPU, torch.float32, 64, 64).name == "reference"
-    assert select_kernel("cpu", CPU, torch.float32, 64, 64) is select_kernel("auto", CPU, torch.float32, 64, 64)
+    assert select_kernel("reference", CPU, torch.float32, 64, 64, PLAIN).name == "reference"
+    assert select_kernel("cpu", CPU, torch.float32, 64, 64, PLAIN) is select_kernel("auto", CPU, torch.float32, 64, 64, PLAIN)
 
 
 @pytest.mark.parametrize(
     ("name", "device", "dtype", "message"),
     [
         ("cuda", CPU, torch.bfloat16, r"'cuda' cannot run torch.bfloat16 .* on 'cpu'. Set kernel=\"auto\""),
-        ("cpu", CUDA, torch.float32, "'cpu' cannot run torch.float32 tensors on cuda:0 with head dim 64"),
+        ("cpu", CUDA, torch.float32, "'cpu' cannot run torch.float32 tensors on cuda:0, with head dim 64"),
         ("cpu", CPU, torch.float8_e4m3fn, "not in torch.float8_e4m3fn"),
         ("reference", CPU, torch.int32, "torch.int32 is not a floating dtype"),
         ("auto", CPU, torch.int64, "No kernel runs torch.int64 .*cpu: .*reference: "),
@@ -67,13 +69,13 @@ def test_a_named_kernel() -> None:
 )
 def test_refusals(name: str, device: torch.device, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(KernelError, match=message):
-        select_kernel(name, device, dtype, 64, 64)
+        select_kernel(name, device, dtype, 64, 64, PLAIN)
 
 
 def test_flash_attn_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attn, "_installed", lambda: None)
     with pytest.raises(KernelError, match=r"flash-attn is not installed: pip install hf-distca\[flash\]"):
-        select_kernel("flash_attn", CUDA, torch.bfloat16, 64, 64)
+        select_kernel("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
 
 
 @pytest.mark.usefixtures("_one_hopper")
@@ -89,8 +91,52 @@ def test_flash_attention_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_says_once_what_runs(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         for dtype in (torch.float32, torch.float32, torch.bfloat16):
-            select_kernel("auto", CPU, dtype, 64, 64)
+            select_kernel("auto", CPU, dtype, 64, 64, PLAIN)
     assert [record.getMessage() for record in caplog.records] == [
         "core attention in torch.float32 on cpu runs in kernel 'cpu'",
         "core attention in torch.bfloat16 on cpu runs in kernel 'cpu'",
     ]
+
+
+def test_softcap_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KernelError, match=r"tensors on cpu with window and softcap, .*CPU kernel has no softcap. Set kernel="):
+        select_kernel("cpu", CPU, torch.float32, 64, 64, BOTH)
+    monkeypatch.setattr("hf_distca.kernels.cuda.flash_attention_unsupported", lambda *args: None)
+    with pytest.raises(KernelError, match=r"no softcap, the flash-attn package has: pip install hf-distca\[flash\]"):
+        select_kernel("cuda", CUDA, torch.bfloat16, 64, 64, BOTH)
+
+
+@pytest.mark.usefixtures("_new_log")
+def test_says_once_for_windows_and_softcaps(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="hf_distca"):
+        for scores in (WINDOW, Scores(0.2, window=9), BOTH, BOTH):
+            select_kernel("auto", CPU, torch.float32, 64, 64, scores)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "core attention in torch.float32 on cpu with window runs in kernel 'cpu'"),
+        (
+            "INFO",
+            "core attention in torch.float32 on cpu with window and softcap runs in kernel 'reference' "
+            "(cpu: torch's fused CPU kernel has no softcap)",
+        ),
+    ]
+
+
+@pytest.mark.usefixtures("_new_log", "_one_hopper")
+def test_warns_of_the_reference_on_a_gpu(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
+    with caplog.at_level(logging.INFO, logger="hf_distca"):
+        for scores in (PLAIN, PLAIN, BOTH):
+            select_kernel("auto", CUDA, torch.float32, 64, 64, scores)
+        select_kernel("auto", CUDA, torch.bfloat16, 64, 64, BOTH)
+        select_kernel("auto", CUDA, torch.bfloat16, 512, 512, PLAIN)
+        select_kernel("auto", CUDA, torch.bfloat16, 64, 64, WINDOW)
+        select_kernel("reference", CUDA, torch.float64, 64, 64, PLAIN)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 4 + ["INFO"] * 2
+    both_types, both_ways, softcap, width = (record.getMessage() for record in caplog.records[:4])
+    assert "far slower than flash attention (flash_attn: " in both_types
+    assert both_types.endswith("To speed it up, train in bfloat16 or float16 (bf16=True or fp16=True).")
+    assert "bf16=True" in both_ways
+    assert both_ways.endswith("and install flash-attn, the one fast kernel with softcap (pip install hf-distca[flash]).")
+    assert "cuda: torch's flash attention has no softcap" in softcap
+    assert "bf16=True" not in softcap
+    assert width.endswith("for values).")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 import hf_distca
 from hf_distca.integration import families
@@ -36,6 +36,7 @@ class Calls:
 
     count: int = 0
     variants: set[str] = field(default_factory=set)
+    masked: set[str] = field(default_factory=set)  # types of the configs that masks were made for
 
 
 @dataclass
@@ -56,19 +57,24 @@ def documents(lengths: tuple[int, ...]) -> list[torch.Tensor]:
 @contextmanager
 def spying(name: str) -> Iterator[Calls]:
     """Count the calls of an attention function while the block runs."""
-    calls, known = Calls(), AttentionInterface._global_mapping
-    original = known[name]
+    calls, known, masks = Calls(), AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    original, original_mask = known[name], masks[name]
 
-    def spy(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kwargs: Any) -> Any:
+    def spy(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         calls.count += 1
-        calls.variants |= _variants(q, k, v, mask, kwargs)
-        return original(module, q, k, v, mask, **kwargs)
+        given = dict(zip(("query", "key", "value", "attention_mask"), args, strict=False)) | kwargs
+        calls.variants |= _variants(given["query"], given["key"], given["value"], given.get("attention_mask"), kwargs)
+        return original(module, *args, **kwargs)
 
-    known[name] = spy
+    def spy_mask(**kwargs: Any) -> Any:
+        calls.masked.add(kwargs["config"].model_type)
+        return original_mask(**kwargs)
+
+    known[name], masks[name] = spy, spy_mask
     try:
         yield calls
     finally:
-        known[name] = original
+        known[name], masks[name] = original, original_mask
 
 
 def _variants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> set[str]:

@@ -7,11 +7,12 @@ import re
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tiny_sizes import ALWAYS, OVERRIDES, SIZES
+from tiny_sizes import ALWAYS, CONFIG_TYPES, OVERRIDES, SIZES
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCABULARY = 96
@@ -24,7 +25,12 @@ _TOKEN = re.compile("token_(id|index)$|_index$")
 def build(model_type: str, implementation: str, dtype: torch.dtype) -> PreTrainedModel:
     """The same random weights for every implementation."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation=implementation)
+    config = tiny_config(model_type)
+    config._attn_implementation = implementation
+    model_class = class_of(model_type)
+    if model_class._can_set_experts_implementation():
+        config._experts_implementation = "eager"  # the grouped products know no float64
+    model = model_class(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():  # so that nothing that starts as zero hides what flows through it
@@ -33,9 +39,18 @@ def build(model_type: str, implementation: str, dtype: torch.dtype) -> PreTraine
     return model.to(dtype).train()
 
 
+def class_of(model_type: str) -> type[PreTrainedModel]:
+    """The class that AutoModelForCausalLM would build."""
+    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+
+
 def tiny_config(model_type: str) -> PreTrainedConfig:
     """Two to five layers, one of each kind at least, 4 heads of width 16, windows of 8 tokens."""
-    return _tiny(CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {}))
+    config_class = CONFIG_MAPPING[CONFIG_TYPES.get(model_type, model_type)]
+    parts = [spec.config_class for spec in config_class.sub_configs_defaults.values()]
+    if class_of(model_type).config_class in parts:  # a causal LM that is the text half of a larger model
+        config_class = class_of(model_type).config_class
+    return _tiny(config_class, OVERRIDES.get(model_type, {}))
 
 
 def _tiny(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> PreTrainedConfig:
@@ -53,12 +68,17 @@ def _tiny(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> Pr
     overrides = dict(overrides)
     for name, spec in config_class.sub_configs_defaults.items():
         inner = overrides.pop(name, {})
+        if isinstance(inner, PreTrainedConfig):
+            values[name] = inner
+            continue
         if inner is None or (spec.optional and name not in names):
             continue
         sub_class = spec.config_class
         if not issubclass(sub_class, PreTrainedConfig):
             sub_class = CONFIG_MAPPING[spec.model_type]
         values[name] = _tiny(sub_class, inner)
+    if {"kv_lora_rank", "num_key_value_heads"} <= names:
+        values["num_key_value_heads"] = SIZES["num_attention_heads"]
     values |= ALWAYS
     values |= overrides
     return config_class(**{name: value for name, value in values.items() if value != "default"})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import SiglipVisionConfig
+
 ALWAYS = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 # Widths are multiples of 16: grouped matrix products on a CPU ask for rows of a multiple of 16 bytes.
@@ -59,6 +61,13 @@ SIZES: dict[str, Any] = {
     "is_decoder": True,
     "add_cross_attention": False,
     "depth": 1,
+    "rotary_dim": 8,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "hc_lowrank": 16,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 8,
     "vocab_size_per_layer_input": 96,
     "hidden_size_per_layer_input": 16,
     "image_size": 32,
@@ -71,6 +80,9 @@ SIZES: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+
+# Types whose causal LM is built from a part of the type's own config.
+CONFIG_TYPES = {"musicgen": "musicgen_decoder", "musicgen_melody": "musicgen_melody_decoder"}
 
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _ROPES = {kind: _ROPE for kind in ("full_attention", "sliding_attention")}
@@ -87,11 +99,34 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_hidden_layers": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16},
-    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 16], "num_buckets": 4},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"]},
-    "dots1": {"num_key_value_heads": 2},
+    "dots1": {"n_shared_experts": 1, "layer_types": ["sliding_attention", "full_attention"]},
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 8},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}, "max_seq_len": 128},
+    "gemma3n_text": {"num_kv_shared_layers": 2},
+    "reformer": {"axial_pos_embds": False, "num_buckets": 4},
+    "musicgen": {"num_codebooks": 1},
+    "musicgen_melody": {"num_codebooks": 1},
+    "dots3_note": {"vision_config": {"mlp_layer_types": ["dense", "dense"], "adapter_in_dim": 64, "adapter_out_dim": 64}},
+    "gemma3n": {
+        "text_config": {"num_kv_shared_layers": 2},
+        "vision_config": SiglipVisionConfig(hidden_size=64, num_hidden_layers=1),
+    },
+    "xmod": {"default_language": "en_XX"},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
+    "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 4},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 64,
+        "local_attention_window_len": 8,
+        "global_config": {"hidden_size": 128},
+        "encoder_config": {"hidden_size_global": 128},
+        "decoder_config": {"hidden_size_global": 128},
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -100,4 +135,4 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
 }
-OVERRIDES["qwen4_exp"] = {"text_config": OVERRIDES["qwen4_exp_text"]}
+OVERRIDES["qwen4_exp"] = OVERRIDES["qwen4_exp_text"]

@@ -1,10 +1,13 @@
-"""Random layouts: documents of all lengths, dealt to ranks whole, in consecutive parts, or head and tail."""
+"""Random layouts: documents of all lengths, dealt to ranks whole, in consecutive parts, or head and tail. Random plans."""
 
 from __future__ import annotations
+
+import itertools
 
 from hypothesis import strategies as st
 
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
 
 Rows = list[list[tuple[int, int, int]]]
 
@@ -33,3 +36,18 @@ def layouts(draw: st.DrawFn, *, longest: int = 20_000, ranks: int = 9) -> Layout
         st.sampled_from(["in order", "head and tail"]),
     )
     return deal(world_size, draw(st.lists(document, max_size=24)))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any cut of any layout, on any servers, with any window or none."""
+    layout = draw(layouts(longest=60, ranks=5))
+    tasks = []
+    for rank in range(layout.world_size):
+        for segment in layout.segments(rank):
+            cuts = draw(st.sets(st.integers(segment.start, segment.end), max_size=3))
+            bounds = sorted({segment.start, segment.end} | cuts)
+            for start, end in itertools.pairwise(bounds):
+                tasks.append((segment.document, start, end, rank, draw(st.integers(0, layout.world_size - 1))))
+    window = draw(st.one_of(st.none(), st.integers(1, 12), st.integers(1, 80)))
+    return Plan.from_tasks(layout, draw(st.permutations(tasks)), window)

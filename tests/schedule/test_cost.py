@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,6 +20,31 @@ MODELS = [CostModel.pairs(SHAPE), CostModel.analytic(SHAPE, device_type="cpu"), 
 def test_causal_pairs_count_what_a_mask_shows(start: int, rows: int) -> None:
     query, key = np.arange(start, start + rows)[:, None], np.arange(start + rows)[None, :]
     assert causal_pairs(rows, start + rows) == (key <= query).sum()
+
+
+@given(st.integers(0, 300), st.integers(1, 300), st.integers(1, 400))
+def test_a_window_counts_what_a_banded_mask_shows(start: int, rows: int, window: int) -> None:
+    query, key = np.arange(start, start + rows)[:, None], np.arange(start + rows)[None, :]
+    band = (key <= query) & (key > query - window)
+    assert causal_pairs(rows, start + rows, window) == band.sum()
+
+    cost = replace(CostModel.analytic(SHAPE, tile=1), window=window)
+    tasks, moved, flops = cost.counts(rows, start + rows)[0]
+    read = np.count_nonzero(band.any(axis=0))
+    assert tasks == 1
+    assert moved == rows * (SHAPE.query_bytes + SHAPE.output_bytes) + read * SHAPE.key_value_bytes
+    assert flops == SHAPE.pair_flops * band.sum()
+
+
+@given(st.integers(0, 10**9), st.integers(1, 10**6))
+def test_a_window_as_long_as_the_document_is_none(start: int, rows: int) -> None:
+    assert causal_pairs(rows, start + rows, start + rows) == causal_pairs(rows, start + rows)
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_windows_that_are_none(window: int) -> None:
+    with pytest.raises(ConfigError, match=f"window={window}"):
+        replace(MODELS[0], window=window)
 
 
 def test_pairs_model_costs_a_second_per_2_to_the_30() -> None:
@@ -55,9 +82,11 @@ def test_fit_is_never_negative() -> None:
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 @given(start=st.integers(0, 10**5), rows=st.integers(1, 10**4), more=st.integers(1, 10**4))
 def test_more_rows_and_more_keys_never_cost_less(model: CostModel, start: int, rows: int, more: int) -> None:
-    base = model.seconds(rows, start + rows)
-    assert model.seconds(rows + more, start + rows + more) >= base
-    assert model.seconds(rows, start + rows + more) >= base
+    for window in (None, 1, 3000):
+        cost = replace(model, window=window)
+        base = cost.seconds(rows, start + rows) * (1 - 1e-12)
+        assert cost.seconds(rows + more, start + rows + more) >= base
+        assert cost.seconds(rows, start + rows + more) >= base
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)

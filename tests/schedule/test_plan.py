@@ -6,8 +6,7 @@ import json
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
-from layouts import layouts
+from layouts import plans
 
 from hf_distca.errors import PlanError
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -20,20 +19,6 @@ TASKS = [(0, 0, 4, 0, 0), (0, 4, 6, 1, 1), (0, 6, 8, 1, 0), (0, 8, 10, 0, 0), (1
 COST = CostModel.analytic(AttentionShape(32, 8, 128, 128, 2))
 
 
-@st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    """Any cut of any layout, on any servers."""
-    layout = draw(layouts(longest=60, ranks=5))
-    tasks = []
-    for rank in range(layout.world_size):
-        for segment in layout.segments(rank):
-            cuts = draw(st.sets(st.integers(segment.start, segment.end), max_size=3))
-            bounds = sorted({segment.start, segment.end} | cuts)
-            for start, end in itertools.pairwise(bounds):
-                tasks.append((segment.document, start, end, rank, draw(st.integers(0, layout.world_size - 1))))
-    return Plan.from_tasks(layout, draw(st.permutations(tasks)))
-
-
 def keys_by_hand(plan: Plan) -> set[tuple[int, int, int, int]]:
     """(document, position, source, server) of every key that a server needs."""
     holder = {
@@ -42,7 +27,9 @@ def keys_by_hand(plan: Plan) -> set[tuple[int, int, int, int]]:
         for s in plan.layout.segments(rank)
         for position in range(s.start, s.end)
     }
-    return {(t.document, p, holder[t.document, p], t.server) for t in plan.tasks for p in range(t.end)}
+    window = plan.window or plan.layout.longest
+    keys = [(t, p) for t in plan.tasks for p in range(max(0, t.start - window + 1), t.end)]
+    return {(t.document, p, holder[t.document, p], t.server) for t, p in keys}
 
 
 @given(plans())
@@ -52,6 +39,12 @@ def test_key_transfers_are_what_the_tasks_need(plan: Plan) -> None:
         rows = list(zip(*(column.tolist() for column in plan.key_transfers(rank)), strict=True))
         found = [(d, position, source, to) for d, start, end, source, to in rows for position in range(start, end)]
         assert len(found) == len(set(found)), "a key is sent once per server"
+        assert rows == sorted(rows, key=lambda row: (row[4], *row[:2])), "in order of server, document and start"
+        segments = {(s.document, s.start, s.end) for r in range(plan.layout.world_size) for s in plan.layout.segments(r)}
+        borders = {(d, end) for d, _, end in segments}
+        for one, two in itertools.pairwise(rows):
+            meet = (one[4], one[0], one[2]) == (two[4], two[0], two[1])
+            assert not meet or (one[0], one[2]) in borders, "runs are cut where segments end, and nowhere else"
         assert set(found) == {key for key in needed if rank is None or rank in key[2:]}
 
 
@@ -59,7 +52,7 @@ def test_key_transfers_are_what_the_tasks_need(plan: Plan) -> None:
 def test_summary_counts_what_the_tasks_say(plan: Plan) -> None:
     summary = summarize(plan, COST)
     sent = [key for key in keys_by_hand(plan) if key[2] != key[3]]
-    unplanned = [key for key in keys_by_hand(Plan.local(plan.layout)) if key[2] != key[3]]
+    unplanned = [key for key in keys_by_hand(Plan.local(plan.layout, plan.window)) if key[2] != key[3]]
     moved = [task for task in plan.tasks if task.home != task.server]
     assert summary.key_tokens_sent == len(sent)
     assert summary.key_tokens_sent_unplanned == len(unplanned)
@@ -76,6 +69,8 @@ def test_json_round_trip(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())
     assert again.tasks == plan.tasks
     assert again.digest == plan.digest
+    assert again.window == plan.window
+    assert ("window" in json.loads(plan.to_json())) == (plan.window is not None)
 
 
 def test_order_of_rows_does_not_matter() -> None:
@@ -88,7 +83,31 @@ def test_digests_tell_plans_and_layouts_apart() -> None:
     plan = Plan.from_tasks(LAYOUT, TASKS)
     other_server = Plan.from_tasks(LAYOUT, [*TASKS[:-1], (1, 0, 3, 1, 0)])
     other_layout = Layout.from_segments([[(0, 0, 4), (0, 8, 2)], [(1, 0, 3), (0, 4, 4)]])
-    assert len({plan.digest, other_server.digest, Plan.from_tasks(other_layout, TASKS).digest}) == 3
+    windows = [Plan.from_tasks(LAYOUT, TASKS, window) for window in (3, 4)]
+    assert len({p.digest for p in (plan, other_server, Plan.from_tasks(other_layout, TASKS), *windows)}) == 5
+
+
+def test_a_window_leaves_keys_out() -> None:
+    # Task [6, 8) on rank 0 needs 4..7 and rank 0's own tasks need 0..3 and 6..9: two tasks share keys, one run of document 0.
+    keys = Plan.from_tasks(LAYOUT, TASKS, 3).key_transfers(0)
+    runs = [(0, 0, 4, 0, 0), (0, 4, 8, 1, 0), (0, 8, 10, 0, 0), (0, 2, 4, 0, 1)]
+    assert list(zip(*(column.tolist() for column in keys), strict=True)) == runs
+    apart = Plan.from_tasks(LAYOUT, TASKS, 1).key_transfers(0)
+    runs = [(0, 0, 4, 0, 0), (0, 6, 8, 1, 0), (0, 8, 10, 0, 0)]
+    assert list(zip(*(column.tolist() for column in apart), strict=True)) == runs
+
+
+@pytest.mark.parametrize("window", [0, -4])
+def test_windows_that_are_none(window: int) -> None:
+    with pytest.raises(PlanError, match=f"window={window}"):
+        Plan.local(LAYOUT, window)
+
+
+@pytest.mark.parametrize("window", ["4", 4.5, True, [4]])
+def test_windows_in_json_that_are_none(window: object) -> None:
+    data = json.loads(Plan.from_tasks(LAYOUT, TASKS, 4).to_json())
+    with pytest.raises(PlanError, match="window of a plan in JSON"):
+        Plan.from_json(json.dumps({**data, "window": window}))
 
 
 @pytest.mark.parametrize(

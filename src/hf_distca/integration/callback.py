@@ -8,10 +8,19 @@ import time
 from types import FrameType
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import CallbackHandler
 
 from hf_distca.config import DistCAConfig
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.families import check_family
 from hf_distca.integration.session import attention_seconds, configure, current_session
 
 __all__ = ["DistCACallback"]
@@ -38,6 +47,8 @@ class DistCACallback(TrainerCallback):
 
     def __init__(self, config: DistCAConfig | None = None) -> None:
         self.config = config
+        self._model: PreTrainedModel | None = None
+        self._calls = 0
         self._clock = time.perf_counter()
         self._seconds = 0.0
 
@@ -51,11 +62,32 @@ class DistCACallback(TrainerCallback):
         handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Apply the settings and start counting."""
+        """Apply the settings, refuse a model that distca is not for, and start counting.
+
+        Raises:
+            UnsupportedError: if the model is of a family that is refused.
+        """
         if self.config is not None:
             configure(self.config)
+        self._model = kwargs.get("model")
+        for config in _distca_configs(self._model):
+            check_family(config.model_type)
+        self._calls = current_session().meter.calls
         current_session().history.take()
         self._clock, self._seconds = time.perf_counter(), attention_seconds()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After the first step, make sure that attention was called.
+
+        Raises:
+            UnsupportedError: if the model took the name "distca" and computes its attention without calling it.
+        """
+        model, self._model = self._model, None
+        if _distca_configs(model) and current_session().meter.calls == self._calls:
+            raise UnsupportedError(
+                f'{type(model).__name__} was loaded with attn_implementation="distca" and never called it in a training step: it '
+                'does not use the attention interface of transformers. Load it with attn_implementation="eager".'
+            )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the figures to the logs of a training step."""
@@ -71,6 +103,15 @@ class DistCACallback(TrainerCallback):
         logs.update(figures)
         if state.log_history:  # the Trainer has already put a copy of the logs there
             state.log_history[-1].update(figures)
+
+
+def _distca_configs(model: PreTrainedModel | None) -> list[PreTrainedConfig]:
+    """The configurations of the model and its parts, like a language tower, that ask for distca."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        return []
+    parts: list[Any] = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    return [part for part in parts if getattr(part, "_attn_implementation", None) == "distca"]
 
 
 def _calling_handler(callback: TrainerCallback) -> CallbackHandler | None:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.families import check_family
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
@@ -101,6 +103,7 @@ def distca_mask(
     attention_mask: torch.Tensor | AttentionHandle | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
+    config: PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> AttentionHandle | CachedMask:
     """The mask function registered as "distca". Takes what transformers' mask interface passes, returns no dense mask.
@@ -110,6 +113,7 @@ def distca_mask(
     """
     if isinstance(attention_mask, AttentionHandle):
         return attention_mask
+    check_family(getattr(config, "model_type", None))
     parts = dict(_parts(mask_function))
     foreign = sorted(parts.keys() - _KNOWN_PARTS)
     if use_vmap or foreign:
@@ -129,7 +133,7 @@ def distca_mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
             local_size=local_size,
-            **{**kwargs, "allow_is_causal_skip": False},
+            **{**kwargs, "config": config, "allow_is_causal_skip": False},
         )
         return torch.Tensor.as_subclass(mask, CachedMask)  # type: ignore[arg-type]  # never None without skips
     padding = None if attention_mask is None else attention_mask[:, :q_length]

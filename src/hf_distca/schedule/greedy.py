@@ -276,8 +276,8 @@ class Greedy:
             rows += [(p.document, p.start, -p.minus_end, rank, rank) for p in pieces]
         extra = np.array(rows, dtype=np.int64).reshape(-1, 5)
         kept = (layout.document, layout.start, layout.end, layout.rank, layout.rank)
-        columns = [np.concatenate([column[keep], extra[:, i]]) for i, column in enumerate(kept)]
-        return Plan(layout, *columns, window=self.price.window)
+        c = [np.concatenate([column[keep], extra[:, i]]) for i, column in enumerate(kept)]
+        return Plan(layout, c[0], c[1], c[2], c[3], c[4], self.price.window)
 
 
 def _fill(seconds: list[float], amount: float) -> float:

@@ -52,6 +52,8 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
     # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
     if not price.pair or _within(seconds, config.tolerance):
         return local
+    if cost.window is not None and _hopeless(layout, cost, price, unmoved, config):
+        return local
     best, before = local, unmoved.slowest_seconds
     fastest = before
     wanted = max(config.tolerance, _FINEST)
@@ -65,6 +67,18 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
         if before - fastest > (1 - _EATEN) * (before - float(load.compute_seconds.max())):
             break
     return best
+
+
+def _hopeless(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, config: DistCAConfig) -> bool:
+    """Whether no plan can gain enough, as is common in narrow bands: the greedy need not try.
+
+    A row may take longer to send than to compute, so that whoever gives work away ends later for it. And the slowest rank
+    cannot end before the mean.
+    """
+    if price.least_bytes > price.most_seconds(layout.longest) * cost.exchange_bytes_per_second:
+        return True
+    mean = math.fsum(unmoved.compute_seconds.tolist()) / layout.world_size
+    return unmoved.slowest_seconds - mean < config.min_gain * unmoved.slowest_seconds
 
 
 def _within(seconds: list[float], tolerance: float) -> bool:

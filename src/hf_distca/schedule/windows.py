@@ -54,7 +54,7 @@ class BandPrice(Price):
         if end <= window:
             return Price.start_for(self, end, want)
         start = end - max(want - self.task - self.key * (window - 1), 0.0) / (self.row + self.key + pair * window)
-        if start >= window:
+        if start >= window - 1:
             return start
         # Beyond the first `start` rows: what the document takes up to `end`, less row * start + pair * start**2 / 2.
         pairs = window * (window + 1) / 2 + (end - window) * window
@@ -80,10 +80,11 @@ class BandPrice(Price):
     def tail(self, start: int, end: int, want: float, most: float) -> tuple[int, int]:
         """The slice at the end of rows [start, end) that comes nearest to `want` seconds without passing `most`."""
         tile, last = self.tile, (end - 1) // self.tile * self.tile
-        x = min(int(max(self.start_for(end, want), 0.0) / tile + 0.5) * tile, last)
-        if x < last and self.seconds(max(x, start), end) > most:
-            x = max(x, start) // tile * tile + tile
-        return max(x, start), end
+        x = max(min(int(max(self.start_for(end, want), 0.0) / tile + 0.5) * tile, last), start)
+        # At most a few: `start_for` does not know that rows count in whole kernel tiles.
+        while x < last and self.seconds(x, end) > most:
+            x = x // tile * tile + tile
+        return x, end
 
     def bytes_per_second(self, start: int, end: int) -> float:
         """Bytes exchanged per second of work moved with rows [start, end)."""

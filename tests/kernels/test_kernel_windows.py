@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from dense_attention import CASES, SHAPES, Case, Tensors, exact, random_pools, relative_error, run_kernel
+from strict_varlen_op import StrictVarlenOp
+
+from hf_distca.errors import KernelError
+from hf_distca.kernels import Kernel, Scores, TaskBatch, cpu
+from hf_distca.kernels.cpu import CpuKernel
+from hf_distca.kernels.reference import ReferenceKernel
+from hf_distca.kernels.varlen import VarlenKernel
+
+KERNELS: list[Kernel] = [ReferenceKernel(), CpuKernel(), VarlenKernel(StrictVarlenOp())]
+LENGTH = 500
+
+
+def names(kernel: Kernel) -> str:
+    return kernel.name
+
+
+def slices(window: int) -> TaskBatch:
+    """A document of `LENGTH` tokens in slices, each with the keys that its rows see and no others."""
+    cuts = (0, 1, 40, 200, 207, 460, LENGTH)
+    first_keys = [max(0, start - window + 1) for start in cuts[:-1]]
+    lengths = [end - start for start, end in pairwise(cuts)]
+    return TaskBatch(cuts[:-1], lengths, first_keys, [end - key for end, key in zip(cuts[1:], first_keys, strict=True)])
+
+
+def with_own_keys(tasks: TaskBatch) -> tuple[TaskBatch, torch.Tensor]:
+    """The same tasks over a pool in which each has a copy of its keys, and where in the document these are."""
+    runs = list(zip(tasks.key_start, tasks.key_length, strict=True))
+    starts = [sum(length for _, length in runs[:i]) for i in range(len(runs))]
+    return (
+        TaskBatch(tasks.query_start, tasks.query_length, starts, tasks.key_length),
+        torch.cat([torch.arange(start, start + length) for start, length in runs]),
+    )
+
+
+def whole(kernel: Kernel, scores: Scores) -> tuple[Tensors, Tensors]:
+    tasks = TaskBatch([0], [LENGTH], [0], [LENGTH])
+    pools = random_pools(Case(tasks, LENGTH, LENGTH), SHAPES["GQA"], torch.float64)
+    return pools, run_kernel(kernel, pools, tasks, scores)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=names)
+@pytest.mark.parametrize("window", [1, 2, 3, 17, 64, 250, LENGTH, 2 * LENGTH])
+def test_slices_need_the_keys_in_their_windows_only(kernel: Kernel, window: int) -> None:
+    scores, tasks = Scores(0.19, window), slices(window)
+    pools, expected = whole(kernel, scores)
+    found = run_kernel(kernel, pools, tasks, scores)
+    for name, value in found.items():
+        assert relative_error(value, expected[name]) <= 1e-12, name
+
+    tasks, positions = with_own_keys(tasks)
+    found = run_kernel(kernel, pools | {"k": pools["k"][positions], "v": pools["v"][positions]}, tasks, scores)
+    for name in ("dk", "dv"):
+        found[name] = torch.zeros_like(expected[name]).index_add_(0, positions, found[name])
+    for name, value in found.items():
+        assert relative_error(value, expected[name]) <= 1e-12, name
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=names)
+def test_keys_before_the_window_are_not_read(kernel: Kernel) -> None:
+    """Nor multiplied by a weight of 0, which would make NaN of what is not a number."""
+    tasks, window = TaskBatch([0], [30], [0], [400]), 20
+    pools = random_pools(Case(tasks, 30, 400), SHAPES["GQA"], torch.float64)
+    expected = exact(pools, tasks, Scores(0.19, window))
+    unseen = slice(0, 400 - 30 - window + 1)
+    if not isinstance(kernel, VarlenKernel):  # the op behind it masks, as a test does
+        pools["k"][unseen] = pools["v"][unseen] = float("nan")
+    found = run_kernel(kernel, pools, tasks, Scores(0.19, window))
+    assert not found["dk"][unseen].any()
+    assert not found["dv"][unseen].any()
+    for name, value in found.items():
+        assert relative_error(value, expected[name]) <= 1e-12, name
+
+
+@pytest.mark.parametrize("block", [1, 2, 5, 64, 1000])
+@pytest.mark.parametrize("window", [1, 3, 17, 300])
+def test_blocks_of_any_size(block: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_BLOCK_ROWS", block)
+    cpu._block_mask.cache_clear()
+    case, scores = CASES["shared keys with gaps"], Scores(0.19, window)
+    pools = random_pools(case, SHAPES["GQA"], torch.float64)
+    expected = exact(pools, case.tasks, scores)
+    for name, value in run_kernel(CpuKernel(), pools, case.tasks, scores).items():
+        assert relative_error(value, expected[name]) <= 1e-10, name
+    cpu._block_mask.cache_clear()
+
+
+@pytest.mark.parametrize("window", [512, 1024, 4096])
+def test_the_cpu_kernel_computes_little_more_than_the_band(window: int) -> None:
+    length = 16384
+    tasks = TaskBatch([0], [length], [0], [length])
+    blocks = list(cpu._each(tasks, Scores(0.19, window)))
+    assert sum(block.rows for block in blocks) == length
+    computed = sum(block.rows * block.keys if block.keys > window else block.rows * (block.rows + 1) / 2 for block in blocks)
+    assert computed <= (1 + 192 / window) * (length * window - window * (window - 1) / 2)
+
+
+def test_one_mask_serves_all_blocks_of_a_window() -> None:
+    cpu._block_mask.cache_clear()
+    scores = Scores(0.19, 17)
+    for name in ("shared keys with gaps", "more rows than a kernel tile", "shared keys"):
+        case = CASES[name]
+        run_kernel(CpuKernel(), random_pools(case, SHAPES["GQA"], torch.bfloat16), case.tasks, scores)
+    assert cpu._block_mask.cache_info().misses == 1
+
+
+def test_key_gradients_of_blocks_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 blocks give a key 1/512 each; a sum of them in bfloat16 stops growing at 1/2."""
+    monkeypatch.setattr(cpu, "_BLOCK_ROWS", 2)
+    cpu._block_mask.cache_clear()
+    tasks, scores = TaskBatch([0], [2200], [0], [2200]), Scores(0.1, 1024)
+    zeros, ones = torch.zeros(2200, 1, 8, dtype=torch.bfloat16), torch.ones(2200, 1, 8, dtype=torch.bfloat16)
+    o, lse = CpuKernel().forward(zeros, zeros, ones, tasks, scores)
+    _, _, dv = CpuKernel().backward(ones, zeros, zeros, ones, o, lse, tasks, scores)
+    assert dv.dtype == torch.bfloat16
+    assert dv[1100, 0].tolist() == [1.0] * 8
+    cpu._block_mask.cache_clear()
+
+
+@pytest.mark.parametrize(("options", "message"), [({"window": 0}, "window of 0 keys"), ({"softcap": 0.0}, "positive, got 0.0")])
+def test_scores_without_meaning_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        Scores(0.1, **options)

@@ -1,0 +1,157 @@
+"""That the kernels around real varlen ops pass what these expect: imitations on the CPU with the ops' own argument lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from dense_attention import CASES, SCORES, SHAPES, exact, random_pools, relative_error, run_kernel
+from strict_varlen_op import StrictVarlenOp
+
+from hf_distca.kernels import Scores, flash_attn
+from hf_distca.kernels.cuda import CudaKernel, _AtenFlash
+from hf_distca.kernels.flash_attn import FlashAttnKernel
+from hf_distca.kernels.varlen import Sequences, VarlenKernel
+
+OP = StrictVarlenOp()
+
+
+def scores_of(scale: float, left: int, right: int, causal: bool, softcap: float = 0.0) -> Scores:
+    """The flash-attention convention: keys [position - left, position + right], -1 for no limit, `causal` caps the right."""
+    assert causal
+    assert left >= -1
+    assert right == (-1 if left == -1 else 0)
+    return Scores(scale, None if left == -1 else left + 1, softcap or None)
+
+
+def aten_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Any, ...]:
+    assert dropout_p == 0
+    assert not return_debug_mask
+    left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
+    scores = scores_of(scale, left, right, is_causal)
+    return *OP.forward(q, k, v, Sequences(cum_seq_q, cum_seq_k, max_q, max_k), scores), None, None, None
+
+
+def aten_backward(
+    grad_out: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    logsumexp: Any,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Any,
+    unused: Any,
+    *,
+    scale: float,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Any, ...]:
+    assert dropout_p == 0
+    assert rng_state.dtype == unused.dtype == torch.uint64
+    left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
+    scores = scores_of(scale, left, right, is_causal)
+    return OP.backward(grad_out, q, k, v, out, logsumexp, Sequences(cum_seq_q, cum_seq_k, max_q, max_k), scores)
+
+
+def package(version: tuple[int, int, int]) -> dict[str, Callable[..., Any]]:
+    """The two functions of flash-attn in a version."""
+
+    def shared(options: dict[str, Any]) -> tuple[Sequences, Scores]:
+        sizes = (
+            options.pop(f"{name}seqlen{s}")
+            for name in ("cu_", "max_")
+            for s in (("s_q", "s_k") if name == "cu_" else ("_q", "_k"))
+        )
+        sequences = Sequences(*sizes)
+        assert options.pop("dropout_p") == 0
+        assert options.pop("alibi_slopes") is None
+        if version < (2, 7):
+            left, right = options.pop("window_size")
+        else:
+            left, right = options.pop("window_size_left"), options.pop("window_size_right")
+        scores = scores_of(options.pop("softmax_scale"), left, right, options.pop("causal"), options.pop("softcap"))
+        assert not options
+        return sequences, scores
+
+    def forward(*, q: Any, k: Any, v: Any, return_softmax: bool, **options: Any) -> tuple[Any, ...]:
+        o, lse = OP.forward(q, k, v, *shared(options))
+        return (o, lse, None, None) if version >= (2, 7) else (o, q, k, v, o, lse, None, None)
+
+    def backward(
+        *,
+        dout: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        softmax_lse: Any,
+        dq: Any,
+        dk: Any,
+        dv: Any,
+        deterministic: bool,
+        **options: Any,
+    ) -> None:
+        for dx, value in zip((dq, dk, dv), OP.backward(dout, q, k, v, out, softmax_lse, *shared(options)), strict=True):
+            dx.copy_(value)
+
+    return {"_flash_attn_varlen_forward": forward, "_flash_attn_varlen_backward": backward}
+
+
+@pytest.fixture(params=["cuda", "flash_attn 2.6.2", "flash_attn 2.8.3"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VarlenKernel:
+    if request.param == "cuda":
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
+        return CudaKernel()
+    version = tuple(map(int, request.param.split()[1].split(".")))
+    functions = package(version)
+    monkeypatch.setattr(flash_attn, "_installed", lambda: version)
+    monkeypatch.setattr(flash_attn, "_op", functions.__getitem__)
+    return FlashAttnKernel()
+
+
+@pytest.mark.parametrize("scores", SCORES)
+def test_results(kernel: VarlenKernel, scores: str) -> None:
+    if kernel.name == "cuda" and SCORES[scores].softcap is not None:
+        pytest.skip("the op has no softcap; test_select_kernel has the refusal")
+    case = CASES["shared keys with gaps"]
+    pools = random_pools(case, SHAPES["GQA"], torch.float64)
+    expected = exact(pools, case.tasks, SCORES[scores])
+    for name, value in run_kernel(kernel, pools, case.tasks, SCORES[scores]).items():
+        assert relative_error(value, expected[name]) <= 1e-10, name
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_installed_torch_takes_these_arguments(window: int | None) -> None:
+    q, k = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((10, 4, 64), (20, 2, 64)))
+    cu = torch.empty(2, dtype=torch.int32, device="meta")
+    sequences, scores = Sequences(cu, cu, 10, 20), Scores(0.1, window)
+    o, lse = _AtenFlash().forward(q, k, k, sequences, scores)
+    assert o.shape == q.shape
+    assert lse.shape == (4, 10)
+    dq, dk, dv = _AtenFlash().backward(q, q, k, k, o, lse, sequences, scores)
+    assert dq.shape == q.shape
+    assert dk.shape == dv.shape == k.shape

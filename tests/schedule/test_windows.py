@@ -1,0 +1,160 @@
+"""Slices and plans for layers with a sliding window."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import layouts
+from test_scheduler import CONFIGS, LONG, MODELS, PAIRS, SHAPE, placements, spanning_layout
+
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.cost import CostModel, KernelCost
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.scheduler import balance
+from hf_distca.schedule.summary import PlanLoad, summarize
+from hf_distca.schedule.windows import BandPrice
+
+WINDOWS = st.one_of(st.integers(1, 300), st.sampled_from([512, 1000, 4096]), st.integers(1, 20_000))
+# Kernel tiles of one row: seconds rise with every row, so that closed forms can be checked to the row.
+SMOOTH = CostModel(SHAPE, KernelCost(1e-5, 1e12, 1e13), KernelCost(2e-5, 1e12, 1e13), 1e10, tile=1)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@given(start=st.integers(0, 10**6), rows=st.integers(1, 10**5), window=st.integers(1, 10**5))
+def test_scalar_prices_agree_with_the_model(model: CostModel, start: int, rows: int, window: int) -> None:
+    cost = replace(model, window=window)
+    seconds = BandPrice.of(cost, 128).seconds(start, start + rows)
+    assert seconds == pytest.approx(cost.seconds(rows, start + rows)[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("model", [PAIRS, SMOOTH], ids=lambda model: model.name)
+@given(end=st.integers(1, 10**5), rows=st.integers(1, 10**5), window=st.integers(2, 10**5))
+def test_the_start_of_a_slice_of_so_many_seconds(model: CostModel, end: int, rows: int, window: int) -> None:
+    price = BandPrice.of(replace(model, window=window), 128)
+    start = max(end - rows, 0)
+    found = max(price.start_for(end, price.seconds(start, end)), 0.0)
+    assert found == pytest.approx(start, abs=0.01)
+
+
+@given(
+    start=st.integers(0, 50_000),
+    rows=st.integers(1, 50_000),
+    window=WINDOWS,
+    part=st.floats(0.01, 1.2),
+    room=st.floats(1, 1.3),
+    model=st.sampled_from([*MODELS, SMOOTH]),
+)
+def test_slices_lie_in_their_segment_on_tiles(
+    start: int, rows: int, window: int, part: float, room: float, model: CostModel
+) -> None:
+    price, end = BandPrice.of(replace(model, window=window), 128), start + rows
+    want = price.seconds(start, end) * part
+    x, y = price.slice(start, end, want, want * room, 0)
+    assert start <= x < y <= end
+    assert x == start or x % 128 == 0
+    assert y == end or y % 128 == 0
+    assert price.seconds(x, y) <= want * room * (1 + 1e-9) or y - x <= 256
+
+
+@settings(max_examples=150)
+@given(layouts(), CONFIGS, st.sampled_from(MODELS), WINDOWS)
+def test_any_layout(layout: Layout, config: DistCAConfig, model: CostModel, window: int) -> None:
+    cost = replace(model, window=window)
+    plan = balance(layout, cost, config)
+    if window >= layout.longest:
+        assert plan.digest == balance(layout, model, config).digest
+        assert plan.window is None
+        return
+    local = Plan.local(layout, window)
+    assert plan.window == window
+
+    segment_ends = set(zip(layout.document.tolist(), layout.end.tolist(), strict=True))
+    for task, following in itertools.pairwise(plan.tasks):
+        cut = (task.document, task.end) not in segment_ends
+        assert not cut or task.end % config.tile == 0, "documents are cut on tiles"
+        assert not cut or task.server != following.server, "neighbours on one server are one task"
+
+    before, after = PlanLoad(local, cost).slowest_seconds, PlanLoad(plan, cost).slowest_seconds
+    if plan.digest != local.digest:
+        assert after < before
+        assert before - after >= config.min_gain * before
+    assert balance(layout, cost, config).digest == plan.digest
+
+
+@settings(max_examples=60)
+@given(layouts(longest=200_000), st.sampled_from([0.01, 0.05]), st.sampled_from([100, 1024, 8192]))
+def test_tolerance_holds_up_to_two_tiles(layout: Layout, tolerance: float, window: int) -> None:
+    cost = replace(PAIRS, window=window)
+    config = DistCAConfig(tolerance=tolerance, min_gain=0.0, tile=16)
+    seconds = PlanLoad(balance(layout, cost, config), cost).compute_seconds
+    tile = float(cost.seconds(16, max(layout.longest, 16))[0])
+    assert seconds.max() <= seconds.mean() * (1 + tolerance) + 2 * tile
+
+
+@pytest.mark.parametrize("layout", [Layout.from_lengths(LONG), spanning_layout()], ids=["whole", "spanning"])
+@pytest.mark.parametrize("model", MODELS[:2], ids=lambda model: model.name)
+@pytest.mark.parametrize("window", [1024, 4096, 16384])
+@pytest.mark.parametrize("tolerance", [0.01, 0.05])
+def test_no_rank_above_or_below_the_tolerance(layout: Layout, model: CostModel, window: int, tolerance: float) -> None:
+    cost = replace(model, window=window)
+    seconds = PlanLoad(balance(layout, cost, DistCAConfig(tolerance=tolerance)), cost).compute_seconds
+    assert seconds.max() <= seconds.mean() * (1 + tolerance) * 1.001
+    assert seconds.min() >= seconds.mean() * (1 - tolerance) * 0.995
+
+
+def test_long_documents_move_in_one_run() -> None:
+    # Half of rank 0's work, in whole windows: one slice, for which a window of keys comes on top.
+    layout = Layout.from_lengths([[65536], []])
+    cost = replace(PAIRS, window=1024)
+    plan = balance(layout, cost, DistCAConfig())
+    sent = summarize(plan, cost)
+    assert len(plan.tasks) == 2
+    assert sent.key_tokens_sent == sent.query_tokens_moved + 1023
+    assert sent.pairs_imbalance_after <= 1.01
+
+
+def test_rows_that_take_longer_to_send_than_to_compute_stay() -> None:
+    layout = Layout.from_lengths([[65536], [512] * 128])
+    cost = CostModel.analytic(SHAPE, device_type="cuda")
+    for window, moves in ((4096, False), (32768, True)):
+        plan = balance(layout, replace(cost, window=window), DistCAConfig())
+        assert plan.moved == moves
+
+
+def test_figures_are_those_of_the_plans_window() -> None:
+    layout = Layout.from_lengths(LONG)
+    for window in (None, 100):
+        plan = Plan.local(layout, window)
+        figures = [PlanLoad(plan, replace(PAIRS, window=other)).compute_seconds.tolist() for other in (None, 100, 4096)]
+        assert figures[0] == figures[1] == figures[2]
+        assert (PlanLoad(plan, PAIRS).pairs / 2**30).tolist() == pytest.approx(figures[0])
+
+
+def test_a_window_and_one_rank_or_balance_off() -> None:
+    cost = replace(PAIRS, window=100)
+    for ranks, config in (([[4000]], DistCAConfig()), ([[4000], []], DistCAConfig(balance=False))):
+        plan = balance(Layout.from_lengths(ranks), cost, config)
+        assert plan.digest == Plan.local(plan.layout, 100).digest
+
+
+@pytest.mark.skipif(not placements(), reason="no placements")
+@pytest.mark.parametrize("window", [1024, 4096])
+def test_real_placements(window: int) -> None:
+    cost = replace(PAIRS, window=window)
+    for path in placements():
+        rows = json.loads(path.read_text())["rank_segments"]
+        layout = Layout.from_segments([[(d, start, end - start) for d, start, end, _ in rank] for rank in rows])
+        begin = time.perf_counter()
+        plan = balance(layout, cost, DistCAConfig())
+        assert time.perf_counter() - begin < 2, "about 0.05 s on a free core"
+        load = PlanLoad(plan, cost)
+        # Where less than the smallest gain is to be had, the plan moves nothing.
+        assert load.pairs.max() <= np.mean(load.pairs) * (1.011 if plan.moved and (plan.home != plan.server).any() else 1.025)
