@@ -21,7 +21,13 @@ class Deaf(LlamaForCausalLM):
 
 def train(model: torch.nn.Module, folder: Path) -> None:
     arguments = TrainingArguments(
-        str(folder), use_cpu=True, max_steps=2, report_to="none", remove_unused_columns=False, disable_tqdm=True, save_strategy="no"
+        str(folder),
+        use_cpu=True,
+        max_steps=2,
+        report_to="none",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        save_strategy="no",
     )
     rows = [{"input_ids": [5, 6, 7]}] * 8
     callbacks = [hf_distca.DistCACallback()]
@@ -31,7 +37,7 @@ def train(model: torch.nn.Module, folder: Path) -> None:
 def test_a_model_that_never_calls_is_found_after_one_step(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
     model = Deaf(LlamaConfig(**sizes, attn_implementation="distca"))
-    with pytest.raises(hf_distca.UnsupportedError, match="Deaf was loaded with .* never called it"):
+    with pytest.raises(hf_distca.UnsupportedError, match=r"Deaf was loaded with .* never called it"):
         train(model, tmp_path)
     train(Deaf(LlamaConfig(**sizes, attn_implementation="sdpa")), tmp_path)
 

@@ -1,7 +1,7 @@
 """One tiny model under distca against the same weights, one document at a time, under transformers' own attention.
 
-A document that runs alone needs no mask against others, so the oracle cannot share a masking mistake with what it judges; windows,
-chunks, sinks and scales are the model's own. Tolerances are relative to the norm of what is compared: in float64 the
+A document that runs alone needs no mask against others, so the oracle cannot share a masking mistake with what it judges;
+windows, chunks, sinks and scales are the model's own. Tolerances are relative to the norm of what is compared: in float64 the
 remaining difference comes from models that round parts of their layers to float32, which different token counts round
 differently. A leaked document, a wrong window or scale, or a dropped sink moves the logits by more than 1e-3.
 """
@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 import transformers
-from torch.nn.functional import cross_entropy
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-
-import hf_distca
-from hf_distca.integration import families
 from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, build
+from torch.nn.functional import cross_entropy
+from transformers import AttentionInterface, PreTrainedModel
+
+from hf_distca.integration import families
 
 PACKED = (23, 1, 40, 9)  # tokens of the documents of a packed row
 ROWS = (24, 24, 24)  # tokens of the documents of a batch of full rows
@@ -36,7 +35,13 @@ class Calls:
 
     count: int = 0
     variants: set[str] = field(default_factory=set)
-    masked: set[str] = field(default_factory=set)  # types of the configs that masks were made for
+    modules: set[torch.nn.Module] = field(default_factory=set)
+
+    def idle(self, model: PreTrainedModel) -> list[str]:
+        """Self-attention modules of the kinds that called, which did not call themselves."""
+        kinds = {type(module) for module in self.modules}
+        modules = [(name, module) for name, module in model.named_modules() if "encoder_attn" not in name]
+        return [name for name, module in modules if type(module) in kinds and module not in self.modules]
 
 
 @dataclass
@@ -57,31 +62,27 @@ def documents(lengths: tuple[int, ...]) -> list[torch.Tensor]:
 @contextmanager
 def spying(name: str) -> Iterator[Calls]:
     """Count the calls of an attention function while the block runs."""
-    calls, known, masks = Calls(), AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
-    original, original_mask = known[name], masks[name]
+    calls, known = Calls(), AttentionInterface._global_mapping
+    original = known[name]
 
     def spy(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         calls.count += 1
+        calls.modules.add(module)
         given = dict(zip(("query", "key", "value", "attention_mask"), args, strict=False)) | kwargs
         calls.variants |= _variants(given["query"], given["key"], given["value"], given.get("attention_mask"), kwargs)
         return original(module, *args, **kwargs)
 
-    def spy_mask(**kwargs: Any) -> Any:
-        calls.masked.add(kwargs["config"].model_type)
-        return original_mask(**kwargs)
-
-    known[name], masks[name] = spy, spy_mask
+    known[name] = spy
     try:
         yield calls
     finally:
-        known[name], masks[name] = original, original_mask
+        known[name] = original
 
 
 def _variants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> set[str]:
-    local = getattr(mask, "local_size", None)
     found = {
-        "window": kwargs.get("sliding_window") is not None,
-        "local": local is not None and kwargs.get("sliding_window") is None,
+        "window": kwargs.get("sliding_window") is not None or getattr(mask, "window", None) is not None,
+        "chunks": getattr(mask, "chunk", None) is not None,
         "softcap": kwargs.get("softcap") is not None,
         "sinks": kwargs.get("s_aux") is not None,
         "k and v widths differ": k.shape[-1] != v.shape[-1],
@@ -149,10 +150,15 @@ def alone(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
     return finish(model, docs, [forward(model, d[None], torch.arange(len(d))[None])[0] for d in docs])
 
 
-def packed(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
+def packed(model: PreTrainedModel, docs: list[torch.Tensor], **extra: Any) -> Outcome:
     positions = torch.cat([torch.arange(len(d)) for d in docs])[None]
-    logits = forward(model, torch.cat(docs)[None], positions)[0]
+    logits = forward(model, torch.cat(docs)[None], positions, **extra)[0]
     return finish(model, docs, list(logits.split([len(d) for d in docs])))
+
+
+def packed_with_mask_of_ones(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
+    """A mask that masks nothing makes transformers look for no packed documents."""
+    return packed(model, docs, attention_mask=torch.ones(1, sum(map(len, docs)), dtype=torch.long))
 
 
 def rows(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
@@ -193,10 +199,12 @@ Mode = Callable[[PreTrainedModel, list[torch.Tensor]], Outcome]
 
 
 def run(model_type: str, implementation: str, dtype: torch.dtype, mode: Mode, lengths: tuple[int, ...]) -> tuple[Outcome, Calls]:
-    """Build the model, run documents through it, count attention calls."""
+    """Build the model, run documents through it, see what calls attention."""
     model = build(model_type, implementation, dtype)
-    calls = Calls()
     if implementation == "eager":
-        return mode(model, documents(lengths)), calls
+        return mode(model, documents(lengths)), Calls()
     with spying(implementation) as calls:
-        return mode(model, documents(lengths)), calls
+        outcome = mode(model, documents(lengths))
+    if idle := calls.idle(model):
+        raise RuntimeError(f"{len(calls.modules)} attention modules called {implementation}, but not {', '.join(idle)}")
+    return outcome, calls

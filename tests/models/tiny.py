@@ -8,15 +8,28 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from tiny_sizes import ALWAYS, CONFIG_TYPES, OVERRIDES, SIZES
+from transformers import AutoModel, Gemma3nVisionConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-from tiny_sizes import ALWAYS, CONFIG_TYPES, OVERRIDES, SIZES
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCABULARY = 96
 FIRST_ORDINARY_TOKEN = 32  # smaller ids are padding, image and other tokens that models treat in their own way
+
+
+class NoVision(PreTrainedModel):
+    """In place of Gemma 3n's vision tower, which another package provides and text does not pass through."""
+
+    config_class = Gemma3nVisionConfig
+
+    def __init__(self, config: Gemma3nVisionConfig) -> None:
+        super().__init__(config)
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.post_init()
+
+
+AutoModel.register(Gemma3nVisionConfig, NoVision, exist_ok=True)
 
 _OFF = re.compile("dropout|pdrop|layerdrop|jitter")
 _TOKEN = re.compile("token_(id|index)$|_index$")
@@ -68,9 +81,6 @@ def _tiny(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> Pr
     overrides = dict(overrides)
     for name, spec in config_class.sub_configs_defaults.items():
         inner = overrides.pop(name, {})
-        if isinstance(inner, PreTrainedConfig):
-            values[name] = inner
-            continue
         if inner is None or (spec.optional and name not in names):
             continue
         sub_class = spec.config_class

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import SiglipVisionConfig
-
 ALWAYS = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 # Widths are multiples of 16: grouped matrix products on a CPU ask for rows of a multiple of 16 bytes.
@@ -85,19 +83,22 @@ SIZES: dict[str, Any] = {
 CONFIG_TYPES = {"musicgen": "musicgen_decoder", "musicgen_melody": "musicgen_melody_decoder"}
 
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-_ROPES = {kind: _ROPE for kind in ("full_attention", "sliding_attention")}
+_ROPES = dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": _ROPES,
-    },
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": _ROPES},
     "gemma4_text": {"global_head_dim": 32},
     "gemma4": {"text_config": {"global_head_dim": 32}},
     "gemma4_unified_text": {"global_head_dim": 32},
     "gemma4_unified": {"text_config": {"global_head_dim": 32}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_hidden_layers": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse", "full_attention"],
+        "index_block_size": 8,
+        "index_topk_blocks": 2,
+    },
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
@@ -107,16 +108,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
     "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 8},
+    "mimo_v2_flash": {"v_head_dim": 8},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}, "max_seq_len": 128},
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "reformer": {"axial_pos_embds": False, "num_buckets": 4},
     "musicgen": {"num_codebooks": 1},
     "musicgen_melody": {"num_codebooks": 1},
     "dots3_note": {"vision_config": {"mlp_layer_types": ["dense", "dense"], "adapter_in_dim": 64, "adapter_out_dim": 64}},
-    "gemma3n": {
-        "text_config": {"num_kv_shared_layers": 2},
-        "vision_config": SiglipVisionConfig(hidden_size=64, num_hidden_layers=1),
-    },
+    "gemma3n": {"text_config": {"num_kv_shared_layers": 2}},
     "xmod": {"default_language": "en_XX"},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
     "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 4},
@@ -135,4 +134,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
 }
+for _name in ("laguna", "mellum", "ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3"):
+    OVERRIDES[_name] = {"layer_types": ["sliding_attention", "full_attention"]}
 OVERRIDES["qwen4_exp"] = OVERRIDES["qwen4_exp_text"]

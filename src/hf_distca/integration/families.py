@@ -1,106 +1,126 @@
-"""Which model types of transformers run under distca, found out by running each of them.
+"""Which model families distca is proven for, which it refuses, and why.
 
-`tests/models/generate.py` builds a tiny model of every causal-LM type, compares it with transformers' own attention and
-writes the names below and ``docs/models.md``; the tests fail where the table and the outcome differ.
+The lists are written by `tests/models/generate.py`, which runs a tiny model of every causal-LM type of transformers and
+compares it with transformers' own attention; a test fails where the lists and a new run differ.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 from hf_distca.errors import UnsupportedError
 
-__all__ = ["FAMILIES", "Family", "Status", "check_family"]
+__all__ = ["FAMILIES", "REASONS", "check_family"]
 
 _log = logging.getLogger("hf_distca")
 
-Status = Literal["proven", "unpacked", "refused"]
+# Loss, logits and gradients equal, with packed documents.
+_PROVEN = """
+    afmoe apertus arcee aria_text axk1 beam bert bert-generation biogpt bitnet camembert cohere cohere2 cohere2_moe
+    cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 diffllama dots1 electra emu3 ernie
+    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text
+    gemma4 gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox
+    gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4 llama4_text
+    longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama modernbert-
+    decoder moshi nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phi4_multimodal phimoe qwen2
+    qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm starcoder2
+    vaultgemma xlm-roberta xlm-roberta-xl xmod youtu
+"""
 
+# Equal with one document a row. Packed, layers other than attention carry state from one document to the next, or the model
+# takes no position ids to tell documents apart by.
+_UNPACKED = """
+    bailing_hybrid bamba falcon_h1 granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 minimax
+    moss_transcribe_diarize musicgen_melody nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
+    qwen3_next recurrent_gemma whisper zamba zamba2 zaya
+"""
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What is known about one model type.
+_NO_ATTENTION = """
+    falcon_mamba mamba mamba2 rwkv xlstm
+"""
 
-    Attributes:
-        status: "proven" equals transformers' attention for packed documents; "unpacked" does for one document a row;
-            "refused" would be wrong, or never calls distca.
-        reason: why, if not proven.
-        leaks: whether layers other than attention carry state from one packed document to the next.
-    """
+_BYPASSED = """
+    big_bird bloom codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj megatron-bert mpt mvp openai-gpt
+    prophetnet reformer rembert roformer trocr xglm xlm xlnet
+"""
 
-    status: Status
-    reason: str = ""
-    leaks: bool = False
+_SPARSE = """
+    axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text
+"""
 
+_OWN_MASK = """
+    doge qwen4_exp qwen4_exp_text
+"""
 
-_PROVEN = Family("proven")
+_POSITION_BIAS = """
+    inkling2_text inkling_text
+"""
 
-_STATE = Family(
-    "unpacked",
-    "its layers other than attention (state space, convolution, linear attention or token shift) carry state from one packed "
-    "document to the next, as they do without distca; give each document a row of its own",
-    leaks=True,
-)
-_NO_POSITIONS = Family("unpacked", "takes no position_ids, so documents cannot be packed into a row; give each a row of its own")
+_BIDIRECTIONAL = """
+    bart bigbird_pegasus blenderbot blenderbot-small blt marian mbart musicgen pegasus plbart
+"""
 
-_OWN_ATTENTION = Family("refused", "it computes its attention itself, whatever attn_implementation says")
-_NO_ATTENTION = Family("refused", "it has no attention to balance")
-_SPARSE = Family("refused", "it chooses the keys of each query as it goes (sparse or compressed attention), from a dense mask")
-_POSITION_BIAS = Family("refused", "it adds a learned position bias to the scores, or gates them with a mask of its own")
-_CROSS = Family("refused", "its attention is not causal attention among the tokens of one sequence")
-_DRAFT = Family("refused", "it drafts for another model and attends to that model's keys and values")
+_OVERLAY = """
+    gemma4_unified
+"""
 
-# What a name stands for is decided by hand only among the refused; proven and unpacked ones are written from measurements.
-_NAMES: dict[Family, str] = {
-    # <names>
-    _PROVEN: "",
-    _STATE: "",
-    _NO_POSITIONS: "",
-    _OWN_ATTENTION: """
-        big_bird bloom codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj megatron-bert mpt mvp openai-gpt prophetnet
-        reformer rembert roformer trocr xglm xlm xlnet
-    """,
-    _NO_ATTENTION: "falcon_mamba mamba mamba2 rwkv xlstm",
-    _SPARSE: """
-        axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text qwen4_exp qwen4_exp_text
-    """,
-    _POSITION_BIAS: "doge inkling2_text inkling_text",
-    _CROSS: """
-        bart bigbird_pegasus blenderbot blenderbot-small blt gemma4_unified marian mbart musicgen pegasus plbart
-    """,
-    _DRAFT: "gemma4_assistant gemma4_unified_assistant",
-    # </names>
+_UNBUILT = """
+    gemma4_assistant gemma4_unified_assistant
+"""
+
+REASONS = {
+    "NO_ATTENTION": "it has no attention to balance",
+    "BYPASSED": "it computes attention by itself, not through transformers' attention interface",
+    "SPARSE": "its attention selects or compresses keys, so which keys a query needs is not known before the layer runs",
+    "OWN_MASK": "it computes with the mask itself, and distca has no dense mask",
+    "POSITION_BIAS": "it adds a learned bias to the scores",
+    "BIDIRECTIONAL": "it has an encoder, cross attention or bidirectional masks",
+    "OVERLAY": "its mask lets some tokens see later ones",
+    "UNBUILT": "no small model of it could be built, so nothing is proven",
 }
 
-FAMILIES: dict[str, Family] = {name: family for family, names in _NAMES.items() for name in names.split()}
+FAMILIES: dict[str, str] = {
+    name: group
+    for group, names in {
+        "PROVEN": _PROVEN,
+        "UNPACKED": _UNPACKED,
+        "NO_ATTENTION": _NO_ATTENTION,
+        "BYPASSED": _BYPASSED,
+        "SPARSE": _SPARSE,
+        "OWN_MASK": _OWN_MASK,
+        "POSITION_BIAS": _POSITION_BIAS,
+        "BIDIRECTIONAL": _BIDIRECTIONAL,
+        "OVERLAY": _OVERLAY,
+        "UNBUILT": _UNBUILT,
+    }.items()
+    for name in names.split()
+}
 
 
 def check_family(model_type: str | None) -> None:
-    """Refuse a model type that distca would get wrong, warn once of one whose other layers leak.
+    """Refuse a family that distca does not compute exactly; warn once of one that leaks state over packed documents.
 
-    Types that are not in the table pass: what they hand to attention is checked there.
+    Families that are not in the table (models outside transformers, parts of larger models, newer releases) pass: the arguments
+    of every attention call are checked too.
 
     Raises:
-        UnsupportedError: names the type, the reason, and the way out.
+        UnsupportedError: says why, and what to use.
     """
-    if model_type is None:
-        return
-    family = FAMILIES.get(model_type)
-    if family is not None and family.status == "refused":
+    group = FAMILIES.get(model_type or "")
+    if group in REASONS:
         raise UnsupportedError(
-            f"{model_type} models do not run under distca: {family.reason}. "
-            'Use attn_implementation="sdpa" (or "eager", where the model has no "sdpa").'
+            f'distca does not support {model_type} models: {REASONS[group]}. Use attn_implementation="sdpa" or "eager".'
         )
-    _tell(model_type, family)
+    if group == "UNPACKED":
+        _warn_of_leaks(str(model_type))
 
 
 @cache
-def _tell(model_type: str, family: Family | None) -> None:
-    """Say once what a user should know about a type that passes."""
-    if family is None:
-        _log.info("%s is not in hf_distca's table of tested models: only its calls of attention are checked.", model_type)
-    elif family.leaks:
-        _log.warning("%s: %s.", model_type, family.reason)
+def _warn_of_leaks(model_type: str) -> None:
+    _log.warning(
+        "%s models have layers that carry state from one packed document to the next, or take no position ids: their attention "
+        "is exact under distca, but give them one document a row if documents must stay apart.",
+        model_type,
+    )

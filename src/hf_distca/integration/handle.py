@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, create_causal_mask, sdpa_mask
 
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import check_family
@@ -66,7 +66,7 @@ class AttentionHandle:
         padding: (batch_size, length) bool mask as the user gave it, true for tokens.
         window: keys that a row of this kind of layer sees at most, None for all.
         chunk: length of the chunks that documents are cut into in this kind of layer, None for no cuts.
-        position_ids: those the mask was made with, if transformers found packed documents in them.
+        position_ids: those the mask was made with, for models that pass none to attention.
         work: filled by the first layer, by window: some models tell the window only to the attention function.
     """
 
@@ -139,7 +139,22 @@ def distca_mask(
     padding = None if attention_mask is None else attention_mask[:, :q_length]
     chunk, window = (local_size, None) if _CHUNKS in parts else (None, local_size)
     positions = parts.get(_PACKED_POSITIONS, {}).get("position_ids")
+    if positions is None:
+        positions = _caller_positions()
     return AttentionHandle(batch_size, q_length, padding, window, chunk, positions)
+
+
+def _caller_positions() -> torch.Tensor | None:
+    """The position ids given to the `create_..._mask` that called the mask function.
+
+    With a padding mask or a cache, transformers looks for no packed documents and hands its mask functions no positions. Some
+    models pass none to attention either (Llama 4, Persimmon): the caller's argument is then all that tells documents apart.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != create_causal_mask.__module__:
+        frame = frame.f_back
+    positions = None if frame is None else frame.f_locals.get("position_ids")
+    return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
