@@ -56,7 +56,8 @@ def write(results: list[Result]) -> None:
         groups.setdefault(group, []).append(model_type)
     source = TABLE.read_text()
     for group in re.findall(r"^_(\w+) = \"\"\"", source, re.MULTILINE):
-        names = textwrap.fill(" ".join(sorted(groups.pop(group, []))), 118, initial_indent="    ", subsequent_indent="    ")
+        names = " ".join(sorted(groups.pop(group, [])))
+        names = textwrap.fill(names, 118, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
         source = re.sub(rf'^_{group} = """.*?"""', f'_{group} = """\n{names}\n"""', source, flags=re.MULTILINE | re.DOTALL)
     if groups:
         raise ValueError(f"families.py has no place for {groups}")
