@@ -64,7 +64,7 @@ def distca_attention(
         position_ids, cu_seq_lens_q, distca_documents: where documents start; the last given decides.
 
     Returns:
-        (batch, length, query heads, value width) in query's dtype, and None for the weights. Padding gets 0.
+        (batch, length, query heads, value width) in value's dtype, and None for the weights. Padding gets 0.
 
     Raises:
         UnsupportedError: names what distca would compute wrongly, and the way out.

@@ -24,14 +24,13 @@ from hf_distca.runtime.route import Route
 __all__ = ["AttentionHandle", "CachedMask", "Work", "distca_mask"]
 
 # The parts that transformers builds causal masks from. Anything else changes who sees whom.
-_PACKED_POSITIONS = "remap_positions_for_packed_sequence"
 _CHUNKS = "chunked_overlay"
 _KNOWN_PARTS = {
     "causal_mask_function",
     "and_masks",
     "packed_sequence_mask_function",
     "sliding_window_overlay",
-    _PACKED_POSITIONS,
+    "remap_positions_for_packed_sequence",
     _CHUNKS,
 }
 
@@ -114,8 +113,8 @@ def distca_mask(
     if isinstance(attention_mask, AttentionHandle):
         return attention_mask
     check_family(getattr(config, "model_type", None))
-    parts = dict(_parts(mask_function))
-    foreign = sorted(parts.keys() - _KNOWN_PARTS)
+    parts = set(_parts(mask_function))
+    foreign = sorted(parts - _KNOWN_PARTS)
     if use_vmap or foreign:
         what = ", ".join(foreign) or "a custom mask function"
         raise UnsupportedError(
@@ -138,10 +137,7 @@ def distca_mask(
         return torch.Tensor.as_subclass(mask, CachedMask)  # type: ignore[arg-type]  # never None without skips
     padding = None if attention_mask is None else attention_mask[:, :q_length]
     chunk, window = (local_size, None) if _CHUNKS in parts else (None, local_size)
-    positions = parts.get(_PACKED_POSITIONS, {}).get("position_ids")
-    if positions is None:
-        positions = _caller_positions()
-    return AttentionHandle(batch_size, q_length, padding, window, chunk, positions)
+    return AttentionHandle(batch_size, q_length, padding, window, chunk, _caller_positions())
 
 
 def _caller_positions() -> torch.Tensor | None:
@@ -157,11 +153,10 @@ def _caller_positions() -> torch.Tensor | None:
     return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
 
 
-def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names of the functions that a mask function is composed of, each with the variables that it closes over."""
-    closed = inspect.getclosurevars(function).nonlocals
-    yield function.__qualname__.split(".")[0], dict(closed)
-    for inner in closed.values():
+def _parts(function: Callable[..., Any]) -> Iterator[str]:
+    """Names of the functions that a mask function is composed of, read from what they close over."""
+    yield function.__qualname__.split(".")[0]
+    for inner in inspect.getclosurevars(function).nonlocals.values():
         for part in inner if isinstance(inner, (tuple, list)) else (inner,):
             if inspect.isfunction(part):
                 yield from _parts(part)
