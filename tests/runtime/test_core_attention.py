@@ -49,22 +49,32 @@ def document_tensors(document: int, length: int, dtype: torch.dtype) -> list[tor
 
 
 def run_plan(
-    rank: int, ranks: Segments, tasks: Tasks, dtype: torch.dtype, scores: Scores, with_sink: bool = False
+    rank: int,
+    ranks: Segments,
+    context: list[int],
+    tasks: Tasks,
+    dtype: torch.dtype,
+    scores: Scores,
+    with_sink: bool = False,
 ) -> tuple[float, torch.Tensor, list[int]]:
     """Run a plan forward and backward.
 
     Returns the largest error of o, dq, dk, dv over this rank's tokens, the gradient of the sinks minus what this rank's tokens
     should give, and the counts of exchanges.
     """
-    plan = Plan.from_tasks(Layout.from_segments(ranks), tasks, scores.window)
+    plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks, scores.window)
     group = AttentionGroup.create(timeout_seconds=60) if dist.is_initialized() else AttentionGroup()
     lengths: dict[int, int] = {}
     for row in ranks:
         for document, start, length in row:
             lengths[document] = max(lengths.get(document, 0), start + length)
     inputs = {document: document_tensors(document, length, dtype) for document, length in lengths.items()}
+    for row, count in zip(ranks, context, strict=True):
+        for document, start, length in row[:count]:  # nobody computes the queries of context
+            inputs[document][3][start : start + length] = 0.0
     empty = document_tensors(0, 0, dtype)
-    mine = [[inputs[d][i][a : a + n] for d, a, n in ranks[rank]] for i in range(4)]
+    query_rows = ranks[rank][context[rank] :]
+    mine = [[inputs[d][i][a : a + n] for d, a, n in (ranks[rank] if i in (1, 2) else query_rows)] for i in range(4)]
     q, k, v, do = (torch.cat([empty[i], *mine[i]]) for i in range(4))
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     sink = torch.linspace(-1, 2, HEADS, dtype=dtype).requires_grad_() if with_sink else None
@@ -74,7 +84,8 @@ def run_plan(
     out = core_attention(*leaves, route=route, group=group, server=AttentionServer(kernel, scores, meter), sink_H=sink)
     out.backward(do)
 
-    worst, offset = 0.0, 0
+    worst, before = 0.0, sum(length for *_, length in ranks[rank][: context[rank]])
+    key_at, query_at = 0, -before
     d_sink = torch.zeros(HEADS, dtype=torch.float64) if sink is None else sink.grad.double()
     for document, start, length in ranks[rank]:
         whole = [t.double().clone().requires_grad_() for t in inputs[document][:3]]
@@ -82,19 +93,22 @@ def run_plan(
         reference = dense(*whole, exact_sink, scores)
         reference.backward(inputs[document][3].double(), retain_graph=True)
         expected = [reference.detach(), *(t.grad for t in whole)]
-        for got, want in zip([out.detach(), *(t.grad for t in leaves)], expected, strict=True):
-            error = (got[offset : offset + length].double() - want[start : start + length]).abs().max()
+        found = [(out.detach(), query_at), (leaves[0].grad, query_at), (leaves[1].grad, key_at), (leaves[2].grad, key_at)]
+        for (got, at), want in zip(found, expected, strict=True):
+            if at < 0:
+                continue
+            error = (got[at : at + length].double() - want[start : start + length]).abs().max()
             worst = max(worst, float(error / want.abs().max().clamp_min(1e-3)))
-        if exact_sink is not None:
+        if exact_sink is not None and query_at >= 0:
             share = torch.zeros_like(reference)
             share[start : start + length] = inputs[document][3][start : start + length]
             d_sink -= torch.autograd.grad(reference, exact_sink, share)[0]
-        offset += length
+        key_at, query_at = key_at + length, query_at + length
     return worst, d_sink, [meter.dispatches, meter.returns]
 
 
-def random_case(random_: random.Random, world: int) -> tuple[Segments, Tasks]:
-    """A layout with documents cut and scattered at will, and a plan that sends slices anywhere."""
+def random_case(random_: random.Random, world: int) -> tuple[Segments, list[int], Tasks]:
+    """A layout with documents cut and scattered at will, some of it context, and a plan that sends slices anywhere."""
     ranks: Segments = [[] for _ in range(world)]
     tasks: Tasks = []
     lonely = random_.randrange(world) if random_.random() < 0.3 and world > 1 else None
@@ -111,7 +125,10 @@ def random_case(random_: random.Random, world: int) -> tuple[Segments, Tasks]:
                 tasks.append(CATask(document, a, b, home, server))
     for row in ranks:
         random_.shuffle(row)
-    return ranks, tasks
+    context = [random_.choice([0, 0, random_.randint(0, len(row))]) for row in ranks]
+    unread = {segment[:2] for row, count in zip(ranks, context, strict=True) for segment in row[:count]}
+    inside = {(d, a + i): (d, a) for row in ranks for d, a, n in row for i in range(n)}
+    return ranks, context, [task for task in tasks if inside[task.document, task.start] not in unread]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -126,10 +143,10 @@ def test_random_layouts_and_plans_are_exact(rank_pool: Callable[[int], RankPool]
         st.booleans(),
     )
     def check(random_: random.Random, window: int | None, softcap: float | None, with_sink: bool) -> None:
-        ranks, tasks = random_case(random_, world)
-        results = pool(run_plan, ranks, tasks, torch.float64, Scores(DIM**-0.5, window, softcap), with_sink)
-        assert max(error for error, *_ in results) < 1e-9, (ranks, tasks)
-        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (ranks, tasks)
+        ranks, context, tasks = random_case(random_, world)
+        results = pool(run_plan, ranks, context, tasks, torch.float64, Scores(DIM**-0.5, window, softcap), with_sink)
+        assert max(error for error, *_ in results) < 1e-9, (ranks, context, tasks)
+        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (ranks, context, tasks)
         assert len({tuple(counts) for *_, counts in results}) == 1
 
     check()

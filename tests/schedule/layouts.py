@@ -1,4 +1,7 @@
-"""Random layouts: documents of all lengths, dealt to ranks whole, in consecutive parts, or head and tail. Random plans."""
+"""Random layouts: documents of all lengths, dealt to ranks whole, in consecutive parts, or head and tail, with or without context.
+
+And random plans.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,11 @@ def layouts(draw: st.DrawFn, *, longest: int = 20_000, ranks: int = 9) -> Layout
         st.one_of(st.just(1), st.integers(1, world_size)),
         st.sampled_from(["in order", "head and tail"]),
     )
-    return deal(world_size, draw(st.lists(document, max_size=24)))
+    layout = deal(world_size, draw(st.lists(document, max_size=24)))
+    if not draw(st.booleans()):
+        return layout
+    ranks = [[tuple(segment) for segment in layout.segments(rank)] for rank in range(world_size)]
+    return Layout.from_segments(ranks, [draw(st.integers(0, min(2, len(rank)))) for rank in ranks])
 
 
 @st.composite
@@ -44,7 +51,7 @@ def plans(draw: st.DrawFn) -> Plan:
     layout = draw(layouts(longest=60, ranks=5))
     tasks = []
     for rank in range(layout.world_size):
-        for segment in layout.segments(rank):
+        for segment in layout.segments(rank)[layout.context[rank] :]:
             cuts = draw(st.sets(st.integers(segment.start, segment.end), max_size=3))
             bounds = sorted({segment.start, segment.end} | cuts)
             for start, end in itertools.pairwise(bounds):

@@ -18,7 +18,7 @@ def test_lengths_become_documents_in_order() -> None:
     assert layout.segments(0) == [Segment(0, 0, 3), Segment(1, 0, 2)]
     assert layout.segments(1) == []
     assert layout.segments(2) == [Segment(2, 0, 4)]
-    assert layout.tokens_per_rank.tolist() == [5, 0, 4]
+    assert layout.query_tokens.tolist() == [5, 0, 4]
     assert layout.token.tolist() == [0, 3, 0]
     assert layout.rank.tolist() == [0, 0, 2]
     assert layout.longest == 4
@@ -42,7 +42,7 @@ def test_no_tokens_at_all(ranks: list[list[int]]) -> None:
     assert layout.world_size == len(ranks)
     assert layout.longest == 0
     assert layout.spanning == frozenset()
-    assert layout.tokens_per_rank.tolist() == [0] * len(ranks)
+    assert layout.query_tokens.tolist() == [0] * len(ranks)
     assert layout.token.tolist() == []
 
 
@@ -77,7 +77,9 @@ def test_tokens_of_a_rank_are_its_segments_one_after_another(layout: Layout) -> 
         rows = np.flatnonzero(layout.rank == rank)
         lengths = layout.length[rows].tolist()
         assert layout.token[rows].tolist() == [sum(lengths[:i]) for i in range(len(lengths))]
-        assert layout.tokens_per_rank[rank] == sum(lengths)
+        context = int(layout.context[rank])
+        assert layout.context_tokens[rank] == sum(lengths[:context])
+        assert layout.query_tokens[rank] == sum(lengths[context:])
     ranks_of = {d: set(layout.rank[layout.document == d].tolist()) for d in layout.document.tolist()}
     assert layout.spanning == {d for d, ranks in ranks_of.items() if len(ranks) > 1}
 

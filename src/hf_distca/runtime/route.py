@@ -83,7 +83,7 @@ class Route:
         transfers = plan.key_transfers(rank) if plan.moved else None
         at_home = [task for task in pooled if task.home == rank]
         queries = Rows(
-            _on(device, _ranges([token.of(t.document, t.start) for t in sent], [t.end - t.start for t in sent])),
+            _on(device, _ranges([token.query(t) for t in sent], [t.end - t.start for t in sent])),
             _counts(layout, [t.server for t in sent], [t.end - t.start for t in sent]),
             _counts(layout, *_home_lengths([t for t in pooled if t.home != rank])),
         )
@@ -91,10 +91,8 @@ class Route:
         return cls(
             queries=queries,
             keys=keys,
-            local=_batch(plan, [token.of(t.document, t.start) for t in local], local, token.of),
-            home_queries=_on(
-                device, _ranges([token.of(t.document, t.start) for t in at_home], [t.end - t.start for t in at_home])
-            ),
+            local=_batch(plan, [token.query(t) for t in local], local, token.of),
+            home_queries=_on(device, _ranges([token.query(t) for t in at_home], [t.end - t.start for t in at_home])),
             pool=pool,
             arrived=_batch(plan, _starts([t.end - t.start for t in pooled]), pooled, place),
             exchanges=plan.moved,
@@ -113,6 +111,10 @@ class _TokenIndex:
             self._segments.setdefault(segment.document, []).append(place)
         for places in self._segments.values():
             places.sort()
+
+    def query(self, task: CATask) -> int:
+        """Index among the query rows of this rank of the first row of a task."""
+        return self.of(task.document, task.start) - int(self.layout.context_tokens[self.rank])
 
     def of(self, document: int, position: int) -> int:
         """Token index of a document position that lies on this rank."""

@@ -121,10 +121,9 @@ class Greedy:
 
     def _pieces(self, rank: int) -> list[_Piece]:
         if rank not in self.pieces:
-            first = int(self.layout.offsets[rank])
-            self.pieces[rank] = sorted(
-                _Piece(-s.end, s.start, s.document, first + i) for i, s in enumerate(self.layout.segments(rank))
-            )
+            first, context = int(self.layout.offsets[rank]), int(self.layout.context[rank])
+            segments = self.layout.segments(rank)[context:]
+            self.pieces[rank] = sorted(_Piece(-s.end, s.start, s.document, first + context + i) for i, s in enumerate(segments))
         return self.pieces[rank]
 
     def _unload(self, source: int) -> None:
@@ -263,7 +262,7 @@ class Greedy:
     def _build(self) -> Plan:
         """Tasks: untouched segments, what is left of the others, and what was moved."""
         layout = self.layout
-        keep = np.ones(len(layout.document), dtype=bool)
+        keep = layout.queries.copy()
         rows: list[tuple[int, int, int, int, int]] = []
         last = -1
         for segment, start, document, end, home, server in sorted(self.moved):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -42,28 +42,38 @@ class Layout:
     The three columns have one row per segment, ordered by rank and, within a rank, by token: the tokens of a rank are its
     segments one after another. Build one with a ``from_...`` method; each checks that every document is covered exactly once.
 
+    The first segments of a rank may be *context*: their keys are read, their queries are computed elsewhere. The second
+    nano-batch of ping-pong has one where a document crosses the cut.
+
     Attributes:
         document: document number of each segment.
         start: first document position of each segment.
         length: tokens of each segment, at least 1.
         offsets: ``ranks + 1`` numbers; the segments of rank r are rows ``offsets[r]`` to ``offsets[r + 1]``.
+        context: how many segments of each rank are context; none if not given.
     """
 
     document: IntArray
     start: IntArray
     length: IntArray
     offsets: IntArray
+    context: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
+        if not len(self.context):
+            object.__setattr__(self, "context", np.zeros(self.world_size, dtype=np.int64))
         _check_columns(self)
         _check_documents(self)
 
     @classmethod
-    def from_segments(cls, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> Layout:
-        """Build from ``(document, start, length)`` rows per rank. A document may lie on any number of ranks, in any cut."""
+    def from_segments(cls, ranks: Sequence[Sequence[tuple[int, int, int]]], context: Sequence[int] = ()) -> Layout:
+        """Build from ``(document, start, length)`` rows per rank. A document may lie on any number of ranks, in any cut.
+
+        The first ``context[rank]`` rows of a rank are context.
+        """
         rows = np.array([row[:3] for rank in ranks for row in rank], dtype=np.int64).reshape(-1, 3)
         offsets = np.cumsum([0, *(len(rank) for rank in ranks)], dtype=np.int64)
-        return cls(rows[:, 0], rows[:, 1], rows[:, 2], offsets)
+        return cls(rows[:, 0], rows[:, 1], rows[:, 2], offsets, np.array(context, dtype=np.int64))
 
     @classmethod
     def from_lengths(cls, ranks: Sequence[Sequence[int]]) -> Layout:
@@ -113,9 +123,20 @@ class Layout:
         return np.asarray(before - np.repeat(first, np.diff(self.offsets)), dtype=np.int64)
 
     @cached_property
-    def tokens_per_rank(self) -> IntArray:
-        """Tokens on each rank."""
-        return np.bincount(self.rank, weights=self.length, minlength=self.world_size).astype(np.int64)
+    def queries(self) -> npt.NDArray[np.bool_]:
+        """Whether the queries of a segment are to be computed: false for context."""
+        place = np.arange(len(self.document)) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
+        return np.asarray(place >= self.context[self.rank])
+
+    @cached_property
+    def context_tokens(self) -> IntArray:
+        """Tokens of context on each rank: its first query row has the key with this index."""
+        return np.bincount(self.rank, weights=self.length * ~self.queries, minlength=self.world_size).astype(np.int64)
+
+    @cached_property
+    def query_tokens(self) -> IntArray:
+        """Tokens on each rank whose queries are to be computed."""
+        return np.bincount(self.rank, weights=self.length * self.queries, minlength=self.world_size).astype(np.int64)
 
     @cached_property
     def spanning(self) -> frozenset[int]:
@@ -175,6 +196,11 @@ def _check_columns(layout: Layout) -> None:
     rows = len(layout.document)
     if not (len(layout.start) == len(layout.length) == rows == layout.offsets[-1]):
         raise LayoutError(f"columns of {rows}, {len(layout.start)}, {len(layout.length)} rows for {layout.offsets[-1]} segments.")
+    if len(layout.context) != layout.world_size or (layout.context > np.diff(layout.offsets)).any() or (layout.context < 0).any():
+        raise LayoutError(
+            f"context of {layout.context.tolist()} segments for ranks with {np.diff(layout.offsets).tolist()}: "
+            "give one number a rank, at most as many as it has segments."
+        )
     if rows and (layout.length.min() < 1 or layout.start.min() < 0):
         row = int(np.flatnonzero((layout.length < 1) | (layout.start < 0))[0])
         raise LayoutError(

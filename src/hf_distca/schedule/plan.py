@@ -72,7 +72,8 @@ class Plan:
     @classmethod
     def local(cls, layout: Layout, window: int | None = None) -> Plan:
         """The plan that moves nothing: every rank computes its own segments."""
-        return cls(layout, layout.document, layout.start, layout.end, layout.rank, layout.rank, window)
+        columns = (layout.document, layout.start, layout.end, layout.rank, layout.rank)
+        return cls(layout, *(column[layout.queries] for column in columns), window)
 
     @classmethod
     def from_tasks(
@@ -113,12 +114,14 @@ class Plan:
     def to_json(self) -> str:
         """The plan and its layout as JSON: ``{"tasks": [[document, start, end, home, server], ...], "rank_segments": ...}``.
 
-        A third key ``"window"`` is there if the plan has one.
+        The keys ``"window"`` and ``"context"`` are there if the plan has them.
         """
         ranks = [[[s.document, s.start, s.end] for s in self.layout.segments(r)] for r in range(self.layout.world_size)]
         data: dict[str, Any] = {"tasks": [list(task) for task in self.tasks], "rank_segments": ranks}
         if self.window is not None:
             data["window"] = self.window
+        if self.layout.context.any():
+            data["context"] = self.layout.context.tolist()
         return json.dumps(data, separators=(",", ":"))
 
     @classmethod
@@ -134,14 +137,16 @@ class Plan:
         window = data.get("window")
         if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
             raise PlanError(f"the window of a plan in JSON is a whole number or null, found: {window!r}.")
-        layout = Layout.from_segments([[(d, a, b - a) for d, a, b in rank] for rank in data["rank_segments"]])
+        ranks = [[(d, a, b - a) for d, a, b in rank] for rank in data["rank_segments"]]
+        layout = Layout.from_segments(ranks, data.get("context", ()))
         return cls.from_tasks(layout, data["tasks"], window)
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of layout, tasks and window. Ranks that hold equal digests carry out the same plan."""
         layout = self.layout
-        columns = [layout.document, layout.start, layout.length, layout.offsets, *(getattr(self, c) for c in CATask._fields)]
+        columns = [layout.document, layout.start, layout.length, layout.offsets, layout.context]
+        columns += [getattr(self, column) for column in CATask._fields]
         text = hashlib.sha256()
         for column in columns:
             text.update(np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes())
@@ -156,6 +161,7 @@ def _check(plan: Plan) -> None:
         row = int(np.flatnonzero((servers < 0) | (servers >= layout.world_size))[0])
         raise PlanError(f"{plan.tasks[row]} names a server outside the {layout.world_size} ranks of the layout.")
     order = np.lexsort((layout.start, layout.document))
+    order = order[layout.queries[order]]
     segment_document, segment_start = layout.document[order], layout.start[order]
     segment_end, segment_rank = layout.end[order], layout.rank[order]
     if len(plan.document) and not len(order):
@@ -176,14 +182,15 @@ def _check(plan: Plan) -> None:
     if not inside.all():
         row = int(np.flatnonzero(~inside)[0])
         raise PlanError(f"{plan.tasks[row]} does not lie in one segment of its home rank.")
-    expected = np.concatenate([[0], plan.end[:-1]])[: len(plan.end)]
-    fresh = np.concatenate([[True], plan.document[1:] != plan.document[:-1]])[: len(plan.end)]
-    wrong = np.flatnonzero(plan.start != np.where(fresh, 0, expected))
+    fresh = np.concatenate([[True], at[1:] != at[:-1]])[: len(at)]
+    expected = np.where(fresh, segment_start[at], np.concatenate([[0], plan.end[:-1]])[: len(at)])
+    wrong = np.flatnonzero(plan.start != expected)
     if len(wrong):
         row = int(wrong[0])
-        seen = 0 if fresh[row] else int(expected[row])
-        raise PlanError(f"{plan.tasks[row]} starts where position {seen} is next: every query token must be computed once.")
-    computed, held = int((plan.end - plan.start).sum()), int(layout.length.sum())
+        raise PlanError(
+            f"{plan.tasks[row]} starts where position {expected[row]} is next: every query token must be computed once."
+        )
+    computed, held = int((plan.end - plan.start).sum()), int(layout.query_tokens.sum())
     if computed != held:
         raise PlanError(f"the tasks compute {computed} query tokens, the layout holds {held}.")
 

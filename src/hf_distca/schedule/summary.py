@@ -176,7 +176,7 @@ def summarize(plan: Plan, cost: CostModel) -> PlanSummary:
         seconds_imbalance_after=imbalance(after.compute_seconds),
         slowest_seconds_before=before.slowest_seconds,
         slowest_seconds_after=after.slowest_seconds,
-        query_tokens=int(plan.layout.length.sum()),
+        query_tokens=int(plan.layout.query_tokens.sum()),
         query_tokens_moved=int(after.query_tokens[0].sum()),
         key_tokens_sent=int(after.key_tokens[0].sum()),
         key_tokens_sent_unplanned=int(before.key_tokens[0].sum()),
