@@ -18,7 +18,7 @@ from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.callback import DistCACallback
 from hf_distca.integration.data import PackingCollator
 from hf_distca.integration.documents import PackedDocuments
-from hf_distca.integration.handle import distca_mask
+from hf_distca.integration.mask import distca_mask
 from hf_distca.integration.session import attention_seconds, balancing, configure
 
 __all__ = [

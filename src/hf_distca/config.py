@@ -34,6 +34,8 @@ class DistCAConfig:
             run of positions is a document of its own, as it is for transformers.
         balance_evaluation: let ranks share attention also while the model is in evaluation mode. Only where every rank
             evaluates the same number of batches.
+        ping_pong: run every decoder layer as two nano-batches in turns, so that one computes while the messages of the other
+            travel. It pays where exchanges take long; where nothing is exchanged, layers run whole.
         timeout_seconds: how long a rank waits for the others before it gives up with `DistCADesyncError`.
 
     Raises:
@@ -48,6 +50,7 @@ class DistCAConfig:
     cost_model: CostSource | CostModel = "analytic"
     documents_span_ranks: bool = False
     balance_evaluation: bool = False
+    ping_pong: bool = False
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:

@@ -7,7 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_distca
-from hf_distca.integration.handle import AttentionHandle, distca_mask
+from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.mask import distca_mask
 from hf_distca.integration.session import current_session
 
 

@@ -1,7 +1,4 @@
-"""Random layouts: documents of all lengths, dealt to ranks whole, in consecutive parts, or head and tail, with or without context.
-
-And random plans.
-"""
+"""Random layouts: documents of all lengths, whole, in consecutive parts, or head and tail; some with context. Random plans."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.documents import PackedDocuments, read_documents
+from hf_distca.integration.documents import PackedDocuments
 from hf_distca.integration.handle import AttentionHandle, CachedMask, Work
 from hf_distca.integration.session import Session, current_session
 from hf_distca.kernels import Scores
@@ -78,21 +78,12 @@ def distca_attention(
     session = current_session()
     window = sliding_window if handle.window is None else handle.window
     if window not in handle.work:
-        local = read_documents(
-            handle.batch_size,
-            handle.length,
-            packed=distca_documents,
-            cu_seq_lens=cu_seq_lens_q,
-            position_ids=handle.position_ids if position_ids is None else position_ids,
-            padding=handle.padding,
-            span_ranks=session.config.documents_span_ranks,
-        )
-        if handle.chunk is not None:
-            local = local.in_chunks(handle.chunk)
+        sources = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q, "distca_documents": distca_documents}
+        local = handle.local or handle.read_documents(sources, span_ranks=session.config.documents_span_ranks)
         handle.work[window] = session.work_for(local, query, key, value, training=module.training, window=window)
     work = handle.work[window]
     scores = _scores(query, scaling, work.window, softcap)
-    return _run(session, work, module, query, key, value, scores, sink_H), None
+    return _run(session, handle, work, module, query, key, value, scores, sink_H), None
 
 
 def _scores(query: torch.Tensor, scaling: float | None, window: int | None, softcap: float | None) -> Scores:
@@ -110,6 +101,7 @@ def _sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> torch.Ten
 
 def _run(
     session: Session,
+    handle: AttentionHandle,
     work: Work,
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -123,6 +115,8 @@ def _run(
     q_THD, k_TKD, v_TKV = (t.to(dtype).transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     if work.keep is not None:
         q_THD, k_TKD, v_TKV = (t.index_select(0, work.keep) for t in (q_THD, k_TKD, v_TKV))
+    if handle.handover is not None and handle.local is not None:
+        k_TKD, v_TKV = handle.handover.keys(handle.local.half, k_TKD, v_TKV)
     o_THV = session.attend(work, module, q_THD, k_TKD, v_TKV, scores, sink_H)
     if work.keep is not None:
         o_THV = o_THV.new_zeros((batch * length, *o_THV.shape[1:])).index_copy(0, work.keep, o_THV)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,11 +43,17 @@ class LocalDocuments:
         rows: int64, one row per run of tokens, (document, start, length); document is -1 where only positions are known.
         keep: int64 indices of the tokens that are not padding, among batch * sequence; None if there is no padding.
         spans: whether start and document say how runs continue each other across ranks.
+        chunk: length of the chunks that documents were cut into, None if they are whole.
+        half: 0 for a whole batch, 1 and 2 for the nano-batches that ping-pong cuts it into.
+        context: tokens that the first document has in the first half; they are the first row here, and not in `keep`.
     """
 
     rows: IntArray
     keep: IntArray | None
     spans: bool
+    chunk: int | None = None
+    half: int = 0
+    context: int = 0
 
     def in_chunks(self, size: int) -> LocalDocuments:
         """The same tokens, where each chunk of `size` positions of a document is a document of its own."""
@@ -58,7 +64,28 @@ class LocalDocuments:
             )
         lengths = [min(size, length - at) for length in self.rows[:, 2].tolist() for at in range(0, length, size)]
         rows = np.array([(-1, 0, length) for length in lengths], dtype=np.int64).reshape(-1, 3)
-        return LocalDocuments(rows, self.keep, self.spans)
+        return LocalDocuments(rows, self.keep, self.spans, size)
+
+    def halves(self, at: int) -> tuple[LocalDocuments, LocalDocuments]:
+        """The documents before and from index `at` among batch * sequence. Only where each lies on one rank."""
+        tokens = at if self.keep is None else int(np.searchsorted(self.keep, at))
+        first: list[tuple[int, int, int]] = []
+        second: list[tuple[int, int, int]] = []
+        context = begin = 0
+        for length in self.rows[:, 2].tolist():
+            here = min(max(tokens - begin, 0), length)  # tokens of the document in the first half
+            if here:
+                first.append((-1, 0, here))
+            if here < length:
+                if here:
+                    second.append((-1, 0, here))
+                    context = here
+                second.append((-1, here, length - here))
+            begin += length
+        keeps = (None, None) if self.keep is None else (self.keep[:tokens], self.keep[tokens:] - at)
+        rows = (np.array(half, dtype=np.int64).reshape(-1, 3) for half in (first, second))
+        one, two = (replace(self, rows=half, keep=keep) for half, keep in zip(rows, keeps, strict=True))
+        return replace(one, half=1), replace(two, half=2, context=context)
 
 
 def read_documents(

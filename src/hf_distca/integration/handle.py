@@ -1,4 +1,4 @@
-"""The mask function and the handle it returns, which travels to every layer as `attention_mask`.
+"""The handle that the mask function returns and that travels to every layer as `attention_mask`.
 
 A model makes its mask once per forward and kind of layer. Instead of a dense mask it gets a small object. Because that is an
 argument, it is the same object in the recompute of activation checkpointing and another one for every micro-batch.
@@ -6,33 +6,21 @@ argument, it is the same object in the recompute of activation checkpointing and
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from transformers import PreTrainedConfig
-from transformers.masking_utils import causal_mask_function, create_causal_mask, sdpa_mask
 
-from hf_distca.errors import UnsupportedError
-from hf_distca.integration.families import check_family
+from hf_distca.integration.documents import LocalDocuments, read_documents
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 
-__all__ = ["AttentionHandle", "CachedMask", "Work", "distca_mask"]
+if TYPE_CHECKING:
+    from hf_distca.integration.halves import Halves, Handover
 
-# The parts that transformers builds causal masks from. Anything else changes who sees whom.
-_CHUNKS = "chunked_overlay"
-_KNOWN_PARTS = {
-    "causal_mask_function",
-    "and_masks",
-    "packed_sequence_mask_function",
-    "sliding_window_overlay",
-    "remap_positions_for_packed_sequence",
-    _CHUNKS,
-}
+__all__ = ["AttentionHandle", "CachedMask", "Work"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +55,9 @@ class AttentionHandle:
         chunk: length of the chunks that documents are cut into in this kind of layer, None for no cuts.
         position_ids: those the mask was made with, for models that pass none to attention.
         work: filled by the first layer, by window: some models tell the window only to the attention function.
+        halves: the handles of the two nano-batches, once a layer has run as halves.
+        local: the documents of a nano-batch; a whole batch reads them from what reaches the attention function.
+        handover: keys that the second nano-batch reads of the first one.
     """
 
     batch_size: int
@@ -76,8 +67,25 @@ class AttentionHandle:
     chunk: int | None = None
     position_ids: torch.Tensor | None = None
     work: dict[int | None, Work] = field(default_factory=dict, repr=False)
+    halves: Halves | None = field(default=None, repr=False)
+    local: LocalDocuments | None = field(default=None, repr=False)
+    handover: Handover | None = field(default=None, repr=False)
     # Generation with static caches makes masks ahead of the forward and handles them as 4-D tensors.
     ndim: ClassVar[int] = 4
+
+    def read_documents(self, arguments: Mapping[str, Any], *, span_ranks: bool) -> LocalDocuments:
+        """The documents of the batch, from the keyword arguments of a layer or of attention."""
+        positions = arguments.get("position_ids")
+        local = read_documents(
+            self.batch_size,
+            self.length,
+            packed=arguments.get("distca_documents"),
+            cu_seq_lens=arguments.get("cu_seq_lens_q"),
+            position_ids=self.position_ids if positions is None else positions,
+            padding=self.padding,
+            span_ranks=span_ranks,
+        )
+        return local if self.chunk is None else local.in_chunks(self.chunk)
 
     def contiguous(self) -> AttentionHandle:
         """The handle itself."""
@@ -89,74 +97,3 @@ class CachedMask(torch.Tensor):
 
     A tensor, because generation with static caches handles masks as tensors; a class, to tell it from a user's own mask.
     """
-
-
-def distca_mask(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | AttentionHandle | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    config: PreTrainedConfig | None = None,
-    **kwargs: Any,
-) -> AttentionHandle | CachedMask:
-    """The mask function registered as "distca". Takes what transformers' mask interface passes, returns no dense mask.
-
-    Raises:
-        UnsupportedError: if the mask is not causal, or has an overlay.
-    """
-    if isinstance(attention_mask, AttentionHandle):
-        return attention_mask
-    check_family(getattr(config, "model_type", None))
-    parts = set(_parts(mask_function))
-    foreign = sorted(parts - _KNOWN_PARTS)
-    if use_vmap or foreign:
-        what = ", ".join(foreign) or "a custom mask function"
-        raise UnsupportedError(
-            f"this model's attention mask uses {what}; distca computes causal attention within documents. "
-            'Use attn_implementation="sdpa" for it.'
-        )
-    if kv_offset or kv_length != q_length or not isinstance(q_offset, int) or q_offset:
-        # One token at a time reads the whole cache: no query rows to move, and only this rank is generating.
-        mask = sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,  # type: ignore[arg-type]  # a tensor for static caches
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            **{**kwargs, "config": config, "allow_is_causal_skip": False},
-        )
-        return torch.Tensor.as_subclass(mask, CachedMask)  # type: ignore[arg-type]  # never None without skips
-    padding = None if attention_mask is None else attention_mask[:, :q_length]
-    chunk, window = (local_size, None) if _CHUNKS in parts else (None, local_size)
-    return AttentionHandle(batch_size, q_length, padding, window, chunk, _caller_positions())
-
-
-def _caller_positions() -> torch.Tensor | None:
-    """The position ids given to the `create_..._mask` that called the mask function.
-
-    With a padding mask or a cache, transformers looks for no packed documents and hands its mask functions no positions. Some
-    models pass none to attention either (Llama 4, Persimmon): the caller's argument is then all that tells documents apart.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != create_causal_mask.__module__:
-        frame = frame.f_back
-    positions = None if frame is None else frame.f_locals.get("position_ids")
-    return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
-
-
-def _parts(function: Callable[..., Any]) -> Iterator[str]:
-    """Names of the functions that a mask function is composed of, read from what they close over."""
-    yield function.__qualname__.split(".")[0]
-    for inner in inspect.getclosurevars(function).nonlocals.values():
-        for part in inner if isinstance(inner, (tuple, list)) else (inner,):
-            if inspect.isfunction(part):
-                yield from _parts(part)

@@ -39,8 +39,8 @@ from hf_distca.schedule.scheduler import balance
 __all__ = ["Session", "attention_seconds", "balancing", "configure", "current_session"]
 
 # What a rank announces in front of its documents.
-_COUNT, _AGREEMENT, _SPANS, _NANOSECONDS, _BYTES = range(5)
-_HEADER = 5
+_COUNT, _AGREEMENT, _SPANS, _HALF, _CONTEXT, _NANOSECONDS, _BYTES = range(7)
+_HEADER = 7
 _ALONE = AttentionGroup()
 
 
@@ -57,7 +57,7 @@ class Session:
         self._costs: dict[tuple[AttentionShape, str], CostModel] = {}
         self._planned = 0
         # The last micro-batch of each kind of layer: what ranks measured in it is announced with the next one.
-        self._last: dict[int | None, tuple[Micro, Meter]] = {}
+        self._last: dict[tuple[int | None, int | None, int], tuple[Micro, Meter]] = {}
 
     @property
     def group(self) -> AttentionGroup:
@@ -70,6 +70,11 @@ class Session:
             self._group = AttentionGroup.create(members, timeout_seconds=self.config.timeout_seconds)
             self._world = world
         return self._group
+
+    def takes_part(self, training: bool) -> bool:
+        """Whether other ranks take part in the attention of a module that trains, or does not."""
+        # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
+        return (training or self.config.balance_evaluation) and self.group.size > 1
 
     def work_for(
         self,
@@ -89,12 +94,10 @@ class Session:
             training: whether the module is in training mode on this rank, and so on all.
             window: keys that a row sees at most, None for all.
         """
-        # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
-        collective = (training or self.config.balance_evaluation) and self.group.size > 1
         device = query.device
         keep = None if local.keep is None else torch.from_numpy(local.keep).to(device)
-        if not collective:
-            layout = _layout([local.rows], spans=False)
+        if not self.takes_part(training):
+            layout = _layout([local.rows], [0], spans=False)
             if local.spans and not training and (local.rows[:, 1] > 0).any():
                 raise UnsupportedError(
                     "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
@@ -105,13 +108,14 @@ class Session:
         started = time.perf_counter()
         cost = self._cost(query, key, value, window)
         announced = self._announce(local, cost)
-        layout = _layout([row[_HEADER:].reshape(-1, 3) for row in announced], spans=local.spans)
+        contexts = [int(row[_CONTEXT]) for row in announced]
+        layout = _layout([row[_HEADER:].reshape(-1, 3) for row in announced], contexts, spans=local.spans)
         plan = balance(layout, cost, self.config)
         self._agree(plan)
         route = Route.build(plan, self.group.rank, device)
         micro, meter = Micro.of(plan, cost, (time.perf_counter() - started) * 1e3), Meter(self.meter)
         self.history.planned(micro)
-        self._last[window] = micro, meter
+        self._last[window, local.chunk, local.half] = micro, meter
         return Work(route, keep, _effective(window, layout), True, meter)
 
     def attend(
@@ -154,8 +158,8 @@ class Session:
         header = np.zeros(_HEADER, dtype=np.int64)
         header[_COUNT] = self._planned
         header[_AGREEMENT] = _fingerprint(self.config, cost)
-        header[_SPANS] = local.spans
-        last = self._last.get(cost.window)
+        header[_SPANS], header[_HALF], header[_CONTEXT] = local.spans, local.half, local.context > 0
+        last = self._last.get((cost.window, local.chunk, local.half))
         if last is not None:
             meter = last[1]
             header[_NANOSECONDS], header[_BYTES] = int(meter.seconds * 1e9), meter.sent_bytes
@@ -166,6 +170,7 @@ class Session:
             (_COUNT, "numbers of the micro-batch", "every rank must run the same number of training forwards"),
             (_AGREEMENT, "settings (DistCAConfig, attention heads and widths, version)", "give every rank the same ones"),
             (_SPANS, "ways of giving documents", "use the same collator on every rank"),
+            (_HALF, "nano-batches (0 is a whole batch)", "give every rank the same model"),
         ):
             self._compare(heads[:, column], what, remedy)
         if last is not None:
@@ -190,9 +195,17 @@ def _effective(window: int | None, layout: Layout) -> int | None:
     return None if window is None or window >= layout.longest else window
 
 
-def _layout(ranks: list[IntArray], *, spans: bool) -> Layout:
-    if not spans:
+def _layout(ranks: list[IntArray], contexts: list[int], *, spans: bool) -> Layout:
+    """The layout of announced rows; the first row of a rank with context is the beginning of the document in its second row."""
+    if not spans and not any(contexts):
         return Layout.from_lengths([rows[:, 2].tolist() for rows in ranks])
+    if not spans:
+        first = np.cumsum([0, *(len(rows) for rows in ranks)])
+        numbered = [
+            [(base + max(place, context), start, length) for place, (_, start, length) in enumerate(rows.tolist())]
+            for base, rows, context in zip(first.tolist(), ranks, contexts, strict=False)
+        ]
+        return Layout.from_segments(numbered, contexts)
     if any((rows[:, 0] >= 0).any() for rows in ranks):
         return Layout.from_segments([[tuple(row) for row in rows.tolist()] for rows in ranks])
     return Layout.from_runs([list(map(tuple, rows[:, 1:].tolist())) for rows in ranks])

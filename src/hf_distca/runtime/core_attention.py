@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from hf_distca.runtime.exchange import Part, Pending, launch
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
+from hf_distca.runtime.pingpong import take_turns
 from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
 
@@ -65,8 +66,11 @@ def core_attention(
     call = _Call(route, group, server, outputs)
     if not route.exchanges:
         return _apply(_Local, call, q_THD, k_TKD, v_TKV, sink_H)
+    # In ping-pong, the other half computes while these messages travel.
     anchor = _apply(_Dispatch, call, q_THD, k_TKD, v_TKV)
+    take_turns()
     anchor = _apply(_Serve, call, anchor)
+    take_turns()
     return _apply(_Return, call, anchor, q_THD.detach(), k_TKD.detach(), v_TKV.detach(), sink_H)
 
 

@@ -72,8 +72,9 @@ class Plan:
     @classmethod
     def local(cls, layout: Layout, window: int | None = None) -> Plan:
         """The plan that moves nothing: every rank computes its own segments."""
-        columns = (layout.document, layout.start, layout.end, layout.rank, layout.rank)
-        return cls(layout, *(column[layout.queries] for column in columns), window)
+        queries = layout.queries
+        rank = layout.rank[queries]
+        return cls(layout, layout.document[queries], layout.start[queries], layout.end[queries], rank, rank, window)
 
     @classmethod
     def from_tasks(

@@ -1,0 +1,146 @@
+"""The two nano-batches of a batch: where it is cut, what each half of a layer gets, and how its outputs are joined.
+
+One row is cut among its tokens, between documents if a document starts near the middle. Several rows are cut among the rows.
+A document that crosses the cut needs, in the second half, the keys that the first half made: they are handed over inside the
+layer, with their gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache
+
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.documents import LocalDocuments
+from hf_distca.integration.handle import AttentionHandle
+
+__all__ = ["Halves", "Handover"]
+
+# A cut between documents is taken if the smaller half then has at least this part of the tokens.
+_SMALLEST = 3 / 8
+
+
+@dataclass(eq=False)
+class Handover:
+    """Keys and values that the second half reads of the first: those of its last `tokens` tokens."""
+
+    tokens: int
+    given: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def keys(self, half: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values that a half attends to."""
+        if not self.tokens:
+            return k_TKD, v_TKV
+        if half == 1:
+            self.given = k_TKD[-self.tokens :], v_TKV[-self.tokens :]
+            return k_TKD, v_TKV
+        if self.given is None:
+            raise UnsupportedError("the second half of a layer called attention before the first: set ping_pong=False.")
+        (before_k, before_v), self.given = self.given, None
+        return torch.cat([before_k, k_TKD]), torch.cat([before_v, v_TKV])
+
+
+@dataclass(eq=False)
+class Halves:
+    """How one batch is cut, for one kind of layer.
+
+    Attributes:
+        batch_size, length: shape of the batch.
+        axis: 0 if rows are cut, 1 if tokens are.
+        at: index on that axis where the second half begins. At 0, which is a batch of one token, the first half computes that
+            token as padding and its output is dropped: it takes part in every exchange, as on the other ranks.
+        handles: what stands for the mask in each half.
+        layers: ids of the layers that ran as halves, for a recompute to do the same.
+    """
+
+    batch_size: int
+    length: int
+    axis: int
+    at: int
+    handles: tuple[AttentionHandle, AttentionHandle]
+    layers: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, handle: AttentionHandle, local: LocalDocuments, tile: int) -> Halves:
+        """Cut a batch whose documents each lie on one rank."""
+        rows, length = handle.batch_size, handle.length
+        axis = 0 if rows > 1 else 1
+        at = rows // 2 if axis == 0 else _middle(length, local, tile)
+        parts = local.halves(at if axis else at * length)
+        if not at:
+            parts = replace(parts[0], keep=np.zeros(0, dtype=np.int64)), parts[1]
+        handover = Handover(parts[1].context)
+        first, second = (
+            replace(
+                handle,
+                batch_size=size if axis == 0 else rows,
+                length=size if axis else length,
+                work={},
+                local=part,
+                handover=handover,
+            )
+            for size, part in zip((max(at, 1), (length if axis else rows) - at), parts, strict=True)
+        )
+        return cls(rows, length, axis, at, (first, second))
+
+    @property
+    def pointless(self) -> bool:
+        """Whether both halves are planned and neither exchanges anything: there is nothing to hide."""
+        work = [work for handle in self.handles for work in handle.work.values()]
+        return len(work) > 1 and not any(one.route.exchanges for one in work)
+
+    def part(self, half: int, value: Any) -> Any:
+        """The part of an argument of a layer, or of several in a tuple, list or dictionary, that a half (0 or 1) gets."""
+        if isinstance(value, torch.Tensor):
+            dim = self._dim(value)
+            if dim is None:
+                return value
+            return value.narrow(dim, 0, max(self.at, 1)) if half == 0 else value.narrow(dim, self.at, value.shape[dim] - self.at)
+        if isinstance(value, AttentionHandle):
+            return self.handles[half]
+        if isinstance(value, Cache):
+            return None  # as under activation checkpointing: a cache would be filled twice
+        if isinstance(value, dict):
+            return {name: self.part(half, one) for name, one in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self.part(half, one) for one in value)
+        return value
+
+    def join(self, first: Any, second: Any) -> Any:
+        """The output of a layer from those of its halves.
+
+        Raises:
+            UnsupportedError: if an output is not made of tensors that have the cut axis.
+        """
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+            return torch.cat([first.narrow(self.axis, 0, self.at), second], self.axis)
+        if first is None and second is None:
+            return None
+        if type(first) in (tuple, list) and type(second) is type(first) and len(first) == len(second):
+            return type(first)(self.join(*pair) for pair in zip(first, second, strict=True))
+        raise UnsupportedError(
+            f"a decoder layer returned {type(first).__name__} and {type(second).__name__} for its halves, which ping-pong cannot "
+            "join: set DistCAConfig(ping_pong=False)."
+        )
+
+    def _dim(self, tensor: torch.Tensor) -> int | None:
+        """The dimension of an argument that the cut goes through, None if it is the same for all tokens."""
+        shape = tuple(tensor.shape)
+        if self.axis == 0:
+            return next((d for d in range(len(shape) - 1) if shape[d : d + 2] == (self.batch_size, self.length)), None)
+        return next((d for d in range(len(shape)) if shape[d] == self.length and (d == 0 or shape[d - 1] == 1)), None)
+
+
+def _middle(length: int, local: LocalDocuments, tile: int) -> int:
+    """The token to cut a row at."""
+    starts = np.cumsum(local.rows[:-1, 2])
+    tokens = starts if local.keep is None else local.keep[starts]
+    near = tokens[np.minimum(tokens, length - tokens) >= _SMALLEST * length]
+    if len(near):
+        return int(near[np.abs(near - length / 2).argmin()])
+    half = length // 2
+    return half // tile * tile if half >= 4 * tile else half

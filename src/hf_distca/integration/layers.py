@@ -1,0 +1,111 @@
+"""Decoder layers that run their tokens as two nano-batches, half a phase apart.
+
+The layers of a model get a subclass of their own class, under its name, whose `forward` runs the original one twice, in turns.
+The cut stays inside one call of the layer: hooks of FSDP, DeepSpeed or PEFT, checkpointing and collected hidden states see one
+layer call, and no line of the model changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import cache, partial, wraps
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_distca.integration.families import PING_PONG
+from hf_distca.integration.halves import Halves
+from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.session import current_session
+from hf_distca.runtime.pingpong import run_halves
+
+__all__ = ["cut_layers"]
+
+_log = logging.getLogger("hf_distca")
+_seen: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def cut_layers(model: torch.nn.Module) -> None:
+    """Let the decoder layers of a model run as two halves where a micro-batch gains by it. Again has no effect."""
+    if model in _seen:
+        return
+    _seen.add(model)
+    model_type = str(getattr(getattr(model, "config", None), "model_type", None))
+    if model_type not in PING_PONG:
+        _log.warning(
+            "ping-pong leaves the layers of %s models whole: it is not proven that attention is all that mixes tokens in them.",
+            model_type,
+        )
+        return
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in layers:
+        if not hasattr(type(module), "_distca_whole"):
+            module.__class__ = _in_halves(type(module))  # type: ignore[arg-type]  # a class is hashable
+
+
+@cache
+def _in_halves(base: Any) -> Any:
+    """The class of layers like `base` that run as halves."""
+
+    @wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = partial(base.forward, self)
+        halves = _halves_for(self, args, kwargs)
+        return whole(*args, **kwargs) if halves is None else _run(whole, halves, args, kwargs)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
+        # Copies and pickles are of the class that has an address; their first forward makes them like this one again.
+        function, arguments, *state = base.__reduce_ex__(self, protocol)
+        return (function, tuple(base if one is made else one for one in arguments), *state)
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    made = type(base.__name__, (base,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__, "_distca_whole": base})
+    return made
+
+
+def _run(whole: Callable[..., Any], halves: Halves, args: Any, kwargs: Any) -> Any:
+    first, second = (partial(whole, *halves.part(half, args), **halves.part(half, kwargs)) for half in (0, 1))
+    device = next(one.device for one in _flat((args, kwargs)) if isinstance(one, torch.Tensor))
+    return halves.join(*run_halves(first, second, device.type))
+
+
+def _halves_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Halves | None:
+    """How to cut this call of a layer; None to run it whole."""
+    handles = {id(one): one for one in _flat((args, kwargs)) if isinstance(one, AttentionHandle)}
+    if len(handles) != 1:
+        return None
+    handle = next(iter(handles.values()))
+    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - a recompute, which must do what the forward did
+        return handle.halves if handle.halves is not None and id(layer) in handle.halves.layers else None
+    session = current_session()
+    if not (session.config.ping_pong and session.takes_part(layer.training)) or handle.local is not None:
+        return None
+    if handle.halves is None:
+        local = handle.read_documents(kwargs, span_ranks=session.config.documents_span_ranks)
+        if local.spans:
+            _warn_of_spans()
+            return None
+        handle.halves = Halves.of(handle, local, session.config.tile)
+    if handle.halves.pointless:
+        return None
+    handle.halves.layers.add(id(layer))
+    return handle.halves
+
+
+@cache
+def _warn_of_spans() -> None:
+    _log.warning("ping-pong leaves layers whole while documents span ranks.")
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """What tuples, lists and dictionaries hold."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if type(value) in (tuple, list):
+        for one in value:
+            yield from _flat(one)
+    else:
+        yield value

@@ -1,0 +1,112 @@
+"""The mask function: instead of a dense mask it returns the handle of a micro-batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import causal_mask_function, create_causal_mask, sdpa_mask
+
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.families import check_family
+from hf_distca.integration.handle import AttentionHandle, CachedMask
+from hf_distca.integration.layers import cut_layers
+from hf_distca.integration.session import current_session
+
+__all__ = ["distca_mask"]
+
+# The parts that transformers builds causal masks from. Anything else changes who sees whom.
+_CHUNKS = "chunked_overlay"
+_KNOWN_PARTS = {
+    "causal_mask_function",
+    "and_masks",
+    "packed_sequence_mask_function",
+    "sliding_window_overlay",
+    "remap_positions_for_packed_sequence",
+    _CHUNKS,
+}
+
+
+def distca_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | AttentionHandle | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    config: PreTrainedConfig | None = None,
+    **kwargs: Any,
+) -> AttentionHandle | CachedMask:
+    """The mask function registered as "distca". Takes what transformers' mask interface passes, returns no dense mask.
+
+    Raises:
+        UnsupportedError: if the mask is not causal, or has an overlay.
+    """
+    if isinstance(attention_mask, AttentionHandle):
+        return attention_mask
+    check_family(getattr(config, "model_type", None))
+    parts = set(_parts(mask_function))
+    foreign = sorted(parts - _KNOWN_PARTS)
+    if use_vmap or foreign:
+        what = ", ".join(foreign) or "a custom mask function"
+        raise UnsupportedError(
+            f"this model's attention mask uses {what}; distca computes causal attention within documents. "
+            'Use attn_implementation="sdpa" for it.'
+        )
+    if kv_offset or kv_length != q_length or not isinstance(q_offset, int) or q_offset:
+        # One token at a time reads the whole cache: no query rows to move, and only this rank is generating.
+        mask = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,  # type: ignore[arg-type]  # a tensor for static caches
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            **{**kwargs, "config": config, "allow_is_causal_skip": False},
+        )
+        return torch.Tensor.as_subclass(mask, CachedMask)  # type: ignore[arg-type]  # never None without skips
+    padding = None if attention_mask is None else attention_mask[:, :q_length]
+    chunk, window = (local_size, None) if _CHUNKS in parts else (None, local_size)
+    creator = _calling_frame(lambda frame: frame.f_globals.get("__name__") == create_causal_mask.__module__)
+    if current_session().config.ping_pong:
+        caller = _calling_frame(lambda frame: isinstance(frame.f_locals.get("self"), PreTrainedModel), creator)
+        if caller is not None:
+            cut_layers(caller.f_locals["self"])
+    return AttentionHandle(batch_size, q_length, padding, window, chunk, _positions(creator))
+
+
+def _calling_frame(wanted: Callable[[FrameType], bool], frame: FrameType | None = None) -> FrameType | None:
+    """The innermost wanted frame among the callers."""
+    frame = frame or inspect.currentframe()
+    while frame is not None and not wanted(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _positions(creator: FrameType | None) -> torch.Tensor | None:
+    """The position ids given to the `create_..._mask` that called the mask function.
+
+    With a padding mask or a cache, transformers looks for no packed documents and hands its mask functions no positions. Some
+    models pass none to attention either (Llama 4, Persimmon): the caller's argument is then all that tells documents apart.
+    """
+    positions = None if creator is None else creator.f_locals.get("position_ids")
+    return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
+
+
+def _parts(function: Callable[..., Any]) -> Iterator[str]:
+    """Names of the functions that a mask function is composed of, read from what they close over."""
+    yield function.__qualname__.split(".")[0]
+    for inner in inspect.getclosurevars(function).nonlocals.values():
+        for part in inner if isinstance(inner, (tuple, list)) else (inner,):
+            if inspect.isfunction(part):
+                yield from _parts(part)
