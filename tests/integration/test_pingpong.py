@@ -78,9 +78,7 @@ def step(rank: int, placement: str, reentrant: bool | None, use_cache: bool) -> 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("reentrant", "use_cache"), [(None, False), (None, True), (True, False), (False, False)])
-def test_halves_are_exact(
-    rank_pool: Callable[[int], RankPool], placement: str, reentrant: bool | None, use_cache: bool
-) -> None:
+def test_halves_are_exact(rank_pool: Callable[[int], RankPool], placement: str, reentrant: bool | None, use_cache: bool) -> None:
     documents = sorted(d for rows in PLACEMENTS[placement] for row in rows for d in row)
     loss, logits, grads = oracle(documents, 2, torch.float64)
     results = rank_pool(3)(step, placement, reentrant, use_cache)
@@ -95,3 +93,102 @@ def test_halves_are_exact(
     assert counts[0][1:] == counts[1][1:] == counts[2][1:]
     # Per layer, two halves; each with a dispatch and a return forward and backward, recomputed or not.
     assert counts[0][1:3] == [2 * 2 * 2, 2 * 2 * 2]
+
+
+def whole_step(rank: int, ping_pong: bool, balance: bool = True) -> tuple[Any, ...]:
+    """A step with everything that looks into layers from outside: hooks and collected hidden states."""
+    configure(ping_pong=ping_pong, balance=balance)
+    model = model_for(2, "distca", torch.float64)
+    layer_calls, projected = [], []
+    model.model.layers[0].register_forward_hook(lambda _, args, out: layer_calls.append(out.shape[1]))
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda _, args, out: projected.append(out.shape[1]))
+    with torch.autocast("cpu", enabled=False):
+        out = model(**batch_of(PLACEMENTS["skewed"][rank]), output_hidden_states=True)
+    (out.logits.square().mean() + out.hidden_states[1].sum()).backward()
+    hidden = [state.detach() for state in out.hidden_states]
+    return hidden, {n: p.grad for n, p in model.named_parameters()}, layer_calls, projected, current_session().meter.calls
+
+
+def test_whoever_looks_into_a_layer_sees_one_call(rank_pool: Callable[[int], RankPool]) -> None:
+    pool = rank_pool(3)
+    for (hidden, grads, layer_calls, projected, _), plain in zip(pool(whole_step, True), pool(whole_step, False), strict=True):
+        assert len(hidden) == len(plain[0])
+        for one, other in zip((*hidden, *grads.values()), (*plain[0], *plain[1].values()), strict=True):
+            assert relative(one, other.double()) <= 1e-9
+        assert layer_calls == plain[2]
+        assert len(projected) == 2
+        assert sum(projected) == plain[3][0]
+
+
+def test_layers_stay_whole_where_nothing_is_exchanged(rank_pool: Callable[[int], RankPool]) -> None:
+    results = rank_pool(3)(whole_step, True, False)
+    # The first layer finds out, in two calls; the second one runs whole.
+    assert all(calls == 3 for *_, calls in results)
+
+
+class Broken(torch.nn.Module):
+    """A projection that fails when it is called for the second half."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise ZeroDivisionError("the second half fails")
+        return self.inner(hidden)
+
+
+def broken_step(rank: int) -> tuple[list[str], bool, torch.Tensor, torch.Tensor]:
+    """A step in which the second half fails on all ranks; the logits of a step after it, and of one without."""
+    configure()
+    model = model_for(2, "distca", torch.float64)
+    batch = batch_of(PLACEMENTS["skewed"][rank])
+    attention = model.model.layers[1].self_attn
+    whole, attention.o_proj = attention.o_proj, Broken(attention.o_proj)
+    names: list[str] = []
+    try:
+        model(**batch)
+    except ZeroDivisionError as error:
+        frame = error.__traceback__
+        while frame is not None:
+            names.append(frame.tb_frame.f_code.co_name)
+            frame = frame.tb_next
+    grad_enabled, attention.o_proj = torch.is_grad_enabled(), whole
+    after = model(**batch).logits
+    after.square().mean().backward()
+    configure(ping_pong=False)
+    return names, grad_enabled, after.detach(), model(**batch).logits.detach()
+
+
+def test_an_error_in_one_half_ends_both_and_keeps_its_traceback(rank_pool: Callable[[int], RankPool]) -> None:
+    for names, grad_enabled, after, plain in rank_pool(3)(broken_step):
+        assert names[-1] == "forward"
+        assert "run_halves" in names
+        assert grad_enabled
+        assert relative(after, plain) <= 1e-9
+
+
+def test_copies_and_pickles_are_of_the_class_the_model_was_made_with() -> None:
+    model = model_for(2, "distca", torch.float32)
+    original = type(model.model.layers[0])
+    layers.cut_layers(model.model)
+    cut = type(model.model.layers[0])
+    assert cut is not original
+    assert cut.__name__ == original.__name__
+    assert isinstance(model.model.layers[0], original)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin.model.layers[0]) is original
+        layers.cut_layers(twin.model)
+        assert type(twin.model.layers[0]) is cut
+        assert twin.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_model_that_is_not_proven_is_left_whole(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_for(2, "distca", torch.float32)
+    model.model.config.model_type = "somebodys-own"
+    before = type(model.model.layers[0])
+    layers.cut_layers(model.model)
+    assert type(model.model.layers[0]) is before
+    assert "somebodys-own" in caplog.text

@@ -58,12 +58,17 @@ def _in_halves(base: Any) -> Any:
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
         # Copies and pickles are of the class that has an address; their first forward makes them like this one again.
-        function, arguments, *state = base.__reduce_ex__(self, protocol)
-        return (function, tuple(base if one is made else one for one in arguments), *state)
+        _, arguments, *state = base.__reduce_ex__(self, protocol)
+        return (_blank, (base, *arguments[1:]), *state)
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     made = type(base.__name__, (base,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__, "_distca_whole": base})
     return made
+
+
+def _blank(kind: Any, *arguments: Any) -> Any:
+    """A new object without a state. Needed because pickle lets `copyreg.__newobj__` make objects of their own class only."""
+    return kind.__new__(kind, *arguments)
 
 
 def _run(whole: Callable[..., Any], halves: Halves, args: Any, kwargs: Any) -> Any:

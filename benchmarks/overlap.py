@@ -1,0 +1,170 @@
+"""Seconds of a training step while every exchange takes longer: layers whole, in ping-pong, and without communication.
+
+Two processes with one thread each hold equally many tokens: one long document against eight short ones. A message arrives no
+earlier than the injected latency after its launch. "no communication" computes the same tasks on rows that were never sent (its
+numbers mean nothing, its time does). Modes take turns within each round; the figures are medians over rounds.
+
+    python benchmarks/overlap.py --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+import hf_distca
+from hf_distca.integration.session import current_session
+from machine import describe
+from step_time import RANKS, batch_of, model_of
+
+MODES = ("unbalanced", "single-stream", "ping-pong", "no communication")
+
+
+class Late:
+    """A message that arrives no earlier than `seconds` after its launch."""
+
+    def __init__(self, work: dist.Work, seconds: float) -> None:
+        self.work, self.earliest = work, time.perf_counter() + seconds
+
+    def wait(self) -> None:
+        self.work.wait()
+        time.sleep(max(0.0, self.earliest - time.perf_counter()))
+
+
+class Never:
+    """A message that is not sent."""
+
+    def wait(self) -> None:
+        pass
+
+
+@contextmanager
+def exchanges(seconds: float | None) -> Iterator[None]:
+    """Let every all-to-all take `seconds` at least, or send nothing if None."""
+    original = dist.all_to_all_single
+
+    def call(received: torch.Tensor, *args: Any, **kwargs: Any) -> Late | Never:
+        if seconds is None:
+            received.zero_()
+            return Never()
+        return Late(original(received, *args, **kwargs), seconds)
+
+    with patch.object(dist, "all_to_all_single", call):
+        yield
+
+
+def step(model: torch.nn.Module, batch: dict[str, Any], mode: str, latency: float) -> float:
+    """Seconds until all ranks are done."""
+    session = current_session()
+    session.config = hf_distca.DistCAConfig(balance=mode != "unbalanced", ping_pong=mode == "ping-pong")
+    dist.barrier()
+    started = time.perf_counter()
+    with exchanges(None if mode == "no communication" else latency):
+        model(**dict(batch), use_cache=False).loss.backward()
+    dist.barrier()
+    model.zero_grad()
+    return time.perf_counter() - started
+
+
+def work(rank: int, arguments: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    model = model_of(arguments, "distca")
+    batch = batch_of([[arguments.tokens], [arguments.tokens // 8] * 8][rank], rank)
+    keys = [(mode, latency) for latency in arguments.latencies for mode in MODES if mode != "no communication" or not latency]
+    seconds: dict[str, dict[str, list[float]]] = {mode: {} for mode in MODES}
+    progress = tqdm(total=arguments.rounds, desc="rounds", file=sys.stderr) if rank == 0 else nullcontext()
+    with progress as bar:
+        for mode in MODES:
+            step(model, batch, mode, 0.0)  # the first steps pay for buffers and caches
+        for round_ in range(arguments.rounds):
+            for mode, latency in keys[:: 1 if round_ % 2 == 0 else -1]:
+                seconds[mode].setdefault(str(latency), []).append(step(model, batch, mode, latency / 1e3))
+            if bar is not None:
+                bar.update()
+    if rank == 0:
+        Path(folder, "result.json").write_text(json.dumps(figures(arguments, seconds)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def figures(arguments: argparse.Namespace, seconds: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """Medians over rounds, and ratios within rounds to the step without communication."""
+    free = seconds["no communication"][str(arguments.latencies[0])]
+    ratios = {
+        mode: {ms: statistics.median(a / b for a, b in zip(row, free, strict=True)) for ms, row in rows.items()}
+        for mode, rows in seconds.items()
+    }
+    return {
+        "machine": describe(),
+        "setting": {"ranks": RANKS, "threads": 1, **{k: v for k, v in vars(arguments).items() if k != "json"}},
+        "seconds": seconds,
+        "median_seconds": {mode: {ms: statistics.median(row) for ms, row in rows.items()} for mode, rows in seconds.items()},
+        "to_no_communication": ratios,
+        "ping_pong_to_single_stream": {
+            ms: statistics.median(a / b for a, b in zip(row, seconds["single-stream"][ms], strict=True))
+            for ms, row in seconds["ping-pong"].items()
+        },
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    latencies = [str(ms) for ms in result["setting"]["latencies"]]
+    table = Table(title=f"step time by latency of an exchange, {result['setting']['tokens']} tokens a rank, 2 ranks")
+    table.add_column("mode")
+    for ms in latencies:
+        table.add_column(f"{ms} ms", justify="right")
+    for mode, rows in result["median_seconds"].items():
+        cells = [f"{rows[ms]:.2f} s ({result['to_no_communication'][mode][ms]:.2f}x)" if ms in rows else "" for ms in latencies]
+        table.add_row(mode, *cells)
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens a rank (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers (default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=4, help="query heads of 64; half as many key/value heads")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, each running every mode once (default: %(default)s)")
+    parser.add_argument(
+        "--latencies",
+        type=int,
+        nargs="+",
+        default=[0, 5, 20, 80],
+        metavar="MS",
+        help="milliseconds added to an exchange; 0 first",
+    )
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to standard output")
+    arguments = parser.parse_args()
+    if arguments.latencies[0] != 0:
+        parser.error(f"--latencies {arguments.latencies} must begin with 0, which the others are compared with")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (arguments, folder), nprocs=RANKS)
+        result = json.loads(Path(folder, "result.json").read_text())
+    if arguments.json is None:
+        show(result)
+    elif arguments.json == "-":
+        print(json.dumps(result, indent=1))
+    else:
+        Path(arguments.json).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
