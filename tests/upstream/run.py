@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,9 @@ def _last_line(report: pytest.TestReport) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """0 if every test passed or skipped itself and every family called distca, else 1; 2 if there were no tests to be had."""
     options = parse(arguments)
+    if find_spec("parameterized") is None:
+        print('transformers\' tests need the package parameterized: pip install -c constraints.txt -e ".[test]"', file=sys.stderr)
+        return 2
     try:
         folder = shared_tests(options.sdist)
     except SdistError as error:
@@ -73,9 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [f"{CASES}::Test_{family}" for family in options.family or FAMILIES]
     # Markers and warnings of these tests are not ours to be strict about.
     settings = ["-o", "addopts=", "-o", "filterwarnings=ignore", "-p", "no:cacheprovider", "-q", "--no-header", "--tb=short"]
-    summary = ["--no-summary"] if not options.verbose else []
     control = ["--control"] if options.control else []
-    code = pytest.main([*chosen, "-k", options.tests, *settings, *summary, *control], plugins=[recorder])
+    code = pytest.main([*chosen, "-k", options.tests, *settings, *control], plugins=[recorder])
     return report(recorder.outcomes, options) or int(code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED))
 
 
@@ -90,7 +93,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tests", default="", metavar="EXPRESSION", help="only the tests that pytest's -k selects")
     parser.add_argument("--sdist", type=Path, help="the archive transformers-VERSION.tar.gz, instead of a download")
     parser.add_argument("--control", action="store_true", help="with transformers' own attention: what fails without distca?")
-    parser.add_argument("--verbose", action="store_true", help="tracebacks of what failed, reasons of what was skipped")
+    parser.add_argument("--verbose", action="store_true", help="also the reasons of what was skipped")
     return parser.parse_args(arguments)
 
 
