@@ -181,6 +181,17 @@ def test_harmless_arguments_pass() -> None:
     call(is_causal=True, softcap=2.0, s_aux=torch.zeros(4), sliding_window=2)
 
 
+@pytest.mark.parametrize("argument", ["shift_labels", "ignore_index"])
+def test_arguments_of_the_loss_pass_through_attention(argument: str) -> None:
+    """Models hand every keyword argument of forward to their layers."""
+    ids = tokens(2, 9)
+    changes = {argument: ids if argument == "shift_labels" else int(ids[0, 4])}
+    ours, theirs = (model_for(name)(input_ids=ids, labels=ids, use_cache=False, **changes).loss for name in ("distca", "sdpa"))
+    plain = model_for("sdpa")(input_ids=ids, labels=ids, use_cache=False).loss
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert abs(float((ours - plain).detach())) > 1e-4, "the argument changed nothing, so nothing was tested"
+
+
 def test_documents_that_do_not_cover_the_batch_are_refused() -> None:
     with pytest.raises(hf_distca.LayoutError, match="5 tokens and the batch has 1 x 6"):
         call(distca_documents=hf_distca.PackedDocuments((2, 3)))

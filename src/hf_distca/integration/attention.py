@@ -24,6 +24,8 @@ _HARMLESS = frozenset(
         "max_length_k",
         "seq_idx",
         "num_items_in_batch",
+        "shift_labels",
+        "ignore_index",
         "output_router_logits",
         "output_hidden_states",
         "return_dict",
