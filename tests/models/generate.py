@@ -30,7 +30,6 @@ REASONS = (
     ("BYPASSED", None, "^silent"),
     ("BIDIRECTIONAL", None, "bidirectional|not causal"),
     ("POSITION_BIAS", None, "position_bias"),
-    ("OVERLAY", None, "blockwise_overlay|or_masks|custom mask"),
     ("BYPASSED", None, "TypeError|KeyError|AttributeError|ValueError"),
 )
 
@@ -46,7 +45,7 @@ def reason_of(result: Result) -> str:
 
 def table_of(results: list[Result]) -> dict[str, str]:
     """Status or reason of every type."""
-    works = {"proven": "PROVEN", "unpacked": "UNPACKED"}
+    works = {"proven": "PROVEN", "carries state": "CARRIES_STATE", "no positions": "NO_POSITIONS"}
     return {result.model_type: works.get(result.status) or reason_of(result) for result in results}
 
 
@@ -68,7 +67,7 @@ def write(results: list[Result]) -> None:
 def page(results: list[Result]) -> str:
     """docs/models.md."""
     table = table_of(results)
-    counts = {status: sum(entry == status for entry in table.values()) for status in ("PROVEN", "UNPACKED")}
+    counts = {status: sum(entry == status for entry in table.values()) for status in families.EQUAL}
     refused = len(table) - sum(counts.values())
     lines = [
         "# Models",
@@ -77,18 +76,21 @@ def page(results: list[Result]) -> str:
         "transformers' own attention, one document at a time: loss, logits of every token, gradient of every parameter.",
         "Written by `python tests/models/generate.py` from what that run showed; `pytest tests/models` fails where they differ.",
         "",
-        f"{counts['PROVEN']} types are proven with packed documents. {counts['UNPACKED']} more are proven with one document a",
-        "row: they have layers of their own (state space, convolution, linear attention) that carry state over packed documents,",
-        f"with any attention, or take no position ids. {refused} are refused.",
+        f"{counts['PROVEN']} types are proven with packed documents. {counts['CARRIES_STATE'] + counts['NO_POSITIONS']} more are "
+        "proven with one document a row. Packed, documents stay",
+        f"apart in attention, and not in the rest of the model: {counts['CARRIES_STATE']} have layers (state space, convolution, "
+        "linear attention) that carry state",
+        f"over packed documents, with any attention; {counts['NO_POSITIONS']} take no position ids and count positions on (their "
+        "attention of packed documents",
+        f"is proven against a dense mask). {refused} are refused.",
         "",
         "| type | status | variants met in the proof |",
         "|---|---|---|",
     ]
     for result in results:
         entry = table[result.model_type]
-        if entry in ("PROVEN", "UNPACKED"):
-            status = "proven" if entry == "PROVEN" else "proven, one document a row"
-            variants = ", ".join(result.variants)
+        if entry in families.EQUAL:
+            status, variants = families.EQUAL[entry], ", ".join(result.variants)
         else:
             status, variants = f"refused: {families.REASONS[entry]}", ""
         lines.append(f"| {result.model_type} | {status} | {variants} |")

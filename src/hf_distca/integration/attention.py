@@ -9,7 +9,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.documents import PackedDocuments, read_documents
-from hf_distca.integration.handle import AttentionHandle, CachedMask, Work
+from hf_distca.integration.families import warn_of_packing
+from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, Work
 from hf_distca.integration.session import Session, current_session
 from hf_distca.kernels import Scores
 
@@ -39,7 +40,7 @@ def distca_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: AttentionHandle | CachedMask | torch.Tensor | None,
+    attention_mask: AttentionHandle | CachedMask | ForeignMask | torch.Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -69,6 +70,8 @@ def distca_attention(
     Raises:
         UnsupportedError: names what distca would compute wrongly, and the way out.
     """
+    if isinstance(attention_mask, ForeignMask):
+        attention_mask.refuse()
     _check_arguments(module, dropout, kwargs)
     sink_H = None if s_aux is None else _sink(module, s_aux, query.shape[1])
     if isinstance(attention_mask, CachedMask):
@@ -87,6 +90,8 @@ def distca_attention(
             padding=handle.padding,
             span_ranks=session.config.documents_span_ranks,
         )
+        if len(local.rows) > handle.batch_size:
+            warn_of_packing(handle.model_type)
         if handle.chunk is not None:
             local = local.in_chunks(handle.chunk)
         handle.work[window] = session.work_for(local, query, key, value, training=module.training, window=window)

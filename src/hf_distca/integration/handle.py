@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from transformers import PreTrainedConfig
@@ -21,10 +21,11 @@ from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 
-__all__ = ["AttentionHandle", "CachedMask", "Work", "distca_mask"]
+__all__ = ["AttentionHandle", "CachedMask", "ForeignMask", "Work", "distca_mask"]
 
 # The parts that transformers builds causal masks from. Anything else changes who sees whom.
 _CHUNKS = "chunked_overlay"
+_BLOCKS = "blockwise_overlay"
 _KNOWN_PARTS = {
     "causal_mask_function",
     "and_masks",
@@ -66,6 +67,7 @@ class AttentionHandle:
         window: keys that a row of this kind of layer sees at most, None for all.
         chunk: length of the chunks that documents are cut into in this kind of layer, None for no cuts.
         position_ids: those the mask was made with, for models that pass none to attention.
+        model_type: of the model that made the mask, for what there is to say about packed documents in it.
         work: filled by the first layer, by window: some models tell the window only to the attention function.
     """
 
@@ -75,6 +77,7 @@ class AttentionHandle:
     window: int | None = None
     chunk: int | None = None
     position_ids: torch.Tensor | None = None
+    model_type: str | None = None
     work: dict[int | None, Work] = field(default_factory=dict, repr=False)
     # Generation with static caches makes masks ahead of the forward and handles them as 4-D tensors.
     ndim: ClassVar[int] = 4
@@ -82,6 +85,31 @@ class AttentionHandle:
     def contiguous(self) -> AttentionHandle:
         """The handle itself."""
         return self
+
+
+@dataclass(frozen=True, eq=False)
+class ForeignMask:
+    """A mask that distca does not compute: refused where attention is called with it, not where it is made.
+
+    The decoders of Bart and its kin make one for a cross attention that they do not have as causal language models.
+
+    Attributes:
+        what: what the mask uses, for the error.
+    """
+
+    what: str
+    ndim: ClassVar[int] = 4
+
+    def refuse(self) -> NoReturn:
+        """Say why.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"this model's attention mask uses {self.what}; distca computes causal attention within documents. "
+            'Use attn_implementation="sdpa" for it.'
+        )
 
 
 class CachedMask(torch.Tensor):
@@ -99,28 +127,27 @@ def distca_mask(
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | AttentionHandle | None = None,
+    attention_mask: torch.Tensor | AttentionHandle | ForeignMask | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     config: PreTrainedConfig | None = None,
     **kwargs: Any,
-) -> AttentionHandle | CachedMask:
+) -> AttentionHandle | CachedMask | ForeignMask:
     """The mask function registered as "distca". Takes what transformers' mask interface passes, returns no dense mask.
 
+    A mask that is not causal, or has an overlay, comes back as a `ForeignMask`.
+
     Raises:
-        UnsupportedError: if the mask is not causal, or has an overlay.
+        UnsupportedError: if the model is of a family that is refused.
     """
-    if isinstance(attention_mask, AttentionHandle):
+    if isinstance(attention_mask, (AttentionHandle, ForeignMask)):
         return attention_mask
-    check_family(getattr(config, "model_type", None))
+    model_type = getattr(config, "model_type", None)
+    check_family(model_type, encoder_decoder=getattr(config, "is_encoder_decoder", False))
     parts = set(_parts(mask_function))
     foreign = sorted(parts - _KNOWN_PARTS)
     if use_vmap or foreign:
-        what = ", ".join(foreign) or "a custom mask function"
-        raise UnsupportedError(
-            f"this model's attention mask uses {what}; distca computes causal attention within documents. "
-            'Use attn_implementation="sdpa" for it.'
-        )
+        return ForeignMask(", ".join(foreign) or "a custom mask function")
     if kv_offset or kv_length != q_length or not isinstance(q_offset, int) or q_offset:
         # One token at a time reads the whole cache: no query rows to move, and only this rank is generating.
         mask = sdpa_mask(
@@ -137,7 +164,7 @@ def distca_mask(
         return torch.Tensor.as_subclass(mask, CachedMask)  # type: ignore[arg-type]  # never None without skips
     padding = None if attention_mask is None else attention_mask[:, :q_length]
     chunk, window = (local_size, None) if _CHUNKS in parts else (None, local_size)
-    return AttentionHandle(batch_size, q_length, padding, window, chunk, _caller_positions())
+    return AttentionHandle(batch_size, q_length, padding, window, chunk, _caller_positions(), model_type)
 
 
 def _caller_positions() -> torch.Tensor | None:
@@ -154,9 +181,28 @@ def _caller_positions() -> torch.Tensor | None:
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[str]:
-    """Names of the functions that a mask function is composed of, read from what they close over."""
-    yield function.__qualname__.split(".")[0]
-    for inner in inspect.getclosurevars(function).nonlocals.values():
-        for part in inner if isinstance(inner, (tuple, list)) else (inner,):
-            if inspect.isfunction(part):
-                yield from _parts(part)
+    """Names of the functions that a mask function is composed of, read from what they close over.
+
+    Without blocks of tokens that see each other both ways where the batch has none, as in Gemma 4's masks of text alone.
+    """
+    inner = inspect.getclosurevars(function).nonlocals.values()
+    functions = [part for value in inner for part in (value if isinstance(value, (tuple, list)) else (value,)) if callable(part)]
+    name = _name(function)
+    if name == "or_masks":
+        functions = [part for part in functions if not _hides_all(part)]
+    if name != "or_masks" or len(functions) > 1:
+        yield name
+    for part in functions:
+        yield from _parts(part)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return function.__qualname__.split(".")[0]
+
+
+def _hides_all(function: Callable[..., Any]) -> bool:
+    """Whether a part of a union of masks lets no token see any: an overlay of blocks, where no token is in one."""
+    if _name(function) != _BLOCKS:
+        return False
+    ids = inspect.getclosurevars(function).nonlocals.get("block_sequence_ids")
+    return isinstance(ids, torch.Tensor) and bool((ids < 0).all())
