@@ -34,6 +34,27 @@ REASONS = (
 )
 
 
+# What stands behind the table.
+NOTES = """
+Position ids may be an argument of the model or one that it hands on in its keyword arguments (Whisper, Moss).
+
+Encoder-decoders are refused, also those whose decoder alone is in the table.
+
+## Vision-language models
+
+Vision towers are bidirectional: give distca to the language tower alone.
+
+```python
+model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation={"text_config": "distca", "vision_config": "sdpa"})
+```
+
+The keys are the names of the parts in the model's config. LLaVA and Qwen2-VL are compared with sdpa so, with images in packed
+rows, on one rank and on two (`tests/models/test_vision_language.py`). For M-RoPE give position ids of four rows, those of the text
+first: documents are read from them. Models whose image tokens see each other both ways (Gemma 3) are refused when a batch has
+images.
+"""
+
+
 def reason_of(result: Result) -> str:
     """The name of the reason in families.py."""
     seen = f"{result.status} {result.reason}"
@@ -94,7 +115,7 @@ def page(results: list[Result]) -> str:
         else:
             status, variants = f"refused: {families.REASONS[entry]}", ""
         lines.append(f"| {result.model_type} | {status} | {variants} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + NOTES
 
 
 def main() -> None:
