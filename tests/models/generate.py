@@ -49,9 +49,9 @@ model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation={"
 ```
 
 The keys are the names of the parts in the model's config. LLaVA and Qwen2-VL are compared with sdpa so, with images in packed
-rows, on one rank and on two (`tests/models/test_vision_language.py`). For M-RoPE give position ids of four rows, those of the text
-first: documents are read from them. Models whose image tokens see each other both ways (Gemma 3) are refused when a batch has
-images.
+rows, on one rank and on two (`tests/models/test_vision_language.py`). For M-RoPE give position ids of four rows, those of the
+text first: documents are read from them. Models whose image tokens see each other both ways (Gemma 3) are refused when a batch
+has images.
 """
 
 
