@@ -36,9 +36,9 @@ class Case:
 
 
 def leaves(case: Case, batch: int, length: int, rank: int) -> list[torch.Tensor]:
-    """q, k, v (batch, heads, length, width) as views of one (batch, length, ...) projection, with gaps between their rows, and dO.
+    """A fused projection (batch, length, heads of q, k, v and one more, width), and dO (batch, length, heads, width).
 
-    Leaves in the projection's layout, as models make them: nothing of it is contiguous in the order that kernels want.
+    q, k and v are views of it, as models make them, with gaps between their rows: none is contiguous in any order.
     """
     generator = torch.Generator().manual_seed(rank)
     heads, key_heads = case.heads
