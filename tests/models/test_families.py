@@ -6,16 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
-from compare import TOLERANCE, Outcome, alone, difference, documents, forward, packed, quiet, run
+from compare import documents, forward, quiet
 from generate import page, table_of
 from measure import Result, measure
 from tiny import MODEL_TYPES, build
+from two_ranks import check_two_ranks
 
 import hf_distca
 from hf_distca.integration.families import EQUAL, FAMILIES, REASONS, check_family
-from hf_distca.integration.session import current_session
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 
 WORKING = [name for name in MODEL_TYPES if FAMILIES.get(name) in EQUAL]
@@ -64,32 +62,6 @@ def start(model_type: str) -> None:
     check_family(model_type)  # asked by the Trainer's callback, for those that call nothing of ours
 
 
-def share(rank: int, model_type: str, dtype: torch.dtype) -> tuple[Outcome, int]:
-    """This rank's documents under distca with gradients summed over ranks, and bytes sent."""
-    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
-    with quiet():
-        model = build(model_type, "distca", dtype)
-        outcome = packed(model, documents(lengths_of(model_type))[:1] if rank == 0 else documents(lengths_of(model_type))[1:])
-    for grad in outcome.grads.values():
-        if grad is not None:
-            dist.all_reduce(grad)
-    return outcome, current_session().meter.sent_bytes
-
-
-def lengths_of(model_type: str) -> tuple[int, ...]:
-    """One long document for rank 0; for rank 1 short ones, or a single one where packed documents leak."""
-    return (70, 9, 1, 7) if FAMILIES[model_type] == "PROVEN" else (70, 9)
-
-
 @pytest.mark.parametrize("model_type", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in WORKING])
 def test_two_ranks_equal_each_document_alone(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
-    measured = measure(model_type)
-    dtype = torch.float64 if measured.dtype == "float64" else torch.float32
-    with quiet():
-        want, _ = run(model_type, measured.oracle, dtype, alone, lengths_of(model_type))
-    (first, sent), (second, _) = rank_pool(2)(share, model_type, dtype)
-    got = Outcome(first.loss + second.loss, first.logits + second.logits, first.grads)
-    value, what = difference(got, want)
-    assert value <= TOLERANCE[dtype], what
-    assert sent, "nothing was exchanged, so nothing was tested"
+    check_two_ranks(rank_pool(2), model_type)
