@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BartConfig,
     BertConfig,
@@ -20,6 +22,7 @@ from transformers import (
 )
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
     blockwise_overlay,
     causal_mask_function,
     create_causal_mask,
@@ -95,6 +98,15 @@ def test_a_model_of_ones_own_without_a_mask_function_is_refused() -> None:
         run_mine("distca", {}, masked=False)
 
 
+def test_a_mask_part_that_is_no_function_is_refused() -> None:
+    part = partial(causal_mask_function)
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["distca"](
+        batch_size=1, q_length=6, kv_length=6, mask_function=and_masks(causal_mask_function, part)
+    )
+    assert isinstance(mask, ForeignMask)
+    assert mask.what == "partial"
+
+
 SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 61}
 ENCODER_DECODERS = {
     "bart": BartConfig(**SMALL, encoder_attention_heads=2, decoder_attention_heads=2),
@@ -144,3 +156,13 @@ def test_blocks_that_see_each_other_both_ways_are_refused_when_there_are_any() -
     module = torch.nn.Module()
     with pytest.raises(hf_distca.UnsupportedError, match="blockwise_overlay"):
         ALL_ATTENTION_FUNCTIONS["distca"](module, q, q, q, mask)
+
+
+def test_generation_of_a_decoder_that_makes_a_mask_it_does_not_use() -> None:
+    """Bart's, for a cross attention that it has only with an encoder."""
+    ids, outputs = torch.randint(4, 61, (2, 7), generator=torch.Generator().manual_seed(2)), []
+    for implementation in ("distca", "sdpa"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(ENCODER_DECODERS["bart"], attn_implementation=implementation).eval()
+        outputs.append(model.generate(input_ids=ids, max_new_tokens=5, do_sample=False, pad_token_id=1))
+    assert torch.equal(*outputs)

@@ -98,7 +98,11 @@ class ForeignMask:
     """
 
     what: str
-    ndim: ClassVar[int] = 4
+    ndim: ClassVar[int] = 4  # as for handles
+
+    def contiguous(self) -> ForeignMask:
+        """The mask itself."""
+        return self
 
     def refuse(self) -> NoReturn:
         """Say why.
@@ -185,9 +189,12 @@ def _parts(function: Callable[..., Any]) -> Iterator[str]:
 
     Without blocks of tokens that see each other both ways where the batch has none, as in Gemma 4's masks of text alone.
     """
+    name = _name(function)
+    if not inspect.isfunction(function):
+        yield name
+        return
     inner = inspect.getclosurevars(function).nonlocals.values()
     functions = [part for value in inner for part in (value if isinstance(value, (tuple, list)) else (value,)) if callable(part)]
-    name = _name(function)
     if name == "or_masks":
         functions = [part for part in functions if not _hides_all(part)]
     if name != "or_masks" or len(functions) > 1:
@@ -197,11 +204,14 @@ def _parts(function: Callable[..., Any]) -> Iterator[str]:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    return function.__qualname__.split(".")[0]
+    return getattr(function, "__qualname__", type(function).__qualname__).split(".")[0]
 
 
 def _hides_all(function: Callable[..., Any]) -> bool:
-    """Whether a part of a union of masks lets no token see any: an overlay of blocks, where no token is in one."""
+    """Whether a part of a union of masks lets no token see any: an overlay of blocks, where no token is in one.
+
+    Reads the device once a mask, for models with such blocks only.
+    """
     if _name(function) != _BLOCKS:
         return False
     ids = inspect.getclosurevars(function).nonlocals.get("block_sequence_ids")
