@@ -207,7 +207,7 @@ def test_overlays_and_bidirectional_masks_are_refused() -> None:
     with pytest.raises(hf_distca.UnsupportedError, match="bidirectional_mask_function"):
         model(input_ids=tokens(1, 6))
     with pytest.raises(hf_distca.UnsupportedError, match="custom mask"):
-        distca_mask(batch_size=1, q_length=4, kv_length=4, use_vmap=True)
+        call(attention_mask=distca_mask(batch_size=1, q_length=6, kv_length=6, use_vmap=True))
 
 
 def test_a_4d_mask_is_refused() -> None:

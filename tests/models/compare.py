@@ -121,9 +121,15 @@ def takes(model: PreTrainedModel, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
 
 
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether position ids may be given: by name, or among keyword arguments that the model hands on."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return takes(model, "position_ids") or any(p.kind == p.VAR_KEYWORD for p in parameters)
+
+
 def forward(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor | None, **extra: Any) -> torch.Tensor:
     """Logits (batch, length, vocabulary) of the model."""
-    if positions is not None and takes(model, "position_ids"):
+    if positions is not None and takes_positions(model):
         extra["position_ids"] = positions
     if takes(model, "use_cache"):
         extra["use_cache"] = False
@@ -159,6 +165,14 @@ def packed(model: PreTrainedModel, docs: list[torch.Tensor], **extra: Any) -> Ou
 def packed_with_mask_of_ones(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
     """A mask that masks nothing makes transformers look for no packed documents."""
     return packed(model, docs, attention_mask=torch.ones(1, sum(map(len, docs)), dtype=torch.long))
+
+
+def packed_with_dense_mask(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
+    """For transformers' own attention: each token sees its own document, whatever the model makes of positions."""
+    document = torch.repeat_interleave(torch.arange(len(docs)), torch.tensor([len(d) for d in docs]))
+    seen = (document[:, None] == document).tril()
+    mask = torch.zeros(seen.shape, dtype=model.dtype).masked_fill_(~seen, torch.finfo(model.dtype).min)
+    return packed(model, docs, attention_mask=mask[None, None])
 
 
 def rows(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:

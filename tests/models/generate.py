@@ -30,9 +30,29 @@ REASONS = (
     ("BYPASSED", None, "^silent"),
     ("BIDIRECTIONAL", None, "bidirectional|not causal"),
     ("POSITION_BIAS", None, "position_bias"),
-    ("OVERLAY", None, "blockwise_overlay|or_masks|custom mask"),
     ("BYPASSED", None, "TypeError|KeyError|AttributeError|ValueError"),
 )
+
+
+# What stands behind the table.
+NOTES = """
+Position ids may be an argument of the model or one that it hands on in its keyword arguments (Whisper, Moss).
+
+Encoder-decoders are refused, also those whose decoder alone is in the table.
+
+## Vision-language models
+
+Vision towers are bidirectional: give distca to the language tower alone.
+
+```python
+model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation={"text_config": "distca", "vision_config": "sdpa"})
+```
+
+The keys are the names of the parts in the model's config. LLaVA and Qwen2-VL are compared with sdpa so, with images in packed
+rows, on one rank and on two (`tests/models/test_vision_language.py`). For M-RoPE give position ids of four rows, those of the
+text first: documents are read from them. Models whose image tokens see each other both ways (Gemma 3) are refused when a batch
+has images.
+"""
 
 
 def reason_of(result: Result) -> str:
@@ -46,7 +66,7 @@ def reason_of(result: Result) -> str:
 
 def table_of(results: list[Result]) -> dict[str, str]:
     """Status or reason of every type."""
-    works = {"proven": "PROVEN", "unpacked": "UNPACKED"}
+    works = {"proven": "PROVEN", "carries state": "CARRIES_STATE", "no positions": "NO_POSITIONS"}
     return {result.model_type: works.get(result.status) or reason_of(result) for result in results}
 
 
@@ -68,7 +88,7 @@ def write(results: list[Result]) -> None:
 def page(results: list[Result]) -> str:
     """docs/models.md."""
     table = table_of(results)
-    counts = {status: sum(entry == status for entry in table.values()) for status in ("PROVEN", "UNPACKED")}
+    counts = {status: sum(entry == status for entry in table.values()) for status in families.EQUAL}
     refused = len(table) - sum(counts.values())
     lines = [
         "# Models",
@@ -77,22 +97,25 @@ def page(results: list[Result]) -> str:
         "transformers' own attention, one document at a time: loss, logits of every token, gradient of every parameter.",
         "Written by `python tests/models/generate.py` from what that run showed; `pytest tests/models` fails where they differ.",
         "",
-        f"{counts['PROVEN']} types are proven with packed documents. {counts['UNPACKED']} more are proven with one document a",
-        "row: they have layers of their own (state space, convolution, linear attention) that carry state over packed documents,",
-        f"with any attention, or take no position ids. {refused} are refused.",
+        f"{counts['PROVEN']} types are proven with packed documents. {counts['CARRIES_STATE'] + counts['NO_POSITIONS']} more are "
+        "proven with one document a row. Packed, documents stay",
+        f"apart in attention, and not in the rest of the model: {counts['CARRIES_STATE']} have layers (state space, convolution, "
+        "linear attention) that carry state",
+        f"over packed documents, with any attention; {counts['NO_POSITIONS']} take no position ids and count positions on (their "
+        "attention of packed documents",
+        f"is proven against a dense mask). {refused} are refused.",
         "",
         "| type | status | variants met in the proof |",
         "|---|---|---|",
     ]
     for result in results:
         entry = table[result.model_type]
-        if entry in ("PROVEN", "UNPACKED"):
-            status = "proven" if entry == "PROVEN" else "proven, one document a row"
-            variants = ", ".join(result.variants)
+        if entry in families.EQUAL:
+            status, variants = families.EQUAL[entry], ", ".join(result.variants)
         else:
             status, variants = f"refused: {families.REASONS[entry]}", ""
         lines.append(f"| {result.model_type} | {status} | {variants} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + NOTES
 
 
 def main() -> None:

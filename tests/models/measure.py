@@ -15,6 +15,7 @@ from compare import (
     alone,
     difference,
     packed,
+    packed_with_dense_mask,
     packed_with_mask_of_ones,
     padded,
     quiet,
@@ -33,10 +34,11 @@ from hf_distca import UnsupportedError
 class Result:
     """What was found out about one type.
 
-    `status` is "proven" (equal for packed, full and padded rows), "unpacked" (equal for one document a row; the type takes no
-    position_ids, or packed documents leak under transformers' own attention just as they do under distca), or one of those that
-    a family must be refused for: "refused" (UnsupportedError), "silent" (runs without calling distca), "wrong" (runs and
-    differs), "broken" (raises another error), "unbuilt" (does not run without distca).
+    `status` is "proven" (equal for packed, full and padded rows); one of two for types that are equal for one document a row:
+    "carries state" (packed documents leak under transformers' own attention just as they do under distca) and "no positions"
+    (packed documents stay apart in attention, as under a dense mask, but the type has position ids of its own, which count on);
+    or one of those that a family must be refused for: "refused" (UnsupportedError), "silent" (runs without calling distca),
+    "wrong" (runs and differs), "broken" (raises another error), "unbuilt" (does not run without distca).
     """
 
     model_type: str
@@ -91,17 +93,18 @@ def _oracle(model_type: str, result: Result) -> tuple[torch.dtype, Outcome]:
 
 
 def _judge(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -> None:
-    positions = takes(build(model_type, result.oracle, dtype), "position_ids")
-    if positions:
-        got = _ours(model_type, result, dtype, packed, PACKED)
-        if _equal(result, "packed", got, want):
-            result.status = "proven"
-        else:
-            stock, _ = run(model_type, result.oracle, dtype, packed, PACKED)
-            # Equal to stock and not to the documents alone: what leaks is not attention.
-            result.status = "unpacked" if _equal(result, "packed, against stock", got, stock) else "wrong"
+    got = _ours(model_type, result, dtype, packed, PACKED)
+    if _equal(result, "packed", got, want):
+        result.status = "proven"
+    elif not result.calls:
+        result.status = "silent"
+    elif takes(build(model_type, result.oracle, dtype), "position_ids"):
+        stock, _ = run(model_type, result.oracle, dtype, packed, PACKED)
+        # Equal to stock and not to the documents alone: what leaks is not attention.
+        result.status = "carries state" if _equal(result, "packed, against stock", got, stock) else "wrong"
     else:
-        result.status = "unpacked"
+        stock, _ = run(model_type, result.oracle, dtype, packed_with_dense_mask, PACKED)
+        result.status = "no positions" if _equal(result, "packed, against a dense mask", got, stock) else "wrong"
     fitting, _ = run(model_type, result.oracle, dtype, alone, ROWS)
     if not _equal(result, "rows", _ours(model_type, result, dtype, rows, ROWS), fitting):
         result.status = "wrong"

@@ -137,3 +137,4 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 for _name in ("laguna", "mellum", "ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3"):
     OVERRIDES[_name] = {"layer_types": ["sliding_attention", "full_attention"]}
 OVERRIDES["qwen4_exp"] = OVERRIDES["qwen4_exp_text"]
+OVERRIDES["smollm3"]["no_rope_layers"] = [1, 0]  # by default only every fourth layer has no rotation

@@ -9,7 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.documents import PackedDocuments
-from hf_distca.integration.handle import AttentionHandle, CachedMask, Work
+from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, Work
 from hf_distca.integration.session import Session, current_session
 from hf_distca.kernels import Scores
 
@@ -41,7 +41,7 @@ def distca_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: AttentionHandle | CachedMask | torch.Tensor | None,
+    attention_mask: AttentionHandle | CachedMask | ForeignMask | torch.Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -71,6 +71,8 @@ def distca_attention(
     Raises:
         UnsupportedError: names what distca would compute wrongly, and the way out.
     """
+    if isinstance(attention_mask, ForeignMask):
+        attention_mask.refuse()
     _check_arguments(module, dropout, kwargs)
     sink_H = None if s_aux is None else _sink(module, s_aux, query.shape[1])
     if isinstance(attention_mask, CachedMask):

@@ -71,7 +71,7 @@ class DistCACallback(TrainerCallback):
             configure(self.config)
         self._model = kwargs.get("model")
         for config in _distca_configs(self._model):
-            check_family(config.model_type)
+            check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
         self._calls = current_session().meter.calls
         current_session().history.take()
         self._clock, self._seconds = time.perf_counter(), attention_seconds()

@@ -11,7 +11,7 @@ from functools import cache
 
 from hf_distca.errors import UnsupportedError
 
-__all__ = ["FAMILIES", "REASONS", "check_family"]
+__all__ = ["EQUAL", "FAMILIES", "REASONS", "check_family", "warn_of_packing"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -20,21 +20,24 @@ _PROVEN = """
     afmoe apertus arcee aria_text axk1 beam bert bert-generation biogpt bitnet camembert cohere cohere2 cohere2_moe
     cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 diffllama dots1 electra emu3 ernie
     ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text
-    gemma4 gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox
-    gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense
-    hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4 llama4_text
-    longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama
-    modernbert-decoder moshi nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phi4_multimodal phimoe
-    qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm
-    starcoder2 vaultgemma xlm-roberta xlm-roberta-xl xmod youtu
+    gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2
+    gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4
+    llama4_text longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama
+    modernbert-decoder moshi moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3
+    phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3
+    solar_open stablelm starcoder2 vaultgemma whisper xlm-roberta xlm-roberta-xl xmod youtu
 """
 
-# Equal with one document a row. Packed, layers other than attention carry state from one document to the next, or the model
-# takes no position ids to tell documents apart by.
-_UNPACKED = """
-    bailing_hybrid bamba falcon_h1 granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 minimax
-    moss_transcribe_diarize musicgen_melody nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
-    qwen3_next recurrent_gemma whisper zamba zamba2 zaya
+# Equal with one document a row. The model's layers other than attention carry state from one packed document to the next.
+_CARRIES_STATE = """
+    bailing_hybrid bamba falcon_h1 granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 minimax nemotron_h
+    olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma zamba zamba2 zaya
+"""
+
+# Equal with one document a row. The model takes no position ids and counts positions on through packed documents.
+_NO_POSITIONS = """
+    bart blenderbot blenderbot-small marian mbart musicgen musicgen_melody pegasus plbart
 """
 
 _NO_ATTENTION = """
@@ -59,16 +62,18 @@ _POSITION_BIAS = """
 """
 
 _BIDIRECTIONAL = """
-    bart bigbird_pegasus blenderbot blenderbot-small blt marian mbart musicgen pegasus plbart
-"""
-
-_OVERLAY = """
-    gemma4_unified
+    bigbird_pegasus blt
 """
 
 _UNBUILT = """
     gemma4_assistant gemma4_unified_assistant
 """
+
+EQUAL = {
+    "PROVEN": "proven",
+    "CARRIES_STATE": "proven, one document a row: its other layers carry state over packed documents",
+    "NO_POSITIONS": "proven, one document a row: it takes no position ids",
+}
 
 REASONS = {
     "NO_ATTENTION": "it has no attention to balance",
@@ -77,22 +82,23 @@ REASONS = {
     "OWN_MASK": "it computes with the mask itself, and distca has no dense mask",
     "POSITION_BIAS": "it adds a learned bias to the scores",
     "BIDIRECTIONAL": "it has an encoder, cross attention or bidirectional masks",
-    "OVERLAY": "its mask lets some tokens see later ones",
     "UNBUILT": "no small model of it could be built, so nothing is proven",
 }
+
+_ENCODER_DECODER = "this one is an encoder with a decoder, which has cross attention and bidirectional masks"
 
 FAMILIES: dict[str, str] = {
     name: group
     for group, names in {
         "PROVEN": _PROVEN,
-        "UNPACKED": _UNPACKED,
+        "CARRIES_STATE": _CARRIES_STATE,
+        "NO_POSITIONS": _NO_POSITIONS,
         "NO_ATTENTION": _NO_ATTENTION,
         "BYPASSED": _BYPASSED,
         "SPARSE": _SPARSE,
         "OWN_MASK": _OWN_MASK,
         "POSITION_BIAS": _POSITION_BIAS,
         "BIDIRECTIONAL": _BIDIRECTIONAL,
-        "OVERLAY": _OVERLAY,
         "UNBUILT": _UNBUILT,
     }.items()
     for name in names.split()
@@ -102,28 +108,41 @@ FAMILIES: dict[str, str] = {
 PING_PONG = frozenset(FAMILIES)
 
 
-def check_family(model_type: str | None) -> None:
-    """Refuse a family that distca does not compute exactly; warn once of one that leaks state over packed documents.
+def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> None:
+    """Refuse a family that distca does not compute exactly.
 
     Families that are not in the table (models outside transformers, parts of larger models, newer releases) pass: the arguments
     of every attention call are checked too.
+
+    Args:
+        model_type: of the model's config.
+        encoder_decoder: whether the model is an encoder with a decoder; the table is about causal language models alone.
 
     Raises:
         UnsupportedError: says why, and what to use.
     """
     group = FAMILIES.get(model_type or "")
-    if group in REASONS:
+    reason = _ENCODER_DECODER if encoder_decoder else REASONS.get(str(group))
+    if reason is not None:
         raise UnsupportedError(
-            f'distca does not support {model_type} models: {REASONS[group]}. Use attn_implementation="sdpa" or "eager".'
+            f'distca does not support {model_type} models: {reason}. Use attn_implementation="sdpa" or "eager".'
         )
-    if group == "UNPACKED":
-        _warn_of_leaks(str(model_type))
 
 
 @cache
-def _warn_of_leaks(model_type: str) -> None:
-    _log.warning(
-        "%s models have layers that carry state from one packed document to the next, or take no position ids: their attention "
-        "is exact under distca, but give them one document a row if documents must stay apart.",
-        model_type,
-    )
+def warn_of_packing(model_type: str | None) -> None:
+    """Warn, once a family, that attention keeps packed documents apart and the rest of the model does not."""
+    group = FAMILIES.get(model_type or "")
+    if group == "CARRIES_STATE":
+        _log.warning(
+            "this batch has packed documents, and %s models have layers (state space, convolution, linear attention) that carry "
+            "state from one to the next, with any attention. Attention itself keeps them apart. Give these models one document "
+            "a row.",
+            model_type,
+        )
+    elif group == "NO_POSITIONS":
+        _log.warning(
+            "this batch has packed documents, and %s models take no position ids: attention keeps documents apart, but positions "
+            "count on from one to the next. Give these models one document a row.",
+            model_type,
+        )

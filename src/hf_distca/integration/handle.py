@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
+from hf_distca.errors import UnsupportedError
 from hf_distca.integration.documents import LocalDocuments, read_documents
+from hf_distca.integration.families import warn_of_packing
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
@@ -20,7 +22,7 @@ from hf_distca.runtime.route import Route
 if TYPE_CHECKING:
     from hf_distca.integration.halves import Halves, Handover
 
-__all__ = ["AttentionHandle", "CachedMask", "Work"]
+__all__ = ["AttentionHandle", "CachedMask", "ForeignMask", "Work"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,7 @@ class AttentionHandle:
         window: keys that a row of this kind of layer sees at most, None for all.
         chunk: length of the chunks that documents are cut into in this kind of layer, None for no cuts.
         position_ids: those the mask was made with, for models that pass none to attention.
+        model_type: of the model that made the mask, for what there is to say about packed documents in it.
         work: filled by the first layer, by window: some models tell the window only to the attention function.
         halves: the handles of the two nano-batches, once a layer has run as halves.
         local: the documents of a nano-batch; a whole batch reads them from what reaches the attention function.
@@ -66,6 +69,7 @@ class AttentionHandle:
     window: int | None = None
     chunk: int | None = None
     position_ids: torch.Tensor | None = None
+    model_type: str | None = None
     work: dict[int | None, Work] = field(default_factory=dict, repr=False)
     halves: Halves | None = field(default=None, repr=False)
     local: LocalDocuments | None = field(default=None, repr=False)
@@ -85,11 +89,42 @@ class AttentionHandle:
             padding=self.padding,
             span_ranks=span_ranks,
         )
+        if len(local.rows) > self.batch_size:
+            warn_of_packing(self.model_type)
         return local if self.chunk is None else local.in_chunks(self.chunk)
 
     def contiguous(self) -> AttentionHandle:
         """The handle itself."""
         return self
+
+
+@dataclass(frozen=True, eq=False)
+class ForeignMask:
+    """A mask that distca does not compute: refused where attention is called with it, not where it is made.
+
+    The decoders of Bart and its kin make one for a cross attention that they do not have as causal language models.
+
+    Attributes:
+        what: what the mask uses, for the error.
+    """
+
+    what: str
+    ndim: ClassVar[int] = 4  # as for handles
+
+    def contiguous(self) -> ForeignMask:
+        """The mask itself."""
+        return self
+
+    def refuse(self) -> NoReturn:
+        """Say why.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"this model's attention mask uses {self.what}; distca computes causal attention within documents. "
+            'Use attn_implementation="sdpa" for it.'
+        )
 
 
 class CachedMask(torch.Tensor):

@@ -11,9 +11,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, create_causal_mask, sdpa_mask
 
-from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import check_family
-from hf_distca.integration.handle import AttentionHandle, CachedMask
+from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
 from hf_distca.integration.layers import cut_layers
 from hf_distca.integration.session import current_session
 
@@ -21,6 +20,7 @@ __all__ = ["distca_mask"]
 
 # The parts that transformers builds causal masks from. Anything else changes who sees whom.
 _CHUNKS = "chunked_overlay"
+_BLOCKS = "blockwise_overlay"
 _KNOWN_PARTS = {
     "causal_mask_function",
     "and_masks",
@@ -39,28 +39,27 @@ def distca_mask(
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | AttentionHandle | None = None,
+    attention_mask: torch.Tensor | AttentionHandle | ForeignMask | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     config: PreTrainedConfig | None = None,
     **kwargs: Any,
-) -> AttentionHandle | CachedMask:
+) -> AttentionHandle | CachedMask | ForeignMask:
     """The mask function registered as "distca". Takes what transformers' mask interface passes, returns no dense mask.
 
+    A mask that is not causal, or has an overlay, comes back as a `ForeignMask`.
+
     Raises:
-        UnsupportedError: if the mask is not causal, or has an overlay.
+        UnsupportedError: if the model is of a family that is refused.
     """
-    if isinstance(attention_mask, AttentionHandle):
+    if isinstance(attention_mask, (AttentionHandle, ForeignMask)):
         return attention_mask
-    check_family(getattr(config, "model_type", None))
+    model_type = getattr(config, "model_type", None)
+    check_family(model_type, encoder_decoder=getattr(config, "is_encoder_decoder", False))
     parts = set(_parts(mask_function))
     foreign = sorted(parts - _KNOWN_PARTS)
     if use_vmap or foreign:
-        what = ", ".join(foreign) or "a custom mask function"
-        raise UnsupportedError(
-            f"this model's attention mask uses {what}; distca computes causal attention within documents. "
-            'Use attn_implementation="sdpa" for it.'
-        )
+        return ForeignMask(", ".join(foreign) or "a custom mask function")
     if kv_offset or kv_length != q_length or not isinstance(q_offset, int) or q_offset:
         # One token at a time reads the whole cache: no query rows to move, and only this rank is generating.
         mask = sdpa_mask(
@@ -82,7 +81,7 @@ def distca_mask(
         caller = _calling_frame(lambda frame: isinstance(frame.f_locals.get("self"), PreTrainedModel), creator)
         if caller is not None:
             cut_layers(caller.f_locals["self"])
-    return AttentionHandle(batch_size, q_length, padding, window, chunk, _positions(creator))
+    return AttentionHandle(batch_size, q_length, padding, window, chunk, _positions(creator), model_type)
 
 
 def _calling_frame(wanted: Callable[[FrameType], bool], frame: FrameType | None = None) -> FrameType | None:
@@ -104,9 +103,34 @@ def _positions(creator: FrameType | None) -> torch.Tensor | None:
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[str]:
-    """Names of the functions that a mask function is composed of, read from what they close over."""
-    yield function.__qualname__.split(".")[0]
-    for inner in inspect.getclosurevars(function).nonlocals.values():
-        for part in inner if isinstance(inner, (tuple, list)) else (inner,):
-            if inspect.isfunction(part):
-                yield from _parts(part)
+    """Names of the functions that a mask function is composed of, read from what they close over.
+
+    Without blocks of tokens that see each other both ways where the batch has none, as in Gemma 4's masks of text alone.
+    """
+    name = _name(function)
+    if not inspect.isfunction(function):
+        yield name
+        return
+    inner = inspect.getclosurevars(function).nonlocals.values()
+    functions = [part for value in inner for part in (value if isinstance(value, (tuple, list)) else (value,)) if callable(part)]
+    if name == "or_masks":
+        functions = [part for part in functions if not _hides_all(part)]
+    if name != "or_masks" or len(functions) > 1:
+        yield name
+    for part in functions:
+        yield from _parts(part)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__).split(".")[0]
+
+
+def _hides_all(function: Callable[..., Any]) -> bool:
+    """Whether a part of a union of masks lets no token see any: an overlay of blocks, where no token is in one.
+
+    Reads the device once a mask, for models with such blocks only.
+    """
+    if _name(function) != _BLOCKS:
+        return False
+    ids = inspect.getclosurevars(function).nonlocals.get("block_sequence_ids")
+    return isinstance(ids, torch.Tensor) and bool((ids < 0).all())

@@ -1,0 +1,112 @@
+"""Faults to put into the library while it runs, each of a kind that a proof of a family must notice."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from hf_distca.integration.documents import LocalDocuments
+from hf_distca.schedule.layout import IntArray, Layout
+
+Original = Callable[..., Any]
+
+
+def _scores(**changes: Callable[[Any], Any]) -> Callable[[Original], Original]:
+    """Change what a layer's scores say; what is None stays so."""
+
+    def wrap(original: Original) -> Original:
+        def wrapped(*args: Any) -> Any:
+            scores = original(*args)
+            given = {name: change(getattr(scores, name)) for name, change in changes.items() if getattr(scores, name) is not None}
+            return replace(scores, **given)
+
+        return wrapped
+
+    return wrap
+
+
+def _one_document_a_row(original: Original) -> Original:
+    def wrapped(batch_size: int, length: int, **_: Any) -> LocalDocuments:
+        rows = np.array([(-1, 0, length)] * batch_size, dtype=np.int64)
+        return LocalDocuments(rows, None, spans=False)
+
+    return wrapped
+
+
+def _one_document_over_ranks(original: Original) -> Original:
+    """The first document of each rank continues the last of the rank before."""
+
+    def wrapped(ranks: list[IntArray], *, spans: bool) -> Layout:
+        numbers, segments = itertools.count(), []
+        document, end = next(numbers), 0
+        for rows in ranks:
+            segments.append([])
+            for length in rows[:, 2].tolist():
+                segments[-1].append((document, end, length))
+                document, end = next(numbers), 0
+            *_, (document, start, length) = segments[-1]
+            end = start + length
+        return Layout.from_segments(segments)
+
+    return wrapped
+
+
+def _one_copy_lost(which: int) -> Callable[[Original], Original]:
+    """Of all sums of copies, dk and dv in turn, forget to add the first or the second."""
+
+    def wrap(original: Original) -> Original:
+        calls = itertools.count()
+        return lambda grad, received, route: grad if next(calls) == which else original(grad, received, route)
+
+    return wrap
+
+
+def _no_gradient(original: Original) -> Original:
+    def wrapped(*args: torch.Tensor | None) -> torch.Tensor | None:
+        grad = original(*args)
+        return None if grad is None else torch.zeros_like(grad)
+
+    return wrapped
+
+
+_ATTENTION, _CORE = "integration.attention", "runtime.core_attention"
+# What is replaced, and by what it is replaced, given the original.
+MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
+    "window one key too wide": (_ATTENTION, "_scores", _scores(window=lambda window: window + 1)),
+    "window one key too narrow": (_ATTENTION, "_scores", _scores(window=lambda window: window - 1)),
+    "chunk one token too long": (
+        "integration.documents",
+        "LocalDocuments.in_chunks",
+        lambda original: lambda self, size: original(self, size + 1),
+    ),
+    "scale wrong by 1 %": (_ATTENTION, "_scores", _scores(scale=lambda scale: 1.01 * scale)),
+    "softcap dropped": (_ATTENTION, "_scores", _scores(softcap=lambda _: None)),
+    "sink dropped": (_ATTENTION, "_sink", lambda _: lambda *_: None),
+    "gradient of the sink dropped": (_CORE, "_sink_gradient", _no_gradient),
+    "documents of a row leak": (_ATTENTION, "read_documents", _one_document_a_row),
+    "documents leak over ranks": ("integration.session", "_layout", _one_document_over_ranks),
+    "dk of one copy lost": (_CORE, "_sum_copies", _one_copy_lost(0)),
+    "dv of one copy lost": (_CORE, "_sum_copies", _one_copy_lost(1)),
+}
+
+
+@contextmanager
+def mutated(name: str | None) -> Iterator[None]:
+    """The library with one fault, in this process, while the block runs; without any if None."""
+    if name is None:
+        yield
+        return
+    place, attribute, fault = MUTATIONS[name]
+    *classes, attribute = attribute.split(".")
+    owner = reduce(getattr, classes, importlib.import_module(f"hf_distca.{place}"))
+    with patch.object(owner, attribute, fault(getattr(owner, attribute))):
+        yield

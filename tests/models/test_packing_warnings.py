@@ -1,0 +1,43 @@
+"""What is said of packed documents in models that keep them apart in attention only."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from compare import documents, forward, quiet
+from tiny import build
+
+import hf_distca
+from hf_distca.integration.families import warn_of_packing
+
+CARRYING, UNPOSITIONED = "layers .* carry state from one to the next", "take no position ids: .* positions count on"
+
+
+def warnings_of(model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What two forwards of a packed row say."""
+    hf_distca.configure()
+    warn_of_packing.cache_clear()
+    with quiet():
+        model = build(model_type, "distca", torch.float32)
+    logging.getLogger("hf_distca").setLevel(logging.NOTSET)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    with caplog.at_level(logging.WARNING, "hf_distca"):
+        for _ in range(2):
+            forward(model, torch.cat(documents(lengths))[None], positions)
+    return [record.getMessage() for record in caplog.records if record.name == "hf_distca"]
+
+
+@pytest.mark.parametrize(("model_type", "said"), [("jamba", CARRYING), ("lfm2", CARRYING), ("bart", UNPOSITIONED)])
+def test_packed_documents_are_warned_of_once(model_type: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    messages = warnings_of(model_type, (9, 5), caplog)
+    assert len(messages) == 1
+    assert f"{model_type} models" in messages[0]
+    assert re.search(said, messages[0])
+
+
+@pytest.mark.parametrize(("model_type", "lengths"), [("jamba", (14,)), ("bart", (14,)), ("llama", (9, 5))])
+def test_nothing_is_said_where_nothing_leaks(model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of(model_type, lengths, caplog) == []

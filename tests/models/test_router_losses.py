@@ -1,0 +1,56 @@
+"""Mixtures of experts: router losses, of a rank's own tokens, and the gradient of the router are those without distca."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from compare import documents, quiet
+from tiny import build
+
+import hf_distca
+from hf_distca.integration.session import current_session
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from ranks import RankPool
+
+# The other implementation. gpt-oss knows no sdpa, and with eager its packed documents leak: it gets one document a row.
+TYPES = {"mixtral": "sdpa", "qwen3_moe": "sdpa", "gpt_oss": "eager", "deepseek_v3": "sdpa"}
+PACKED = {0: (70,), 1: (9, 1, 7)}
+WHOLE = {0: (70,), 1: (17,)}
+
+
+def step(model_type: str, implementation: str, lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Loss, auxiliary loss (if the type has one) and gradients of the routers."""
+    with quiet():
+        model = build(model_type, implementation, torch.float32)
+    has_loss = hasattr(model, "router_aux_loss_coef")
+    if has_loss:
+        model.router_aux_loss_coef = 10.0  # so that the router's gradient is that of its loss
+    ids = torch.cat(documents(lengths))[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    extra = {"output_router_logits": True} if has_loss else {}
+    out = model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False, **extra)
+    out.loss.backward()
+    routers = {name: p.grad for name, p in model.named_parameters() if name.endswith(("gate.weight", "router.weight"))}
+    return {"loss": out.loss.detach(), **({"aux": out.aux_loss.detach()} if has_loss else {}), **routers}
+
+
+def compared(rank: int, model_type: str) -> tuple[dict[str, float], int]:
+    """Relative differences on this rank, and bytes it sent."""
+    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
+    other = TYPES[model_type]
+    lengths = (PACKED if other == "sdpa" else WHOLE)[rank]
+    got, want = (step(model_type, implementation, lengths) for implementation in ("distca", other))
+    differences = {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in want}
+    return differences, current_session().meter.sent_bytes
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_router_losses_and_gradients_are_unchanged_on_two_ranks(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
+    for differences, sent in rank_pool(2)(compared, model_type):
+        assert sent, "nothing was exchanged, so nothing was tested"
+        assert ("aux" in differences) == (model_type != "deepseek_v3")
+        assert any(name.endswith("weight") for name in differences)
+        assert max(differences.values()) <= 1e-5, differences

@@ -1,0 +1,162 @@
+"""Vision-language models: the language tower under distca, the vision tower left alone, images in packed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import Outcome, difference, finish, quiet, spying
+from transformers import AutoModelForImageTextToText, Gemma3Config, LlavaConfig, PreTrainedConfig, PreTrainedModel, Qwen2VLConfig
+
+import hf_distca
+from hf_distca.integration.session import current_session
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from ranks import RankPool
+
+IMAGE, START, END = 5, 6, 7  # tokens
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+PATCHES = {"patch_size": 7, "spatial_merge_size": 2, "temporal_patch_size": 2}
+QWEN_VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, **PATCHES}
+# Text tokens around the image of each document.
+LENGTHS = (90, 3, 21)
+
+
+def config_of(kind: str) -> PreTrainedConfig:
+    if kind == "llava":
+        text = {"model_type": "llama", **TEXT}
+        return LlavaConfig(text_config=text, vision_config=dict(CLIP), image_token_index=IMAGE, vision_feature_layer=-1)
+    text = {**TEXT, "rope_parameters": MROPE}
+    tokens = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
+    return Qwen2VLConfig(text_config=text, vision_config=dict(QWEN_VISION), **tokens)
+
+
+def build(kind: str, implementation: str | dict[str, str]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    with quiet():
+        model = AutoModelForImageTextToText.from_config(config_of(kind), attn_implementation=implementation)
+    return model.double().train()
+
+
+@dataclass
+class Document:
+    """Tokens, an image as the model takes it, and positions: (1, tokens), or four rows of them for M-RoPE."""
+
+    ids: torch.Tensor
+    image: dict[str, torch.Tensor]
+    positions: torch.Tensor
+
+
+def documents(kind: str, model: PreTrainedModel) -> list[Document]:
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for length in LENGTHS:
+        text = torch.randint(32, 96, (length,), generator=generator)
+        image = [START, *[IMAGE] * (16 if kind == "llava" else 4), END]
+        ids = torch.cat([text[:2], torch.tensor(image), text[2:]])
+        positions = torch.arange(len(ids))[None]
+        if kind == "llava":
+            made.append(Document(ids, {"pixel_values": torch.randn(1, 3, 28, 28, generator=generator).double()}, positions))
+            continue
+        grid = torch.tensor([[1, 4, 4]])
+        types = (ids == IMAGE).int()[None]
+        spatial, _ = model.model.get_rope_index(ids[None], mm_token_type_ids=types, image_grid_thw=grid)
+        pixels = torch.randn(16, 3 * 2 * 49, generator=generator).double()
+        made.append(Document(ids, {"pixel_values": pixels, "image_grid_thw": grid}, torch.cat([positions[None], spatial])))
+    return made
+
+
+def forward(model: PreTrainedModel, docs: list[Document]) -> torch.Tensor:
+    """Logits (tokens, vocabulary) of a row that packs the documents."""
+    ids = torch.cat([d.ids for d in docs])[None]
+    images = {name: torch.cat([d.image[name] for d in docs]) for name in docs[0].image}
+    positions = torch.cat([d.positions for d in docs], -1)
+    extra = {"mm_token_type_ids": (ids == IMAGE).int()} if "image_grid_thw" in images else {}
+    return model(input_ids=ids, position_ids=positions, use_cache=False, **images, **extra).logits[0]
+
+
+def alone(kind: str) -> Outcome:
+    """Every document by itself, all towers under sdpa."""
+    model = build(kind, "sdpa")
+    docs = documents(kind, model)
+    return finish(model, [d.ids for d in docs], [forward(model, [d]) for d in docs])
+
+
+def balanced(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list[str], int]:
+    """This rank's documents in one row, gradients summed over ranks; who called distca and sdpa; bytes sent."""
+    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
+    model = build(kind, {"text_config": "distca", "vision_config": "sdpa"})
+    docs = documents(kind, model)
+    if world > 1:
+        docs = docs[:1] if rank == 0 else docs[1:]
+    with spying("distca") as ours, spying("sdpa") as theirs:
+        logits = forward(model, docs)
+        outcome = finish(model, [d.ids for d in docs], list(logits.split([len(d.ids) for d in docs])))
+    for grad in outcome.grads.values():
+        if grad is not None and world > 1:
+            dist.all_reduce(grad)
+    names = {module: name for name, module in model.named_modules()}
+    callers = [sorted(names[module] for module in calls.modules) for calls in (ours, theirs)]
+    return outcome, *callers, current_session().meter.sent_bytes
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_the_language_tower_is_balanced_and_the_vision_tower_left_alone(
+    kind: str, world: int, rank_pool: Callable[[int], RankPool]
+) -> None:
+    want = alone(kind)
+    results = rank_pool(2)(balanced, kind, 2) if world == 2 else [balanced(0, kind, 1)]
+    outcomes = [outcome for outcome, *_ in results]
+    got = Outcome(sum(o.loss for o in outcomes), [piece for o in outcomes for piece in o.logits], outcomes[0].grads)
+    value, what = difference(got, want)
+    assert value <= 1e-9, what
+    vision = [name for name, grad in want.grads.items() if "vision" in name or "visual" in name if grad is not None]
+    assert vision, "no image reached the loss"
+    for _, ours, theirs, sent in results:
+        assert len(ours) == len(theirs) == 2
+        assert all("language_model" in name for name in ours)
+        assert all("vis" in name for name in theirs)
+        assert bool(sent) == (world == 2)
+
+
+def test_a_vision_tower_under_distca_is_refused() -> None:
+    model = build("llava", "distca")
+    with pytest.raises(hf_distca.UnsupportedError, match="bidirectional"):
+        forward(model, documents("llava", model))
+
+
+def test_image_tokens_that_see_each_other_both_ways_are_refused() -> None:
+    siglip = {**CLIP, "model_type": "siglip_vision_model"}
+    text = {**TEXT, "head_dim": 16, "layer_types": ["full_attention", "sliding_attention"]}
+    config = Gemma3Config(text_config=text, vision_config=siglip, mm_tokens_per_image=4, image_token_id=IMAGE)
+    with quiet():
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation={"text_config": "distca"})
+    ids = torch.tensor([[40, 41, *[IMAGE] * 4, 42, 43]])
+    types = (ids == IMAGE).long()
+    with pytest.raises(hf_distca.UnsupportedError, match="blockwise_overlay"):
+        model.train()(input_ids=ids, pixel_values=torch.randn(1, 3, 28, 28), token_type_ids=types)

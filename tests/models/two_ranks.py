@@ -1,0 +1,51 @@
+"""One tiny model on two ranks, which balance, against each document alone on one."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from compare import TOLERANCE, Outcome, alone, difference, documents, packed, quiet, run
+from measure import measure
+from mutations import mutated
+from tiny import build
+
+import hf_distca
+from hf_distca.integration.families import FAMILIES
+from hf_distca.integration.session import current_session
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from ranks import RankPool
+
+
+def share(rank: int, model_type: str, dtype: torch.dtype, mutation: str | None) -> tuple[Outcome, int]:
+    """This rank's documents under distca with gradients summed over ranks, and bytes sent."""
+    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
+    docs = documents(lengths_of(model_type))
+    with quiet(), mutated(mutation):
+        outcome = packed(build(model_type, "distca", dtype), docs[:1] if rank == 0 else docs[1:])
+    for grad in outcome.grads.values():
+        if grad is not None:
+            dist.all_reduce(grad)
+    return outcome, current_session().meter.sent_bytes
+
+
+def lengths_of(model_type: str) -> tuple[int, ...]:
+    """One long document for rank 0; for rank 1 short ones, or a single one where packed documents leak."""
+    return (70, 9, 1, 7) if FAMILIES[model_type] == "PROVEN" else (70, 9)
+
+
+def check_two_ranks(pool: RankPool, model_type: str, mutation: str | None = None) -> None:
+    """Fail unless two ranks give what each document alone gives, and exchanged something.
+
+    Raises:
+        AssertionError: says what differs.
+    """
+    measured = measure(model_type)
+    dtype = torch.float64 if measured.dtype == "float64" else torch.float32
+    with quiet():
+        want, _ = run(model_type, measured.oracle, dtype, alone, lengths_of(model_type))
+    (first, sent), (second, _) = pool(share, model_type, dtype, mutation)
+    assert sent, "nothing was exchanged, so nothing was tested"
+    got = Outcome(first.loss + second.loss, first.logits + second.logits, first.grads)
+    value, what = difference(got, want)
+    assert value <= TOLERANCE[dtype], f"{what} differs by {value:.1e}"
