@@ -74,6 +74,7 @@ def write(results: list[Result]) -> None:
     groups: dict[str, list[str]] = {}
     for model_type, group in table_of(results).items():
         groups.setdefault(group, []).append(model_type)
+    groups["PING_PONG"] = [result.model_type for result in results if result.halves]
     source = TABLE.read_text()
     for group in re.findall(r"^_(\w+) = \"\"\"", source, re.MULTILINE):
         names = " ".join(sorted(groups.pop(group, [])))
@@ -90,6 +91,7 @@ def page(results: list[Result]) -> str:
     table = table_of(results)
     counts = {status: sum(entry == status for entry in table.values()) for status in families.EQUAL}
     refused = len(table) - sum(counts.values())
+    halves = sum(result.halves for result in results)
     lines = [
         "# Models",
         "",
@@ -105,16 +107,20 @@ def page(results: list[Result]) -> str:
         "attention of packed documents",
         f"is proven against a dense mask). {refused} are refused.",
         "",
-        "| type | status | variants met in the proof |",
-        "|---|---|---|",
+        f"In ping-pong, the attention layers of {halves} types run as halves. Those of the others are left whole: something else",
+        "than attention mixes their tokens, or they are not built of decoder layers that transformers can checkpoint.",
+        "",
+        "| type | status | variants met in the proof | ping-pong |",
+        "|---|---|---|---|",
     ]
     for result in results:
         entry = table[result.model_type]
         if entry in families.EQUAL:
             status, variants = families.EQUAL[entry], ", ".join(result.variants)
+            layers = "halves" if result.halves else "whole"
         else:
-            status, variants = f"refused: {families.REASONS[entry]}", ""
-        lines.append(f"| {result.model_type} | {status} | {variants} |")
+            status, variants, layers = f"refused: {families.REASONS[entry]}", "", ""
+        lines.append(f"| {result.model_type} | {status} | {variants} | {layers} |")
     return "\n".join(lines) + "\n" + NOTES
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from unittest.mock import patch
 
 import torch
 from compare import (
@@ -24,10 +27,15 @@ from compare import (
     takes,
     without_table,
 )
-from tiny import build
+from tiny import MODEL_TYPES, build
 
 import hf_distca
 from hf_distca import UnsupportedError
+from hf_distca.integration import layers
+from hf_distca.integration.halves import Halves
+from hf_distca.integration.session import Session
+
+WORKING = ("proven", "carries state", "no positions")
 
 
 @dataclass
@@ -39,6 +47,7 @@ class Result:
     (packed documents stay apart in attention, as under a dense mask, but the type has position ids of its own, which count on);
     or one of those that a family must be refused for: "refused" (UnsupportedError), "silent" (runs without calling distca),
     "wrong" (runs and differs), "broken" (raises another error), "unbuilt" (does not run without distca).
+    `halves` is whether its layers can run as two halves, with the same numbers.
     """
 
     model_type: str
@@ -50,6 +59,7 @@ class Result:
     expected_calls: int = 0
     variants: tuple[str, ...] = ()
     differences: dict[str, float] = field(default_factory=dict)
+    halves: bool = False
 
 
 @cache
@@ -65,6 +75,8 @@ def measure(model_type: str) -> Result:
             return result
         try:
             _judge(model_type, result, dtype, want)
+            if result.status in WORKING:
+                result.halves = _halves(model_type, result, dtype, want)
         except UnsupportedError as error:
             result.status, result.reason = "refused", str(error)
         except Exception as error:
@@ -118,6 +130,38 @@ def _judge(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -
         result.status = "silent"
     elif result.expected_calls not in (0, result.calls):
         result.status, result.reason = "wrong", f"{result.calls} calls of distca where sdpa gets {result.expected_calls}"
+
+
+@contextmanager
+def in_halves() -> Iterator[None]:
+    """Let all layers run as halves, on one rank as well, whatever the table says of the type."""
+    with (
+        patch.object(Session, "takes_part", lambda self, training: training),
+        patch.object(Halves, "pointless", False),
+        patch.object(layers, "PING_PONG", frozenset(MODEL_TYPES)),
+    ):
+        hf_distca.configure(hf_distca.DistCAConfig(ping_pong=True))
+        try:
+            yield
+        finally:
+            hf_distca.configure(hf_distca.DistCAConfig())
+
+
+def _halves(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -> bool:
+    """Whether layers can be cut, and documents alone, packed ones and padded rows are then what they were."""
+    modes = {"halves of a document": alone, "halves of padded rows": padded}
+    if result.status == "proven":
+        modes["halves of packed documents"] = packed
+    reason = result.reason
+    try:
+        with in_halves():
+            runs = {name: run(model_type, "distca", dtype, mode, PACKED) for name, mode in modes.items()}
+    except Exception:
+        return False
+    equal = all(_equal(result, name, got, want) for name, (got, _) in runs.items())
+    result.reason = reason
+    # A document of one token cannot be cut in tokens, but takes part; every layer that called once calls twice.
+    return equal and runs["halves of a document"][1].count > result.expected_calls * len(PACKED)
 
 
 def _equal(result: Result, mode: str, got: Outcome, want: Outcome) -> bool:

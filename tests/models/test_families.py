@@ -13,7 +13,7 @@ from tiny import MODEL_TYPES, build
 from two_ranks import check_two_ranks
 
 import hf_distca
-from hf_distca.integration.families import EQUAL, FAMILIES, REASONS, check_family
+from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, REASONS, check_family
 from ranks import RankPool
 
 WORKING = [name for name in MODEL_TYPES if FAMILIES.get(name) in EQUAL]
@@ -32,6 +32,7 @@ def test_the_table_says_what_running_shows(model_type: str, census: dict[str, Re
     result = census[model_type] = measure(model_type)
     assert result.status != "wrong", result
     assert table_of([result]) == {model_type: FAMILIES[model_type]}, result
+    assert result.halves == (model_type in PING_PONG), result
     if FAMILIES[model_type] in EQUAL:
         assert result.calls
         check_family(model_type)
@@ -65,3 +66,10 @@ def start(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in WORKING])
 def test_two_ranks_equal_each_document_alone(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     check_two_ranks(rank_pool(2), model_type)
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in sorted(PING_PONG)]
+)
+def test_halves_on_two_ranks_equal_each_document_alone(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
+    check_two_ranks(rank_pool(2), model_type, ping_pong=True)

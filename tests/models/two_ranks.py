@@ -16,17 +16,18 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 
 
-def share(rank: int, model_type: str, dtype: torch.dtype, mutation: str | None) -> tuple[Outcome, int]:
-    """This rank's documents under distca with gradients summed over ranks, and bytes sent."""
+def share(rank: int, model_type: str, dtype: torch.dtype, mutation: str | None, ping_pong: bool) -> tuple[Outcome, int, int]:
+    """This rank's documents under distca with gradients summed over ranks, bytes sent, and calls of attention."""
     pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, ping_pong=ping_pong))
     docs = documents(lengths_of(model_type))
     with quiet(), mutated(mutation):
         outcome = packed(build(model_type, "distca", dtype), docs[:1] if rank == 0 else docs[1:])
     for grad in outcome.grads.values():
         if grad is not None:
             dist.all_reduce(grad)
-    return outcome, current_session().meter.sent_bytes
+    meter = current_session().meter
+    return outcome, meter.sent_bytes, meter.calls
 
 
 def lengths_of(model_type: str) -> tuple[int, ...]:
@@ -34,8 +35,8 @@ def lengths_of(model_type: str) -> tuple[int, ...]:
     return (70, 9, 1, 7) if FAMILIES[model_type] == "PROVEN" else (70, 9)
 
 
-def check_two_ranks(pool: RankPool, model_type: str, mutation: str | None = None) -> None:
-    """Fail unless two ranks give what each document alone gives, and exchanged something.
+def check_two_ranks(pool: RankPool, model_type: str, mutation: str | None = None, *, ping_pong: bool = False) -> None:
+    """Fail unless two ranks give what each document alone gives, and exchanged something; in halves if told so.
 
     Raises:
         AssertionError: says what differs.
@@ -44,8 +45,9 @@ def check_two_ranks(pool: RankPool, model_type: str, mutation: str | None = None
     dtype = torch.float64 if measured.dtype == "float64" else torch.float32
     with quiet():
         want, _ = run(model_type, measured.oracle, dtype, alone, lengths_of(model_type))
-    (first, sent), (second, _) = pool(share, model_type, dtype, mutation)
+    (first, sent, calls), (second, *_) = pool(share, model_type, dtype, mutation, ping_pong)
     assert sent, "nothing was exchanged, so nothing was tested"
+    assert not ping_pong or calls > measured.expected_calls, "no layer ran as halves"
     got = Outcome(first.loss + second.loss, first.logits + second.logits, first.grads)
     value, what = difference(got, want)
     assert value <= TOLERANCE[dtype], f"{what} differs by {value:.1e}"

@@ -11,7 +11,7 @@ from functools import cache
 
 from hf_distca.errors import UnsupportedError
 
-__all__ = ["EQUAL", "FAMILIES", "REASONS", "check_family", "warn_of_packing"]
+__all__ = ["EQUAL", "FAMILIES", "PING_PONG", "REASONS", "check_family", "warn_of_packing"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -38,6 +38,22 @@ _CARRIES_STATE = """
 # Equal with one document a row. The model takes no position ids and counts positions on through packed documents.
 _NO_POSITIONS = """
     bart blenderbot blenderbot-small marian mbart musicgen musicgen_melody pegasus plbart
+"""
+
+# Of those above, the ones whose layers may run as two halves: attention is all that mixes their tokens.
+_PING_PONG = """
+    afmoe apertus arcee aria_text axk1 bailing_hybrid bamba bart bert bert-generation biogpt bitnet blenderbot
+    blenderbot-small camembert cohere cohere2 cohere2_moe cohere_compass_text cwm data2vec-text dbrx deepseek_v2
+    deepseek_v3 diffllama dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma
+    gemma2 gemma3 gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite
+    got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid
+    granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2
+    jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4 llama4_text longcat_flash marian mbart
+    mellum mimo_v2_flash minicpm3 minimax minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder moshi
+    moss_transcribe_diarize nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt pegasus persimmon phi
+    phi3 phi4_multimodal phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
+    qwen3_moe qwen3_next roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm starcoder2
+    vaultgemma whisper xlm-roberta xlm-roberta-xl youtu
 """
 
 _NO_ATTENTION = """
@@ -103,9 +119,7 @@ FAMILIES: dict[str, str] = {
     }.items()
     for name in names.split()
 }
-
-# Temporary: replaced by the generated list.
-PING_PONG = frozenset(FAMILIES)
+PING_PONG = frozenset(_PING_PONG.split())
 
 
 def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> None:

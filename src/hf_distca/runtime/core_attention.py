@@ -65,7 +65,9 @@ def core_attention(
     q_THD, k_TKD, v_TKV = q_THD.contiguous(), k_TKD.contiguous(), v_TKV.contiguous()
     call = _Call(route, group, server, outputs)
     if not route.exchanges:
-        return _apply(_Local, call, q_THD, k_TKD, v_TKV, sink_H)
+        o_THV = _apply(_Local, call, q_THD, k_TKD, v_TKV, sink_H)
+        take_turns()  # to the other half, whose messages have had time to travel
+        return o_THV
     # In ping-pong, the other half computes while these messages travel.
     anchor = _apply(_Dispatch, call, q_THD, k_TKD, v_TKV)
     take_turns()
