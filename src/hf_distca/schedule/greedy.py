@@ -21,6 +21,7 @@ import numpy as np
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.slices import Price
+from hf_distca.schedule.waves import Fit
 
 __all__ = ["Greedy"]
 
@@ -76,10 +77,10 @@ class Levels(NamedTuple):
 
 
 class Greedy:
-    """One run of the greedy for one tolerance."""
+    """One run of the greedy for one tolerance. With `fit`, slices are only moved as far as they fit a server."""
 
-    def __init__(self, layout: Layout, price: Price, seconds: list[float], tolerance: float) -> None:
-        self.layout, self.price = layout, price
+    def __init__(self, layout: Layout, price: Price, seconds: list[float], tolerance: float, fit: Fit | None = None) -> None:
+        self.layout, self.price, self.fit = layout, price, fit
         self.work = list(seconds)
         self.total = math.fsum(seconds)
         mean = self.total / len(seconds)
@@ -205,8 +206,10 @@ class Greedy:
             x, y = start, end
         else:
             x, y = price.slice(start, end, want, most, held)
-            if y <= x:
-                return best
+        if self.fit is not None:
+            x, y = self.fit.cut(start, x, y)
+        if y <= x:
+            return best
         added = price.seconds(x, y)
         shed = whole - price.seconds(start, x) - price.seconds(y, end)
         if not 0 < shed <= most or added > room:
