@@ -44,12 +44,13 @@ class LiveBytes(TorchDispatchMode):
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
         return sum(size for _, size in self._known.values())
 
-    @property
-    def now(self) -> int:
-        """Bytes alive now."""
+    def settle(self, expected: int = 0) -> int:
+        """Bytes alive now, or a moment later: gloo's thread still holds a message when the exchange was waited for."""
         gc.collect()
-        time.sleep(0.02)  # gloo's thread holds the messages of an exchange for a moment after it is waited for
-        return self._alive()
+        deadline = time.monotonic() + 2
+        while (alive := self._alive()) > expected and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return alive
 
     def take_peak(self) -> int:
         """The most bytes since the last call."""
