@@ -27,6 +27,9 @@ _FINEST = 0.002
 # Coarser bands, tried when the exchange eats more than this part of what the wanted one gains in compute.
 _COARSER = (0.05, 0.15, 0.4)
 _EATEN = 0.5
+# Times the mean that the slowest rank takes where caps are tried first, and how much lower the next cap is.
+_EXTREME = 12
+_FINER_CAP = 1.4
 
 
 def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
@@ -60,6 +63,17 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
     fit = None if bound is None else Fit(TransientBytes.of(cost.shape), bound, cost.window, config.tile)
     best, before = local, unmoved.slowest_seconds
     fastest = before
+    # One document that outweighs all others: the fewer servers, the less its home has to send. Caps go down until sending eats
+    # what they gain; only if they come near the mean, a fine balance may be better.
+    mean, cap = math.fsum(seconds) / len(seconds), max(seconds) / 2
+    while max(seconds) >= _EXTREME * mean and cap > 2 * mean:
+        plan = Greedy(layout, price, seconds, config.tolerance, fit, cap).plan()
+        slowest = _load(plan, cost, config).slowest_seconds
+        if slowest >= fastest:
+            return best
+        if before - slowest >= config.min_gain * before:
+            best, fastest = plan, slowest
+        cap /= _FINER_CAP
     wanted = max(config.tolerance, _FINEST)
     for tolerance in (wanted, *(t for t in _COARSER if t > wanted)):
         plan = Greedy(layout, price, seconds, tolerance, fit).plan()
