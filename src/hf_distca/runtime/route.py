@@ -41,8 +41,6 @@ class KeyPool:
 
     def assemble(self, home_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
         """The pool of keys or of values, (size, key/value heads, width), from home rows and the message's sections."""
-        if self.received is None and len(sections) == 1:
-            return sections[0]
         pool = home_TKD.new_empty((self.size, *home_TKD.shape[1:]))
         if self.received is None:
             return torch.cat(list(sections), out=pool) if sections else pool

@@ -83,19 +83,16 @@ class AttentionServer:
 def _pools(wave: Wave, query_like: int, home: Sequence[torch.Tensor], dispatch: Pending) -> list[torch.Tensor]:
     """Pools of the first `query_like` tensors (rows of queries) and of the others (rows of keys).
 
-    Rows go from the message straight to their pools, and the message is gone afterwards.
+    Rows go from the message straight to their pools and the message is gone afterwards; or it is the pools as it is. Not in part:
+    one pool that is a view of the message would keep all of it.
     """
-    pools = []
-    for place, (own, sections) in enumerate(zip(home, dispatch.sections(), strict=True)):
-        if place >= query_like:
-            pools.append(wave.pool.assemble(own, sections))
-        elif len(wave.home_queries):
-            pools.append(torch.cat([own.index_select(0, wave.home_queries), *sections]))
-        elif len(sections) == 1:
-            pools.append(sections[0])
-        else:
-            pools.append(torch.cat(sections) if sections else own.new_empty((0, *own.shape[1:])))
-    return pools
+    received = dispatch.sections()
+    if wave.pool.received is None and not len(wave.home_queries) and all(len(sections) == 1 for sections in received):
+        return [sections[0] for sections in received]
+    pools = [
+        torch.cat([own.index_select(0, wave.home_queries), *came]) for own, came in zip(home, received[:query_like], strict=False)
+    ]
+    return pools + [wave.pool.assemble(own, came) for own, came in zip(home[query_like:], received[query_like:], strict=True)]
 
 
 def _cut(wave: Wave, pools: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
