@@ -38,7 +38,13 @@ class LiveBytes(TorchDispatchMode):
                 storage = value.untyped_storage()
                 reference = StorageWeakRef(storage)
                 self._known.setdefault(reference.cdata, (reference, storage.nbytes() if new else 0))
-        self._peak = max(self._peak, self._alive())
+        alive = self._alive()
+        for _ in range(5):
+            if alive <= self._peak:
+                return
+            time.sleep(0.002)  # for gloo's thread, see `settle`
+            alive = self._alive()
+        self._peak = alive
 
     def _alive(self) -> int:
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
