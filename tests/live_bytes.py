@@ -20,9 +20,18 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.paused = False
+        self.paused = self.entered = False
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
         self._peak = 0
+
+    def __enter__(self) -> LiveBytes:
+        self.entered = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.entered = False
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.paused:
@@ -88,5 +97,6 @@ class OutsideKernel:
             result = call(*arguments)
         finally:
             self.live.paused = False
-        self.live.note(result)
+        if self.live.entered:  # what was computed outside is not the mode's
+            self.live.note(result)
         return result

@@ -117,9 +117,9 @@ class _Call:
         grads, self.grads = self.grads, ()
         return grads
 
-    def serve(self, wave: Wave, home: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) -> None:
-        """Serve a wave whose dispatch was launched, launch its return, and put rows of home into the outputs."""
-        at_home, received = self.server.serve(wave, home, self.take_dispatch())
+    def serve(self, wave: Wave, home: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], dispatch: Pending) -> None:
+        """Serve a wave whose dispatch is under way, launch its return, and put rows of home into the outputs."""
+        at_home, received = self.server.serve(wave, home, dispatch)
         self.launch_return(wave, received)
         for whole, rows in zip(wholes, at_home, strict=True):
             whole.index_copy_(0, wave.home_queries, rows)
@@ -129,10 +129,12 @@ class _Call:
         for whole, sections in zip(wholes, self.take_return().sections(), strict=True):
             _put(whole, wave, sections)
 
-    def serve_backward(self, wave: Wave, home: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def serve_backward(
+        self, wave: Wave, home: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], dispatch: Pending
+    ) -> list[torch.Tensor]:
         """As `serve` for dq, dk, dv of home. Returns them; those of keys may be new ones, wide enough for sums."""
         dq_THD, *sums = grads
-        home_dq, received_dq, pools = self.server.serve_backward(wave, home, self.take_dispatch())
+        home_dq, received_dq, pools = self.server.serve_backward(wave, home, dispatch)
         dq_THD.index_copy_(0, wave.home_queries, home_dq[0])
         keys = []
         for place, own in enumerate(home[-2:]):
@@ -190,12 +192,14 @@ class _Serve(torch.autograd.Function):
             return anchor.clone()
         route, server = call.route, call.server
         q_THD, k_TKD, v_TKV = home = call.take_home()
+        dispatch = call.take_dispatch()
         outputs = server.forward(q_THD, k_TKD, v_TKV, route.local)
         for before, wave in zip((None, *route.waves), route.waves, strict=False):
             if before is not None:
                 call.land(before, outputs)
                 call.launch_dispatch(wave, [q_THD], [k_TKD, v_TKV])
-            call.serve(wave, home, outputs)
+                dispatch = call.take_dispatch()
+            call.serve(wave, home, outputs, dispatch)
         call.home = outputs
         return anchor.clone()
 
@@ -205,12 +209,14 @@ class _Serve(torch.autograd.Function):
         call: _Call = ctx.call
         route, server = call.route, call.server
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = home = call.take_home()
+        dispatch = call.take_dispatch()
         grads: Sequence[torch.Tensor] = server.backward((do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH), route.local)
         for before, wave in zip((None, *route.waves), route.waves, strict=False):
             if before is not None:
                 grads = call.land_backward(before, grads)
                 call.launch_dispatch(wave, home[:4], home[4:])
-            grads = call.serve_backward(wave, home, grads)
+                dispatch = call.take_dispatch()
+            grads = call.serve_backward(wave, home, grads, dispatch)
         call.grads = grads
         return None, torch.zeros_like(anchor)
 
