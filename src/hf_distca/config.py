@@ -36,6 +36,12 @@ class DistCAConfig:
             evaluates the same number of batches.
         ping_pong: run every decoder layer as two nano-batches in turns, so that one computes while the messages of the other
             travel. It pays where exchanges take long; where nothing is exchanged, layers run whole.
+        max_transient_bytes: bound of what one call of core attention holds on a rank for the sake of other ranks, the larger of
+            forward and backward; None for no bound. It counts rows of q, k, v, o, log-sum-exp, dO and of gradients that are
+            received, the messages they are sent in, the pools made of them, and outputs and gradients of the arrived tasks; not
+            the rank's own q, k, v, o, log-sum-exp and their gradients, which are as large as its tokens are many, nor what the
+            kernel uses inside. More than fits is computed in waves, with one exchange each, and the scheduler moves only
+            slices that fit. A document that spans ranks may need more, which is warned of.
         timeout_seconds: how long a rank waits for the others before it gives up with `DistCADesyncError`.
 
     Raises:
@@ -51,6 +57,7 @@ class DistCAConfig:
     documents_span_ranks: bool = False
     balance_evaluation: bool = False
     ping_pong: bool = False
+    max_transient_bytes: int | None = None
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
@@ -60,6 +67,8 @@ class DistCAConfig:
             raise ConfigError(f"min_gain={self.min_gain} must be in [0, 1): it is a fraction of the slowest rank's seconds.")
         if self.tile < 1:
             raise ConfigError(f"tile={self.tile} must be at least 1; flash-attention kernels use 128.")
+        if self.max_transient_bytes is not None and self.max_transient_bytes < 1:
+            raise ConfigError(f"max_transient_bytes={self.max_transient_bytes} must be at least 1, or None for no bound.")
         if self.timeout_seconds <= 0:
             raise ConfigError(f"timeout_seconds={self.timeout_seconds} must be positive.")
         _check_choice("kernel", self.kernel, get_args(KernelName))

@@ -16,13 +16,16 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
+from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
+from hf_distca.schedule.waves import Waves
 from ranks import RankPool
 
 Segments = list[list[tuple[int, int, int]]]
 Tasks = list[CATask]
 HEADS, KEY_HEADS, DIM, VALUE_DIM = 4, 2, 16, 16
+TILE = 8
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, scores: Scores) -> torch.Tensor:
@@ -56,8 +59,9 @@ def run_plan(
     dtype: torch.dtype,
     scores: Scores,
     with_sink: bool = False,
+    bound: int | None = None,
 ) -> tuple[float, torch.Tensor, list[int]]:
-    """Run a plan forward and backward.
+    """Run a plan forward and backward, in waves if there is a bound of transient bytes.
 
     Returns the largest error of o, dq, dk, dv over this rank's tokens, the gradient of the sinks minus what this rank's tokens
     should give, and the counts of exchanges.
@@ -80,7 +84,8 @@ def run_plan(
     sink = torch.linspace(-1, 2, HEADS, dtype=dtype).requires_grad_() if with_sink else None
     meter = Meter()
     kernel = select_kernel("auto", q.device, dtype, DIM, VALUE_DIM, scores)
-    route = Route.build(plan, rank, q.device)
+    shape = AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, q.element_size())
+    route = Route.build(plan, rank, q.device, Waves.of(plan, shape, TILE, bound))
     out = core_attention(*leaves, route=route, group=group, server=AttentionServer(kernel, scores, meter), sink_H=sink)
     out.backward(do)
 

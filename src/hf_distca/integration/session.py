@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +36,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.scheduler import balance
+from hf_distca.schedule.waves import Waves
 
 __all__ = ["Session", "attention_seconds", "balancing", "configure", "current_session"]
 
@@ -112,7 +114,9 @@ class Session:
         layout = _layout([row[_HEADER:].reshape(-1, 3) for row in announced], contexts, spans=local.spans)
         plan = balance(layout, cost, self.config)
         self._agree(plan)
-        route = Route.build(plan, self.group.rank, device)
+        waves = Waves.of(plan, cost.shape, self.config.tile, self.config.max_transient_bytes)
+        self._warn_above_bound(waves)
+        route = Route.build(plan, self.group.rank, device, waves)
         micro, meter = Micro.of(plan, cost, (time.perf_counter() - started) * 1e3), Meter(self.meter)
         self.history.planned(micro)
         self._last[window, local.chunk, local.half] = micro, meter
@@ -182,6 +186,17 @@ class Session:
         digest = np.array([int(plan.digest[:15], 16)], dtype=np.int64)
         digests = self.group.gather(digest, doing=f"comparing plans of micro-batch {self._planned}")
         self._compare(np.concatenate(digests), "plans for the same documents", "use one version of hf_distca and numpy")
+
+    def _warn_above_bound(self, waves: Waves) -> None:
+        """A document over ranks needs its keys wherever its rows are. Exact anyway, and most likely it fits: no error."""
+        bound, rank = self.config.max_transient_bytes, self.group.rank
+        if bound is not None and waves.bytes is not None and waves.bytes[rank] > bound:
+            warnings.warn(
+                f"rank {self.group.ranks[rank]} needs about {waves.bytes[rank]} transient bytes for a tile of rows of a document "
+                f"that spans ranks, more than max_transient_bytes={bound}; it is computed in {waves.count} waves of that size. "
+                "Raise the bound, or cut documents so that each lies on one rank.",
+                stacklevel=2,
+            )
 
     def _compare(self, seen: IntArray, what: str, remedy: str) -> None:
         if (seen == seen[0]).all():

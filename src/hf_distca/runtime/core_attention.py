@@ -6,8 +6,12 @@
     backward   Dispatch: wait  <-  Serve: local, wait, arrived, launch dq, dk, dv  <-  Return: launch q, k, v, o, lse, dO
 
 Each launch and its wait are in different functions, so other work can be recorded, forward and backward, while a message
-travels; the local tasks always are. Only `_Return` saves for backward, and only what plain flash attention saves: the rank's
-own q, k, v, o and lse. Servers keep nothing. The functions are chained by an anchor, a scalar without meaning.
+travels; the local tasks always are. A route of several waves repeats what follows the local tasks inside Serve: all returns but
+the last are waited for, and all dispatches but the first are launched there, so that one wave at a time is here.
+
+Only `_Return` saves for backward, and only what plain flash attention saves: the rank's own q, k, v, o and lse. Servers keep
+nothing: what was received never outlives the call. What one function hands to the next is taken before it is used, so that an
+exception leaves none of it behind. The functions are chained by an anchor, a scalar without meaning.
 
 Attention sinks (a learned logit per head that takes weight and gives no value, as in gpt-oss) are merged at home, after the
 outputs came back: lse' = log(exp(lse) + exp(sink)), o' = o exp(lse - lse'). Backward with o' and lse' is then exact for q, k and
@@ -28,7 +32,7 @@ from hf_distca.runtime.exchange import Part, Pending, launch
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.pingpong import take_turns
-from hf_distca.runtime.route import Route
+from hf_distca.runtime.route import Route, Wave
 from hf_distca.runtime.server import AttentionServer
 
 __all__ = ["core_attention"]
@@ -88,25 +92,72 @@ class _Call:
         self.dispatch: Pending | None = None
         self.returned: Pending | None = None
 
-    def launch_dispatch(self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]) -> None:
-        self.home = (*queries, *keys)
-        parts = [Part(t, self.route.queries) for t in queries] + [Part(t, self.route.keys) for t in keys]
+    @property
+    def last(self) -> Wave:
+        return self.route.waves[-1]
+
+    def launch_dispatch(self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]) -> None:
+        parts = [Part(t, wave.queries) for t in queries] + [Part(t, wave.keys) for t in keys]
         self.server.meter.count(dispatches=1)
         self.dispatch = self._launch(parts)
 
-    def launch_return(self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()) -> None:
-        parts = [Part(t.contiguous(), self.route.queries.way_back) for t in queries]
-        parts += [Part(t.contiguous(), self.route.keys.way_back) for t in keys]
+    def launch_return(self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()) -> None:
+        parts = [Part(t.contiguous(), wave.queries.way_back) for t in queries]
+        parts += [Part(t.contiguous(), wave.keys.way_back) for t in keys]
         self.server.meter.count(returns=1)
         self.returned = self._launch(parts)
 
-    def take_dispatch(self) -> list[torch.Tensor]:
+    def take_dispatch(self) -> Pending:
         pending, self.dispatch = self.dispatch, None
-        return _wait(pending)
+        return _launched(pending)
 
-    def take_return(self) -> list[torch.Tensor]:
+    def take_return(self) -> Pending:
         pending, self.returned = self.returned, None
-        return _wait(pending)
+        return _launched(pending)
+
+    def take_home(self) -> Sequence[torch.Tensor]:
+        home, self.home = self.home, ()
+        return home
+
+    def take_grads(self) -> Sequence[torch.Tensor]:
+        grads, self.grads = self.grads, ()
+        return grads
+
+    def serve(self, wave: Wave, home: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], dispatch: Pending) -> None:
+        """Serve a wave whose dispatch is under way, launch its return, and put rows of home into the outputs."""
+        at_home, received = self.server.serve(wave, home, dispatch)
+        self.launch_return(wave, received)
+        for whole, rows in zip(wholes, at_home, strict=True):
+            whole.index_copy_(0, wave.home_queries, rows)
+
+    def land(self, wave: Wave, wholes: Sequence[torch.Tensor]) -> None:
+        """Wait for a return and put what came into the outputs."""
+        for whole, sections in zip(wholes, self.take_return().sections(), strict=True):
+            _put(whole, wave, sections)
+
+    def serve_backward(
+        self, wave: Wave, home: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], dispatch: Pending
+    ) -> list[torch.Tensor]:
+        """As `serve` for dq, dk, dv of home. Returns them; those of keys may be new ones, wide enough for sums."""
+        dq_THD, *sums = grads
+        home_dq, received_dq, pools = self.server.serve_backward(wave, home, dispatch)
+        dq_THD.index_copy_(0, wave.home_queries, home_dq[0])
+        keys = []
+        for place, own in enumerate(home[-2:]):
+            pool = pools.pop(0)
+            sums[place] = _add_home(sums[place], pool, wave)
+            # Copies travel in the dtype of k and v; sums of them do not.
+            keys.append(wave.pool.received_rows(pool.to(own.dtype)))
+            del pool
+        self.launch_return(wave, received_dq, keys)
+        return [dq_THD, *sums]
+
+    def land_backward(self, wave: Wave, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As `land` for dq, dk, dv of home. Returns them; those of keys may be new ones, wide enough for sums."""
+        dq_THD, *sums = grads
+        came_dq, *copies = self.take_return().sections()
+        _put(dq_THD, wave, came_dq)
+        return [dq_THD, *(_sum_copies(total, sections, wave) for total, sections in zip(sums, copies, strict=True))]
 
     def finish(
         self, outputs: tuple[torch.Tensor, torch.Tensor], sink_H: torch.Tensor | None
@@ -127,21 +178,16 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> torch.Tensor:
         ctx.call = call
         if call.kept is None:
-            call.launch_dispatch([q_THD], [k_TKD, v_TKV])
+            call.home = (q_THD, k_TKD, v_TKV)
+            call.launch_dispatch(call.route.waves[0], [q_THD], [k_TKD, v_TKV])
         return q_THD.new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        dq_THD, dk_TKD, dv_TKV = call.grads
-        _, k_TKD, v_TKV = call.home
-        call.grads = call.home = ()
-        received_dq, received_dk, received_dv = call.take_return()
-        dq_THD.index_copy_(0, _index(call.route.queries.index), received_dq)
-        dk_TKD = _sum_copies(dk_TKD, received_dk, call.route)
-        dv_TKV = _sum_copies(dv_TKV, received_dv, call.route)
-        return None, dq_THD, dk_TKD.to(k_TKD.dtype), dv_TKV.to(v_TKV.dtype)
+        dq_THD, dk_TKD, dv_TKV = call.land_backward(call.last, call.take_grads())
+        return None, dq_THD, dk_TKD.to(dq_THD.dtype), dv_TKV.to(dq_THD.dtype)
 
 
 class _Serve(torch.autograd.Function):
@@ -151,12 +197,16 @@ class _Serve(torch.autograd.Function):
         if call.kept is not None:
             return anchor.clone()
         route, server = call.route, call.server
-        o_THV, lse_TH = server.forward(call.home[0], call.home[1], call.home[2], route.local)
-        home, received = server.serve(route, call.home, call.take_dispatch())
-        call.launch_return(received)
-        for whole, rows in zip((o_THV, lse_TH), home, strict=True):
-            whole.index_copy_(0, route.home_queries, rows)
-        call.home = (o_THV, lse_TH)
+        q_THD, k_TKD, v_TKV = home = call.take_home()
+        dispatch = call.take_dispatch()
+        outputs = server.forward(q_THD, k_TKD, v_TKV, route.local)
+        for before, wave in zip((None, *route.waves), route.waves, strict=False):
+            if before is not None:
+                call.land(before, outputs)
+                call.launch_dispatch(wave, [q_THD], [k_TKD, v_TKV])
+                dispatch = call.take_dispatch()
+            call.serve(wave, home, outputs, dispatch)
+        call.home = outputs
         return anchor.clone()
 
     @staticmethod
@@ -164,14 +214,16 @@ class _Serve(torch.autograd.Function):
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         route, server = call.route, call.server
-        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = call.home
-        dq_THD, dk_TKD, dv_TKV = server.backward((do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH), route.local)
-        home_dq, received_dq, pool_grads = server.serve_backward(route, call.home, call.take_dispatch())
-        keys = [route.pool.received_rows(pool).to(k_TKD.dtype) for pool in pool_grads]
-        call.launch_return(received_dq, keys)
-        dq_THD.index_copy_(0, route.home_queries, home_dq[0])
-        dk_TKD, dv_TKV = (_add_home(d, pool, route) for d, pool in zip((dk_TKD, dv_TKV), pool_grads, strict=True))
-        call.grads, call.home = (dq_THD, dk_TKD, dv_TKV), (q_THD, k_TKD, v_TKV)
+        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = home = call.take_home()
+        dispatch = call.take_dispatch()
+        grads: Sequence[torch.Tensor] = server.backward((do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH), route.local)
+        for before, wave in zip((None, *route.waves), route.waves, strict=False):
+            if before is not None:
+                grads = call.land_backward(before, grads)
+                call.launch_dispatch(wave, home[:4], home[4:])
+                dispatch = call.take_dispatch()
+            grads = call.serve_backward(wave, home, grads, dispatch)
+        call.grads = grads
         return None, torch.zeros_like(anchor)
 
 
@@ -188,10 +240,8 @@ class _Return(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call = call
         if call.kept is None:
-            o_THV, lse_TH = call.home
-            call.home = ()
-            for whole, rows in zip((o_THV, lse_TH), call.take_return(), strict=True):
-                whole.index_copy_(0, _index(call.route.queries.index), rows)
+            o_THV, lse_TH = call.take_home()
+            call.land(call.last, (o_THV, lse_TH))
             o_THV, lse_TH = call.finish((o_THV, lse_TH), sink_H)
         else:
             o_THV, lse_TH = (t.detach() for t in call.kept)
@@ -205,7 +255,11 @@ class _Return(torch.autograd.Function):
         q_THD, k_TKD, v_TKV, o_THV, lse_TH, sink_H = ctx.saved_tensors
         if ctx.call.outputs is not None:
             ctx.call.outputs.drop()
-        ctx.call.launch_dispatch([do_THV.contiguous(), q_THD, o_THV, lse_TH], [k_TKD, v_TKV])
+        # Without it nobody would take what is launched: only the sinks are trained.
+        if ctx.needs_input_grad[1]:
+            call: _Call = ctx.call
+            call.home = (do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
+            call.launch_dispatch(call.route.waves[0], call.home[:4], call.home[4:])
         return None, do_THV.new_zeros(()), None, None, None, _sink_gradient(do_THV, o_THV, lse_TH, sink_H)
 
 
@@ -246,16 +300,17 @@ def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tenso
     return result
 
 
-def _wait(pending: Pending | None) -> list[torch.Tensor]:
+def _launched(pending: Pending | None) -> Pending:
     if pending is None:
         raise RuntimeError("core attention ran backward out of order: its exchange was never launched")
-    return pending.wait()
+    return pending
 
 
-def _index(index: torch.Tensor | None) -> torch.Tensor:
-    if index is None:
-        raise RuntimeError("a route always names the rows it sends")
-    return index
+def _put(whole: torch.Tensor, wave: Wave, sections: Sequence[torch.Tensor]) -> None:
+    """Write the rows that came back where they were sent from; a rank that was sent none sent no section."""
+    indices = [index for index in wave.queries.index_per_rank or () if len(index)]
+    for index, section in zip(indices, sections, strict=True):
+        whole.index_copy_(0, index, section)
 
 
 def _with_sink(o_THV: torch.Tensor, lse_TH: torch.Tensor, sink_H: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -281,21 +336,20 @@ def _accumulator(grad_TKD: torch.Tensor) -> torch.Tensor:
     return grad_TKD if grad_TKD.dtype == torch.float64 else grad_TKD.float()
 
 
-def _sum_copies(grad_TKD: torch.Tensor, received_TKD: torch.Tensor, route: Route) -> torch.Tensor:
+def _sum_copies(grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor], wave: Wave) -> torch.Tensor:
     """Add the gradients of the copies that other ranks held, rank after rank so that the sum has one order."""
-    if not len(received_TKD):
+    if not sections:
         return grad_TKD
     total = _accumulator(grad_TKD)
-    pieces = zip(route.keys.index_per_rank or (), torch.split(received_TKD, list(route.keys.send)), strict=True)
-    for index, piece in pieces:
-        if len(index):
-            total.index_add_(0, index, piece.to(total.dtype))
+    indices = [index for index in wave.keys.index_per_rank or () if len(index)]
+    for index, section in zip(indices, sections, strict=True):
+        total.index_add_(0, index, section.to(total.dtype))
     return total
 
 
-def _add_home(grad_TKD: torch.Tensor, pool_TKD: torch.Tensor, route: Route) -> torch.Tensor:
+def _add_home(grad_TKD: torch.Tensor, pool_TKD: torch.Tensor, wave: Wave) -> torch.Tensor:
     """Add the gradients of home keys that were read in the pool."""
-    if not len(route.pool.home):
+    if not len(wave.pool.home):
         return grad_TKD
     total = _accumulator(grad_TKD)
-    return total.index_add_(0, route.pool.from_home, pool_TKD.index_select(0, route.pool.home).to(total.dtype))
+    return total.index_add_(0, wave.pool.from_home, pool_TKD.index_select(0, wave.pool.home).to(total.dtype))

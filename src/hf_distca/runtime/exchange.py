@@ -60,19 +60,27 @@ class Part:
 
 
 class Pending:
-    """An exchange under way. Holds what it sends and receives until `wait`."""
+    """An exchange under way. Holds what it sends and receives until it is waited for, and nothing afterwards."""
 
     def __init__(self, work: dist.Work | None, parts: Sequence[Part], sent: torch.Tensor, received: torch.Tensor) -> None:
-        self._work, self._parts, self._sent, self._received = work, parts, sent, received
+        self._work, self._buffers = work, (sent, received)
+        # Dtypes and row shapes are all that is needed of the parts: what was packed may go.
+        self._parts = [Part(part.tensor.new_empty((0, *part.tensor.shape[1:])), part.rows) for part in parts]
 
-    def wait(self) -> list[torch.Tensor]:
-        """The received rows of each part, (sum of `receive`, ...), those of rank 0 first.
+    def sections(self) -> list[list[torch.Tensor]]:
+        """The received rows of each part as views of one message, rank after rank without those that sent none. Once only.
 
         On CUDA only the current stream waits, not the host.
         """
         if self._work is not None:
             self._work.wait()
-        return _unpack(self._parts, self._received)
+        _, received = self._buffers
+        del self._work, self._buffers
+        return _unpack(self._parts, received)
+
+    def wait(self) -> list[torch.Tensor]:
+        """The received rows of each part, (sum of `receive`, ...), those of rank 0 first. Once only."""
+        return [_joined(found, part.tensor) for found, part in zip(self.sections(), self._parts, strict=True)]
 
 
 def launch(group: dist.ProcessGroup | None, parts: Sequence[Part]) -> Pending:
@@ -118,7 +126,7 @@ def _pack(parts: Sequence[Part], send_bytes: Sequence[int]) -> torch.Tensor:
     return sent
 
 
-def _unpack(parts: Sequence[Part], received: torch.Tensor) -> list[torch.Tensor]:
+def _unpack(parts: Sequence[Part], received: torch.Tensor) -> list[list[torch.Tensor]]:
     sections: list[list[torch.Tensor]] = [[] for _ in parts]
     offset = 0
     for rank in range(len(parts[0].rows.receive)):
@@ -126,7 +134,7 @@ def _unpack(parts: Sequence[Part], received: torch.Tensor) -> list[torch.Tensor]
             if count := part.rows.receive[rank]:
                 found.append(_section(received, offset, count, part))
                 offset += _padded(count * part.row_bytes)
-    return [_joined(found, part.tensor) for part, found in zip(parts, sections, strict=True)]
+    return sections
 
 
 def _section(buffer: torch.Tensor, offset: int, count: int, part: Part) -> torch.Tensor:

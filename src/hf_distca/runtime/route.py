@@ -2,7 +2,8 @@
 
 A server runs its tasks in two batches. *Local* tasks have their whole key prefix in one run of this rank's own tokens: they
 read the home tensors in place and run while the dispatch is under way. *Arrived* tasks need something from elsewhere: they
-read pools made of received rows and, where a document spans ranks, of home rows.
+read pools made of received rows and, where a document spans ranks, of home rows. They come in one wave or, where transient
+bytes are bounded, in several, one after another.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hf_distca.kernels.base import TaskBatch
 from hf_distca.runtime.exchange import Rows
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import CATask, KeyTransfers, Plan
+from hf_distca.schedule.waves import Waves
 
-__all__ = ["KeyPool", "Route"]
+__all__ = ["KeyPool", "Route", "Wave"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +39,14 @@ class KeyPool:
     home: torch.Tensor
     from_home: torch.Tensor
 
-    def assemble(self, home_TKD: torch.Tensor, received_TKD: torch.Tensor) -> torch.Tensor:
-        """The pool of keys or of values, (size, key/value heads, width)."""
-        if self.received is None:
-            return received_TKD
+    def assemble(self, home_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The pool of keys or of values, (size, key/value heads, width), from home rows and the message's sections."""
         pool = home_TKD.new_empty((self.size, *home_TKD.shape[1:]))
-        pool.index_copy_(0, self.received, received_TKD)
+        if self.received is None:
+            return torch.cat(list(sections), out=pool) if sections else pool
+        lengths = [len(section) for section in sections]
+        for index, section in zip(torch.split(self.received, lengths), sections, strict=True):
+            pool.index_copy_(0, index, section)
         return pool.index_copy_(0, self.home, home_TKD.index_select(0, self.from_home))
 
     def received_rows(self, pool_TKD: torch.Tensor) -> torch.Tensor:
@@ -50,37 +55,34 @@ class KeyPool:
 
 
 @dataclass(frozen=True, eq=False)
-class Route:
-    """What one rank does to carry out a plan. Index tensors are int64, on the device of q, k and v.
+class Wave:
+    """One dispatch and one return, and what this rank serves in between. Index tensors as in `Route`.
 
     Attributes:
         queries, keys: rows of home q and of home k, v that go to other ranks and come from them.
-        local: tasks on home tensors.
         home_queries: home rows of q that join the query pool in front of the received ones.
         pool: how the key pool is made.
         arrived: tasks on the pools.
-        exchanges: whether any rank moves anything; false means that the call is local on every rank.
     """
 
     queries: Rows
     keys: Rows
-    local: TaskBatch
     home_queries: torch.Tensor
     pool: KeyPool
     arrived: TaskBatch
-    exchanges: bool
 
     @classmethod
-    def build(cls, plan: Plan, rank: int, device: torch.device) -> Route:
-        """Derive the route of `rank`. Reads only tasks and segments that concern this rank."""
-        layout = plan.layout
-        token = _TokenIndex(layout, rank)
-        mine = [task for task in _tasks_of(plan, rank) if task.server == rank]
-        local = [t for t in mine if t.home == rank and token.run(t.document, _first_key(plan, t), t.end) is not None]
-        pooled = sorted(set(mine) - set(local), key=lambda task: (task.home != rank, task.home, task.document, task.start))
-        sent = [task for task in _tasks_of(plan, rank) if task.home == rank != task.server]
+    def build(
+        cls, plan: Plan, token: _TokenIndex, tasks: Sequence[CATask], transfers: KeyTransfers | None, device: torch.device
+    ) -> Wave:
+        """Derive a wave from those of its `tasks` that a rank sends or serves on pools, and from the runs of keys they need."""
+        layout, rank = plan.layout, token.rank
+        pooled = sorted(
+            (task for task in tasks if task.server == rank),
+            key=lambda task: (task.home != rank, task.home, task.document, task.start),
+        )
+        sent = [task for task in tasks if task.home == rank != task.server]
         sent.sort(key=lambda task: (task.server, task.document, task.start))
-        transfers = plan.key_transfers(rank) if plan.moved else None
         at_home = [task for task in pooled if task.home == rank]
         queries = Rows(
             _on(device, _ranges([token.query(t) for t in sent], [t.end - t.start for t in sent])),
@@ -91,12 +93,42 @@ class Route:
         return cls(
             queries=queries,
             keys=keys,
-            local=_batch(plan, [token.query(t) for t in local], local, token.of),
             home_queries=_on(device, _ranges([token.query(t) for t in at_home], [t.end - t.start for t in at_home])),
             pool=pool,
             arrived=_batch(plan, _starts([t.end - t.start for t in pooled]), pooled, place),
-            exchanges=plan.moved,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """What one rank does to carry out a plan. Index tensors are int64, on the device of q, k and v.
+
+    Attributes:
+        local: tasks on home tensors.
+        waves: exchanges, at least one, and what is served in each; as many on every rank.
+        exchanges: whether any rank moves anything; false means that the call is local on every rank.
+    """
+
+    local: TaskBatch
+    waves: tuple[Wave, ...]
+    exchanges: bool
+
+    @classmethod
+    def build(cls, plan: Plan, rank: int, device: torch.device, waves: Waves | None = None) -> Route:
+        """Derive the route of `rank`. Reads only tasks and segments that concern this rank. `waves` are those of the plan."""
+        if waves is not None:
+            plan = waves.plan
+        token = _TokenIndex(plan.layout, rank)
+        tasks = _tasks_of(plan, rank)
+        local = [t for t in tasks if t.server == t.home == rank and token.run(t.document, _first_key(plan, t), t.end) is not None]
+        others = set(tasks) - set(local)
+        built = []
+        for number in range(1 if waves is None else waves.count):
+            among = None if waves is None else waves.number == number
+            mine = others if among is None else others & set(_tasks_of(plan, rank, among))
+            transfers = plan.key_transfers(rank, among) if plan.moved else None
+            built.append(Wave.build(plan, token, sorted(mine), transfers, device))
+        return cls(_batch(plan, [token.query(t) for t in local], local, token.of), tuple(built), plan.moved)
 
 
 class _TokenIndex:
@@ -145,8 +177,9 @@ def _first_key(plan: Plan, task: CATask) -> int:
     return 0 if plan.window is None else max(0, task.start - plan.window + 1)
 
 
-def _tasks_of(plan: Plan, rank: int) -> list[CATask]:
-    rows = np.flatnonzero((plan.home == rank) | (plan.server == rank))
+def _tasks_of(plan: Plan, rank: int, among: npt.NDArray[np.bool_] | None = None) -> list[CATask]:
+    concerned = (plan.home == rank) | (plan.server == rank)
+    rows = np.flatnonzero(concerned if among is None else concerned & among)
     columns = (getattr(plan, name)[rows].tolist() for name in CATask._fields)
     return [CATask(*row) for row in zip(*columns, strict=True)]
 

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from hf_distca.kernels.base import Kernel, Scores, TaskBatch
+from hf_distca.runtime.exchange import Pending
 from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.route import Route
+from hf_distca.runtime.route import Wave
 
 __all__ = ["AttentionServer"]
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionServer:
-    """Runs the tasks of a route with one kernel. Keeps nothing between calls.
+    """Runs the tasks of a route with one kernel. Keeps nothing between calls, and nothing received beyond one.
 
     Shape suffixes as in `hf_distca.kernels.base`. A first tensor axis of "home" tensors is the rank's own tokens, that of
     "received" tensors the rows that other ranks sent, in rank order.
@@ -45,53 +46,56 @@ class AttentionServer:
             return self.kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, self.scores)
 
     def serve(
-        self, route: Route, home: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+        self, wave: Wave, home: Sequence[torch.Tensor], dispatch: Pending
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Run the arrived tasks forward.
+        """Run the arrived tasks of a wave forward.
 
         Args:
-            route: the route of this micro-batch.
-            home, received: q, k, v of this rank's tokens and of the rows that came.
+            wave: the wave that arrives.
+            home: q, k, v of this rank's tokens.
+            dispatch: the same of the rows that come.
 
         Returns:
-            (o, lse) for ``route.home_queries`` and (o, lse) for the received query rows.
+            (o, lse) for ``wave.home_queries`` and (o, lse) for the received query rows.
         """
-        pools = _pools(route, 1, home, received)
-        o_THV, lse_TH = self.forward(pools[0], pools[1], pools[2], route.arrived)
-        return _cut(route, (o_THV, lse_TH))
+        q_THD, k_TKD, v_TKV = _pools(wave, 1, home, dispatch)
+        return _cut(wave, self.forward(q_THD, k_TKD, v_TKV, wave.arrived))
 
     def serve_backward(
-        self, route: Route, home: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Run the arrived tasks backward.
+        self, wave: Wave, home: Sequence[torch.Tensor], dispatch: Pending
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[torch.Tensor]]:
+        """Run the arrived tasks of a wave backward.
 
         Args:
-            route: the route of this micro-batch.
-            home, received: do, q, o, lse, k, v of this rank's tokens and of the rows that came.
+            wave: the wave that arrives.
+            home: do, q, o, lse, k, v of this rank's tokens.
+            dispatch: the same of the rows that come.
 
         Returns:
-            (dq,) for ``route.home_queries``, (dq,) for the received query rows, and the gradients (dk, dv) of the key pool.
+            (dq,) for ``wave.home_queries``, (dq,) for the received query rows, and the gradients [dk, dv] of the key pool.
         """
-        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = _pools(route, 4, home, received)
-        dq_THD, dk_TKD, dv_TKV = self.backward((do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH), route.arrived)
-        home_dq, received_dq = _cut(route, (dq_THD,))
-        return home_dq, received_dq, (dk_TKD, dv_TKV)
+        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = _pools(wave, 4, home, dispatch)
+        dq_THD, dk_TKD, dv_TKV = self.backward((do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH), wave.arrived)
+        home_dq, received_dq = _cut(wave, (dq_THD,))
+        return home_dq, received_dq, [dk_TKD, dv_TKV]
 
 
-def _pools(route: Route, query_like: int, home: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Pools of the first `query_like` tensors (rows of queries) and of the others (rows of keys)."""
-    pools = []
-    for place, (own, came) in enumerate(zip(home, received, strict=True)):
-        if place >= query_like:
-            pools.append(route.pool.assemble(own, came))
-        elif len(route.home_queries):
-            pools.append(torch.cat([own.index_select(0, route.home_queries), came]))
-        else:
-            pools.append(came)
-    return pools
+def _pools(wave: Wave, query_like: int, home: Sequence[torch.Tensor], dispatch: Pending) -> list[torch.Tensor]:
+    """Pools of the first `query_like` tensors (rows of queries) and of the others (rows of keys).
+
+    Rows go from the message straight to their pools and the message is gone afterwards; or it is the pools as it is. Not in part:
+    one pool that is a view of the message would keep all of it.
+    """
+    received = dispatch.sections()
+    if wave.pool.received is None and not len(wave.home_queries) and all(len(sections) == 1 for sections in received):
+        return [sections[0] for sections in received]
+    pools = [
+        torch.cat([own.index_select(0, wave.home_queries), *came]) for own, came in zip(home, received[:query_like], strict=False)
+    ]
+    return pools + [wave.pool.assemble(own, came) for own, came in zip(home[query_like:], received[query_like:], strict=True)]
 
 
-def _cut(route: Route, pools: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _cut(wave: Wave, pools: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Pools of query rows, cut into the home rows in front and the received rows behind them."""
-    front = len(route.home_queries)
+    front = len(wave.home_queries)
     return [pool[:front] for pool in pools], [pool[front:] for pool in pools]

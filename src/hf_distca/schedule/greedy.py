@@ -21,6 +21,7 @@ import numpy as np
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.slices import Price
+from hf_distca.schedule.waves import Fit
 
 __all__ = ["Greedy"]
 
@@ -74,21 +75,37 @@ class Levels(NamedTuple):
             high = max(-_fill([-work for work in seconds], deficit), mean)
         return cls(mean * (1 - tolerance), low, mean, high, mean * (1 + tolerance))
 
+    @classmethod
+    def below(cls, cap: float) -> Levels:
+        """For few large slices: ranks above `cap` come down to it, and servers fill up to it, the others stay as they are."""
+        return cls(0.9 * cap, 0.95 * cap, cap, 0.97 * cap, cap)
+
 
 class Greedy:
-    """One run of the greedy for one tolerance."""
+    """One run of the greedy for one tolerance. With `fit`, slices are only moved as far as they fit a server.
 
-    def __init__(self, layout: Layout, price: Price, seconds: list[float], tolerance: float) -> None:
-        self.layout, self.price = layout, price
+    With `cap`, ranks above that many seconds come down to it, and `tolerance` is not read.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        price: Price,
+        seconds: list[float],
+        tolerance: float,
+        fit: Fit | None = None,
+        cap: float | None = None,
+    ) -> None:
+        self.layout, self.price, self.fit, self.fills_all = layout, price, fit, cap is None
         self.work = list(seconds)
         self.total = math.fsum(seconds)
         mean = self.total / len(seconds)
-        self.levels = Levels.of(seconds, mean, tolerance)
+        self.levels = Levels.of(seconds, mean, tolerance) if cap is None else Levels.below(cap)
         self.now = self.levels
         self.surplus = math.fsum(work - self.levels.high for work in seconds if work > self.levels.high)
         self.shed = self.grown = 0.0
         # Ranks that may take work, emptiest first.
-        self.free = sorted((work, rank) for rank, work in enumerate(seconds) if work < mean)
+        self.free = sorted((work, rank) for rank, work in enumerate(seconds) if work < self.levels.mean)
         self.pieces: dict[int, list[_Piece]] = {}
         # (segment, start, document, end, home, server)
         self.moved: list[tuple[int, int, int, int, int, int]] = []
@@ -105,7 +122,8 @@ class Greedy:
             if self.work[rank] <= self.now.cap:
                 break
             self._unload(rank)
-        self._lift()
+        if self.fills_all:
+            self._lift()
         return self._build()
 
     def _hold_spanning(self) -> None:
@@ -204,8 +222,10 @@ class Greedy:
             x, y = start, end
         else:
             x, y = price.slice(start, end, want, most, held)
-            if y <= x:
-                return best
+        if self.fit is not None:
+            x, y = self.fit.cut(start, x, y)
+        if y <= x:
+            return best
         added = price.seconds(x, y)
         shed = whole - price.seconds(start, x) - price.seconds(y, end)
         if not 0 < shed <= most or added > room:

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_distca.errors import PlanError
 from hf_distca.schedule.layout import IntArray, Layout
@@ -98,17 +99,20 @@ class Plan:
         """
         return bool((self.home != self.server).any() or self.layout.scattered)
 
-    def key_transfers(self, rank: int | None = None) -> KeyTransfers:
+    def key_transfers(self, rank: int | None = None, among: npt.NDArray[np.bool_] | None = None) -> KeyTransfers:
         """K/V runs each server needs, each token once, cut where segments end. Runs the server holds itself included.
 
         Of a document, that is its longest prefix or, in a plan with a window, the union of what its tasks need. Rows of one
-        server are in order of document and start. With `rank`, only those that this rank sends or receives.
+        server are in order of document and start. With `rank`, only those that this rank sends or receives; with `among`,
+        only what the tasks need that it is true for.
         """
         layout = self.layout
         tasks, segments = np.arange(len(self.document)), np.arange(len(layout.document))
+        if among is not None:
+            tasks = tasks[among]
         if rank is not None:
             mine = layout.document[layout.rank == rank]
-            tasks = tasks[(self.server == rank) | np.isin(self.document, mine)]
+            tasks = tasks[(self.server[tasks] == rank) | np.isin(self.document[tasks], mine)]
             segments = segments[np.isin(layout.document, self.document[tasks])]
         return _join_keys(layout, _needed_keys(self, tasks), segments, rank)
 

@@ -16,6 +16,7 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.slices import Price
 from hf_distca.schedule.summary import PlanLoad
+from hf_distca.schedule.waves import Fit, TransientBytes, Waves
 from hf_distca.schedule.windows import BandPrice
 
 __all__ = ["balance"]
@@ -26,6 +27,9 @@ _FINEST = 0.002
 # Coarser bands, tried when the exchange eats more than this part of what the wanted one gains in compute.
 _COARSER = (0.05, 0.15, 0.4)
 _EATEN = 0.5
+# Times the mean that the slowest rank takes where caps are tried first, and how much lower the next cap is.
+_EXTREME = 12
+_FINER_CAP = 1.4
 
 
 def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
@@ -38,7 +42,8 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
         layout: documents and where they lie; the same on every rank.
         cost: seconds of tasks and of exchanges; the same on every rank. The plan is for layers with its window, or for layers
             without one if no document is longer than the window.
-        config: `balance`, `tolerance`, `min_gain` and `tile` are read. A tolerance below 0.002 counts as 0.002.
+        config: `balance`, `tolerance`, `min_gain`, `tile` and `max_transient_bytes` are read. A tolerance below 0.002 counts as
+            0.002. With a bound, only slices that fit it alone are moved.
     """
     # A window that no document is longer than is none.
     if cost.window is not None and cost.window >= layout.longest:
@@ -47,19 +52,32 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
     if not config.balance or layout.world_size < 2:
         return local
     price = (Price if cost.window is None else BandPrice).of(cost, config.tile)
-    unmoved = PlanLoad(local, cost)
+    unmoved = _load(local, cost, config)
     seconds = unmoved.compute_seconds.tolist()
     # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
     if not price.pair or _within(seconds, config.tolerance):
         return local
     if cost.window is not None and _hopeless(layout, cost, price, unmoved, config):
         return local
+    bound = config.max_transient_bytes
+    fit = None if bound is None else Fit(TransientBytes.of(cost.shape), bound, cost.window, config.tile)
     best, before = local, unmoved.slowest_seconds
     fastest = before
+    # One document that outweighs all others: the fewer servers, the less its home has to send. Caps go down until sending eats
+    # what they gain; only if they come near the mean, a fine balance may be better.
+    mean, cap = math.fsum(seconds) / len(seconds), max(seconds) / 2
+    while max(seconds) >= _EXTREME * mean and cap > 2 * mean:
+        plan = Greedy(layout, price, seconds, config.tolerance, fit, cap).plan()
+        slowest = _load(plan, cost, config).slowest_seconds
+        if slowest >= fastest:
+            return best
+        if before - slowest >= config.min_gain * before:
+            best, fastest = plan, slowest
+        cap /= _FINER_CAP
     wanted = max(config.tolerance, _FINEST)
     for tolerance in (wanted, *(t for t in _COARSER if t > wanted)):
-        plan = Greedy(layout, price, seconds, tolerance).plan()
-        load = PlanLoad(plan, cost)
+        plan = Greedy(layout, price, seconds, tolerance, fit).plan()
+        load = _load(plan, cost, config)
         if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:
             best, fastest = plan, load.slowest_seconds
         elif best is not local:
@@ -67,6 +85,10 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
         if before - fastest > (1 - _EATEN) * (before - float(load.compute_seconds.max())):
             break
     return best
+
+
+def _load(plan: Plan, cost: CostModel, config: DistCAConfig) -> PlanLoad:
+    return PlanLoad(plan, cost, Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes))
 
 
 def _hopeless(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, config: DistCAConfig) -> bool:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.waves import Waves
 
 __all__ = ["PlanLoad", "PlanSummary", "imbalance", "summarize"]
 
@@ -28,10 +29,12 @@ class PlanLoad:
 
     Attributes:
         plan, cost: what is measured, and the model that it is measured with. The window is the plan's.
+        waves: the plan's waves, if it goes in several: each exchanges by itself, and keys may travel in more than one.
     """
 
     plan: Plan
     cost: CostModel
+    waves: Waves | None = None
 
     def __post_init__(self) -> None:
         if self.cost.window != self.plan.window:
@@ -64,10 +67,16 @@ class PlanLoad:
     @cached_property
     def key_tokens(self) -> tuple[FloatArray, FloatArray]:
         """K/V tokens that each rank sends and receives, each token once per destination."""
-        keys = self.plan.key_transfers()
-        sent = keys.source != keys.server
-        tokens = (keys.end - keys.start)[sent]
-        return self._sum(keys.source[sent], tokens), self._sum(keys.server[sent], tokens)
+        if self.waves is None or self.waves.bytes is None:
+            found = [self.plan.key_transfers()]
+        else:
+            found = [self.waves.plan.key_transfers(among=self.waves.number == wave) for wave in range(self.waves.count)]
+        sides = []
+        for keys in found:
+            sent = keys.source != keys.server
+            tokens = (keys.end - keys.start)[sent]
+            sides.append((self._sum(keys.source[sent], tokens), self._sum(keys.server[sent], tokens)))
+        return np.sum([side[0] for side in sides], axis=0), np.sum([side[1] for side in sides], axis=0)
 
     @cached_property
     def exchange_bytes(self) -> tuple[FloatArray, FloatArray]:
@@ -87,7 +96,8 @@ class PlanLoad:
         sent, received = (
             self.cost.transfer_seconds(queries, keys) for queries, keys in zip(self.query_tokens, self.key_tokens, strict=True)
         )
-        return np.maximum(sent, received) + EXCHANGES_PER_LAYER * self.cost.exchange_seconds
+        exchanges = EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count)
+        return np.maximum(sent, received) + exchanges * self.cost.exchange_seconds
 
     @property
     def slowest_seconds(self) -> float:

@@ -1,0 +1,102 @@
+"""Waves change nothing but the order of the work."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_core_attention import DIM, HEADS, KEY_HEADS, TILE, VALUE_DIM, random_case, run_plan
+
+from hf_distca.kernels import Scores
+from hf_distca.runtime.route import Route
+from hf_distca.schedule.cost import AttentionShape
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import CATask, Plan
+from hf_distca.schedule.waves import TransientBytes, Waves
+from ranks import RankPool
+
+SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, 8)
+# From a row at a time to all at once, in bytes of rows of this shape.
+BOUNDS = [1, 10_000, 60_000, 200_000, 10**9]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_random_plans_in_waves_are_exact(rank_pool: Callable[[int], RankPool], world: int) -> None:
+    pool = rank_pool(world)
+    most = 0
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.randoms(use_true_random=False), st.sampled_from([None, None, 1, 9, 40]), st.booleans(), st.sampled_from(BOUNDS))
+    def check(random_: random.Random, window: int | None, with_sink: bool, bound: int) -> None:
+        nonlocal most
+        ranks, context, tasks = random_case(random_, world)
+        plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks, window)
+        waves = Waves.of(plan, SHAPE, TILE, bound).count
+        most = max(most, waves)
+        results = pool(run_plan, ranks, context, tasks, torch.float64, Scores(DIM**-0.5, window), with_sink, bound)
+        assert max(error for error, *_ in results) < 1e-9, (ranks, context, tasks, bound)
+        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (ranks, context, tasks, bound)
+        exchanges = 2 * waves if plan.moved else 0
+        assert [counts for *_, counts in results] == [[exchanges, exchanges]] * world
+
+    check()
+    assert most > 3, "some of the plans need several waves"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 6), st.sampled_from([None, None, 1, 9, 40]), st.sampled_from(BOUNDS))
+def test_waves_cover_the_plan_and_keep_the_bound(random_: random.Random, world: int, window: int | None, bound: int) -> None:
+    ranks, context, tasks = random_case(random_, world)
+    plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks, window)
+    waves = Waves.of(plan, SHAPE, TILE, bound)
+    routes = [Route.build(waves.plan, rank, torch.device("cpu"), waves) for rank in range(world)]
+    assert {len(route.waves) for route in routes} == {waves.count}
+    whole = [Route.build(plan, rank, torch.device("cpu")) for rank in range(world)]
+    each = TransientBytes.of(SHAPE)
+    for rank, (route, one) in enumerate(zip(routes, whole, strict=True)):
+        arrived = sum(sum(wave.arrived.query_length) for wave in route.waves)
+        assert arrived + sum(route.local.query_length) == sum(one.waves[0].arrived.query_length) + sum(one.local.query_length)
+        for wave in route.waves:
+            used = each.query * sum(wave.arrived.query_length) + each.key * wave.pool.size
+            used += each.sent_query * sum(wave.queries.send) + each.sent_key * sum(wave.keys.send)
+            if plan.moved:
+                assert waves.bytes is not None
+                assert used <= waves.bytes[rank]
+    for index in range(waves.count):
+        for a, sender in enumerate(routes):
+            for b, receiver in enumerate(routes):
+                for rows in ("queries", "keys"):
+                    sent = getattr(sender.waves[index], rows).send[b]
+                    assert sent == getattr(receiver.waves[index], rows).receive[a]
+    if waves.bytes is not None and (waves.bytes > bound).any():
+        # Only where a tile of rows with its keys, and what its homes send for it, is more than the bound alone.
+        assert bound < (each.query + each.sent_query) * TILE + (each.key + each.sent_key) * plan.layout.longest
+
+
+def test_slices_of_one_document_travel_together_if_they_fit() -> None:
+    layout = Layout.from_lengths([[100], []])
+    tasks = [CATask(0, a, b, 0, s) for a, b, s in ((0, 20, 0), (20, 40, 1), (40, 60, 0), (60, 80, 1), (80, 100, 0))]
+    plan = Plan.from_tasks(layout, tasks)
+    each = TransientBytes.of(SHAPE)
+
+    def moved(bound: int) -> dict[tuple[int, int], int]:
+        waves = Waves.of(plan, SHAPE, 10, bound)
+        rows = zip(waves.plan.tasks, waves.number.tolist(), strict=True)
+        return {(task.start, task.end): number for task, number in rows if number >= 0}
+
+    # What rank 1 holds: two slices on one prefix.
+    fits = 40 * each.query + 80 * each.key
+    assert moved(fits) == {(20, 40): 0, (60, 80): 0}
+    # A byte less, and the second slice is cut on a tile; the rest of it gets its keys again.
+    assert moved(fits - 1) == {(20, 40): 0, (60, 70): 0, (70, 80): 1}
+
+
+def test_no_bound_is_one_wave_of_the_same_plan() -> None:
+    plan = Plan.from_tasks(Layout.from_lengths([[64], []]), [CATask(0, 0, 32, 0, 0), CATask(0, 32, 64, 0, 1)])
+    waves = Waves.of(plan, SHAPE, TILE, None)
+    assert (waves.count, waves.bytes) == (1, None)
+    assert waves.plan is plan
