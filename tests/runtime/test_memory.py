@@ -53,9 +53,9 @@ class Call:
             "group": AttentionGroup.create(timeout_seconds=60),
             "server": AttentionServer(self.kernel, scores, self.meter),
         }
-        tokens = int(plan.layout.tokens_per_rank[rank])
+        rows, context = int(plan.layout.query_tokens[rank]), int(plan.layout.context_tokens[rank])
         generator = torch.Generator().manual_seed(rank)
-        shapes = [(tokens, heads, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
+        shapes = [(rows, HEADS, DIM), *[(context + rows, KEY_HEADS, DIM)] * 2, (rows, HEADS, DIM)]
         *self.leaves, self.do = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
         for leaf in self.leaves:
             leaf.requires_grad_()
