@@ -41,6 +41,7 @@ LEFT_OUT = {
     "test_capture_outputs_decorator": _WEIGHTS,
     "test_eager_matches_sdpa_inference_24_fp32_pad_left_output_attentions": _WEIGHTS,
     "test_retain_grad_hidden_states_attentions": _WEIGHTS,
+    "test_eager_matches_batched_and_grouped_inference_2_bf16": "compares experts with experts; fails with sdpa too",
     "test_generation_tester_mixin_inheritance": "asks for the generation tests, which the source distribution lacks",
 }
 
