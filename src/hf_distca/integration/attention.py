@@ -10,6 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.documents import PackedDocuments, read_documents
 from hf_distca.integration.handle import AttentionHandle, CachedMask, Work
+from hf_distca.integration.selective import unseen_by_policies
 from hf_distca.integration.session import Session, current_session
 from hf_distca.kernels import Scores
 
@@ -34,6 +35,7 @@ _HARMLESS = frozenset(
 )
 
 
+@unseen_by_policies
 def distca_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
