@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel, modeling_utils
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,6 @@ from checkpointing import SWITCHES
 from tiny_llama import LAYERS, micro_batch, recorded, settings, tiny_llama
 
 import hf_distca
-from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 
@@ -109,8 +109,23 @@ def test_forwards_without_backward_leave_nothing_behind(rank_pool: Callable[[int
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
 
 
-def live_tensors(rank: int, switch: str | None) -> list[tuple[int, int]]:
-    """Handles alive, and bytes of tensors alive, after each of 20 steps; every fifth has no backward.
+def alive(no_more_than: int = 0) -> int:
+    """Bytes of all tensors alive; looks again for 2 s while there are more than asked for.
+
+    The threads of gloo let go of a finished exchange, and of the checkpoint in which it was started, a moment late.
+    """
+    deadline = time.monotonic() + 2.0
+    while True:
+        storages = [o.untyped_storage() for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+        size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        del storages
+        if size <= no_more_than or time.monotonic() > deadline:
+            return size
+        time.sleep(0.02)
+
+
+def live_tensors(rank: int, switch: str | None) -> tuple[int, list[int]]:
+    """Bytes of tensors alive before, and after each of 20 steps, of which every fifth has no backward.
 
     Without the cycle collector, which would hide for a while that something is held for too long.
     """
@@ -118,27 +133,26 @@ def live_tensors(rank: int, switch: str | None) -> list[tuple[int, int]]:
     model = tiny_llama()
     if switch is not None:
         SWITCHES[switch](model)
-    alive: list[tuple[int, int]] = []
+    after: list[int] = []
     gc.collect()
     gc.disable()
     try:
+        model(**micro_batch(rank), use_cache=False).loss.backward()  # fills caches
+        model.zero_grad()
+        before = alive()
         for n in range(20):
             loss = model(**micro_batch(rank + 2 * n), use_cache=False).loss
             if n % 5 != 4:
                 loss.backward()
             del loss
             model.zero_grad()
-            objects = gc.get_objects()
-            storages = [o.untyped_storage() for o in objects if isinstance(o, torch.Tensor)]
-            size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-            alive.append((sum(isinstance(o, AttentionHandle) for o in objects), size))
-            del objects, storages
+            after.append(alive(no_more_than=before))
     finally:
         gc.enable()
-    return alive
+    return before, after
 
 
 @pytest.mark.parametrize("switch", [None, *ONE_OF_EACH_KIND, "offload", "TRL selective"])
 def test_live_tensors_do_not_grow(rank_pool: Callable[[int], RankPool], switch: str | None) -> None:
-    for alive in rank_pool(2)(live_tensors, switch):
-        assert alive[5:10] == alive[10:15] == alive[15:20], alive
+    for before, after in rank_pool(2)(live_tensors, switch):
+        assert max(after) <= before, (before, after)

@@ -28,7 +28,7 @@ def unseen_by_policies(function: Callable[_P, _R]) -> Callable[_P, _R]:
         modes = _get_current_dispatch_mode_stack()
         if not any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes):
             return function(*args, **kwargs)
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             return function(*args, **kwargs)
 
     return call
