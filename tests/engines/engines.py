@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_distca
@@ -247,6 +247,7 @@ def training_options(case: Case, folder: str, checkpointing: dict[str, Any] | No
 
 
 def finished(case: Case, trainer: Trainer, evidence: Callable[[Trainer], str]) -> Run:
+    trainer.remove_callback(PrinterCallback)
     started = time.perf_counter()
     trainer.train()
     seconds = (time.perf_counter() - started) / case.steps

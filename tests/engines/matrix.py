@@ -67,11 +67,12 @@ def outcomes(selected: list[Case], progress: Console) -> list[Outcome]:
         for case in group:
             if pool is None or not pool.alive:
                 pool = RankPool(world_of(case))
-            progress.print(f"{len(found) + 1}/{len(selected)} {case}", highlight=False)
             try:
                 found.append(compare(pool, case))
             except AssertionError as error:
                 found.append(Outcome(case, error=str(error).strip()))
+            result = found[-1].error or f"loss {found[-1].loss_difference:.1e}, {found[-1].step_seconds:.2f} s a step"
+            progress.print(f"{len(found)}/{len(selected)} {case}: {result}", highlight=False, soft_wrap=True)
         if pool is not None and pool.alive:
             pool.close()
     return found
