@@ -38,7 +38,7 @@ class Outcome:
     error: str = ""
 
 
-def compare(pool: RankPool, case: Case, timeout: float = 120.0) -> Outcome:
+def compare(pool: RankPool, case: Case, timeout: float = 300.0) -> Outcome:
     """Run `case` under both implementations. Raises AssertionError if a rank fails."""
     ours = pool(train, case, "distca", timeout=timeout)
     theirs = pool(train, case, "sdpa", timeout=timeout)
