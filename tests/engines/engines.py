@@ -296,7 +296,12 @@ def native(sizes: dict[str, int], case: Case, rank: int, implementation: str) ->
     from transformers.distributed import DistributedConfig
 
     def make(implementation: str, folder: Path) -> PreTrainedModel:
-        tiny_llama(implementation).save_pretrained(folder)
+        folders = [folder]  # in a distributed world only rank 0 writes: all read what it wrote
+        dist.broadcast_object_list(folders)
+        if rank == 0:
+            tiny_llama(implementation).save_pretrained(folder)
+        dist.barrier()
+        folder = folders[0]
         config = DistributedConfig(**sizes)
         return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation, distributed_config=config)
 

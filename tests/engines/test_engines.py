@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from engines import Case, cases
 from matrix import compare, world_of
+
+from engines import Case, cases
 from ranks import RankPool
 
 QUICK = [

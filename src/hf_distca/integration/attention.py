@@ -35,6 +35,8 @@ _HARMLESS = frozenset(
 )
 
 
+# Compiled, the exchanges would be traced with the shapes of one micro-batch: the graph breaks here instead.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 @unseen_by_policies
 def distca_attention(
     module: torch.nn.Module,

@@ -91,6 +91,7 @@ class CachedMask(torch.Tensor):
     """
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def distca_mask(
     *,
     batch_size: int,
