@@ -292,7 +292,7 @@ def zero(stage: int, case: Case, rank: int, implementation: str) -> Run:
 
 
 def native(sizes: dict[str, int], case: Case, rank: int, implementation: str) -> Run:
-    """transformers' own FSDP2 and tensor parallelism."""
+    """transformers' own FSDP2."""
     from transformers.distributed import DistributedConfig
 
     def make(implementation: str, folder: Path) -> PreTrainedModel:
@@ -370,7 +370,6 @@ ENGINES: dict[str, Callable[[Case, int, str], Run]] = {
 MESHES: dict[str, Callable[[Case, int, str], Run]] = {
     "HSDP 2 x 2, fully_shard": _bare(hybrid_sharded),
     "HSDP 2 x 2, transformers": partial(native, {"fsdp_size": 2, "dp_replicate_size": 2}),
-    "TP 2 x FSDP 2, transformers": partial(native, {"fsdp_size": 2, "tp_size": 2}),
 }
 ENGINES |= MESHES
 
