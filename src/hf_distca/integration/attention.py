@@ -10,6 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.documents import PackedDocuments
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, Work
+from hf_distca.integration.selective import unseen_by_policies
 from hf_distca.integration.session import Session, current_session
 from hf_distca.kernels import Scores
 
@@ -36,6 +37,9 @@ _HARMLESS = frozenset(
 )
 
 
+# Compiled, the exchanges would be traced with the shapes of one micro-batch: the graph breaks here instead.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@unseen_by_policies
 def distca_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

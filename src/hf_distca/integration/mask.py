@@ -31,6 +31,7 @@ _KNOWN_PARTS = {
 }
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def distca_mask(
     *,
     batch_size: int,

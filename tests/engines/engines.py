@@ -1,0 +1,392 @@
+"""Training runs under every engine, and what proves that it was this engine that ran.
+
+Each engine is a function of a `Case`, a rank and an attention implementation. It trains a few steps and returns a `Run`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from checkpointing import start_deepspeed
+from tiny_llama import micro_batch, row, settings, tiny_llama
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import hf_distca
+from hf_distca.integration.session import current_session
+
+CHECKPOINTING: dict[str, dict[str, Any] | None] = {
+    "off": None,
+    "reentrant": {"use_reentrant": True},
+    "non-reentrant": {"use_reentrant": False},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how."""
+
+    engine: str
+    checkpointing: str = "off"
+    peft: bool = False
+    accumulation: int = 1
+    bf16: bool = False
+    steps: int = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one rank saw: mean losses and norms of all gradients by step, seconds a step, the engine, bytes it exchanged."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    seconds: float
+    engine: str
+    sent_bytes: int
+
+
+class NotThisEngineError(AssertionError):
+    """Another engine ran than the one that was meant."""
+
+
+def train(rank: int, case: Case, implementation: str) -> Run:
+    """Train on this rank; every rank of the world must call it."""
+    logging.disable(logging.WARNING)
+    _forget_accelerate()
+    hf_distca.configure(settings())
+    return ENGINES[case.engine](case, rank, implementation)
+
+
+def _forget_accelerate() -> None:
+    """accelerate keeps the engine of a process in shared state and environment variables: an earlier run's must not stay."""
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))]:
+        del os.environ[name]
+
+
+def prepared(case: Case, model: PreTrainedModel) -> Any:
+    """The model with LoRA if the case asks for it."""
+    if not case.peft:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False))
+
+
+# Bare loops
+
+
+def bare(case: Case, rank: int, implementation: str, wrap: Callable[[Any], tuple[Any, str]]) -> Run:
+    """A training loop as people write them, around a model wrapped by `wrap`, which says what it made."""
+    model = prepared(case, tiny_llama(implementation))
+    kwargs = CHECKPOINTING[case.checkpointing]
+    if kwargs is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(kwargs)
+    model, engine = wrap(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    losses, norms, started = [], [], time.perf_counter()
+    for step in range(case.steps):
+        total = 0.0
+        for n in range(case.accumulation):
+            last = n == case.accumulation - 1
+            with synchronized(model, last), torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
+                loss = model(**batch(rank, case, step, n), use_cache=False).loss / case.accumulation
+            with synchronized(model, last):
+                loss.backward()
+            total += float(loss.detach())
+        norms.append(norm_of(model, trained))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(total))
+    seconds = (time.perf_counter() - started) / case.steps
+    return Run(losses, norms, seconds, engine, current_session().meter.sent_bytes)
+
+
+def batch(rank: int, case: Case, step: int, micro: int) -> dict[str, Any]:
+    world = dist.get_world_size()
+    return micro_batch((step * case.accumulation + micro) * world + rank)
+
+
+def synchronized(model: Any, last: bool) -> Any:
+    """Where the engine can wait with reducing gradients until the last micro-batch, it does."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    return model.no_sync() if hasattr(model, "no_sync") and not last else nullcontext()
+
+
+def norm_of(model: Any, trained: list[nn.Parameter]) -> float:
+    if isinstance(model, FullyShardedDataParallel):
+        return float(model.clip_grad_norm_(1e9))
+    norm = nn.utils.clip_grad_norm_(trained, 1e9)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def mean_over_ranks(value: float) -> float:
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def ddp(model: Any) -> tuple[Any, str]:
+    model = DistributedDataParallel(model)
+    return model, f"{type(model).__name__}, {dist.get_world_size()} ranks"
+
+
+def shard(model: Any, mesh: DeviceMesh) -> tuple[Any, str]:
+    for layer in list(model.modules()):
+        if isinstance(layer, LlamaDecoderLayer):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, evidence_of_dtensors(model)
+
+
+def fully_sharded(model: Any) -> tuple[Any, str]:
+    return shard(model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",)))
+
+
+def hybrid_sharded(model: Any) -> tuple[Any, str]:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    hf_distca.configure(settings(), group=mesh)
+    return shard(model, mesh)
+
+
+def fsdp1(model: Any) -> tuple[Any, str]:
+    policy = ModuleWrapPolicy({LlamaDecoderLayer})
+    model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
+    units = sum(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    return model, f"{type(model).__name__}, {units} units"
+
+
+def compiled(model: Any) -> tuple[Any, str]:
+    """Dynamo and AOTAutograd; code generation by Inductor needs a C++ compiler and changes nothing for distca."""
+    compiled_model = torch.compile(DistributedDataParallel(model), backend="aot_eager")
+    return compiled_model, f"{type(compiled_model).__name__} of {type(compiled_model._orig_mod).__name__}"
+
+
+def evidence_of_dtensors(model: nn.Module) -> str:
+    """Kind of parameters and mesh; trained parameters that are not sharded make it another engine."""
+    plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if plain:
+        raise NotThisEngineError(f"{len(plain)} parameters are no DTensors: {plain[:3]}")
+    meshes = {str(p.device_mesh.mesh_dim_names): tuple(p.device_mesh.shape) for p in model.parameters()}
+    placements = sorted({str(p.placements) for p in model.parameters()})
+    return f"DTensor {placements[0]} on {meshes}"
+
+
+# Trainer
+
+
+def hugging_face(
+    case: Case,
+    rank: int,
+    implementation: str,
+    evidence: Callable[[Trainer], str],
+    make: Callable[[str, Path], PreTrainedModel] | None = None,
+    **options: Any,
+) -> Run:
+    """The Trainer on the same documents; `evidence` says which engine it prepared."""
+    kwargs = CHECKPOINTING[case.checkpointing]
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny_llama(implementation) if make is None else make(implementation, Path(folder, "model"))
+        arguments = TrainingArguments(**training_options(case, folder, kwargs), **options)
+        trainer = Trainer(
+            prepared(case, model),
+            arguments,
+            data_collator=hf_distca.PackingCollator(),
+            train_dataset=[row(n) for n in range(case.steps * case.accumulation * dist.get_world_size())],
+            callbacks=[hf_distca.DistCACallback(settings())],
+        )
+        return finished(case, trainer, evidence)
+
+
+def training_options(case: Case, folder: str, checkpointing: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": case.accumulation,
+        "max_steps": case.steps,
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "save_strategy": "no",
+        "remove_unused_columns": False,
+        "ddp_find_unused_parameters": False,
+        "gradient_checkpointing": checkpointing is not None,
+        "gradient_checkpointing_kwargs": checkpointing,
+        "train_sampling_strategy": "sequential",
+        "disable_tqdm": True,
+        "learning_rate": 1e-3,
+        "bf16": case.bf16,
+        "max_grad_norm": 1e9,
+    }
+
+
+def finished(case: Case, trainer: Trainer, evidence: Callable[[Trainer], str]) -> Run:
+    trainer.remove_callback(PrinterCallback)
+    started = time.perf_counter()
+    trainer.train()
+    seconds = (time.perf_counter() - started) / case.steps
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    engine = evidence(trainer)
+    sent = current_session().meter.sent_bytes
+    return Run([log["loss"] for log in logs], [log["grad_norm"] for log in logs], seconds, engine, sent)
+
+
+def wrapped_in_ddp(trainer: Trainer) -> str:
+    wrapped = trainer.model_wrapped
+    if not isinstance(wrapped, DistributedDataParallel):
+        raise NotThisEngineError(f"{type(wrapped).__name__} in place of DistributedDataParallel")
+    return f"{type(trainer).__name__} with {type(wrapped).__name__}"
+
+
+def wrapped_in_deepspeed(stage: int, trainer: Trainer) -> str:
+    engine = trainer.model_wrapped
+    seen = engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else None
+    whole = [p for p in engine.module.parameters() if not hasattr(p, "ds_tensor")]
+    if seen != stage or (stage == 3 and whole):
+        raise NotThisEngineError(f"{type(engine).__name__} at ZeRO stage {seen} with {len(whole)} whole parameters, not {stage}")
+    return f"{type(engine).__name__}, ZeRO-{seen}, {type(engine.optimizer).__name__}"
+
+
+def sharded_by_trainer(trainer: Trainer) -> str:
+    return evidence_of_dtensors(trainer.model)
+
+
+def zero(stage: int, case: Case, rank: int, implementation: str) -> Run:
+    start_deepspeed()
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    return hugging_face(case, rank, implementation, partial(wrapped_in_deepspeed, stage), deepspeed=config)
+
+
+def native(sizes: dict[str, int], case: Case, rank: int, implementation: str) -> Run:
+    """transformers' own FSDP2."""
+    from transformers.distributed import DistributedConfig
+
+    def make(implementation: str, folder: Path) -> PreTrainedModel:
+        folders = [folder]  # in a distributed world only rank 0 writes: all read what it wrote
+        dist.broadcast_object_list(folders)
+        if rank == 0:
+            tiny_llama(implementation).save_pretrained(folder)
+        dist.barrier()
+        folder = folders[0]
+        config = DistributedConfig(**sizes)
+        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation, distributed_config=config)
+
+    return hugging_face(case, rank, implementation, sharded_by_trainer, make)
+
+
+def accelerate_fsdp2(case: Case, rank: int, implementation: str) -> Run:
+    """accelerate's FSDP2 plugin, which it would leave out on a CPU: told here that the world is one of another accelerator."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    wrapped_checkpointing = case.checkpointing == "non-reentrant"
+    if wrapped_checkpointing:  # the way of this engine: torch's checkpoint_wrapper
+        wrap["activation_checkpointing"] = True
+        case = Case(case.engine, "off", case.peft, case.accumulation, case.bf16, case.steps)
+    state = {"use_configured_state": True}
+    options = {"fsdp": "full_shard auto_wrap", "fsdp_config": wrap, "accelerator_config": state}
+    return hugging_face(case, rank, implementation, sharded_by_trainer, **options)
+
+
+def trl(case: Case, rank: int, implementation: str) -> Run:
+    """TRL's SFTTrainer, which packs the documents itself."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = {f"w{n}": n for n in range(59)} | {"<pad>": 59, "<eos>": 60}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    documents = [ids for n in range(2 * case.steps * case.accumulation) for ids in row(n)["documents"] if len(ids) > 1]
+    checkpointing = CHECKPOINTING[case.checkpointing]
+    with tempfile.TemporaryDirectory() as folder:
+        options = training_options(case, folder, checkpointing) | {"remove_unused_columns": True}
+        arguments = SFTConfig(**options, packing=True, max_length=96, dataset_num_proc=None)
+        trainer = SFTTrainer(
+            prepared(case, tiny_llama(implementation)),
+            arguments,
+            train_dataset=Dataset.from_dict({"input_ids": documents}),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"),
+            callbacks=[hf_distca.DistCACallback(settings())],
+        )
+        return finished(case, trainer, wrapped_in_ddp)
+
+
+def _bare(wrap: Callable[[Any], tuple[Any, str]]) -> Callable[[Case, int, str], Run]:
+    return lambda case, rank, implementation: bare(case, rank, implementation, wrap)
+
+
+ENGINES: dict[str, Callable[[Case, int, str], Run]] = {
+    "DDP": _bare(ddp),
+    "DDP, Trainer": lambda case, rank, implementation: hugging_face(case, rank, implementation, wrapped_in_ddp),
+    "DDP, TRL SFT with packing": trl,
+    "DDP, torch.compile": _bare(compiled),
+    "FSDP1": _bare(fsdp1),
+    "FSDP2, fully_shard": _bare(fully_sharded),
+    "FSDP2, transformers": partial(native, {"fsdp_size": 2}),
+    "FSDP2, accelerate": accelerate_fsdp2,
+    "ZeRO-1": partial(zero, 1),
+    "ZeRO-2": partial(zero, 2),
+    "ZeRO-3": partial(zero, 3),
+}
+# On four ranks.
+MESHES: dict[str, Callable[[Case, int, str], Run]] = {
+    "HSDP 2 x 2, fully_shard": _bare(hybrid_sharded),
+    "HSDP 2 x 2, transformers": partial(native, {"fsdp_size": 2, "dp_replicate_size": 2}),
+}
+ENGINES |= MESHES
+
+
+def cases() -> Iterator[Case]:
+    """The matrix."""
+    for engine in ENGINES:
+        if engine in MESHES:
+            yield Case(engine)
+            yield Case(engine, "non-reentrant")
+            continue
+        for peft in (False, True):
+            for checkpointing in CHECKPOINTING:
+                yield Case(engine, checkpointing, peft)
+        yield Case(engine, "non-reentrant", accumulation=2)
+        yield Case(engine, bf16=True)
+
+
+def world_of(case: Case) -> int:
+    return 4 if case.engine in MESHES else 2

@@ -1,0 +1,35 @@
+"""accelerate's own parser takes every configuration file, as its launcher would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+FOLDER = Path(__file__).parents[2] / "configs" / "accelerate"
+FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
+KINDS = {"zero3.yaml": DistributedType.DEEPSPEED, "cpu_2_processes.yaml": DistributedType.MULTI_GPU}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_file_is_a_valid_configuration(name: str) -> None:
+    config = load_config_from_file(str(FOLDER / name))
+    assert config.distributed_type == KINDS.get(name, DistributedType.FSDP)
+    assert config.num_processes % config.num_machines == 0
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if KINDS.get(name) is None])
+def test_launching_asks_for_fsdp2_on_the_mesh_of_the_file(name: str) -> None:
+    arguments = launch_command_parser().parse_args(["--config_file", str(FOLDER / name), "script.py"])
+    arguments, config, _ = _validate_launch_command(arguments)
+    environment = prepare_multi_gpu_env(arguments)
+    assert environment["ACCELERATE_USE_FSDP"] == "true"
+    assert environment["FSDP_VERSION"] == "2"
+    assert environment["FSDP_ACTIVATION_CHECKPOINTING"] == "true"
+    if config.parallelism_config:
+        sizes = [int(environment[f"PARALLELISM_CONFIG_{name}_SIZE"]) for name in ("DP_REPLICATE", "DP_SHARD")]
+        assert sizes[0] * sizes[1] == config.num_processes

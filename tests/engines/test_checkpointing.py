@@ -1,0 +1,158 @@
+"""Every way of activation checkpointing gives the same loss and gradients and repeats no kernel call and no exchange."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from checkpointing import SWITCHES
+from tiny_llama import LAYERS, micro_batch, recorded, settings, tiny_llama
+
+import hf_distca
+from hf_distca.integration.session import current_session
+from ranks import RankPool
+
+Result = tuple[float, dict[str, torch.Tensor], list[str], list[int], int]
+
+
+def step(rank: int, switch: str | None, kernel: str) -> Result:
+    """Loss, gradients, collectives and counts of a training step, and how many layers ran a second time."""
+    hf_distca.configure(settings(kernel=kernel))
+    model = tiny_llama()
+    if switch is not None:
+        SWITCHES[switch](model)
+    session = current_session()
+    assert session.group.size >= 1  # made before recording starts
+    with recorded() as names:
+        loss = model(**micro_batch(rank), use_cache=False).loss
+        forwards = session.meter.calls
+        loss.backward()
+    meter = session.meter
+    grads = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    counts = [meter.kernel_calls, meter.dispatches, meter.returns, meter.sent_bytes]
+    return float(loss.detach()), grads, names, counts, meter.calls - forwards
+
+
+def recomputed_layers(switch: str) -> int:
+    if switch.startswith("every"):
+        return len(range(0, LAYERS, int(switch.split()[1])))
+    return LAYERS
+
+
+# What the reference kernel runs, policies could save, too; the CPU kernel is one operation of its own.
+CASES = [(name, "cpu") for name in SWITCHES] + [(name, "reference") for name in SWITCHES if name.startswith("policy")]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("switch", "kernel"), CASES)
+def test_nothing_is_repeated(rank_pool: Callable[[int], RankPool], switch: str, world: int, kernel: str) -> None:
+    plain = rank_pool(world)(step, None, kernel)
+    for got, want in zip(rank_pool(world)(step, switch, kernel), plain, strict=True):
+        loss, grads, names, counts, again = got
+        assert again == recomputed_layers(switch), "layers were not recomputed, so nothing was tested"
+        assert loss == pytest.approx(want[0], rel=1e-6)
+        torch.testing.assert_close(grads, want[1], rtol=1e-5, atol=1e-7)
+        assert names == want[2]
+        assert counts == want[3]
+    if world > 1:
+        assert all(row[3][1] == 2 * LAYERS for row in plain), "nothing was exchanged, so nothing was tested"
+
+
+def interleaved(rank: int, switch: str | None, micro_batches: int) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Gradients of several micro-batches whose forwards all run before the first backward."""
+    hf_distca.configure(settings())
+    model = tiny_llama()
+    if switch is not None:
+        SWITCHES[switch](model)
+    losses = [model(**micro_batch(rank + 2 * n), use_cache=False).loss for n in range(micro_batches)]
+    for loss in losses:
+        loss.backward()
+    meter = current_session().meter
+    grads = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    return grads, [meter.kernel_calls, meter.dispatches, meter.returns, meter.sent_bytes]
+
+
+ONE_OF_EACH_KIND = ["non-reentrant", "reentrant", "policy: arithmetic", "checkpoint_wrapper", "DeepSpeed"]
+
+
+@pytest.mark.parametrize("switch", ONE_OF_EACH_KIND)
+def test_recompute_after_other_forwards(rank_pool: Callable[[int], RankPool], switch: str) -> None:
+    plain = rank_pool(2)(interleaved, None, 3)
+    for (grads, counts), (want, wanted) in zip(rank_pool(2)(interleaved, switch, 3), plain, strict=True):
+        torch.testing.assert_close(grads, want, rtol=1e-5, atol=1e-7)
+        assert counts == wanted
+
+
+def skipping(rank: int, switch: str | None, skip: bool) -> dict[str, torch.Tensor]:
+    """Gradients of the last of three steps; with `skip`, the forwards before it never see a backward."""
+    hf_distca.configure(settings())
+    model = tiny_llama()
+    if switch is not None:
+        SWITCHES[switch](model)
+    if skip:
+        for n in (1, 2):
+            forgotten = model(**micro_batch(rank + 2 * n), use_cache=False).loss
+    loss = model(**micro_batch(rank), use_cache=False).loss
+    if skip:
+        del forgotten
+    loss.backward()
+    return {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("switch", [None, *ONE_OF_EACH_KIND])
+def test_forwards_without_backward_leave_nothing_behind(rank_pool: Callable[[int], RankPool], switch: str | None) -> None:
+    plain = rank_pool(2)(skipping, None, False)
+    for got, want in zip(rank_pool(2)(skipping, switch, True), plain, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+def alive(no_more_than: int = 0) -> int:
+    """Bytes of all tensors alive; looks again for 2 s while there are more than asked for.
+
+    The threads of gloo let go of a finished exchange, and of the checkpoint in which it was started, a moment late.
+    """
+    deadline = time.monotonic() + 2.0
+    while True:
+        storages = [o.untyped_storage() for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+        size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        del storages
+        if size <= no_more_than or time.monotonic() > deadline:
+            return size
+        time.sleep(0.02)
+
+
+def live_tensors(rank: int, switch: str | None) -> tuple[int, list[int]]:
+    """Bytes of tensors alive before, and after each of 20 steps, of which every fifth has no backward.
+
+    Without the cycle collector, which would hide for a while that something is held for too long.
+    """
+    hf_distca.configure(settings())
+    model = tiny_llama()
+    if switch is not None:
+        SWITCHES[switch](model)
+    after: list[int] = []
+    gc.collect()
+    gc.disable()
+    try:
+        model(**micro_batch(rank), use_cache=False).loss.backward()  # fills caches
+        model.zero_grad()
+        before = alive()
+        for n in range(20):
+            loss = model(**micro_batch(rank + 2 * n), use_cache=False).loss
+            if n % 5 != 4:
+                loss.backward()
+            del loss
+            model.zero_grad()
+            after.append(alive(no_more_than=before))
+    finally:
+        gc.enable()
+    return before, after
+
+
+@pytest.mark.parametrize("switch", [None, "non-reentrant", "reentrant"])
+def test_live_tensors_do_not_grow(rank_pool: Callable[[int], RankPool], switch: str | None) -> None:
+    for before, after in rank_pool(2)(live_tensors, switch):
+        assert max(after) <= before, (before, after)
