@@ -18,9 +18,9 @@ from ranks import RankPool
 Result = tuple[float, dict[str, torch.Tensor], list[str], list[int], int]
 
 
-def step(rank: int, switch: str | None, kernel: str) -> Result:
+def step(rank: int, switch: str | None, kernel: str, ping_pong: bool) -> Result:
     """Loss, gradients, collectives and counts of a training step, and how many layers ran a second time."""
-    hf_distca.configure(settings(kernel=kernel))
+    hf_distca.configure(settings(kernel=kernel, ping_pong=ping_pong))
     model = tiny_llama()
     if switch is not None:
         SWITCHES[switch](model)
@@ -46,19 +46,20 @@ def recomputed_layers(switch: str) -> int:
 CASES = [(name, "cpu") for name in SWITCHES] + [(name, "reference") for name in SWITCHES if name.startswith("policy")]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "ping_pong"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize(("switch", "kernel"), CASES)
-def test_nothing_is_repeated(rank_pool: Callable[[int], RankPool], switch: str, world: int, kernel: str) -> None:
-    plain = rank_pool(world)(step, None, kernel)
-    for got, want in zip(rank_pool(world)(step, switch, kernel), plain, strict=True):
+def test_nothing_is_repeated(rank_pool: Callable[[int], RankPool], switch: str, world: int, kernel: str, ping_pong: bool) -> None:
+    halves = 2 if ping_pong else 1
+    plain = rank_pool(world)(step, None, kernel, ping_pong)
+    for got, want in zip(rank_pool(world)(step, switch, kernel, ping_pong), plain, strict=True):
         loss, grads, names, counts, again = got
-        assert again == recomputed_layers(switch), "layers were not recomputed, so nothing was tested"
+        assert again == halves * recomputed_layers(switch), "layers were not recomputed, so nothing was tested"
         assert loss == pytest.approx(want[0], rel=1e-6)
         torch.testing.assert_close(grads, want[1], rtol=1e-5, atol=1e-7)
         assert names == want[2]
         assert counts == want[3]
     if world > 1:
-        assert all(row[3][1] == 2 * LAYERS for row in plain), "nothing was exchanged, so nothing was tested"
+        assert all(row[3][1] == 2 * halves * LAYERS for row in plain), "nothing was exchanged, so nothing was tested"
 
 
 def interleaved(rank: int, switch: str | None, micro_batches: int) -> tuple[dict[str, torch.Tensor], list[int]]:

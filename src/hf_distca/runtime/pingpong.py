@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 __all__ = ["run_halves", "take_turns"]
 
@@ -27,17 +28,17 @@ class _Half(greenlet):
         # Collectors of router logits and the like are found through context variables: both halves see the caller's.
         self.gr_context = contextvars.copy_context()
         self.device_type = device_type
-        self.modes = _modes(device_type)
+        self.modes = _Modes.current(device_type)
 
     def resume(self) -> object:
         """Let the half run until it takes turns or ends."""
-        outside = _modes(self.device_type)
-        _set_modes(self.device_type, self.modes)
+        outside = _Modes.current(self.device_type)
+        self.modes.set(self.device_type)
         try:
             return self.switch()
         finally:
-            self.modes = _modes(self.device_type)
-            _set_modes(self.device_type, outside)
+            self.modes = _Modes.current(self.device_type)
+            outside.set(self.device_type)
 
 
 def run_halves(first: Callable[[], T], second: Callable[[], T], device_type: str) -> tuple[T, T]:
@@ -74,12 +75,27 @@ def take_turns() -> None:
         current.parent.switch()
 
 
-def _modes(device_type: str) -> tuple[bool, bool, torch.dtype]:
-    return torch.is_grad_enabled(), torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+class _Modes(NamedTuple):
+    """What torch keeps per thread and layers may change around attention."""
 
+    grad: bool
+    autocast: bool
+    autocast_dtype: torch.dtype
+    dispatch: tuple[TorchDispatchMode, ...]
 
-def _set_modes(device_type: str, modes: tuple[bool, bool, torch.dtype]) -> None:
-    grad, autocast, dtype = modes
-    torch.set_grad_enabled(grad)
-    torch.set_autocast_enabled(device_type, autocast)
-    torch.set_autocast_dtype(device_type, dtype)
+    @classmethod
+    def current(cls, device_type: str) -> _Modes:
+        autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type)
+        return cls(torch.is_grad_enabled(), autocast, dtype, tuple(_get_current_dispatch_mode_stack()))
+
+    def set(self, device_type: str) -> None:
+        torch.set_grad_enabled(self.grad)
+        torch.set_autocast_enabled(device_type, self.autocast)
+        torch.set_autocast_dtype(device_type, self.autocast_dtype)
+        current = _get_current_dispatch_mode_stack()
+        if tuple(current) != self.dispatch:
+            for _ in current:
+                _pop_mode()
+            for mode in self.dispatch:
+                _push_mode(mode)
