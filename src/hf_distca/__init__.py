@@ -19,6 +19,7 @@ from hf_distca.integration.callback import DistCACallback
 from hf_distca.integration.data import PackingCollator
 from hf_distca.integration.documents import PackedDocuments
 from hf_distca.integration.mask import distca_mask
+from hf_distca.integration.profile import profile
 from hf_distca.integration.session import attention_seconds, balancing, configure
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "attention_seconds",
     "balancing",
     "configure",
+    "profile",
 ]
 
 AttentionInterface.register("distca", distca_attention)

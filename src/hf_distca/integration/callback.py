@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,11 +22,14 @@ from transformers.trainer_callback import CallbackHandler
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import check_family
+from hf_distca.integration.profile import write_trace
 from hf_distca.integration.session import attention_seconds, configure, current_session
+from hf_distca.runtime.trace import Trace
 
 __all__ = ["DistCACallback"]
 
 _log = logging.getLogger("hf_distca")
+_TRACED_STEP = 3  # the first ones make buffers and caches
 
 
 class DistCACallback(TrainerCallback):
@@ -43,10 +47,12 @@ class DistCACallback(TrainerCallback):
 
     Args:
         config: settings, used from the start of training; leave it out if you call `hf_distca.configure` yourself.
+        trace_path: folder into which each rank writes a timeline of the third optimizer step, as `hf_distca.profile` does.
     """
 
-    def __init__(self, config: DistCAConfig | None = None) -> None:
-        self.config = config
+    def __init__(self, config: DistCAConfig | None = None, trace_path: str | Path | None = None) -> None:
+        self.config, self.trace_path = config, trace_path
+        self._steps = 0
         self._model: PreTrainedModel | None = None
         self._calls = 0
         self._clock = time.perf_counter()
@@ -69,19 +75,29 @@ class DistCACallback(TrainerCallback):
         """
         if self.config is not None:
             configure(self.config)
-        self._model = kwargs.get("model")
+        self._model, self._steps = kwargs.get("model"), 0
         for config in _distca_configs(self._model):
             check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
         self._calls = current_session().meter.calls
         current_session().history.take()
         self._clock, self._seconds = time.perf_counter(), attention_seconds()
 
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Start recording the step that is traced."""
+        self._steps += 1
+        if self.trace_path is not None and self._steps == _TRACED_STEP:
+            current_session().trace = Trace()
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After the first step, make sure that attention was called.
+        """After the first step, make sure that attention was called; after the traced one, write the trace.
 
         Raises:
             UnsupportedError: if the model took the name "distca" and computes its attention without calling it.
         """
+        session = current_session()
+        if self.trace_path is not None and self._steps == _TRACED_STEP and session.trace is not None:
+            write_trace(session.trace, self.trace_path)
+            session.trace = None
         model, self._model = self._model, None
         if _distca_configs(model) and current_session().meter.calls == self._calls:
             raise UnsupportedError(

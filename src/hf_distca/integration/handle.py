@@ -35,6 +35,7 @@ class Work:
         window: keys that a row sees at most; None if no document on any rank is longer than the layer's window.
         collective: whether other ranks take part.
         meter: counts what this micro-batch does in this kind of layer.
+        half: 0 if the batch is whole, 1 and 2 for its nano-batches.
         outputs: outputs of the layers, for activation checkpointing.
     """
 
@@ -43,6 +44,7 @@ class Work:
     window: int | None
     collective: bool
     meter: Meter
+    half: int = 0
     outputs: OutputStore = field(default_factory=OutputStore)
 
 

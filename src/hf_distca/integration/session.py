@@ -32,6 +32,7 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
+from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
@@ -53,6 +54,7 @@ class Session:
         self.config = config
         self.meter = Meter()
         self.history = History()
+        self.trace: Trace | None = None
         self._members = members
         self._group: AttentionGroup | None = None
         self._world: object = None
@@ -120,7 +122,7 @@ class Session:
         micro, meter = Micro.of(plan, cost, (time.perf_counter() - started) * 1e3), Meter(self.meter)
         self.history.planned(micro)
         self._last[window, local.chunk, local.half] = micro, meter
-        return Work(route, keep, _effective(window, layout), True, meter)
+        return Work(route, keep, _effective(window, layout), True, meter, local.half)
 
     def attend(
         self,
@@ -133,7 +135,8 @@ class Session:
         sink_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens."""
-        server = AttentionServer(self._kernel(q_THD, v_TKV, scores), scores, work.meter)
+        tracer = Tracer(self.trace, work.half, work.meter.calls, q_THD.device)
+        server = AttentionServer(self._kernel(q_THD, v_TKV, scores), scores, work.meter, tracer)
         group = self.group if work.collective else _ALONE
         outputs = work.outputs.of(module) if module.training else None
         return core_attention(q_THD, k_TKD, v_TKV, route=work.route, group=group, server=server, sink_H=sink_H, outputs=outputs)

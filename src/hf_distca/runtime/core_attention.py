@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hf_distca.runtime.exchange import Part, Pending, launch
+from hf_distca.runtime.call import Call
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.pingpong import take_turns
-from hf_distca.runtime.route import Route, Wave
+from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
 
 __all__ = ["core_attention"]
@@ -67,7 +67,7 @@ def core_attention(
     """
     server.meter.count(calls=1)
     q_THD, k_TKD, v_TKV = q_THD.contiguous(), k_TKD.contiguous(), v_TKV.contiguous()
-    call = _Call(route, group, server, outputs)
+    call = Call(route, group, server, outputs)
     if not route.exchanges:
         o_THV = _apply(_Local, call, q_THD, k_TKD, v_TKV, sink_H)
         take_turns()  # to the other half, whose messages have had time to travel
@@ -80,102 +80,9 @@ def core_attention(
     return _apply(_Return, call, anchor, q_THD.detach(), k_TKD.detach(), v_TKV.detach(), sink_H)
 
 
-class _Call:
-    """What the three functions of one call hand on: exchanges under way and home tensors in use."""
-
-    def __init__(self, route: Route, group: AttentionGroup, server: AttentionServer, outputs: LayerOutputs | None) -> None:
-        self.route, self.group, self.server, self.outputs = route, group, server, outputs
-        # In a recompute the outputs are here already: nothing is launched and no kernel runs.
-        self.kept = None if outputs is None else outputs.take()
-        self.home: Sequence[torch.Tensor] = ()
-        self.grads: Sequence[torch.Tensor] = ()
-        self.dispatch: Pending | None = None
-        self.returned: Pending | None = None
-
-    @property
-    def last(self) -> Wave:
-        return self.route.waves[-1]
-
-    def launch_dispatch(self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]) -> None:
-        parts = [Part(t, wave.queries) for t in queries] + [Part(t, wave.keys) for t in keys]
-        self.server.meter.count(dispatches=1)
-        self.dispatch = self._launch(parts)
-
-    def launch_return(self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()) -> None:
-        parts = [Part(t.contiguous(), wave.queries.way_back) for t in queries]
-        parts += [Part(t.contiguous(), wave.keys.way_back) for t in keys]
-        self.server.meter.count(returns=1)
-        self.returned = self._launch(parts)
-
-    def take_dispatch(self) -> Pending:
-        pending, self.dispatch = self.dispatch, None
-        return _launched(pending)
-
-    def take_return(self) -> Pending:
-        pending, self.returned = self.returned, None
-        return _launched(pending)
-
-    def take_home(self) -> Sequence[torch.Tensor]:
-        home, self.home = self.home, ()
-        return home
-
-    def take_grads(self) -> Sequence[torch.Tensor]:
-        grads, self.grads = self.grads, ()
-        return grads
-
-    def serve(self, wave: Wave, home: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], dispatch: Pending) -> None:
-        """Serve a wave whose dispatch is under way, launch its return, and put rows of home into the outputs."""
-        at_home, received = self.server.serve(wave, home, dispatch)
-        self.launch_return(wave, received)
-        for whole, rows in zip(wholes, at_home, strict=True):
-            whole.index_copy_(0, wave.home_queries, rows)
-
-    def land(self, wave: Wave, wholes: Sequence[torch.Tensor]) -> None:
-        """Wait for a return and put what came into the outputs."""
-        for whole, sections in zip(wholes, self.take_return().sections(), strict=True):
-            _put(whole, wave, sections)
-
-    def serve_backward(
-        self, wave: Wave, home: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], dispatch: Pending
-    ) -> list[torch.Tensor]:
-        """As `serve` for dq, dk, dv of home. Returns them; those of keys may be new ones, wide enough for sums."""
-        dq_THD, *sums = grads
-        home_dq, received_dq, pools = self.server.serve_backward(wave, home, dispatch)
-        dq_THD.index_copy_(0, wave.home_queries, home_dq[0])
-        keys = []
-        for place, own in enumerate(home[-2:]):
-            pool = pools.pop(0)
-            sums[place] = _add_home(sums[place], pool, wave)
-            # Copies travel in the dtype of k and v; sums of them do not.
-            keys.append(wave.pool.received_rows(pool.to(own.dtype)))
-            del pool
-        self.launch_return(wave, received_dq, keys)
-        return [dq_THD, *sums]
-
-    def land_backward(self, wave: Wave, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As `land` for dq, dk, dv of home. Returns them; those of keys may be new ones, wide enough for sums."""
-        dq_THD, *sums = grads
-        came_dq, *copies = self.take_return().sections()
-        _put(dq_THD, wave, came_dq)
-        return [dq_THD, *(_sum_copies(total, sections, wave) for total, sections in zip(sums, copies, strict=True))]
-
-    def finish(
-        self, outputs: tuple[torch.Tensor, torch.Tensor], sink_H: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o_THV and lse_TH with the sinks merged in, kept for a recompute."""
-        o_THV, lse_TH = _with_sink(*outputs, sink_H)
-        if self.outputs is not None:
-            self.outputs.keep(o_THV, lse_TH)
-        return o_THV, lse_TH
-
-    def _launch(self, parts: Sequence[Part]) -> Pending:
-        self.server.meter.count(sent_bytes=sum(sum(part.rows.send) * part.row_bytes for part in parts))
-        return launch(self.group.data, parts)
-
-
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, call: Call, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> torch.Tensor:
         ctx.call = call
         if call.kept is None:
             call.home = (q_THD, k_TKD, v_TKV)
@@ -185,14 +92,14 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: Call = ctx.call
         dq_THD, dk_TKD, dv_TKV = call.land_backward(call.last, call.take_grads())
         return None, dq_THD, dk_TKD.to(dq_THD.dtype), dv_TKV.to(dq_THD.dtype)
 
 
 class _Serve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, call: Call, anchor: torch.Tensor) -> torch.Tensor:
         ctx.call = call
         if call.kept is not None:
             return anchor.clone()
@@ -212,7 +119,7 @@ class _Serve(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: Call = ctx.call
         route, server = call.route, call.server
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = home = call.take_home()
         dispatch = call.take_dispatch()
@@ -231,7 +138,7 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: _Call,
+        call: Call,
         _anchor: torch.Tensor,
         q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
@@ -242,7 +149,7 @@ class _Return(torch.autograd.Function):
         if call.kept is None:
             o_THV, lse_TH = call.take_home()
             call.land(call.last, (o_THV, lse_TH))
-            o_THV, lse_TH = call.finish((o_THV, lse_TH), sink_H)
+            o_THV, lse_TH = _finish(call, (o_THV, lse_TH), sink_H)
         else:
             o_THV, lse_TH = (t.detach() for t in call.kept)
             call.kept = None
@@ -252,12 +159,11 @@ class _Return(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: Call = ctx.call
         q_THD, k_TKD, v_TKV, o_THV, lse_TH, sink_H = ctx.saved_tensors
-        if ctx.call.outputs is not None:
-            ctx.call.outputs.drop()
+        call.begin_backward()
         # Without it nobody would take what is launched: only the sinks are trained.
         if ctx.needs_input_grad[1]:
-            call: _Call = ctx.call
             call.home = (do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
             call.launch_dispatch(call.route.waves[0], call.home[:4], call.home[4:])
         return None, do_THV.new_zeros(()), None, None, None, _sink_gradient(do_THV, o_THV, lse_TH, sink_H)
@@ -267,7 +173,7 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: _Call,
+        call: Call,
         q_THD: torch.Tensor,
         k_TKD: torch.Tensor,
         v_TKV: torch.Tensor,
@@ -275,7 +181,7 @@ class _Local(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.call = call
         if call.kept is None:
-            o_THV, lse_TH = call.finish(call.server.forward(q_THD, k_TKD, v_TKV, call.route.local), sink_H)
+            o_THV, lse_TH = _finish(call, call.server.forward(q_THD, k_TKD, v_TKV, call.route.local), sink_H)
         else:
             o_THV, lse_TH = (t.detach() for t in call.kept)
             call.kept = None
@@ -285,10 +191,9 @@ class _Local(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: Call = ctx.call
         q_THD, k_TKD, v_TKV, o_THV, lse_TH, sink_H = ctx.saved_tensors
-        if call.outputs is not None:
-            call.outputs.drop()
+        call.begin_backward()
         saved = (do_THV.contiguous(), q_THD, k_TKD, v_TKV, o_THV, lse_TH)
         dq_THD, dk_TKD, dv_TKV = call.server.backward(saved, call.route.local)
         d_sink_H = _sink_gradient(do_THV, o_THV, lse_TH, sink_H)
@@ -300,17 +205,14 @@ def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tenso
     return result
 
 
-def _launched(pending: Pending | None) -> Pending:
-    if pending is None:
-        raise RuntimeError("core attention ran backward out of order: its exchange was never launched")
-    return pending
-
-
-def _put(whole: torch.Tensor, wave: Wave, sections: Sequence[torch.Tensor]) -> None:
-    """Write the rows that came back where they were sent from; a rank that was sent none sent no section."""
-    indices = [index for index in wave.queries.index_per_rank or () if len(index)]
-    for index, section in zip(indices, sections, strict=True):
-        whole.index_copy_(0, index, section)
+def _finish(
+    call: Call, outputs: tuple[torch.Tensor, torch.Tensor], sink_H: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o_THV and lse_TH with the sinks merged in, kept for a recompute."""
+    o_THV, lse_TH = _with_sink(*outputs, sink_H)
+    if call.outputs is not None:
+        call.outputs.keep(o_THV, lse_TH)
+    return o_THV, lse_TH
 
 
 def _with_sink(o_THV: torch.Tensor, lse_TH: torch.Tensor, sink_H: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -329,27 +231,3 @@ def _sink_gradient(
     weight_TH = (sink_H.to(lse_TH.dtype) - lse_TH).exp()
     delta_TH = (do_THV.to(lse_TH.dtype) * o_THV).sum(-1)
     return -(weight_TH * delta_TH).sum(0).to(sink_H.dtype)
-
-
-def _accumulator(grad_TKD: torch.Tensor) -> torch.Tensor:
-    """Sums of copies are taken in float32, or in float64 for float64 gradients."""
-    return grad_TKD if grad_TKD.dtype == torch.float64 else grad_TKD.float()
-
-
-def _sum_copies(grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor], wave: Wave) -> torch.Tensor:
-    """Add the gradients of the copies that other ranks held, rank after rank so that the sum has one order."""
-    if not sections:
-        return grad_TKD
-    total = _accumulator(grad_TKD)
-    indices = [index for index in wave.keys.index_per_rank or () if len(index)]
-    for index, section in zip(indices, sections, strict=True):
-        total.index_add_(0, index, section.to(total.dtype))
-    return total
-
-
-def _add_home(grad_TKD: torch.Tensor, pool_TKD: torch.Tensor, wave: Wave) -> torch.Tensor:
-    """Add the gradients of home keys that were read in the pool."""
-    if not len(wave.pool.home):
-        return grad_TKD
-    total = _accumulator(grad_TKD)
-    return total.index_add_(0, wave.pool.from_home, pool_TKD.index_select(0, wave.pool.home).to(total.dtype))

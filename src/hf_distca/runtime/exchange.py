@@ -17,6 +17,8 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from hf_distca.runtime.trace import Mark, Tracer
+
 __all__ = ["Part", "Pending", "Rows", "launch"]
 
 _ALIGNMENT = 16
@@ -64,16 +66,26 @@ class Pending:
 
     def __init__(self, work: dist.Work | None, parts: Sequence[Part], sent: torch.Tensor, received: torch.Tensor) -> None:
         self._work, self._buffers = work, (sent, received)
+        self._watch: tuple[Tracer, str, Mark | None] | None = None
         # Dtypes and row shapes are all that is needed of the parts: what was packed may go.
         self._parts = [Part(part.tensor.new_empty((0, *part.tensor.shape[1:])), part.rows) for part in parts]
+
+    def watch(self, tracer: Tracer, name: str) -> None:
+        """Let `tracer` record how long the message travels, under this name, and how long it is waited for."""
+        self._watch = tracer, name, tracer.now()
 
     def sections(self) -> list[list[torch.Tensor]]:
         """The received rows of each part as views of one message, rank after rank without those that sent none. Once only.
 
         On CUDA only the current stream waits, not the host.
         """
+        waiting = None if self._watch is None else self._watch[0].now()
         if self._work is not None:
             self._work.wait()
+        if self._watch is not None:
+            tracer, name, launched = self._watch
+            tracer.since(waiting, "wait")
+            tracer.since(launched, name)
         _, received = self._buffers
         del self._work, self._buffers
         return _unpack(self._parts, received)

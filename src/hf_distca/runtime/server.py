@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,6 +11,7 @@ from hf_distca.kernels.base import Kernel, Scores, TaskBatch
 from hf_distca.runtime.exchange import Pending
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Wave
+from hf_distca.runtime.trace import Tracer
 
 __all__ = ["AttentionServer"]
 
@@ -26,23 +27,25 @@ class AttentionServer:
         kernel: the attention kernel.
         scores: scale, window and softcap of the layer.
         meter: where kernel seconds are counted.
+        tracer: records when tasks run.
     """
 
     kernel: Kernel
     scores: Scores
     meter: Meter
+    tracer: Tracer = field(default_factory=Tracer)
 
     def forward(
         self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o_THV and lse_TH of a batch; zeros in rows that no task covers."""
-        with self.meter.kernel(q_THD.device):
+        with self.meter.kernel(q_THD.device), self.tracer.span("server"):
             return self.kernel.forward(q_THD, k_TKD, v_TKV, tasks, self.scores)
 
     def backward(self, saved: Sequence[torch.Tensor], tasks: TaskBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv of a batch from ``(do, q, k, v, o, lse)``."""
         do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH = saved
-        with self.meter.kernel(q_THD.device):
+        with self.meter.kernel(q_THD.device), self.tracer.span("server"):
             return self.kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, self.scores)
 
     def serve(
