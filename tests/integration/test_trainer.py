@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +45,10 @@ def rows(steps: int) -> list[dict[str, list[list[int]]]]:
     return [{"documents": [torch.randint(0, 61, (n,), generator=generator).tolist() for n in row]} for row in lengths]
 
 
-def train(rank: int, implementation: str, accumulation: int, checkpointing: bool) -> tuple[list[dict], list[dict]]:
+def train(
+    rank: int, implementation: str, accumulation: int, checkpointing: bool, ping_pong: bool
+) -> tuple[list[dict], list[dict], list[str]]:
+    """The log history, what reporters saw, and the names of the spans that were traced."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     steps = 6
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +71,7 @@ def train(rank: int, implementation: str, accumulation: int, checkpointing: bool
             disable_tqdm=True,
             learning_rate=1e-3,
         )
-        config = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS)
+        config = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, ping_pong=ping_pong)
         reporter = Reporter()
         trainer = Trainer(
             model_for(2, implementation, torch.float32),
@@ -74,19 +79,22 @@ def train(rank: int, implementation: str, accumulation: int, checkpointing: bool
             data_collator=hf_distca.PackingCollator(),
             train_dataset=rows(steps * accumulation),
             eval_dataset=rows(1),
-            callbacks=[reporter, hf_distca.DistCACallback(config)],
+            callbacks=[reporter, hf_distca.DistCACallback(config, trace_path=folder)],
         )
         trainer.train()
-    return trainer.state.log_history, reporter.seen
+        events = json.loads(Path(folder, f"rank_{rank}.json").read_text())["traceEvents"]
+    return trainer.state.log_history, reporter.seen, [event["name"] for event in events]
 
 
-@pytest.mark.parametrize(("accumulation", "checkpointing"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("accumulation", "checkpointing", "ping_pong"), [(1, False, False), (2, True, False), (2, True, True)])
 def test_same_losses_as_sdpa_and_balance_in_the_logs(
-    rank_pool: Callable[[int], RankPool], accumulation: int, checkpointing: bool
+    rank_pool: Callable[[int], RankPool], accumulation: int, checkpointing: bool, ping_pong: bool
 ) -> None:
     pool = rank_pool(2)
-    ours, theirs = (pool(train, name, accumulation, checkpointing) for name in ("distca", "sdpa"))
-    for (history, seen), (reference, _) in zip(ours, theirs, strict=True):
+    ours, theirs = (pool(train, name, accumulation, checkpointing, ping_pong) for name in ("distca", "sdpa"))
+    for (history, seen, traced), (reference, *_) in zip(ours, theirs, strict=True):
+        # One step: each micro-batch, 2 layers, a dispatch forward and one backward, of each half.
+        assert traced.count("dispatch") == accumulation * 2 * 2 * (2 if ping_pong else 1)
         assert len(history) == len(reference)
         for row, wanted in zip(history, reference, strict=True):
             for name in {"loss", "grad_norm", "eval_loss"} & wanted.keys():

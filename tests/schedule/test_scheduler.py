@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ CONFIGS = st.builds(
     tolerance=st.sampled_from([0.0, 0.01, 0.1]),
     min_gain=st.sampled_from([0.0, 0.02, 0.2]),
     tile=st.sampled_from([1, 16, 128]),
+    ping_pong=st.booleans(),
 )
 # What a micro-batch of long documents looks like, where tiles are fine against a fair share.
 LONG = [[65536], [4096] * 16, [1024] * 64, [32768, 16384, 8192, 8192], [65536], [512] * 128, [65535, 1], [3, 65533]]
@@ -53,7 +55,7 @@ def test_any_layout(layout: Layout, config: DistCAConfig, cost: CostModel) -> No
         assert not cut or task.end % config.tile == 0, "documents are cut on tiles"
         assert not cut or task.server != following.server, "neighbours on one server are one task"
 
-    before, after = PlanLoad(local, cost).slowest_seconds, PlanLoad(plan, cost).slowest_seconds
+    before, after = (PlanLoad(p, cost, overlapped=config.ping_pong).slowest_seconds for p in (local, plan))
     if plan.digest != local.digest:
         assert after < before
         assert before - after >= config.min_gain * before
@@ -77,6 +79,17 @@ def test_no_rank_above_or_below_the_tolerance(layout: Layout, cost: CostModel, t
     seconds = PlanLoad(balance(layout, cost, DistCAConfig(tolerance=tolerance)), cost).compute_seconds
     assert seconds.max() <= seconds.mean() * (1 + tolerance) * 1.001
     assert seconds.min() >= seconds.mean() * (1 - tolerance) * 0.995
+
+
+def test_what_ping_pong_hides_is_moved_for_less() -> None:
+    # With a window, a row takes longer to send than to compute, and still not longer than all the compute beside it.
+    cost = replace(CostModel.analytic(SHAPE, device_type="cuda"), window=8192)
+    layout = Layout.from_lengths([[65536], [2048] * 32, [2048] * 32, [2048] * 32])
+    plain, halves = (balance(layout, cost, DistCAConfig(ping_pong=ping_pong)) for ping_pong in (False, True))
+    load = PlanLoad(halves, cost, overlapped=True)
+    assert halves.moved
+    assert load.slowest_seconds < PlanLoad(plain, cost, overlapped=True).slowest_seconds
+    assert load.slowest_seconds < 0.8 * PlanLoad(Plan.local(layout, 8192), cost).slowest_seconds
 
 
 def test_a_wider_tolerance_moves_less() -> None:

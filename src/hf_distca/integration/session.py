@@ -114,7 +114,8 @@ class Session:
         announced = self._announce(local, cost)
         contexts = [int(row[_CONTEXT]) for row in announced]
         layout = _layout([row[_HEADER:].reshape(-1, 3) for row in announced], contexts, spans=local.spans)
-        plan = balance(layout, cost, self.config)
+        # Layers that are left whole hide nothing, whatever the settings are.
+        plan = balance(layout, cost, replace(self.config, ping_pong=local.half > 0))
         self._agree(plan)
         waves = Waves.of(plan, cost.shape, self.config.tile, self.config.max_transient_bytes)
         self._warn_above_bound(waves)

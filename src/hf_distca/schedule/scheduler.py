@@ -35,15 +35,16 @@ _FINER_CAP = 1.4
 def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
     """Assign every query token of `layout` to a server.
 
-    The result never has a slower rank than moving nothing, by the estimate (compute plus exchange, nothing hidden); where
+    The result never has a slower rank than moving nothing, by the estimate (compute plus exchange; see `PlanLoad`); where
     it gains less than `config.min_gain`, it is `Plan.local`.
 
     Args:
         layout: documents and where they lie; the same on every rank.
         cost: seconds of tasks and of exchanges; the same on every rank. The plan is for layers with its window, or for layers
             without one if no document is longer than the window.
-        config: `balance`, `tolerance`, `min_gain`, `tile` and `max_transient_bytes` are read. A tolerance below 0.002 counts as
-            0.002. With a bound, only slices that fit it alone are moved.
+        config: `balance`, `tolerance`, `min_gain`, `tile`, `max_transient_bytes` and `ping_pong` are read. A tolerance below
+            0.002 counts as 0.002. With a bound, only slices that fit it alone are moved. With `ping_pong` the layout is that of a
+            half, whose exchange costs only what is longer than the compute beside it.
     """
     # A window that no document is longer than is none.
     if cost.window is not None and cost.window >= layout.longest:
@@ -57,7 +58,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
     # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
     if not price.pair or _within(seconds, config.tolerance):
         return local
-    if cost.window is not None and _hopeless(layout, cost, price, unmoved, config):
+    if cost.window is not None and not config.ping_pong and _hopeless(layout, cost, price, unmoved, config):
         return local
     bound = config.max_transient_bytes
     fit = None if bound is None else Fit(TransientBytes.of(cost.shape), bound, cost.window, config.tile)
@@ -88,7 +89,8 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
 
 
 def _load(plan: Plan, cost: CostModel, config: DistCAConfig) -> PlanLoad:
-    return PlanLoad(plan, cost, Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes))
+    waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes)
+    return PlanLoad(plan, cost, waves, overlapped=config.ping_pong)
 
 
 def _hopeless(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, config: DistCAConfig) -> bool:

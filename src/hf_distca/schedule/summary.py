@@ -30,11 +30,14 @@ class PlanLoad:
     Attributes:
         plan, cost: what is measured, and the model that it is measured with. The window is the plan's.
         waves: the plan's waves, if it goes in several: each exchanges by itself, and keys may travel in more than one.
+        overlapped: whether the plan is for a half of ping-pong, whose messages travel while the other half, with about as much
+            work, computes.
     """
 
     plan: Plan
     cost: CostModel
     waves: Waves | None = None
+    overlapped: bool = False
 
     def __post_init__(self) -> None:
         if self.cost.window != self.plan.window:
@@ -101,8 +104,9 @@ class PlanLoad:
 
     @property
     def slowest_seconds(self) -> float:
-        """Estimated seconds of the slowest rank, with nothing of the exchange hidden behind compute."""
-        return float((self.compute_seconds + self.exchange_seconds).max(initial=0.0))
+        """Estimated seconds of the slowest rank: compute plus exchange, or plus what of the exchange is longer, if overlapped."""
+        compute, exchange = self.compute_seconds, self.exchange_seconds
+        return float((np.maximum(compute, exchange) if self.overlapped else compute + exchange).max(initial=0.0))
 
 
 def imbalance(values: FloatArray) -> float:
