@@ -126,6 +126,18 @@ def test_layers_stay_whole_where_nothing_is_exchanged(rank_pool: Callable[[int],
     assert all(calls == 3 for *_, calls in results)
 
 
+def generated(rank: int, ping_pong: bool) -> list[int]:
+    """Tokens that a model in training mode generates, together with the other ranks."""
+    configure(ping_pong=ping_pong)
+    model = model_for(2, "distca", torch.float64)
+    prompt = tokens_of(0, LENGTHS[0])[None]
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)[0].tolist()
+
+
+def test_generating_in_training_mode_fills_its_cache(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(3)(generated, True) == rank_pool(3)(generated, False)
+
+
 class Broken(torch.nn.Module):
     """A projection that fails when it is called for the second half."""
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hf_distca.integration.documents import LocalDocuments
+from hf_distca.integration.halves import Handover
 from hf_distca.schedule.layout import IntArray, Layout
 
 Original = Callable[..., Any]
@@ -45,7 +46,7 @@ def _one_document_a_row(original: Original) -> Original:
 def _one_document_over_ranks(original: Original) -> Original:
     """The first document of each rank continues the last of the rank before."""
 
-    def wrapped(ranks: list[IntArray], *, spans: bool) -> Layout:
+    def wrapped(ranks: list[IntArray], contexts: list[int], *, spans: bool) -> Layout:
         numbers, segments = itertools.count(), []
         document, end = next(numbers), 0
         for rows in ranks:
@@ -78,24 +79,47 @@ def _no_gradient(original: Original) -> Original:
     return wrapped
 
 
-_ATTENTION, _CORE = "integration.attention", "runtime.core_attention"
+def _no_context(original: Original) -> Original:
+    """A document that crosses the cut begins anew behind it."""
+
+    def wrapped(self: LocalDocuments, at: int) -> tuple[LocalDocuments, LocalDocuments]:
+        first, second = original(self, at)
+        rows = second.rows[1:] * [1, 0, 1] if second.context else second.rows
+        return first, replace(second, rows=rows, context=0)
+
+    return wrapped
+
+
+def _detached_keys(original: Original) -> Original:
+    def wrapped(self: Handover, half: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if half == 2 and self.given is not None:
+            k, v = self.given
+            self.given = k.detach(), v.detach()
+        return original(self, half, k_TKD, v_TKV)
+
+    return wrapped
+
+
+_ATTENTION, _DOCUMENTS, _CALL = "integration.attention", "integration.documents", "runtime.call"
 # What is replaced, and by what it is replaced, given the original.
 MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "window one key too wide": (_ATTENTION, "_scores", _scores(window=lambda window: window + 1)),
     "window one key too narrow": (_ATTENTION, "_scores", _scores(window=lambda window: window - 1)),
     "chunk one token too long": (
-        "integration.documents",
+        _DOCUMENTS,
         "LocalDocuments.in_chunks",
         lambda original: lambda self, size: original(self, size + 1),
     ),
     "scale wrong by 1 %": (_ATTENTION, "_scores", _scores(scale=lambda scale: 1.01 * scale)),
     "softcap dropped": (_ATTENTION, "_scores", _scores(softcap=lambda _: None)),
     "sink dropped": (_ATTENTION, "_sink", lambda _: lambda *_: None),
-    "gradient of the sink dropped": (_CORE, "_sink_gradient", _no_gradient),
-    "documents of a row leak": (_ATTENTION, "read_documents", _one_document_a_row),
+    "gradient of the sink dropped": ("runtime.core_attention", "_sink_gradient", _no_gradient),
+    "documents of a row leak": ("integration.handle", "read_documents", _one_document_a_row),
     "documents leak over ranks": ("integration.session", "_layout", _one_document_over_ranks),
-    "dk of one copy lost": (_CORE, "_sum_copies", _one_copy_lost(0)),
-    "dv of one copy lost": (_CORE, "_sum_copies", _one_copy_lost(1)),
+    "dk of one copy lost": (_CALL, "_sum_copies", _one_copy_lost(0)),
+    "dv of one copy lost": (_CALL, "_sum_copies", _one_copy_lost(1)),
+    "second half without the keys of the first": (_DOCUMENTS, "LocalDocuments.halves", _no_context),
+    "gradient of the keys handed over lost": ("integration.halves", "Handover.keys", _detached_keys),
 }
 
 

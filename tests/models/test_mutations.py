@@ -31,8 +31,14 @@ TWO_RANKS = {
 }
 
 
+HALVES = {
+    "second half without the keys of the first": "llama",
+    "gradient of the keys handed over lost": "llama",
+}
+
+
 def test_every_fault_is_tried() -> None:
-    assert {*ONE_RANK, *TWO_RANKS} == set(MUTATIONS)
+    assert {*ONE_RANK, *TWO_RANKS, *HALVES} == set(MUTATIONS)
 
 
 @pytest.mark.parametrize("mutation", ONE_RANK)
@@ -49,3 +55,14 @@ def test_a_fault_on_two_ranks_is_noticed(mutation: str, rank_pool: Callable[[int
     check_two_ranks(rank_pool(2), TWO_RANKS[mutation])
     with pytest.raises(AssertionError, match="differs by"):
         check_two_ranks(rank_pool(2), TWO_RANKS[mutation], mutation)
+
+
+@pytest.mark.parametrize("mutation", HALVES)
+def test_a_fault_between_halves_is_noticed(mutation: str) -> None:
+    model_type = HALVES[mutation]
+    assert measure(model_type).halves
+    with mutated(mutation):
+        result = measure.__wrapped__(model_type)
+    assert result.status == "proven"
+    assert not result.halves
+    assert max(result.differences.values()) > 1e-4

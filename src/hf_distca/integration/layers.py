@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_distca.integration.families import PING_PONG
@@ -79,12 +80,16 @@ def _run(whole: Callable[..., Any], halves: Halves, args: Any, kwargs: Any) -> A
 
 def _halves_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Halves | None:
     """How to cut this call of a layer; None to run it whole."""
-    handles = {id(one): one for one in _flat((args, kwargs)) if isinstance(one, AttentionHandle)}
+    flat = list(_flat((args, kwargs)))
+    handles = {id(one): one for one in flat if isinstance(one, AttentionHandle)}
     if len(handles) != 1:
         return None
     handle = next(iter(handles.values()))
     if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - a recompute, which must do what the forward did
         return handle.halves if handle.halves is not None and id(layer) in handle.halves.layers else None
+    # Halves fill no cache. Who trains does not read it; who generates does, also with a model in training mode.
+    if any(isinstance(one, Cache) for one in flat) and not (layer.training and torch.is_grad_enabled()):
+        return None
     session = current_session()
     if not (session.config.ping_pong and session.takes_part(layer.training)) or handle.local is not None:
         return None
