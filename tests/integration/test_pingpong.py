@@ -138,6 +138,32 @@ def test_generating_in_training_mode_fills_its_cache(rank_pool: Callable[[int], 
     assert rank_pool(3)(generated, True) == rank_pool(3)(generated, False)
 
 
+def kept_bytes(rank: int, ping_pong: bool) -> tuple[int, int]:
+    """Bytes of what a forward saves for backward, parameters apart, where rank 0 has one document and the others eight; calls."""
+    configure(ping_pong=ping_pong)
+    model = model_for(2, "distca", torch.float32)
+    batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([192] if rank == 0 else [24] * 8)]}])
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**batch, use_cache=False).loss
+    total = sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in own)
+    loss.backward()
+    return total, current_session().meter.calls
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_what_is_kept_is_as_balanced_as_tokens(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
+    kept, calls = zip(*rank_pool(3)(kept_bytes, ping_pong), strict=True)
+    assert calls == ((4, 4, 4) if ping_pong else (2, 2, 2))
+    assert max(kept) * len(kept) / sum(kept) <= 1.02, kept
+
+
 class Broken(torch.nn.Module):
     """A projection that fails when it is called for the second half."""
 

@@ -91,11 +91,9 @@ def _no_context(original: Original) -> Original:
 
 
 def _detached_keys(original: Original) -> Original:
-    def wrapped(self: Handover, half: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if half == 2 and self.given is not None:
-            k, v = self.given
-            self.given = k.detach(), v.detach()
-        return original(self, half, k_TKD, v_TKV)
+    def wrapped(self: Handover, *args: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        context = original(self, *args)
+        return None if context is None else (context[0].detach(), context[1].detach())
 
     return wrapped
 
@@ -119,7 +117,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "dk of one copy lost": (_CALL, "_sum_copies", _one_copy_lost(0)),
     "dv of one copy lost": (_CALL, "_sum_copies", _one_copy_lost(1)),
     "second half without the keys of the first": (_DOCUMENTS, "LocalDocuments.halves", _no_context),
-    "gradient of the keys handed over lost": ("integration.halves", "Handover.keys", _detached_keys),
+    "gradient of the keys handed over lost": ("integration.halves", "Handover.context", _detached_keys),
 }
 
 

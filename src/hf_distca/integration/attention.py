@@ -123,9 +123,8 @@ def _run(
     q_THD, k_TKD, v_TKV = (t.to(dtype).transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     if work.keep is not None:
         q_THD, k_TKD, v_TKV = (t.index_select(0, work.keep) for t in (q_THD, k_TKD, v_TKV))
-    if handle.handover is not None and handle.local is not None:
-        k_TKD, v_TKV = handle.handover.keys(handle.local.half, k_TKD, v_TKV)
-    o_THV = session.attend(work, module, q_THD, k_TKD, v_TKV, scores, sink_H)
+    context = None if handle.handover is None else handle.handover.context(work.half, k_TKD, v_TKV)
+    o_THV = session.attend(work, module, q_THD, k_TKD, v_TKV, scores, sink_H, context)
     if work.keep is not None:
         o_THV = o_THV.new_zeros((batch * length, *o_THV.shape[1:])).index_copy(0, work.keep, o_THV)
     return o_THV.view(batch, length, heads, value.shape[-1]).to(value.dtype)

@@ -31,17 +31,17 @@ class Handover:
     tokens: int
     given: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def keys(self, half: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values that a half attends to."""
+    def context(self, half: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What a half attends to in front of its own keys and values, which are given."""
         if not self.tokens:
-            return k_TKD, v_TKV
+            return None
         if half == 1:
             self.given = k_TKD[-self.tokens :], v_TKV[-self.tokens :]
-            return k_TKD, v_TKV
+            return None
         if self.given is None:
             raise UnsupportedError("the second half of a layer called attention before the first: set ping_pong=False.")
-        (before_k, before_v), self.given = self.given, None
-        return torch.cat([before_k, k_TKD]), torch.cat([before_v, v_TKV])
+        given, self.given = self.given, None
+        return given
 
 
 @dataclass(eq=False)

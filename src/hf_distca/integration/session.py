@@ -134,13 +134,24 @@ class Session:
         v_TKV: torch.Tensor,
         scores: Scores,
         sink_H: torch.Tensor | None = None,
+        context: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Core attention of one layer for this rank's tokens."""
+        """Core attention of one layer for this rank's tokens, whose keys `context` is in front of."""
         tracer = Tracer(self.trace, work.half, work.meter.calls, q_THD.device)
         server = AttentionServer(self._kernel(q_THD, v_TKV, scores), scores, work.meter, tracer)
         group = self.group if work.collective else _ALONE
         outputs = work.outputs.of(module) if module.training else None
-        return core_attention(q_THD, k_TKD, v_TKV, route=work.route, group=group, server=server, sink_H=sink_H, outputs=outputs)
+        return core_attention(
+            q_THD,
+            k_TKD,
+            v_TKV,
+            route=work.route,
+            group=group,
+            server=server,
+            context=context,
+            sink_H=sink_H,
+            outputs=outputs,
+        )
 
     def _kernel(self, query: torch.Tensor, value: torch.Tensor, scores: Scores) -> Kernel:
         return select_kernel(self.config.kernel, query.device, query.dtype, query.shape[-1], value.shape[-1], scores)

@@ -46,6 +46,7 @@ def core_attention(
     route: Route,
     group: AttentionGroup,
     server: AttentionServer,
+    context: tuple[torch.Tensor, torch.Tensor] | None = None,
     sink_H: torch.Tensor | None = None,
     outputs: LayerOutputs | None = None,
 ) -> torch.Tensor:
@@ -59,6 +60,8 @@ def core_attention(
         route: this rank's route.
         group: the attention group of the route.
         server: kernel, scores and meter.
+        context: keys and values of the route's context, in front of k and v; with gradient. Kept as they are, so that context
+            which is kept elsewhere anyway takes no memory.
         sink_H: logit of the attention sink of each head; it may require a gradient.
         outputs: where the layer's outputs are kept for recompute; None to keep nothing.
 
@@ -68,23 +71,26 @@ def core_attention(
     server.meter.count(calls=1)
     q_THD, k_TKD, v_TKV = q_THD.contiguous(), k_TKD.contiguous(), v_TKV.contiguous()
     call = Call(route, group, server, outputs)
+    keys = (*(context or (None, None)), k_TKD, v_TKV)
     if not route.exchanges:
-        o_THV = _apply(_Local, call, q_THD, k_TKD, v_TKV, sink_H)
+        o_THV = _apply(_Local, call, q_THD, *keys, sink_H)
         take_turns()  # to the other half, whose messages have had time to travel
         return o_THV
     # In ping-pong, the other half computes while these messages travel.
-    anchor = _apply(_Dispatch, call, q_THD, k_TKD, v_TKV)
+    anchor = _apply(_Dispatch, call, q_THD, *keys)
     take_turns()
     anchor = _apply(_Serve, call, anchor)
     take_turns()
-    return _apply(_Return, call, anchor, q_THD.detach(), k_TKD.detach(), v_TKV.detach(), sink_H)
+    detached = (None if one is None else one.detach() for one in keys)
+    return _apply(_Return, call, anchor, q_THD.detach(), *detached, sink_H)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> torch.Tensor:
-        ctx.call = call
+    def forward(ctx: Any, call: Call, q_THD: torch.Tensor, *keys: torch.Tensor | None) -> torch.Tensor:
+        ctx.call, ctx.context = call, keys[0]
         if call.kept is None:
+            k_TKD, v_TKV = _with_context(*keys)
             call.home = (q_THD, k_TKD, v_TKV)
             call.launch_dispatch(call.route.waves[0], [q_THD], [k_TKD, v_TKV])
         return q_THD.new_zeros(())
@@ -94,7 +100,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         dq_THD, dk_TKD, dv_TKV = call.land_backward(call.last, call.take_grads())
-        return None, dq_THD, dk_TKD.to(dq_THD.dtype), dv_TKV.to(dq_THD.dtype)
+        return None, dq_THD, *_without_context(ctx.context, dk_TKD.to(dq_THD.dtype), dv_TKV.to(dq_THD.dtype))
 
 
 class _Serve(torch.autograd.Function):
@@ -141,11 +147,10 @@ class _Return(torch.autograd.Function):
         call: Call,
         _anchor: torch.Tensor,
         q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKV: torch.Tensor,
-        sink_H: torch.Tensor | None,
+        *keys_and_sink: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.call = call
+        *keys, sink_H = keys_and_sink
         if call.kept is None:
             o_THV, lse_TH = call.take_home()
             call.land(call.last, (o_THV, lse_TH))
@@ -153,20 +158,21 @@ class _Return(torch.autograd.Function):
         else:
             o_THV, lse_TH = (t.detach() for t in call.kept)
             call.kept = None
-        ctx.save_for_backward(q_THD, k_TKD, v_TKV, o_THV, lse_TH, sink_H)
+        ctx.save_for_backward(q_THD, o_THV, lse_TH, sink_H, *keys)
         return o_THV
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
-        q_THD, k_TKD, v_TKV, o_THV, lse_TH, sink_H = ctx.saved_tensors
+        q_THD, o_THV, lse_TH, sink_H, *keys = ctx.saved_tensors
         call.begin_backward()
         # Without it nobody would take what is launched: only the sinks are trained.
         if ctx.needs_input_grad[1]:
-            call.home = (do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
+            call.home = (do_THV.contiguous(), q_THD, o_THV, lse_TH, *_with_context(*keys))
             call.launch_dispatch(call.route.waves[0], call.home[:4], call.home[4:])
-        return None, do_THV.new_zeros(()), None, None, None, _sink_gradient(do_THV, o_THV, lse_TH, sink_H)
+        d_sink_H = _sink_gradient(do_THV, o_THV, lse_TH, sink_H)
+        return None, do_THV.new_zeros(()), None, None, None, None, None, d_sink_H
 
 
 class _Local(torch.autograd.Function):
@@ -175,29 +181,48 @@ class _Local(torch.autograd.Function):
         ctx: Any,
         call: Call,
         q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKV: torch.Tensor,
-        sink_H: torch.Tensor | None,
+        *keys_and_sink: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.call = call
+        *keys, sink_H = keys_and_sink
         if call.kept is None:
-            o_THV, lse_TH = _finish(call, call.server.forward(q_THD, k_TKD, v_TKV, call.route.local), sink_H)
+            o_THV, lse_TH = _finish(call, call.server.forward(q_THD, *_with_context(*keys), call.route.local), sink_H)
         else:
             o_THV, lse_TH = (t.detach() for t in call.kept)
             call.kept = None
-        ctx.save_for_backward(q_THD, k_TKD, v_TKV, o_THV, lse_TH, sink_H)
+        ctx.save_for_backward(q_THD, o_THV, lse_TH, sink_H, *keys)
         return o_THV
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
-        q_THD, k_TKD, v_TKV, o_THV, lse_TH, sink_H = ctx.saved_tensors
+        q_THD, o_THV, lse_TH, sink_H, *keys = ctx.saved_tensors
         call.begin_backward()
-        saved = (do_THV.contiguous(), q_THD, k_TKD, v_TKV, o_THV, lse_TH)
+        saved = (do_THV.contiguous(), q_THD, *_with_context(*keys), o_THV, lse_TH)
         dq_THD, dk_TKD, dv_TKV = call.server.backward(saved, call.route.local)
         d_sink_H = _sink_gradient(do_THV, o_THV, lse_TH, sink_H)
-        return None, dq_THD, dk_TKD.to(k_TKD.dtype), dv_TKV.to(v_TKV.dtype), d_sink_H
+        return None, dq_THD, *_without_context(keys[0], dk_TKD.to(q_THD.dtype), dv_TKV.to(q_THD.dtype)), d_sink_H
+
+
+def _with_context(*keys: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values with their context in front, from (k, v of the context, k, v)."""
+    context_k, context_v, k_TKD, v_TKV = keys
+    if k_TKD is None or v_TKV is None:
+        raise TypeError("k and v are missing")
+    if context_k is None or context_v is None:
+        return k_TKD, v_TKV
+    return torch.cat([context_k, k_TKD]), torch.cat([context_v, v_TKV])
+
+
+def _without_context(
+    context_k: torch.Tensor | None, dk_TKD: torch.Tensor, dv_TKV: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Gradients in the order of `_with_context`."""
+    if context_k is None:
+        return None, None, dk_TKD, dv_TKV
+    tokens = len(context_k)
+    return dk_TKD[:tokens], dv_TKV[:tokens], dk_TKD[tokens:], dv_TKV[tokens:]
 
 
 def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tensor:
