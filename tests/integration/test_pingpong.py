@@ -49,9 +49,9 @@ def configure(**settings: Any) -> None:
     hf_distca.configure(config)
 
 
-def step(rank: int, placement: str, reentrant: bool | None, use_cache: bool) -> tuple[Any, ...]:
+def step(rank: int, placement: str, reentrant: bool | None, use_cache: bool, **settings: Any) -> tuple[Any, ...]:
     """Loss and gradients summed over ranks, logits of this rank's documents, and counts."""
-    configure(kernel="reference")
+    configure(kernel="reference", **settings)
     rows = PLACEMENTS[placement][rank]
     model = model_for(2, "distca", torch.float64)
     if reentrant is not None:
@@ -93,6 +93,29 @@ def test_halves_are_exact(rank_pool: Callable[[int], RankPool], placement: str, 
     assert counts[0][1:] == counts[1][1:] == counts[2][1:]
     # Per layer, two halves; each with a dispatch and a return forward and backward, recomputed or not.
     assert counts[0][1:3] == [2 * 2 * 2, 2 * 2 * 2]
+
+
+def bounded_step(rank: int, reentrant: bool | None, ping_pong: bool, bound: int | None) -> tuple[Any, ...]:
+    return step(rank, "skewed", reentrant, False, ping_pong=ping_pong, max_transient_bytes=bound)
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_a_bound_of_transient_bytes_changes_the_exchanges_and_not_the_numbers(
+    rank_pool: Callable[[int], RankPool], ping_pong: bool
+) -> None:
+    pool = rank_pool(3)
+    loss, _, grads = oracle([0, 3, 1, 2, 4, 5, 6], 2, torch.float64)
+    free = pool(bounded_step, None, ping_pong, None)[0][3]
+    bounded = []
+    for reentrant in (None, False):
+        results = pool(bounded_step, reentrant, ping_pong, 60_000)
+        for total, _, rank_grads, counts, _ in results:
+            bounded.append(counts[1:])
+            assert total == pytest.approx(loss, rel=1e-9)
+            for name, grad in rank_grads.items():
+                assert relative(grad, grads[name]) <= 1e-9, name
+    assert all(counts == bounded[0] for counts in bounded), "waves are as many on every rank, and none is repeated"
+    assert bounded[0][0] > free[1], "there were no waves, so nothing was tested"
 
 
 def whole_step(rank: int, ping_pong: bool, balance: bool = True) -> tuple[Any, ...]:

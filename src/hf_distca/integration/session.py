@@ -137,7 +137,7 @@ class Session:
         context: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens, whose keys `context` is in front of."""
-        tracer = Tracer(self.trace, work.half, work.meter.calls, q_THD.device)
+        tracer = Tracer(self.trace, work.half, work.meter.calls + 1, q_THD.device)
         server = AttentionServer(self._kernel(q_THD, v_TKV, scores), scores, work.meter, tracer)
         group = self.group if work.collective else _ALONE
         outputs = work.outputs.of(module) if module.training else None
