@@ -75,7 +75,14 @@ def _blank(kind: Any, *arguments: Any) -> Any:
 def _run(whole: Callable[..., Any], halves: Halves, args: Any, kwargs: Any) -> Any:
     first, second = (partial(whole, *halves.part(half, args), **halves.part(half, kwargs)) for half in (0, 1))
     device = next(one.device for one in _flat((args, kwargs)) if isinstance(one, torch.Tensor))
-    return halves.join(*run_halves(first, second, device.type))
+    trace = current_session().trace
+    if trace is not None:
+        trace.border(device)
+    output = halves.join(*run_halves(first, second, device.type))
+    grown = next((one for one in _flat((output,)) if isinstance(one, torch.Tensor) and one.requires_grad), None)
+    if trace is not None and grown is not None:
+        grown.register_hook(lambda _: trace.border(device))  # type: ignore[no-untyped-call]
+    return output
 
 
 def _halves_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Halves | None:

@@ -6,7 +6,7 @@ Spans of a rank, forward and backward:
 - ``wait``: the part of it in which nothing else was computed;
 - ``pack``: rows gathered and launched, or unpacked; ``server``: tasks that run, the rank's own and those that arrived;
 - ``linear``: what lies between, which is everything else in the layers. It is counted to the half whose attention ended before
-  it, or else to the one whose attention begins after it, so at the border of two layers it holds work of both.
+  it, or else to the one whose attention begins after it. At the border of two layers that were cut, it is split.
 """
 
 from __future__ import annotations
@@ -65,7 +65,12 @@ class Trace:
 
     def __init__(self) -> None:
         self._open: list[_Open] = []
+        self._borders: list[Mark] = []
         self._origin: Mark | None = None
+
+    def border(self, device: torch.device) -> None:
+        """One layer ends and the next one begins, forward or backward."""
+        self._borders.append(self.mark(device))
 
     def mark(self, device: torch.device) -> Mark:
         """This moment, on the clock of the device."""
@@ -85,7 +90,8 @@ class Trace:
             Span(one.name, self._seconds(one.start), self._seconds(one.end), one.half, one.call, one.backward)
             for one in self._open
         ]
-        return sorted([*spans, *_linear(spans)], key=lambda span: (span.start, -span.end))
+        borders = [self._seconds(mark) for mark in self._borders]
+        return sorted([*spans, *_linear(spans, borders)], key=lambda span: (span.start, -span.end))
 
     @property
     def hidden(self) -> float | None:
@@ -155,13 +161,18 @@ def _now(device: torch.device) -> Mark:
     return event
 
 
-def _linear(spans: Sequence[Span]) -> list[Span]:
+def _linear(spans: Sequence[Span], borders: Sequence[float]) -> list[Span]:
     """The gaps between the spans in which a rank worked on attention or waited for it."""
     busy = sorted((span for span in spans if span.name not in _EXCHANGES), key=lambda span: span.start)
     found = []
     for before, after in itertools.pairwise(busy):
-        if after.start > before.end and after.backward == before.backward:
-            over = before.name == "unpack"
-            half = before.half if over else after.half
-            found.append(Span("linear", before.end, after.start, half, after.call, after.backward))
+        if after.start <= before.end or after.backward != before.backward:
+            continue
+        owner = before if before.name == "unpack" else after
+        border = next((border for border in borders if before.end < border < after.start), None)
+        if border is None:
+            found.append(owner._replace(name="linear", start=before.end, end=after.start))
+        else:
+            found.append(before._replace(name="linear", start=before.end, end=border))
+            found.append(after._replace(name="linear", start=border, end=after.start))
     return found
