@@ -87,7 +87,8 @@ def distca_attention(
     window = sliding_window if handle.window is None else handle.window
     if window not in handle.work:
         sources = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q, "distca_documents": distca_documents}
-        local = handle.local or handle.read_documents(sources, span_ranks=session.config.documents_span_ranks)
+        with session.reporting(module.training, "reading documents"):
+            local = handle.local or handle.read_documents(sources, span_ranks=session.config.documents_span_ranks)
         handle.work[window] = session.work_for(local, query, key, value, training=module.training, window=window)
     work = handle.work[window]
     scores = _scores(query, scaling, work.window, softcap)

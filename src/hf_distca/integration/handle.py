@@ -36,6 +36,7 @@ class Work:
         collective: whether other ranks take part.
         meter: counts what this micro-batch does in this kind of layer.
         outputs: outputs of the layers, for activation checkpointing.
+        name: of the micro-batch, for errors.
     """
 
     route: Route
@@ -44,6 +45,7 @@ class Work:
     collective: bool
     meter: Meter
     outputs: OutputStore = field(default_factory=OutputStore)
+    name: str = "a micro-batch"
 
 
 @dataclass(eq=False)

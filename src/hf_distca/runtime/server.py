@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -26,23 +27,25 @@ class AttentionServer:
         kernel: the attention kernel.
         scores: scale, window and softcap of the layer.
         meter: where kernel seconds are counted.
+        reporting: a context for kernel calls, which tells other ranks of an exception.
     """
 
     kernel: Kernel
     scores: Scores
     meter: Meter
+    reporting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def forward(
         self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o_THV and lse_TH of a batch; zeros in rows that no task covers."""
-        with self.meter.kernel(q_THD.device):
+        with self.reporting(), self.meter.kernel(q_THD.device):
             return self.kernel.forward(q_THD, k_TKD, v_TKV, tasks, self.scores)
 
     def backward(self, saved: Sequence[torch.Tensor], tasks: TaskBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv of a batch from ``(do, q, k, v, o, lse)``."""
         do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH = saved
-        with self.meter.kernel(q_THD.device):
+        with self.reporting(), self.meter.kernel(q_THD.device):
             return self.kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, self.scores)
 
     def serve(
