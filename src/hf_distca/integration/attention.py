@@ -82,7 +82,7 @@ def distca_attention(
     if isinstance(attention_mask, CachedMask):
         scores = _scores(query, scaling, None, softcap)  # the mask has the window already
         return _attend_to_cache(module, query, key, value, attention_mask, scores, sink_H), None
-    handle = _check_handle(module, query, key, attention_mask)
+    handle = _check_handle(module, query, key, value, attention_mask)
     session = current_session()
     window = sliding_window if handle.window is None else handle.window
     if window not in handle.work:
@@ -166,7 +166,11 @@ def _attend_to_cache(
 
 
 def _check_handle(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, handle: AttentionHandle | torch.Tensor | None
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    handle: AttentionHandle | torch.Tensor | None,
 ) -> AttentionHandle:
     name = type(module).__name__
     if handle is None:
@@ -178,6 +182,16 @@ def _check_handle(
         raise UnsupportedError(
             f"{name} got a ready-made attention mask of shape {tuple(handle.shape)}; distca takes documents from position_ids "
             'and padding from a 2-D attention_mask. Leave the mask out, or use attn_implementation="sdpa".'
+        )
+    if (
+        any(tensor.dim() != 4 for tensor in (query, key, value))
+        or query.shape[::2] != (handle.batch_size, handle.length)
+        or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
+        or key.shape[:3] != value.shape[:3]
+    ):
+        raise UnsupportedError(
+            f"{name} got query, key and value of shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)} with "
+            f"the mask of a ({handle.batch_size}, {handle.length}) batch: distca takes (batch, heads, length, width)."
         )
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(f"{name} has {query.shape[2]} query and {key.shape[2]} key positions without a cache.")

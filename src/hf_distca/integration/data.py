@@ -37,11 +37,20 @@ class PackingCollator:
         lengths = tuple(len(tokens) for tokens, _ in documents)
         positions = [position for length in lengths for position in range(length)]
         return {
-            "input_ids": torch.tensor([ids]),
-            "labels": torch.tensor([labels]),
+            "input_ids": _row(ids, "input_ids"),
+            "labels": _row(labels, "labels"),
             "position_ids": torch.tensor([positions]),
             "distca_documents": PackedDocuments(lengths),
         }
+
+
+def _row(numbers: list[int], name: str) -> torch.Tensor:
+    row = torch.tensor([numbers])
+    if row.dim() != 2 or row.dtype != torch.int64:
+        raise LayoutError(
+            f"the {name} of a document must be a flat list of integers; packed, they are {row.dtype} of {row.shape}."
+        )
+    return row
 
 
 def _documents(feature: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:

@@ -70,7 +70,7 @@ class Watch:
         return DistCADesyncError(
             f"rank {own} waited up to {self._timeout_seconds:g} s for ranks {self._ranks} while {doing}, and not all came."
             f"{before} The others: {others}. All ranks were last together when {self.met}. Every rank must run the same number "
-            "of training forwards and backwards through the same layers: look at the logs of the other ranks for one that failed, "
+            "of training forwards and backwards through the same layers: look at the other ranks' logs for one that failed, "
             f"stopped early or is still in another step. ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         )
 
