@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, get_args
 
 from hf_distca.errors import ConfigError
@@ -70,6 +71,10 @@ class DistCAConfig:
             optional = name == "max_transient_bytes" and value is None
             if not optional and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ConfigError(f"{name}={value!r} must be a whole number.")
+        for name in ("tolerance", "min_gain", "timeout_seconds"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ConfigError(f"{name}={value!r} must be a number.")
         if not 0.0 <= self.tolerance < 1.0:
             raise ConfigError(f"tolerance={self.tolerance} must be in [0, 1): it is a fraction of the mean, 0.01 is usual.")
         if not 0.0 <= self.min_gain < 1.0:

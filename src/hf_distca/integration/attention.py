@@ -85,6 +85,10 @@ def distca_attention(
     handle = _check_handle(module, query, key, value, attention_mask)
     session = current_session()
     window = sliding_window if handle.window is None else handle.window
+    if window is not None and not _is_window(window):
+        raise UnsupportedError(
+            f"{type(module).__name__} passes sliding_window={window!r}: it must be a whole number of keys >= 1."
+        )
     if window not in handle.work:
         sources = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q, "distca_documents": distca_documents}
         with session.reporting(module.training, "reading documents"):
@@ -93,6 +97,10 @@ def distca_attention(
     work = handle.work[window]
     scores = _scores(query, scaling, work.window, softcap)
     return _run(session, handle, work, module, query, key, value, scores, sink_H), None
+
+
+def _is_window(window: object) -> bool:
+    return isinstance(window, int) and not isinstance(window, bool) and window >= 1
 
 
 def _scores(query: torch.Tensor, scaling: float | None, window: int | None, softcap: float | None) -> Scores:
@@ -188,6 +196,7 @@ def _check_handle(
         or query.shape[::2] != (handle.batch_size, handle.length)
         or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
         or key.shape[:3] != value.shape[:3]
+        or not 0 < key.shape[1] <= query.shape[1]
     ):
         raise UnsupportedError(
             f"{name} got query, key and value of shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)} with "

@@ -45,7 +45,10 @@ class PackingCollator:
 
 
 def _row(numbers: list[int], name: str) -> torch.Tensor:
-    row = torch.tensor([numbers])
+    try:
+        row = torch.tensor([numbers])
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise LayoutError(f"the {name} of a document must be a flat list of integers ({error}).") from error
     if row.dim() != 2 or row.dtype != torch.int64:
         raise LayoutError(
             f"the {name} of a document must be a flat list of integers; packed, they are {row.dtype} of {row.shape}."
@@ -55,6 +58,8 @@ def _row(numbers: list[int], name: str) -> torch.Tensor:
 
 def _documents(feature: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
     """The (tokens, labels) of a feature's documents."""
+    if not isinstance(feature, Mapping):
+        raise LayoutError(f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or 'documents'.")
     if "documents" in feature:
         return [(list(tokens), list(tokens)) for tokens in feature["documents"]]
     if "input_ids" not in feature:

@@ -126,6 +126,8 @@ def read_documents(
         UnsupportedError: if there are several position axes.
     """
     total = batch_size * length
+    if packed is not None and not isinstance(packed, PackedDocuments):
+        raise LayoutError(f"distca_documents is of {type(packed)}: put a PackedDocuments into the batch.")
     if padding is not None and (padding.shape != (batch_size, length) or padding.dtype != torch.bool):
         raise LayoutError(
             f"a padding mask of shape {tuple(padding.shape)} and {padding.dtype} for a ({batch_size}, {length}) batch: "

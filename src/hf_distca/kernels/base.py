@@ -34,6 +34,8 @@ class Scores:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
+        if not 0 < self.scale < math.inf:  # kernels mask before they scale: -inf * 0 is NaN
+            raise KernelError(f"The scale of the scores must be finite and positive, got {self.scale}.")
         if self.window is not None and self.window < 1:
             raise KernelError(f"A window of {self.window} keys leaves nothing to attend to; it counts the row's own position.")
         if self.softcap is not None and not 0 < self.softcap < math.inf:
