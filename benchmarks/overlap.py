@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 import hf_distca
 from hf_distca.integration.session import current_session
+from hf_distca.runtime.channel import Channel, Transfer
 from machine import describe
 from step_time import RANKS, batch_of, model_of
 
@@ -39,11 +40,11 @@ MODES = ("unbalanced", "single-stream", "ping-pong", "no communication")
 class Late:
     """A message that arrives no earlier than `seconds` after its launch."""
 
-    def __init__(self, work: dist.Work, seconds: float) -> None:
-        self.work, self.earliest = work, time.perf_counter() + seconds
+    def __init__(self, transfer: Transfer, seconds: float) -> None:
+        self.transfer, self.earliest = transfer, time.perf_counter() + seconds
 
     def wait(self) -> None:
-        self.work.wait()
+        self.transfer.wait()
         time.sleep(max(0.0, self.earliest - time.perf_counter()))
 
 
@@ -56,16 +57,16 @@ class Never:
 
 @contextmanager
 def exchanges(seconds: float | None) -> Iterator[None]:
-    """Let every all-to-all take `seconds` at least, or send nothing if None."""
-    original = dist.all_to_all_single
+    """Let every exchange take `seconds` at least, or send nothing if None."""
+    original = Channel.start
 
-    def call(received: torch.Tensor, *args: Any, **kwargs: Any) -> Late | Never:
+    def start(channel: Channel, received: torch.Tensor, *args: Any) -> Late | Never:
         if seconds is None:
             received.zero_()
             return Never()
-        return Late(original(received, *args, **kwargs), seconds)
+        return Late(original(channel, received, *args), seconds)
 
-    with patch.object(dist, "all_to_all_single", call):
+    with patch.object(Channel, "start", start):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, get_args
 
 from hf_distca.errors import ConfigError
@@ -12,6 +13,7 @@ __all__ = ["CostSource", "DistCAConfig", "KernelName"]
 
 KernelName = Literal["auto", "reference", "cpu", "cuda", "flash_attn"]
 CostSource = Literal["analytic", "calibrated"]
+_LONGEST_TIMEOUT = 366 * 86400.0  # seconds; what torch adds to it must fit in its clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,18 @@ class DistCAConfig:
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
+        for name in ("balance", "documents_span_ranks", "balance_evaluation", "ping_pong"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
+        for name in ("tile", "max_transient_bytes"):
+            value: object = getattr(self, name)
+            optional = name == "max_transient_bytes" and value is None
+            if not optional and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f"{name}={value!r} must be a whole number.")
+        for name in ("tolerance", "min_gain", "timeout_seconds"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ConfigError(f"{name}={value!r} must be a number.")
         if not 0.0 <= self.tolerance < 1.0:
             raise ConfigError(f"tolerance={self.tolerance} must be in [0, 1): it is a fraction of the mean, 0.01 is usual.")
         if not 0.0 <= self.min_gain < 1.0:
@@ -69,8 +83,8 @@ class DistCAConfig:
             raise ConfigError(f"tile={self.tile} must be at least 1; flash-attention kernels use 128.")
         if self.max_transient_bytes is not None and self.max_transient_bytes < 1:
             raise ConfigError(f"max_transient_bytes={self.max_transient_bytes} must be at least 1, or None for no bound.")
-        if self.timeout_seconds <= 0:
-            raise ConfigError(f"timeout_seconds={self.timeout_seconds} must be positive.")
+        if not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:
+            raise ConfigError(f"timeout_seconds={self.timeout_seconds} must be in (0, {_LONGEST_TIMEOUT:g}], a year.")
         _check_choice("kernel", self.kernel, get_args(KernelName))
         if not isinstance(self.cost_model, CostModel):
             _check_choice("cost_model", self.cost_model, get_args(CostSource))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
+from hf_distca.runtime.channel import Channel
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 LAYERS = 4
@@ -60,7 +61,7 @@ def micro_batch(number: int) -> dict[str, Any]:
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Names of the collectives of torch.distributed that Python code calls inside."""
+    """Names of the collectives of torch.distributed that Python code calls inside, and exchanges of core attention."""
     names: list[str] = []
 
     def spy(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,8 +71,9 @@ def recorded() -> Iterator[list[str]]:
 
         return call
 
-    collectives = ("all_to_all_single", "all_to_all", "all_gather", "all_reduce", "broadcast", "barrier")
+    collectives = ("all_gather", "all_reduce", "broadcast", "barrier")
     patches = [patch.object(dist, name, spy(name, getattr(dist, name))) for name in collectives]
+    patches.append(patch.object(Channel, "start", spy("exchange", Channel.start)))
     for one in patches:
         one.start()
     try:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_distca
 from hf_distca.integration.session import current_session
 from hf_distca.kernels import Scores
+from hf_distca.runtime.channel import Channel
 from ranks import RankPool
 
 LAYERS = 2
@@ -24,7 +25,7 @@ LAYERS = 2
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Names of the collectives that are called inside."""
+    """Names of the collectives that are called inside, and exchanges of core attention."""
     names: list[str] = []
 
     def spy(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,8 +36,6 @@ def recorded() -> Iterator[list[str]]:
         return call
 
     collectives = (
-        "all_to_all_single",
-        "all_to_all",
         "all_gather",
         "all_gather_into_tensor",
         "all_reduce",
@@ -44,6 +43,7 @@ def recorded() -> Iterator[list[str]]:
         "barrier",
     )
     patches = [patch.object(dist, name, spy(name, getattr(dist, name))) for name in collectives]
+    patches.append(patch.object(Channel, "start", spy("exchange", Channel.start)))
     for one in patches:
         one.start()
     try:
@@ -77,7 +77,7 @@ def test_one_dispatch_and_one_return_per_layer_and_direction(rank_pool: Callable
     results = rank_pool(world)(step, True, False, None)
     names = results[0][0]
     assert all(result[0] == names for result in results), "ranks call collectives in different orders"
-    assert Counter(names) == {"all_gather": 2, "all_to_all_single": 2 * 2 * LAYERS}
+    assert Counter(names) == {"all_gather": 2, "exchange": 2 * 2 * LAYERS}
     assert names[:2] == ["all_gather"] * 2, "planning comes first, once"
     assert all(result[1][:2] == [2 * LAYERS, 2 * LAYERS] for result in results)
     assert sum(result[1][2] for result in results) > 0

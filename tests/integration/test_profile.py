@@ -20,6 +20,7 @@ from test_pingpong import PLACEMENTS, batch_of, configure
 
 import hf_distca
 from hf_distca.integration import session
+from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Span
 from hf_distca.schedule.plan import Plan
@@ -46,14 +47,14 @@ class Slow(torch.autograd.Function):
 @contextmanager
 def deliberate_times() -> Iterator[None]:
     """Exchanges take `DELAY`, tasks `PHASE`, whatever the machine does. Each rank's tasks all go to its neighbour."""
-    all_to_all = dist.all_to_all_single
+    start = Channel.start
 
     class Late:
-        def __init__(self, work: dist.Work) -> None:
-            self.work, self.earliest = work, time.perf_counter() + DELAY
+        def __init__(self, transfer: Transfer) -> None:
+            self.transfer, self.earliest = transfer, time.perf_counter() + DELAY
 
         def wait(self) -> None:
-            self.work.wait()
+            self.transfer.wait()
             time.sleep(max(0.0, self.earliest - time.perf_counter()))
 
     def slow(name: str) -> Callable[..., Any]:
@@ -73,7 +74,7 @@ def deliberate_times() -> Iterator[None]:
         return Plan(layout, local.document, local.start, local.end, local.home, server)
 
     with (
-        patch.object(dist, "all_to_all_single", lambda *args, **kwargs: Late(all_to_all(*args, **kwargs))),
+        patch.object(Channel, "start", lambda *args: Late(start(*args))),
         patch.object(AttentionServer, "forward", slow("forward")),
         patch.object(AttentionServer, "backward", slow("backward")),
         patch.object(session, "balance", swapped),

@@ -82,16 +82,25 @@ def distca_attention(
     if isinstance(attention_mask, CachedMask):
         scores = _scores(query, scaling, None, softcap)  # the mask has the window already
         return _attend_to_cache(module, query, key, value, attention_mask, scores, sink_H), None
-    handle = _check_handle(module, query, key, attention_mask)
+    handle = _check_handle(module, query, key, value, attention_mask)
     session = current_session()
     window = sliding_window if handle.window is None else handle.window
+    if window is not None and not _is_window(window):
+        raise UnsupportedError(
+            f"{type(module).__name__} passes sliding_window={window!r}: it must be a whole number of keys >= 1."
+        )
     if window not in handle.work:
         sources = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q, "distca_documents": distca_documents}
-        local = handle.local or handle.read_documents(sources, span_ranks=session.config.documents_span_ranks)
+        with session.reporting(module.training, "reading documents"):
+            local = handle.local or handle.read_documents(sources, span_ranks=session.config.documents_span_ranks)
         handle.work[window] = session.work_for(local, query, key, value, training=module.training, window=window)
     work = handle.work[window]
     scores = _scores(query, scaling, work.window, softcap)
     return _run(session, handle, work, module, query, key, value, scores, sink_H), None
+
+
+def _is_window(window: object) -> bool:
+    return isinstance(window, int) and not isinstance(window, bool) and window >= 1
 
 
 def _scores(query: torch.Tensor, scaling: float | None, window: int | None, softcap: float | None) -> Scores:
@@ -164,7 +173,11 @@ def _attend_to_cache(
 
 
 def _check_handle(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, handle: AttentionHandle | torch.Tensor | None
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    handle: AttentionHandle | torch.Tensor | None,
 ) -> AttentionHandle:
     name = type(module).__name__
     if handle is None:
@@ -176,6 +189,17 @@ def _check_handle(
         raise UnsupportedError(
             f"{name} got a ready-made attention mask of shape {tuple(handle.shape)}; distca takes documents from position_ids "
             'and padding from a 2-D attention_mask. Leave the mask out, or use attn_implementation="sdpa".'
+        )
+    if (
+        any(tensor.dim() != 4 for tensor in (query, key, value))
+        or query.shape[::2] != (handle.batch_size, handle.length)
+        or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
+        or key.shape[:3] != value.shape[:3]
+        or not 0 < key.shape[1] <= query.shape[1]
+    ):
+        raise UnsupportedError(
+            f"{name} got query, key and value of shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)} with "
+            f"the mask of a ({handle.batch_size}, {handle.length}) batch: distca takes (batch, heads, length, width)."
         )
     if query.shape[2] != key.shape[2]:
         raise UnsupportedError(f"{name} has {query.shape[2]} query and {key.shape[2]} key positions without a cache.")

@@ -37,15 +37,29 @@ class PackingCollator:
         lengths = tuple(len(tokens) for tokens, _ in documents)
         positions = [position for length in lengths for position in range(length)]
         return {
-            "input_ids": torch.tensor([ids]),
-            "labels": torch.tensor([labels]),
+            "input_ids": _row(ids, "input_ids"),
+            "labels": _row(labels, "labels"),
             "position_ids": torch.tensor([positions]),
             "distca_documents": PackedDocuments(lengths),
         }
 
 
+def _row(numbers: list[int], name: str) -> torch.Tensor:
+    try:
+        row = torch.tensor([numbers])
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise LayoutError(f"the {name} of a document must be a flat list of integers ({error}).") from error
+    if row.dim() != 2 or row.dtype != torch.int64:
+        raise LayoutError(
+            f"the {name} of a document must be a flat list of integers; packed, they are {row.dtype} of {row.shape}."
+        )
+    return row
+
+
 def _documents(feature: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
     """The (tokens, labels) of a feature's documents."""
+    if not isinstance(feature, Mapping):
+        raise LayoutError(f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or 'documents'.")
     if "documents" in feature:
         return [(list(tokens), list(tokens)) for tokens in feature["documents"]]
     if "input_ids" not in feature:

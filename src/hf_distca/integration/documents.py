@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.schedule.layout import IntArray, lengths_from_cu_seqlens
+from hf_distca.schedule.layout import IntArray, as_integers, lengths_from_cu_seqlens
 
 __all__ = ["LocalDocuments", "PackedDocuments", "read_documents"]
 
@@ -23,6 +23,9 @@ class PackedDocuments:
         lengths: tokens of each document (or of each part of one) in token order.
         starts: first document position of each, if documents span ranks; else None.
         documents: a number of each document that is the same on all ranks, if documents span ranks; else None.
+
+    Raises:
+        LayoutError: if a number is no whole number or negative, or if there are not as many of each.
     """
 
     lengths: tuple[int, ...]
@@ -30,9 +33,24 @@ class PackedDocuments:
     documents: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("lengths", "starts", "documents"):
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _counts(values, name))
         spans = (self.starts, self.documents)
         if (self.starts is None) != (self.documents is None) or any(s and len(s) != len(self.lengths) for s in spans):
             raise LayoutError(f"{self}: give starts and documents for each of the lengths, or neither.")
+
+
+# Positions stay small enough to be added and multiplied.
+_LARGEST = {"lengths": 2**48, "starts": 2**48, "documents": 2**63 - 1}
+
+
+def _counts(values: tuple[int, ...], name: str) -> tuple[int, ...]:
+    counts: list[int] = as_integers(values, f"{name} of PackedDocuments").tolist()
+    for at, count in enumerate(counts):
+        if not 0 <= count <= _LARGEST[name]:
+            raise LayoutError(f"{name}[{at}] of PackedDocuments is {count}: it must be in 0..{_LARGEST[name]}.")
+    return tuple(counts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +120,19 @@ def read_documents(
 
     The first of `packed`, `cu_seq_lens` and `position_ids` that is given decides; without any, each row is one document.
     `padding` is a (batch_size, length) bool mask, true for tokens. Copies from the device at most once.
+
+    Raises:
+        LayoutError: if what is given describes no documents, or not those of such a batch.
+        UnsupportedError: if there are several position axes.
     """
     total = batch_size * length
+    if packed is not None and not isinstance(packed, PackedDocuments):
+        raise LayoutError(f"distca_documents is of {type(packed)}: put a PackedDocuments into the batch.")
+    if padding is not None and (padding.shape != (batch_size, length) or padding.dtype != torch.bool):
+        raise LayoutError(
+            f"a padding mask of shape {tuple(padding.shape)} and {padding.dtype} for a ({batch_size}, {length}) batch: "
+            "attention_mask must be 1 for tokens and 0 for padding, one number for each token."
+        )
     if packed is not None or (cu_seq_lens is not None and not span_ranks):
         local = _from_lengths(packed, cu_seq_lens)
         if padding is None or bool(padding.all()):
@@ -118,12 +147,24 @@ def read_documents(
 
 def _from_lengths(packed: PackedDocuments | None, cu_seq_lens: torch.Tensor | None) -> LocalDocuments:
     if packed is None:
-        lengths = lengths_from_cu_seqlens([] if cu_seq_lens is None else cu_seq_lens.tolist())
+        lengths = [] if cu_seq_lens is None else _from_bounds(cu_seq_lens)
         packed = PackedDocuments(tuple(lengths))
     count = len(packed.lengths)
     documents, starts = packed.documents or (-1,) * count, packed.starts or (0,) * count
     rows = np.array([documents, starts, packed.lengths], dtype=np.int64).reshape(3, count).T
     return LocalDocuments(rows[rows[:, 2] > 0], None, packed.documents is not None)
+
+
+def _from_bounds(cu_seq_lens: torch.Tensor) -> list[int]:
+    if cu_seq_lens.dim() != 1 or not _whole(cu_seq_lens):
+        raise LayoutError(
+            f"cu_seq_lens_q has shape {tuple(cu_seq_lens.shape)} and {cu_seq_lens.dtype}: it must be a flat tensor of integers."
+        )
+    return lengths_from_cu_seqlens(cu_seq_lens.tolist())
+
+
+def _whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _from_positions(
@@ -157,6 +198,8 @@ def _on_host(
             f"position_ids of shape {tuple(position_ids.shape)} for a ({batch_size}, {length}) batch: distca reads documents "
             "from (1 or batch, length) positions. For models with several position axes put PackedDocuments in the batch."
         )
+    if not _whole(position_ids):
+        raise LayoutError(f"position_ids are {position_ids.dtype}: positions are integers.")
     rows = position_ids.expand(batch_size, length)
     if padding is None:
         return rows.reshape(-1).cpu().numpy().astype(np.int64), None

@@ -37,6 +37,7 @@ class Work:
         meter: counts what this micro-batch does in this kind of layer.
         half: 0 if the batch is whole, 1 and 2 for its nano-batches.
         outputs: outputs of the layers, for activation checkpointing.
+        name: of the micro-batch, for errors.
     """
 
     route: Route
@@ -46,6 +47,7 @@ class Work:
     meter: Meter
     half: int = 0
     outputs: OutputStore = field(default_factory=OutputStore)
+    name: str = "a micro-batch"
 
 
 @dataclass(eq=False)

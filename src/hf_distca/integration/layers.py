@@ -101,7 +101,8 @@ def _halves_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Ha
     if not (session.config.ping_pong and session.takes_part(layer.training)) or handle.local is not None:
         return None
     if handle.halves is None:
-        local = handle.read_documents(kwargs, span_ranks=session.config.documents_span_ranks)
+        with session.reporting(layer.training, "reading documents"):
+            local = handle.read_documents(kwargs, span_ranks=session.config.documents_span_ranks)
         if local.spans:
             _warn_of_spans()
             return None

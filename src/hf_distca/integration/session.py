@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import DistCADesyncError, UnsupportedError
+from hf_distca.errors import DistCADesyncError, LayoutError, UnsupportedError
 from hf_distca.integration.documents import LocalDocuments
 from hf_distca.integration.handle import Work
 from hf_distca.integration.history import History, Micro
@@ -42,8 +42,8 @@ from hf_distca.schedule.waves import Waves
 __all__ = ["Session", "attention_seconds", "balancing", "configure", "current_session"]
 
 # What a rank announces in front of its documents.
-_COUNT, _AGREEMENT, _SPANS, _HALF, _CONTEXT, _NANOSECONDS, _BYTES = range(7)
-_HEADER = 7
+_COUNT, _AGREEMENT, _SPANS, _HALF, _EXCHANGES, _CONTEXT, _NANOSECONDS, _BYTES = range(8)
+_HEADER = 8
 _ALONE = AttentionGroup()
 
 
@@ -110,7 +110,8 @@ class Session:
             window = _effective(window, layout)
             return Work(Route.build(Plan.local(layout, window), 0, device), keep, window, False, Meter(self.meter))
         started = time.perf_counter()
-        cost = self._cost(query, key, value, window)
+        with self.group.reporting(f"measuring costs for micro-batch {self._planned + 1}"):
+            cost = self._cost(query, key, value, window)
         announced = self._announce(local, cost)
         contexts = [int(row[_CONTEXT]) for row in announced]
         layout = _layout([row[_HEADER:].reshape(-1, 3) for row in announced], contexts, spans=local.spans)
@@ -123,7 +124,8 @@ class Session:
         micro, meter = Micro.of(plan, cost, (time.perf_counter() - started) * 1e3), Meter(self.meter)
         self.history.planned(micro)
         self._last[window, local.chunk, local.half] = micro, meter
-        return Work(route, keep, _effective(window, layout), True, meter, local.half)
+        name = f"micro-batch {self._planned}" + (f", nano-batch {local.half}" if local.half else "")
+        return Work(route, keep, _effective(window, layout), True, meter, local.half, name=name)
 
     def attend(
         self,
@@ -137,21 +139,38 @@ class Session:
         context: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens, whose keys `context` is in front of."""
-        tracer = Tracer(self.trace, work.half, work.meter.calls + 1, q_THD.device)
-        server = AttentionServer(self._kernel(q_THD, v_TKV, scores), scores, work.meter, tracer)
         group = self.group if work.collective else _ALONE
+        place = f"layer {getattr(module, 'layer_idx', work.meter.calls)} of {work.name}"
+        if group.data is not None:
+            group = replace(group, data=group.data.at(place, 2 * len(work.route.waves)))
+        reporting = partial(group.reporting, f"computing {place}")
         outputs = work.outputs.of(module) if module.training else None
-        return core_attention(
-            q_THD,
-            k_TKD,
-            v_TKV,
-            route=work.route,
-            group=group,
-            server=server,
-            context=context,
-            sink_H=sink_H,
-            outputs=outputs,
-        )
+        tracer = Tracer(self.trace, work.half, work.meter.calls + 1, q_THD.device)
+        with reporting():
+            server = AttentionServer(self._kernel(q_THD, v_TKV, scores), scores, work.meter, tracer, reporting)
+            return core_attention(
+                q_THD,
+                k_TKD,
+                v_TKV,
+                route=work.route,
+                group=group,
+                server=server,
+                context=context,
+                sink_H=sink_H,
+                outputs=outputs,
+            )
+
+    @contextmanager
+    def reporting(self, training: bool, doing: str) -> Iterator[None]:
+        """Name this rank in what is wrong with its batch, and tell the ranks that would wait for it."""
+        group = self.group if self.takes_part(training) else _ALONE
+        try:
+            with group.reporting(f"{doing} for micro-batch {self._planned + 1}"):
+                yield
+        except (LayoutError, UnsupportedError) as error:
+            if group.size == 1:
+                raise
+            raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
 
     def _kernel(self, query: torch.Tensor, value: torch.Tensor, scores: Scores) -> Kernel:
         return select_kernel(self.config.kernel, query.device, query.dtype, query.shape[-1], value.shape[-1], scores)
@@ -177,6 +196,7 @@ class Session:
         header = np.zeros(_HEADER, dtype=np.int64)
         header[_COUNT] = self._planned
         header[_AGREEMENT] = _fingerprint(self.config, cost)
+        header[_EXCHANGES] = self.meter.dispatches + self.meter.returns
         header[_SPANS], header[_HALF], header[_CONTEXT] = local.spans, local.half, local.context > 0
         last = self._last.get((cost.window, local.chunk, local.half))
         if last is not None:
@@ -190,6 +210,7 @@ class Session:
             (_AGREEMENT, "settings (DistCAConfig, attention heads and widths, version)", "give every rank the same ones"),
             (_SPANS, "ways of giving documents", "use the same collator on every rank"),
             (_HALF, "nano-batches (0 is a whole batch)", "give every rank the same model"),
+            (_EXCHANGES, "numbers of exchanges up to here", "run the same layers forward and backward on every rank"),
         ):
             self._compare(heads[:, column], what, remedy)
         if last is not None:

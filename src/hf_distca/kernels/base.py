@@ -6,6 +6,7 @@ Shape suffixes: T tokens (query rows or keys of a pool), H query heads, K key/va
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,10 +34,14 @@ class Scores:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
+        if not 0 < self.scale < math.inf:  # kernels mask before they scale: -inf * 0 is NaN
+            raise KernelError(f"The scale of the scores must be finite and positive, got {self.scale}.")
         if self.window is not None and self.window < 1:
             raise KernelError(f"A window of {self.window} keys leaves nothing to attend to; it counts the row's own position.")
-        if self.softcap is not None and not self.softcap > 0:
-            raise KernelError(f"softcap divides the scores and must be positive, got {self.softcap}; None switches it off.")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise KernelError(
+                f"softcap divides the scores and must be finite and positive, got {self.softcap}; None switches it off."
+            )
 
     def window_within(self, keys: int) -> int | None:
         """The window if it hides any of `keys` keys from the last of their rows, else None."""

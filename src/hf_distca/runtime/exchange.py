@@ -15,8 +15,8 @@ from functools import cached_property
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 
+from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.runtime.trace import Mark, Tracer
 
 __all__ = ["Part", "Pending", "Rows", "launch"]
@@ -64,8 +64,8 @@ class Part:
 class Pending:
     """An exchange under way. Holds what it sends and receives until it is waited for, and nothing afterwards."""
 
-    def __init__(self, work: dist.Work | None, parts: Sequence[Part], sent: torch.Tensor, received: torch.Tensor) -> None:
-        self._work, self._buffers = work, (sent, received)
+    def __init__(self, transfer: Transfer | None, parts: Sequence[Part], sent: torch.Tensor, received: torch.Tensor) -> None:
+        self._transfer, self._buffers = transfer, (sent, received)
         self._watch: tuple[Tracer, str, Mark | None] | None = None
         # Dtypes and row shapes are all that is needed of the parts: what was packed may go.
         self._parts = [Part(part.tensor.new_empty((0, *part.tensor.shape[1:])), part.rows) for part in parts]
@@ -80,14 +80,14 @@ class Pending:
         On CUDA only the current stream waits, not the host.
         """
         waiting = None if self._watch is None else self._watch[0].now()
-        if self._work is not None:
-            self._work.wait()
+        if self._transfer is not None:
+            self._transfer.wait()
         if self._watch is not None:
             tracer, name, launched = self._watch
             tracer.since(waiting, "wait")
             tracer.since(launched, name)
         _, received = self._buffers
-        del self._work, self._buffers
+        del self._transfer, self._buffers
         return _unpack(self._parts, received)
 
     def wait(self) -> list[torch.Tensor]:
@@ -95,8 +95,8 @@ class Pending:
         return [_joined(found, part.tensor) for found, part in zip(self.sections(), self._parts, strict=True)]
 
 
-def launch(group: dist.ProcessGroup | None, parts: Sequence[Part]) -> Pending:
-    """Start an exchange. Every rank of `group` must launch the same exchanges in the same order; None is a group of one.
+def launch(channel: Channel | None, parts: Sequence[Part]) -> Pending:
+    """Start an exchange. Every rank of the channel must launch the same exchanges in the same order; None is a group of one.
 
     The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive nothing.
     """
@@ -105,10 +105,9 @@ def launch(group: dist.ProcessGroup | None, parts: Sequence[Part]) -> Pending:
     receive_bytes = _message_bytes(parts, [part.rows.receive for part in parts])
     sent = _pack(parts, send_bytes)
     received = torch.empty(sum(receive_bytes), dtype=torch.uint8, device=device)
-    if group is None:
+    if channel is None:
         return Pending(None, parts, sent, received.copy_(sent))
-    work = dist.all_to_all_single(received, sent, receive_bytes, send_bytes, group=group, async_op=True)
-    return Pending(work, parts, sent, received)
+    return Pending(channel.start(received, sent, receive_bytes, send_bytes), parts, sent, received)
 
 
 def _padded(size: int) -> int:

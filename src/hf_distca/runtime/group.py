@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hf_distca.errors import ConfigError, DistCADesyncError
+from hf_distca.runtime.channel import Channel
+from hf_distca.runtime.watch import Watch, patience
 from hf_distca.schedule.layout import IntArray
 
 __all__ = ["AttentionGroup"]
@@ -27,13 +30,15 @@ class AttentionGroup:
         rank: this process.
         data: communicator of dispatch and return, None in a group of one.
         control: gloo communicator on which layouts travel, None in a group of one.
-        timeout_seconds: how long a rank waits for the others on `control`.
+        watch: tells the others when this rank gives up, None in a group of one.
+        timeout_seconds: how long a rank waits for the others.
     """
 
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
-    data: dist.ProcessGroup | None = None
+    data: Channel | None = None
     control: dist.ProcessGroup | None = None
+    watch: Watch | None = None
     timeout_seconds: float = 600.0
 
     @property
@@ -56,12 +61,23 @@ class AttentionGroup:
             raise ConfigError(f"rank {own} is not in its attention group {ranks}: pass each rank the group it belongs to.")
         if len(ranks) == 1:
             return cls(ranks, 0, timeout_seconds=timeout_seconds)
-        timeout = datetime.timedelta(seconds=timeout_seconds)
+        timeout = datetime.timedelta(seconds=timeout_seconds - patience(timeout_seconds))
         backend = dist.get_backend(members)
         # Local synchronization: only members take part, so groups of different ranks may be built at different times.
-        data = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, group_desc="distca-data")
-        control = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc="distca-control")
-        return cls(ranks, ranks.index(own), data, control, timeout_seconds)
+        try:
+            data = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, group_desc="distca-data")
+            control = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc="distca-control")
+        except RuntimeError as error:
+            raise DistCADesyncError(
+                f"rank {own} waited up to {timeout_seconds:g} s for ranks {ranks} while making their attention group, and not "
+                f"all came ({error}). Every rank must run a training forward: look at the logs of the other ranks."
+            ) from error
+        watch = Watch(ranks, ranks.index(own), timeout_seconds, (data, control))
+        return cls(ranks, ranks.index(own), Channel(data, watch, timeout_seconds), control, watch, timeout_seconds)
+
+    def reporting(self, doing: str) -> AbstractContextManager[None]:
+        """A context that tells the other ranks of an exception inside, so that they do not wait for this one."""
+        return nullcontext() if self.watch is None else self.watch.reporting(doing)
 
     def gather(self, row: IntArray, *, doing: str) -> list[IntArray]:
         """One row of integers from every rank, in rank order. Rows may differ in length.
@@ -69,27 +85,31 @@ class AttentionGroup:
         Args:
             row: flat int64 array.
             doing: what the ranks are doing, for the error if one of them does not come.
+
+        Raises:
+            DistCADesyncError: if not every rank comes in time.
         """
-        if self.control is None:
+        if self.control is None or self.watch is None:
             return [row]
-        first = self._gather_fixed(np.concatenate([[len(row)], row])[: _CAPACITY + 1], _CAPACITY + 1, doing)
+        try:
+            rows = self._gather_rows(row, self.control)
+        except RuntimeError as error:
+            raise self.watch.give_up(doing, error) from error
+        self.watch.met = doing
+        return rows
+
+    def _gather_rows(self, row: IntArray, control: dist.ProcessGroup) -> list[IntArray]:
+        first = self._gather_fixed(np.concatenate([[len(row)], row])[: _CAPACITY + 1], _CAPACITY + 1, control)
         longest = int(first[:, 0].max())
         rows = first[:, 1:]
         if longest > _CAPACITY:
-            rest = self._gather_fixed(row[_CAPACITY:], longest - _CAPACITY, doing)
+            rest = self._gather_fixed(row[_CAPACITY:], longest - _CAPACITY, control)
             rows = np.concatenate([rows, rest], axis=1)
         return [rows[r, : first[r, 0]] for r in range(self.size)]
 
-    def _gather_fixed(self, row: IntArray, width: int, doing: str) -> IntArray:
+    def _gather_fixed(self, row: IntArray, width: int, control: dist.ProcessGroup) -> IntArray:
         padded = torch.zeros(width, dtype=torch.int64)
         padded[: len(row)] = torch.from_numpy(np.ascontiguousarray(row))
         rows = torch.empty(self.size, width, dtype=torch.int64)
-        try:
-            dist.all_gather(list(rows.unbind()), padded, group=self.control)
-        except RuntimeError as error:
-            raise DistCADesyncError(
-                f"rank {self.ranks[self.rank]} waited up to {self.timeout_seconds:g} s for ranks {self.ranks} while {doing}, "
-                f"and not all came ({error}). Every rank must run the same number of training forwards: look at the "
-                "logs of the other ranks for one that failed, stopped early or is still in another step."
-            ) from error
+        dist.all_gather(list(rows.unbind()), padded, group=control)
         return rows.numpy()

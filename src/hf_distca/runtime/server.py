@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -28,24 +29,26 @@ class AttentionServer:
         scores: scale, window and softcap of the layer.
         meter: where kernel seconds are counted.
         tracer: records when tasks run.
+        reporting: a context for kernel calls, which tells other ranks of an exception.
     """
 
     kernel: Kernel
     scores: Scores
     meter: Meter
     tracer: Tracer = field(default_factory=Tracer)
+    reporting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def forward(
         self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """o_THV and lse_TH of a batch; zeros in rows that no task covers."""
-        with self.meter.kernel(q_THD.device), self.tracer.span("server"):
+        with self.reporting(), self.meter.kernel(q_THD.device), self.tracer.span("server"):
             return self.kernel.forward(q_THD, k_TKD, v_TKV, tasks, self.scores)
 
     def backward(self, saved: Sequence[torch.Tensor], tasks: TaskBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv of a batch from ``(do, q, k, v, o, lse)``."""
         do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH = saved
-        with self.meter.kernel(q_THD.device), self.tracer.span("server"):
+        with self.reporting(), self.meter.kernel(q_THD.device), self.tracer.span("server"):
             return self.kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, self.scores)
 
     def serve(

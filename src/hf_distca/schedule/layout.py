@@ -15,11 +15,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.errors import LayoutError
+from hf_distca.errors import DistCAError, LayoutError
 
-__all__ = ["IntArray", "Layout", "Segment", "documents_from_positions", "lengths_from_cu_seqlens"]
+__all__ = ["IntArray", "Layout", "Segment", "as_integers", "documents_from_positions", "lengths_from_cu_seqlens"]
 
 IntArray = npt.NDArray[np.int64]
+_LARGEST = 2**48  # position: sums and products of what is larger may not fit in 64 bits
 
 
 class Segment(NamedTuple):
@@ -71,15 +72,15 @@ class Layout:
 
         The first ``context[rank]`` rows of a rank are context.
         """
-        rows = np.array([row[:3] for rank in ranks for row in rank], dtype=np.int64).reshape(-1, 3)
+        rows = as_integers([row for rank in ranks for row in rank], "segments as (document, start, length)", (-1, 3))
         offsets = np.cumsum([0, *(len(rank) for rank in ranks)], dtype=np.int64)
-        return cls(rows[:, 0], rows[:, 1], rows[:, 2], offsets, np.array(context, dtype=np.int64))
+        return cls(rows[:, 0], rows[:, 1], rows[:, 2], offsets, as_integers(context, "context"))
 
     @classmethod
     def from_lengths(cls, ranks: Sequence[Sequence[int]]) -> Layout:
         """Build from the document lengths of each rank, where no document crosses ranks. Documents are numbered in order."""
         counts = [len(rank) for rank in ranks]
-        length = np.array([n for rank in ranks for n in rank], dtype=np.int64)
+        length = as_integers([n for rank in ranks for n in rank], "document lengths")
         return cls(np.arange(len(length)), np.zeros_like(length), length, np.cumsum([0, *counts], dtype=np.int64))
 
     @classmethod
@@ -165,6 +166,34 @@ class Layout:
         return [Segment(*row) for row in zip(*columns, strict=True)]
 
 
+def as_integers(values: object, what: str, shape: tuple[int, ...] = (-1,), error: type[DistCAError] = LayoutError) -> IntArray:
+    """`values` as an int64 array of this shape, where -1 is any length.
+
+    Nothing is rounded, parsed or wrapped around, all of which numpy would do.
+
+    Raises:
+        LayoutError: or `error`, if the values are not whole numbers in this shape.
+    """
+    expected = f"{what} must be whole numbers of shape {shape}"
+    try:
+        array = np.asarray(values)
+    except ValueError as ragged:
+        raise error(f"{expected}, got rows of different lengths: {_shown(values)}.") from ragged
+    if not array.size:
+        return np.zeros([max(n, 0) for n in shape], dtype=np.int64)
+    fits = array.ndim == len(shape) and all(n in (-1, found) for n, found in zip(shape, array.shape, strict=True))
+    if not fits or array.dtype.kind not in "iu":
+        raise error(f"{expected}, got shape {array.shape} of {array.dtype}: {_shown(values)}.")
+    if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
+        raise error(f"{expected} of 64 bits with sign, got {array.max()}.")
+    return array.astype(np.int64)
+
+
+def _shown(values: object) -> str:
+    text = repr(values)
+    return text if len(text) <= 100 else text[:100] + "..."
+
+
 def documents_from_positions(positions: npt.ArrayLike) -> list[tuple[int, int]]:
     """Runs of consecutive positions as ``(first position, length)``."""
     position = np.asarray(positions)
@@ -178,6 +207,7 @@ def documents_from_positions(positions: npt.ArrayLike) -> list[tuple[int, int]]:
     if position.min() < 0:
         at = int(position.argmin())
         raise LayoutError(f"position id {int(position[at])} at token {at} is negative: positions start at 0.")
+    position = as_integers(position, "position ids")
     first = np.flatnonzero(np.concatenate([[True], np.diff(position) != 1]))
     length = np.diff(np.append(first, position.size))
     return list(zip(position[first].tolist(), length.tolist(), strict=True))
@@ -185,7 +215,7 @@ def documents_from_positions(positions: npt.ArrayLike) -> list[tuple[int, int]]:
 
 def lengths_from_cu_seqlens(cu_seqlens: Iterable[int]) -> list[int]:
     """Document lengths from cumulative sequence lengths ``[0, n0, n0 + n1, ...]``; empty documents are dropped."""
-    bounds = [int(n) for n in cu_seqlens]
+    bounds = as_integers(list(cu_seqlens), "cu_seqlens").tolist()
     lengths = [b - a for a, b in itertools.pairwise(bounds)]
     if not bounds or bounds[0] != 0 or any(n < 0 for n in lengths):
         raise LayoutError(f"cu_seqlens must start at 0 and never fall, got {bounds[:8]}{'...' if len(bounds) > 8 else ''}.")
@@ -200,6 +230,10 @@ def _check_columns(layout: Layout) -> None:
         raise LayoutError(
             f"context of {layout.context.tolist()} segments for ranks with {np.diff(layout.offsets).tolist()}: "
             "give one number a rank, at most as many as it has segments."
+        )
+    if rows and max(layout.length.max(), layout.start.max()) > _LARGEST:
+        raise LayoutError(
+            f"a segment ends at {max(layout.length.max(), layout.start.max())} or later: the limit is 2**48 tokens."
         )
     if rows and (layout.length.min() < 1 or layout.start.min() < 0):
         row = int(np.flatnonzero((layout.length < 1) | (layout.start < 0))[0])
@@ -234,8 +268,10 @@ def _chain(runs: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, in
     open_questions = sorted({p for p in wanted if len(ends.get(p, [])) != 1 or wanted.count(p) != 1})
     if open_questions:
         position = open_questions[0]
+        starting = [rank for rank, rank_runs in enumerate(runs) for start, _ in rank_runs if start == position]
+        ending = [rank for rank, _ in ends.get(position, [])]
         raise LayoutError(
-            f"{wanted.count(position)} run(s) start at position {position} and {len(ends.get(position, []))} end there: "
+            f"{len(starting)} run(s) start at position {position} and {len(ending)} end there, on ranks {starting} and {ending}: "
             "which belong together is not in the position ids. Give document numbers instead (PackedDocuments in the batch)."
         )
     numbers: dict[tuple[int, int], int] = {}

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import PlanError
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.layout import IntArray, Layout, as_integers
 
 __all__ = ["CATask", "KeyTransfers", "Plan"]
 
@@ -64,7 +64,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise PlanError(f"window={self.window}: a query position sees at least itself, or pass None for no window.")
+            raise PlanError(f"window={self.window!r}: a query position sees at least itself, or pass None for no window.")
         order = np.lexsort((self.start, self.document))
         for column in CATask._fields:
             object.__setattr__(self, column, np.asarray(getattr(self, column), dtype=np.int64)[order])
@@ -82,7 +82,10 @@ class Plan:
         cls, layout: Layout, tasks: Sequence[CATask | tuple[int, int, int, int, int]], window: int | None = None
     ) -> Plan:
         """Build from rows, as hand-written plans do."""
-        document, start, end, home, server = np.array(tasks, dtype=np.int64).reshape(-1, 5).T
+        if window is not None and type(window) is not int:
+            raise PlanError(f"window={window!r} must be a whole number or None.")
+        rows = as_integers(tasks, "tasks as (document, start, end, home, server)", (-1, 5), PlanError)
+        document, start, end, home, server = rows.T
         return cls(layout, document, start, end, home, server, window)
 
     @property
@@ -142,8 +145,10 @@ class Plan:
         window = data.get("window")
         if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
             raise PlanError(f"the window of a plan in JSON is a whole number or null, found: {window!r}.")
-        ranks = [[(d, a, b - a) for d, a, b in rank] for rank in data["rank_segments"]]
-        layout = Layout.from_segments(ranks, data.get("context", ()))
+        if not (isinstance(ranks := data["rank_segments"], list) and all(isinstance(rank, list) for rank in ranks)):
+            raise PlanError(f"'rank_segments' is a list of segments for each rank, found: {str(ranks)[:100]}.")
+        rows = [as_integers(rank, "segments as [document, start, end]", (-1, 3), PlanError).tolist() for rank in ranks]
+        layout = Layout.from_segments([[(d, a, b - a) for d, a, b in rank] for rank in rows], data.get("context", ()))
         return cls.from_tasks(layout, data["tasks"], window)
 
     @cached_property
@@ -165,6 +170,10 @@ def _check(plan: Plan) -> None:
     if len(servers) and (servers.min() < 0 or servers.max() >= layout.world_size):
         row = int(np.flatnonzero((servers < 0) | (servers >= layout.world_size))[0])
         raise PlanError(f"{plan.tasks[row]} names a server outside the {layout.world_size} ranks of the layout.")
+    if len(plan.end) and plan.end.max() > layout.longest:
+        raise PlanError(
+            f"{plan.tasks[int(plan.end.argmax())]} ends behind the longest document, which has {layout.longest} tokens."
+        )
     order = np.lexsort((layout.start, layout.document))
     order = order[layout.queries[order]]
     segment_document, segment_start = layout.document[order], layout.start[order]
@@ -173,7 +182,7 @@ def _check(plan: Plan) -> None:
         raise PlanError(f"{len(plan.document)} task(s) for a layout without tokens, the first is {plan.tasks[0]}.")
     # Tasks are ordered like the sorted segments: the segment of a task is the last one that starts at or before it.
     # Documents count by their place among the layout's, for a document number times a length may not fit in 64 bits.
-    width, documents = int(max(layout.longest, plan.end.max(initial=0))) + 1, np.unique(segment_document)
+    width, documents = layout.longest + 1, np.unique(segment_document)
     segment_key = np.searchsorted(documents, segment_document) * width + segment_start
     at = np.searchsorted(segment_key, np.searchsorted(documents, plan.document) * width + plan.start, side="right") - 1
     at = np.maximum(at, 0)

@@ -1,0 +1,108 @@
+"""The data communicator of core attention: starts exchanges and waits for them, knowing what they are.
+
+gloo matches messages by their order alone. If ranks disagree about what comes next, a message that is longer than the awaited one
+ends the receiving process, and a shorter one is taken in silence. So over gloo an exchange is a set of tagged messages, where
+the tag is made of what is exchanged: messages that do not belong together never meet, and waiting for one that never comes ends
+in an error. Other backends have no tags; there an exchange is one all-to-all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from hf_distca.runtime.watch import Watch, patience
+
+__all__ = ["Channel", "Transfer"]
+
+
+@dataclass(eq=False)
+class Channel:
+    """A communicator as one call of core attention sees it. The call launches dispatches and returns in turn.
+
+    Attributes:
+        process_group: where messages travel.
+        watch: whom to tell if one does not come.
+        timeout_seconds: how long a rank waits for the others.
+        place: what the exchanges are for, the same text on every rank.
+        forward: how many of the exchanges belong to forward; those after it belong to backward.
+        launched: exchanges launched so far.
+    """
+
+    process_group: dist.ProcessGroup
+    watch: Watch
+    timeout_seconds: float
+    place: str = "core attention"
+    forward: int | None = None
+    launched: int = 0
+
+    def at(self, place: str, forward: int) -> Channel:
+        """The channel of a call at `place` with this many exchanges in forward."""
+        return replace(self, place=place, forward=forward, launched=0)
+
+    def start(
+        self, received: torch.Tensor, sent: torch.Tensor, receive_bytes: Sequence[int], send_bytes: Sequence[int]
+    ) -> Transfer:
+        """Start to send the sections of `sent`, and to receive those of `received`, to and from each rank. Both are uint8."""
+        kind = "dispatch" if self.launched % 2 == 0 else "return"
+        direction = "" if self.forward is None else " in forward" if self.launched < self.forward else " in backward"
+        doing = f"waiting for the {kind}{direction} of {self.place}"
+        tag = zlib.crc32(f"{doing} {self.launched}".encode()) >> 1
+        self.launched += 1
+        deadline = time.monotonic() + self.timeout_seconds - patience(self.timeout_seconds)
+        try:
+            works = self._works(received, sent, list(receive_bytes), list(send_bytes), tag)
+        except RuntimeError as error:
+            raise self.watch.give_up(doing, error) from error
+        return Transfer(self, works, doing, deadline)
+
+    def _works(
+        self, received: torch.Tensor, sent: torch.Tensor, receive_bytes: list[int], send_bytes: list[int], tag: int
+    ) -> list[dist.Work | None]:
+        group = self.process_group
+        if group.name() != "gloo":
+            return [dist.all_to_all_single(received, sent, receive_bytes, send_bytes, group=group, async_op=True)]
+        works: list[dist.Work | None] = []
+        own = group.rank()
+        sections = zip(torch.split(received, receive_bytes), torch.split(sent, send_bytes), strict=True)
+        for rank, (section, to) in enumerate(sections):
+            if rank == own:
+                section.copy_(to)
+                continue
+            if len(section):
+                works.append(dist.irecv(section, group=group, group_src=rank, tag=tag))
+            if len(to):
+                works.append(dist.isend(to, group=group, group_dst=rank, tag=tag))
+        return works
+
+
+@dataclass(eq=False)
+class Transfer:
+    """An exchange under way."""
+
+    channel: Channel
+    works: list[dist.Work | None]
+    doing: str
+    deadline: float
+
+    def wait(self) -> None:
+        """Wait until all has arrived and left; on CUDA only the current stream waits.
+
+        Raises:
+            DistCADesyncError: if other ranks do not take part in time.
+        """
+        bounded = self.channel.process_group.name() == "gloo"
+        try:
+            for work in self.works:
+                if work is not None and bounded:
+                    work.wait(datetime.timedelta(seconds=max(self.deadline - time.monotonic(), 0.001)))
+                elif work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            raise self.channel.watch.give_up(self.doing, error) from error

@@ -1,0 +1,143 @@
+"""Batches that describe no documents get an error that says where; what is odd but meant keeps its meaning."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from small_llama import PAIRS, llama
+from transformers.masking_utils import find_packed_sequence_indices
+
+import hf_distca
+from hf_distca.errors import LayoutError
+from hf_distca.integration.documents import PackedDocuments, read_documents
+from hf_distca.integration.session import current_session
+from ranks import RankPool
+
+
+def lengths_of(positions: list[list[int]]) -> list[int]:
+    return read_documents(len(positions), len(positions[0]), position_ids=torch.tensor(positions)).rows[:, 2].tolist()
+
+
+def test_a_jump_starts_a_document() -> None:
+    assert lengths_of([[0, 1, 2, 7, 8]]) == [3, 2]
+
+
+def test_positions_mean_what_they_mean_for_transformers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        rows, length, highest = (int(torch.randint(1, n, (), generator=generator)) for n in (4, 12, 5))
+        # Mostly counting on, with jumps, repeats and falls.
+        steps = torch.where(
+            torch.rand(rows, length, generator=generator) < 0.7, 1, torch.randint(-2, 4, (rows, length), generator=generator)
+        )
+        positions = (steps.cumsum(1) + highest).clamp(min=0)
+        theirs = find_packed_sequence_indices(positions)
+        packed = torch.zeros_like(positions) if theirs is None else theirs
+        expected = [int(n) for row in packed for n in row.unique_consecutive(return_counts=True)[1]]
+        assert lengths_of(positions.tolist()) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"position_ids": torch.tensor([[0, 1, 2], [0, -3, 1]])}, r"position_ids\[1, 1\] is -3"),
+        ({"position_ids": torch.tensor([[0.0, 1.0, 2.0]])}, "position_ids are torch.float32"),
+        ({"position_ids": torch.tensor([[0.0, 1.0, float("nan")]])}, "position_ids are torch.float32"),
+        ({"position_ids": torch.tensor([[False, True, True]])}, "position_ids are torch.bool"),
+        ({"cu_seq_lens": torch.tensor([0, 5])}, "documents have 5 tokens and the batch has 2 x 3"),
+        ({"cu_seq_lens": torch.tensor([1, 6])}, "must start at 0"),
+        ({"cu_seq_lens": torch.tensor([0, 4, 2, 6])}, "never fall"),
+        ({"cu_seq_lens": torch.tensor([0.0, 6.0])}, "cu_seq_lens_q has shape .2,. and torch.float32"),
+        ({"cu_seq_lens": torch.tensor([[0, 6]])}, "must be a flat tensor"),
+        ({"packed": PackedDocuments((4, 1))}, "documents have 5 tokens and the batch has 2 x 3"),
+        ({"padding": torch.ones(3, 2, dtype=torch.bool)}, r"a padding mask of shape \(3, 2\)"),
+        ({"padding": torch.zeros(2, 3)}, "and torch.float32 for a"),
+    ],
+)
+def test_what_describes_no_batch_is_named(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        read_documents(2, 3, **given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (((3, -1),), r"lengths\[1\] of PackedDocuments is -1"),
+        (((3, 1.0),), "lengths of PackedDocuments must be whole numbers"),
+        (((3, float("nan")),), "lengths of PackedDocuments must be whole numbers"),
+        (((3, "4"),), "lengths of PackedDocuments must be whole numbers"),
+        (((3, 2**62),), "must be in 0..281474976710656"),
+        (((3, 4), (0, -2), (0, 1)), r"starts\[1\] of PackedDocuments is -2"),
+        (((3, 4), (0, 0), (0,)), "for each of the lengths"),
+        (((3, 4), (0, 0)), "or neither"),
+    ],
+)
+def test_packed_documents_are_checked_when_made(arguments: Any, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        PackedDocuments(*arguments)
+
+
+def jump_where_documents_span(rank: int) -> str:
+    hf_distca.configure(hf_distca.DistCAConfig(documents_span_ranks=True, timeout_seconds=30))
+    positions = [[0, 1, 2, 7, 8], [3, 4, 5, 0, 1]][rank]
+    with pytest.raises(LayoutError) as caught:
+        llama()(input_ids=torch.ones(1, 5, dtype=torch.long), position_ids=torch.tensor([positions]), use_cache=False)
+    return str(caught.value)
+
+
+def test_a_jump_where_documents_span_ranks_is_an_error_on_all(rank_pool: Callable[[int], RankPool]) -> None:
+    for message in rank_pool(2)(jump_where_documents_span):
+        assert "1 run(s) start at position 7 and 0 end there, on ranks [0] and []" in message
+
+
+def nan_travels(rank: int) -> tuple[int, list[bool]]:
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=30))
+    model = llama()
+    batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([96], [16, 16])[rank]]}])
+    poisoned = {0: 95, 1: 20}[rank]
+
+    def poison(_module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.index_fill(1, torch.tensor([poisoned]), float("nan"))
+
+    model.model.layers[1].self_attn.v_proj.register_forward_hook(poison)
+    logits = model(**batch, use_cache=False).logits[0]
+    logits.sum().backward()
+    return current_session().meter.sent_bytes, logits.isnan().any(1).tolist()
+
+
+def test_nan_comes_out_where_it_must_and_in_no_other_document(rank_pool: Callable[[int], RankPool]) -> None:
+    (sent, first), (_, second) = rank_pool(2)(nan_travels)
+    assert sent, "the last rows of the long document are computed elsewhere"
+    # Rows before the key, in its document, may be NaN too: kernels multiply values that are masked by 0.
+    assert first[95]
+    assert second == [False] * 16 + second[16:20] + [True] * 12
+
+
+def plans_without_pickle(rank: int) -> int:
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=30))
+    model = llama()
+    batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([96], [16, 16])[rank]]}])
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("something from another rank was unpickled")
+
+    modules = [(pickle, "loads"), (pickle, "load"), (pickle, "Unpickler"), (torch, "load")]
+    modules.append((torch.distributed.distributed_c10d, "_unpickler"))
+    patches = [patch.object(module, name, forbidden) for module, name in modules]
+    for one in patches:
+        one.start()
+    try:
+        model(**batch, use_cache=False).loss.backward()
+    finally:
+        for one in patches:
+            one.stop()
+    return current_session().meter.sent_bytes
+
+
+def test_what_comes_from_other_ranks_is_data(rank_pool: Callable[[int], RankPool]) -> None:
+    assert sum(rank_pool(2)(plans_without_pickle)) > 0

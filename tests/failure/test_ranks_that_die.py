@@ -1,0 +1,94 @@
+"""A rank dies, or raises and exits: the others end in an error at once, and every process ends by itself."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from small_llama import PAIRS, llama
+
+import hf_distca
+from hf_distca.kernels.cpu import CpuKernel
+
+TIMEOUT = 20.0
+WORLD = 3
+# A process that is not over by then hangs.
+LIMIT = 120.0
+
+
+def train(rank: int, store: Path, culprit: int, doom: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), WORLD), rank=rank, world_size=WORLD)
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, kernel="cpu", timeout_seconds=TIMEOUT))
+    model = llama()
+    batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([96], [16] * 2, [8])[rank]]}])
+    model(**batch, use_cache=False).loss.backward()
+    dist.barrier()
+    started = time.monotonic()
+    if rank == culprit:
+        # The local tasks run between a dispatch and its return.
+        doomed = {"dies": lambda *_: os._exit(9), "raises": lambda *_: 1 / 0}[doom]
+        with patch.object(CpuKernel, "forward", doomed):
+            model(**batch, use_cache=False)
+    try:
+        model(**batch, use_cache=False).loss.backward()
+    except hf_distca.DistCADesyncError as error:
+        pipe.send((str(error), time.monotonic() - started))
+    # No clean-up: what a script that fails leaves behind must not keep its process.
+
+
+def run(doom: str, culprit: int) -> tuple[dict[int, tuple[str, float]], list[int | None]]:
+    """What survivors caught and after how many seconds, and the exit codes of all."""
+    context = multiprocessing.get_context("spawn")
+    found: dict[int, tuple[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(WORLD)]
+        processes = [
+            context.Process(target=train, args=(rank, Path(folder, "store"), culprit, doom, pipes[rank][1]), daemon=True)
+            for rank in range(WORLD)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + LIMIT
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+        for rank, (ours, _) in enumerate(pipes):
+            if ours.poll():
+                found[rank] = ours.recv()
+    return found, codes
+
+
+def check_survivors(found: dict[int, tuple[str, float]], culprit: int) -> None:
+    assert sorted(found) == [rank for rank in range(WORLD) if rank != culprit]
+    for rank, (message, seconds) in found.items():
+        assert f"rank {rank} waited up to {TIMEOUT:g} s for ranks (0, 1, 2)" in message
+        assert "of layer 0 of micro-batch 2" in message
+        assert "last together when comparing plans of micro-batch 2" in message
+        assert seconds < TIMEOUT / 2, "a connection that closes needs no timeout"
+
+
+def test_a_rank_that_dies_between_a_dispatch_and_its_return() -> None:
+    found, codes = run("dies", 1)
+    check_survivors(found, 1)
+    assert all("rank 1 is silent (dead, stuck, or running something else)" in message for message, _ in found.values())
+    assert codes == [0, 9, 0]
+
+
+def test_a_rank_that_raises_and_ends() -> None:
+    found, codes = run("raises", 0)
+    check_survivors(found, 0)
+    for message, _ in found.values():
+        assert "rank 0 raised ZeroDivisionError while computing layer 0 of micro-batch 2: division by zero" in message
+    assert codes == [1, 0, 0]

@@ -1,0 +1,255 @@
+"""Ranks that disagree end in `DistCADesyncError` within the timeout, which says where each of them was."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from small_llama import PAIRS, llama
+from transformers import LlamaForCausalLM
+
+import hf_distca
+from hf_distca.integration import layers, session
+from hf_distca.integration.session import current_session
+from hf_distca.kernels.cpu import CpuKernel
+from ranks import RankPool
+
+TIMEOUT = 4.0
+# Between the end of a wait and the report of it, on a machine that is busy.
+SLACK = 2.0
+Found = tuple[str, str, float]
+
+
+def batch(rank: int, **more: Any) -> dict[str, Any]:
+    lengths = [[96], [16] * 2, [69]][rank]
+    return {**hf_distca.PackingCollator()([{"documents": [[7] * n for n in lengths]}]), **more}
+
+
+def configure(**settings: Any) -> None:
+    hf_distca.configure(
+        hf_distca.DistCAConfig(
+            **{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "kernel": "cpu", "timeout_seconds": TIMEOUT, **settings}
+        )
+    )
+    assert current_session().group.size > 1  # made together, before anything goes wrong
+
+
+def step(model: LlamaForCausalLM, rank: int, **more: Any) -> None:
+    model(**batch(rank, **more), use_cache=False).loss.backward()
+
+
+def outcome(run: Callable[[], object]) -> Found:
+    """Name and text of the error that ended `run`, and after how many seconds."""
+    started = time.monotonic()
+    try:
+        run()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", time.monotonic() - started
+
+
+def check_desync(found: Found, *texts: str, within: float = TIMEOUT + SLACK) -> None:
+    name, message, seconds = found
+    assert name == "DistCADesyncError", found
+    assert seconds < within, found
+    for text in texts:
+        assert text in message
+
+
+def skips_a_forward(rank: int) -> Found:
+    configure()
+    model = llama()
+    step(model, rank)
+    return outcome(lambda: step(model, rank)) if rank == 0 else ("", "", 0.0)
+
+
+def test_a_rank_that_skips_a_forward(rank_pool: Callable[[int], RankPool]) -> None:
+    waited, _ = rank_pool(2)(skips_a_forward)
+    check_desync(
+        waited,
+        f"rank 0 waited up to {TIMEOUT:g} s for ranks (0, 1) while planning micro-batch 2",
+        "rank 1 is silent",
+        "last together when comparing plans of micro-batch 1",
+    )
+
+
+def has_fewer_layers(rank: int, ping_pong: bool, fewer: int) -> Found:
+    configure(ping_pong=ping_pong)
+    model = llama(layers=1 if rank == fewer else 2)
+    return outcome(lambda: (step(model, rank), step(model, rank)))
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_a_rank_with_fewer_layers(rank_pool: Callable[[int], RankPool], ping_pong: bool, fewer: int) -> None:
+    results = rank_pool(2)(has_fewer_layers, ping_pong, fewer)
+    for rank, found in enumerate(results):
+        check_desync(found, f"rank {rank} waited up to")
+    more, less = results[1 - fewer], results[fewer]
+    assert "in forward of layer 1 of micro-batch" in more[1]
+    assert f"rank {fewer} waited in vain while waiting for the" in more[1], more
+    assert "in backward of layer 0 of micro-batch" in less[1]
+    assert f"rank {1 - fewer} waited in vain while waiting for the" in less[1], less
+
+
+def skips_a_backward(rank: int) -> Found:
+    configure()
+    model = llama()
+    if rank == 1:
+        return outcome(lambda: [model(**batch(rank), use_cache=False) for _ in range(2)])
+    return outcome(lambda: step(model, rank))
+
+
+def test_a_rank_that_skips_a_backward(rank_pool: Callable[[int], RankPool]) -> None:
+    results = rank_pool(2)(skips_a_backward)
+    check_desync(results[0], "of layer 1 of micro-batch 1", "rank 1 waited in vain while planning micro-batch 2")
+    check_desync(results[1], "while planning micro-batch 2", "rank 0 waited in vain", "in backward of layer 1 of micro-batch 1")
+
+
+def skips_a_backward_without_messages(rank: int) -> tuple[Found, int]:
+    configure(tolerance=0.1)
+    model = llama()
+    run = (lambda: model(**batch(rank), use_cache=False)) if rank == 2 else (lambda: step(model, rank))
+    run()
+    return outcome(lambda: step(model, rank)), current_session().meter.sent_bytes
+
+
+def test_exchanges_are_counted_also_where_no_message_travels(rank_pool: Callable[[int], RankPool]) -> None:
+    results = rank_pool(3)(skips_a_backward_without_messages)
+    assert results[2][1] == 0
+    for found, _ in results:
+        check_desync(found, "different numbers of exchanges up to here", "rank 0: 8, rank 1: 8, rank 2: 4", within=TIMEOUT)
+
+
+def differs(rank: int, what: str) -> Found:
+    odd = rank == 1
+    configure(**({"tolerance": 0.02} if what == "settings" and odd else {}), documents_span_ranks=what == "kinds of batch")
+    model = llama(key_value_heads=4 if what == "shapes" and odd else 2)
+    model.to(torch.float64 if what == "dtypes" and odd else torch.float32)
+    data = batch(rank)
+    changed: AbstractContextManager[object] = nullcontext()
+    if what == "plans" and odd:
+        changed = patch.object(session, "balance", lambda layout, *_: session.Plan.local(layout))
+    if what == "kinds of batch" and odd:
+        del data["distca_documents"]
+    if what == "nano-batches":
+        configure(ping_pong=True)
+        changed = patch.object(layers, "_halves_for", lambda *_: None) if odd else nullcontext()
+    with changed:
+        return outcome(lambda: model(**data, use_cache=False))
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("settings", "different settings (DistCAConfig, attention heads and widths, version) in micro-batch 1: "),
+        ("shapes", "different settings (DistCAConfig, attention heads and widths, version) in micro-batch 1: "),
+        ("dtypes", "different settings (DistCAConfig, attention heads and widths, version) in micro-batch 1: "),
+        ("plans", "different plans for the same documents in micro-batch 1: "),
+        ("kinds of batch", "different ways of giving documents in micro-batch 1: rank 0: 0, rank 1: 1"),
+        ("nano-batches", "different nano-batches (0 is a whole batch) in micro-batch 1: rank 0: 1, rank 1: 0"),
+    ],
+)
+def test_differences_are_found_while_planning(rank_pool: Callable[[int], RankPool], what: str, text: str) -> None:
+    for found in rank_pool(2)(differs, what):
+        check_desync(found, text, "rank 0: ", "rank 1: ", within=TIMEOUT)
+
+
+def sleeps(rank: int) -> Found:
+    configure()
+    model = llama()
+    if rank == 1:
+        model.model.layers[0].mlp.register_forward_hook(lambda *_: time.sleep(TIMEOUT + 1))
+    return outcome(lambda: step(model, rank))
+
+
+def test_a_rank_that_sleeps(rank_pool: Callable[[int], RankPool]) -> None:
+    awake, asleep = rank_pool(2)(sleeps)
+    check_desync(awake, "rank 0 waited", "of layer 1 of micro-batch 1", "rank 1 is silent")
+    check_desync(asleep, "of layer 1 of micro-batch 1", "rank 0 waited in vain", within=TIMEOUT + 1 + SLACK)
+
+
+def raises(rank: int, direction: str, culprit: int) -> Found:
+    configure()
+    model = llama()
+
+    def fail(*_: object, **__: object) -> None:
+        raise hf_distca.KernelError("out of luck")
+
+    broken = patch.object(CpuKernel, direction, fail) if rank == culprit else nullcontext()
+    with broken:
+        return outcome(lambda: step(model, rank))
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_rank_that_raises_in_a_kernel(rank_pool: Callable[[int], RankPool], direction: str, culprit: int) -> None:
+    results = rank_pool(2)(raises, direction, culprit)
+    layer = 0 if direction == "forward" else 1
+    assert results[culprit][:2] == ("KernelError", "out of luck")
+    check_desync(
+        results[1 - culprit],
+        f"in {direction} of layer {layer} of micro-batch 1",
+        f"rank {culprit} raised KernelError while computing layer {layer} of micro-batch 1: out of luck",
+        within=TIMEOUT / 2,
+    )
+
+
+def evaluates(rank: int) -> list[Found]:
+    configure()
+    model = llama()
+    if rank == 0:
+        return [outcome(lambda: step(model, rank))]
+    model.eval()
+    alone = outcome(lambda: model(**batch(rank), use_cache=False))
+    time.sleep(TIMEOUT + 1)
+    model.train()
+    return [alone, outcome(lambda: step(model, rank))]
+
+
+def test_a_rank_that_evaluates(rank_pool: Callable[[int], RankPool]) -> None:
+    (trains,), (alone, late) = rank_pool(2)(evaluates)
+    check_desync(trains, "while planning micro-batch 1", "rank 1 is silent")
+    assert alone[0] == "", "evaluation needs nobody else"
+    check_desync(late, "rank 0 waited in vain while planning micro-batch 1", within=SLACK)
+
+
+def gives_bad_positions(rank: int, ping_pong: bool) -> Found:
+    configure(ping_pong=ping_pong)
+    model = llama()
+    data = batch(rank)
+    del data["distca_documents"]
+    if rank == 1:
+        data["position_ids"][0, 17] = -5
+    return outcome(lambda: model(**data, use_cache=False))
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_a_rank_with_a_bad_batch(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
+    waits, bad = rank_pool(2)(gives_bad_positions, ping_pong)
+    assert bad[0] == "LayoutError"
+    assert bad[1].startswith("rank 1: position_ids[0, 17] is -5")
+    check_desync(
+        waits,
+        "while planning micro-batch 1",
+        "rank 1 raised LayoutError while reading documents for micro-batch 1: position_ids[0, 17] is -5",
+        within=TIMEOUT / 2,
+    )
+
+
+def makes_no_group(rank: int) -> Found:
+    hf_distca.configure(hf_distca.DistCAConfig(timeout_seconds=TIMEOUT))
+    return outcome(lambda: current_session().group) if rank == 0 else ("", "", 0.0)
+
+
+def test_a_rank_that_never_trains() -> None:
+    pool = RankPool(2)  # of its own: ranks that disagree about the groups they made can make no other
+    try:
+        check_desync(pool(makes_no_group)[0], "rank 0 waited up to 4 s for ranks (0, 1) while making their attention group")
+    finally:
+        pool.close()
