@@ -9,24 +9,26 @@ import logging
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from checkpointing import start_deepspeed
-from tiny_llama import micro_batch, row, settings, tiny_llama
+from tiny_llama import LAYERS, micro_batch, row, settings, tiny_llama
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_distca
@@ -46,20 +48,47 @@ class Case:
     engine: str
     checkpointing: str = "off"
     peft: bool = False
+    ping_pong: bool = False
     accumulation: int = 1
     bf16: bool = False
     steps: int = 3
 
+    @property
+    def settings(self) -> hf_distca.DistCAConfig:
+        """What distca runs with."""
+        return settings(ping_pong=self.ping_pong)
+
+    @property
+    def calls(self) -> int:
+        """Calls of core attention that a rank makes in training: twice by half, and once more by recomputed layer."""
+        passes = 1 if self.checkpointing == "off" else 2
+        return self.steps * self.accumulation * LAYERS * passes * (2 if self.ping_pong else 1)
+
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank saw: mean losses and norms of all gradients by step, seconds a step, the engine, bytes it exchanged."""
+    """What one rank saw.
+
+    Attributes:
+        losses, grad_norms: mean loss over ranks and norm of all gradients, by step.
+        seconds: of a step, the first one left out: it makes groups and buffers.
+        engine: what trained.
+        calls, sent_bytes: calls of core attention, and bytes sent for it; 0 under sdpa.
+    """
 
     losses: list[float]
     grad_norms: list[float]
     seconds: float
     engine: str
+    calls: int
     sent_bytes: int
+
+    @classmethod
+    def of(cls, losses: list[float], grad_norms: list[float], started: list[float], engine: str) -> Run:
+        """The run that ends now, with the times at which steps began."""
+        seconds = (time.perf_counter() - started[1]) / (len(started) - 1)
+        meter = current_session().meter
+        return cls(losses, grad_norms, seconds, engine, meter.calls, meter.sent_bytes)
 
 
 class NotThisEngineError(AssertionError):
@@ -69,8 +98,11 @@ class NotThisEngineError(AssertionError):
 def train(rank: int, case: Case, implementation: str) -> Run:
     """Train on this rank; every rank of the world must call it."""
     logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)
     _forget_accelerate()
-    hf_distca.configure(settings())
+    # Else accelerate starts a thread for each core in every process, and threads that spin make a busy machine crawl.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    hf_distca.configure(case.settings)
     return ENGINES[case.engine](case, rank, implementation)
 
 
@@ -109,8 +141,9 @@ def bare(case: Case, rank: int, implementation: str, wrap: Callable[[Any], tuple
     model, engine = wrap(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
-    losses, norms, started = [], [], time.perf_counter()
+    losses, norms, started = [], [], []
     for step in range(case.steps):
+        started.append(time.perf_counter())
         total = 0.0
         for n in range(case.accumulation):
             last = n == case.accumulation - 1
@@ -123,8 +156,7 @@ def bare(case: Case, rank: int, implementation: str, wrap: Callable[[Any], tuple
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean_over_ranks(total))
-    seconds = (time.perf_counter() - started) / case.steps
-    return Run(losses, norms, seconds, engine, current_session().meter.sent_bytes)
+    return Run.of(losses, norms, started, engine)
 
 
 def batch(rank: int, case: Case, step: int, micro: int) -> dict[str, Any]:
@@ -171,7 +203,7 @@ def fully_sharded(model: Any) -> tuple[Any, str]:
 
 def hybrid_sharded(model: Any) -> tuple[Any, str]:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    hf_distca.configure(settings(), group=mesh)
+    hf_distca.configure(current_session().config, group=mesh)
     return shard(model, mesh)
 
 
@@ -219,7 +251,7 @@ def hugging_face(
             arguments,
             data_collator=hf_distca.PackingCollator(),
             train_dataset=[row(n) for n in range(case.steps * case.accumulation * dist.get_world_size())],
-            callbacks=[hf_distca.DistCACallback(settings())],
+            callbacks=[hf_distca.DistCACallback(case.settings)],
         )
         return finished(case, trainer, evidence)
 
@@ -248,13 +280,21 @@ def training_options(case: Case, folder: str, checkpointing: dict[str, Any] | No
 
 def finished(case: Case, trainer: Trainer, evidence: Callable[[Trainer], str]) -> Run:
     trainer.remove_callback(PrinterCallback)
-    started = time.perf_counter()
+    clock = Clock()
+    trainer.add_callback(clock)
     trainer.train()
-    seconds = (time.perf_counter() - started) / case.steps
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    engine = evidence(trainer)
-    sent = current_session().meter.sent_bytes
-    return Run([log["loss"] for log in logs], [log["grad_norm"] for log in logs], seconds, engine, sent)
+    return Run.of([log["loss"] for log in logs], [log["grad_norm"] for log in logs], clock.started, evidence(trainer))
+
+
+class Clock(TrainerCallback):
+    """Notes when steps begin."""
+
+    def __init__(self) -> None:
+        self.started: list[float] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.started.append(time.perf_counter())
 
 
 def wrapped_in_ddp(trainer: Trainer) -> str:
@@ -319,7 +359,7 @@ def accelerate_fsdp2(case: Case, rank: int, implementation: str) -> Run:
     wrapped_checkpointing = case.checkpointing == "non-reentrant"
     if wrapped_checkpointing:  # the way of this engine: torch's checkpoint_wrapper
         wrap["activation_checkpointing"] = True
-        case = Case(case.engine, "off", case.peft, case.accumulation, case.bf16, case.steps)
+        case = replace(case, checkpointing="off")
     state = {"use_configured_state": True}
     options = {"fsdp": "full_shard auto_wrap", "fsdp_config": wrap, "accelerator_config": state}
     return hugging_face(case, rank, implementation, sharded_by_trainer, **options)
@@ -344,8 +384,11 @@ def trl(case: Case, rank: int, implementation: str) -> Run:
             arguments,
             train_dataset=Dataset.from_dict({"input_ids": documents}),
             processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"),
-            callbacks=[hf_distca.DistCACallback(settings())],
+            callbacks=[hf_distca.DistCACallback(case.settings)],
         )
+        # Packing puts rows of long documents first: let them alternate with the others, for work to move in every step.
+        rows, half = trainer.train_dataset, len(trainer.train_dataset) // 2
+        trainer.train_dataset = rows.select([n // 2 + n % 2 * half for n in range(2 * half)])
         return finished(case, trainer, wrapped_in_ddp)
 
 
@@ -376,16 +419,15 @@ ENGINES |= MESHES
 
 def cases() -> Iterator[Case]:
     """The matrix."""
-    for engine in ENGINES:
+    for engine, ping_pong in product(ENGINES, (False, True)):
         if engine in MESHES:
-            yield Case(engine)
-            yield Case(engine, "non-reentrant")
+            yield Case(engine, ping_pong=ping_pong)
+            yield Case(engine, "non-reentrant", ping_pong=ping_pong)
             continue
-        for peft in (False, True):
-            for checkpointing in CHECKPOINTING:
-                yield Case(engine, checkpointing, peft)
-        yield Case(engine, "non-reentrant", accumulation=2)
-        yield Case(engine, bf16=True)
+        for peft, checkpointing in product((False, True), CHECKPOINTING):
+            yield Case(engine, checkpointing, peft, ping_pong)
+        yield Case(engine, "non-reentrant", ping_pong=ping_pong, accumulation=2)
+        yield Case(engine, ping_pong=ping_pong, bf16=True)
 
 
 def world_of(case: Case) -> int:
