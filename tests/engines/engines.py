@@ -131,9 +131,18 @@ def prepared(case: Case, model: PreTrainedModel) -> Any:
 # Bare loops
 
 
-def bare(case: Case, rank: int, implementation: str, wrap: Callable[[Any], tuple[Any, str]]) -> Run:
-    """A training loop as people write them, around a model wrapped by `wrap`, which says what it made."""
-    model = prepared(case, tiny_llama(implementation))
+def bare(
+    case: Case,
+    rank: int,
+    implementation: str,
+    wrap: Callable[[Any], tuple[Any, str]],
+    make: Callable[[str], PreTrainedModel] = tiny_llama,
+) -> Run:
+    """A training loop as people write them, around a model wrapped by `wrap`, which says what it made.
+
+    `rank` is where the data comes from: the same for ranks that hold the same tokens.
+    """
+    model = prepared(case, make(implementation))
     kwargs = CHECKPOINTING[case.checkpointing]
     if kwargs is not None:
         model.enable_input_require_grads()
@@ -174,8 +183,9 @@ def synchronized(model: Any, last: bool) -> Any:
 def norm_of(model: Any, trained: list[nn.Parameter]) -> float:
     if isinstance(model, FullyShardedDataParallel):
         return float(model.clip_grad_norm_(1e9))
-    norm = nn.utils.clip_grad_norm_(trained, 1e9)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    # One by one: with tensor parallelism parameters lie on different meshes.
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in trained if p.grad is not None]
+    return float(nn.utils.get_total_norm(grads))
 
 
 def mean_over_ranks(value: float) -> float:
@@ -333,19 +343,39 @@ def zero(stage: int, case: Case, rank: int, implementation: str) -> Run:
 
 def native(sizes: dict[str, int], case: Case, rank: int, implementation: str) -> Run:
     """transformers' own FSDP2."""
+    return hugging_face(case, rank, implementation, sharded_by_trainer, partial(natively_sharded, sizes))
+
+
+def tensor_parallel(case: Case, rank: int, implementation: str) -> Run:
+    """transformers' own tensor parallelism and FSDP2 on four ranks, neighbours with the same tokens and different heads.
+
+    A bare loop: on CPUs the Trainer refuses this mesh under any attention.
+    """
+
+    def wrap(model: nn.Module) -> tuple[nn.Module, str]:
+        evidence = evidence_of_dtensors(model)
+        if "tp" not in evidence:
+            raise NotThisEngineError(evidence)
+        return model.train(), evidence
+
+    with tempfile.TemporaryDirectory() as folder:
+        make = partial(natively_sharded, {"tp_size": 2, "fsdp_size": 2}, folder=Path(folder))
+        return bare(case, rank // 2, implementation, wrap, make)
+
+
+def natively_sharded(sizes: dict[str, int], implementation: str, folder: Path) -> PreTrainedModel:
+    """The tiny model, laid out on its ranks by transformers."""
     from transformers.distributed import DistributedConfig
 
-    def make(implementation: str, folder: Path) -> PreTrainedModel:
-        folders = [folder]  # in a distributed world only rank 0 writes: all read what it wrote
-        dist.broadcast_object_list(folders)
-        if rank == 0:
-            tiny_llama(implementation).save_pretrained(folder)
-        dist.barrier()
-        folder = folders[0]
-        config = DistributedConfig(**sizes)
-        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation, distributed_config=config)
-
-    return hugging_face(case, rank, implementation, sharded_by_trainer, make)
+    folders = [folder]  # in a distributed world only rank 0 writes: all read what it wrote
+    dist.broadcast_object_list(folders)
+    if dist.get_rank() == 0:
+        tiny_llama(implementation).save_pretrained(folder)
+    dist.barrier()
+    config = DistributedConfig(**sizes)
+    model = AutoModelForCausalLM.from_pretrained(folders[0], attn_implementation=implementation, distributed_config=config)
+    dist.barrier()  # the folder may be removed now
+    return model
 
 
 def accelerate_fsdp2(case: Case, rank: int, implementation: str) -> Run:
@@ -413,6 +443,7 @@ ENGINES: dict[str, Callable[[Case, int, str], Run]] = {
 MESHES: dict[str, Callable[[Case, int, str], Run]] = {
     "HSDP 2 x 2, fully_shard": _bare(hybrid_sharded),
     "HSDP 2 x 2, transformers": partial(native, {"fsdp_size": 2, "dp_replicate_size": 2}),
+    "TP 2 x FSDP2 2, transformers": tensor_parallel,
 }
 ENGINES |= MESHES
 
