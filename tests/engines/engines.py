@@ -226,18 +226,21 @@ def fsdp1(model: Any) -> tuple[Any, str]:
 
 def compiled(model: Any) -> tuple[Any, str]:
     """Dynamo and AOTAutograd; code generation by Inductor needs a C++ compiler and changes nothing for distca."""
+    torch._dynamo.reset()  # it does not notice that a model has other hooks than the one of the run before
     compiled_model = torch.compile(DistributedDataParallel(model), backend="aot_eager")
     return compiled_model, f"{type(compiled_model).__name__} of {type(compiled_model._orig_mod).__name__}"
 
 
 def evidence_of_dtensors(model: nn.Module) -> str:
-    """Kind of parameters and mesh; trained parameters that are not sharded make it another engine."""
+    """Kind of parameters and mesh; parameters that are not sharded, but for adapters, make it another engine."""
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    if plain:
+    adapters = [name for name in plain if "lora_" in name]
+    if len(plain) > len(adapters):
         raise NotThisEngineError(f"{len(plain)} parameters are no DTensors: {plain[:3]}")
-    meshes = {str(p.device_mesh.mesh_dim_names): tuple(p.device_mesh.shape) for p in model.parameters()}
-    placements = sorted({str(p.placements) for p in model.parameters()})
-    return f"DTensor {placements[0]} on {meshes}"
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    meshes = {str(p.device_mesh.mesh_dim_names): tuple(p.device_mesh.shape) for p in sharded}
+    placements = sorted({str(p.placements) for p in sharded})
+    return f"DTensor {placements[0]} on {meshes}" + ", adapters whole" * bool(adapters)
 
 
 # Trainer
@@ -324,7 +327,8 @@ def wrapped_in_deepspeed(stage: int, trainer: Trainer) -> str:
 
 
 def sharded_by_trainer(trainer: Trainer) -> str:
-    return evidence_of_dtensors(trainer.model)
+    evidence = evidence_of_dtensors(trainer.model)
+    return evidence + f", {type(trainer.model_wrapped).__name__}"
 
 
 def zero(stage: int, case: Case, rank: int, implementation: str) -> Run:
