@@ -16,7 +16,6 @@ QUICK = [
     Case("DDP, Trainer", "non-reentrant", peft=True, ping_pong=True),
     Case("DDP, Trainer", bf16=True, ping_pong=True),
     Case("DDP, TRL SFT with packing", ping_pong=True),
-    Case("DDP, torch.compile"),
     Case("FSDP1", ping_pong=True),
     Case("FSDP2, fully_shard", "reentrant", ping_pong=True),
     Case("FSDP2, transformers", "non-reentrant", ping_pong=True),
@@ -37,7 +36,7 @@ def runs() -> Iterator[Runs]:
 
 def check(runs: Runs, case: Case) -> None:
     outcome = runs.outcome(case)
-    tolerance = 2e-2 if case.bf16 else 1e-4
+    tolerance = 1e-3 if case.bf16 else 2e-6  # seen: 5.1e-5 and 1.2e-7, and for norms of gradients 1.5e-3 and 1.0e-6
     assert outcome.loss_difference is not None
     assert outcome.loss_difference <= tolerance
     assert outcome.grad_norm_difference is not None
