@@ -9,24 +9,26 @@ import logging
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from checkpointing import start_deepspeed
-from tiny_llama import micro_batch, row, settings, tiny_llama
+from tiny_llama import LAYERS, micro_batch, row, settings, tiny_llama
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_distca
@@ -46,20 +48,47 @@ class Case:
     engine: str
     checkpointing: str = "off"
     peft: bool = False
+    ping_pong: bool = False
     accumulation: int = 1
     bf16: bool = False
     steps: int = 3
 
+    @property
+    def settings(self) -> hf_distca.DistCAConfig:
+        """What distca runs with."""
+        return settings(ping_pong=self.ping_pong)
+
+    @property
+    def calls(self) -> int:
+        """Calls of core attention that a rank makes in training: twice by half, and once more by recomputed layer."""
+        passes = 1 if self.checkpointing == "off" else 2
+        return self.steps * self.accumulation * LAYERS * passes * (2 if self.ping_pong else 1)
+
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank saw: mean losses and norms of all gradients by step, seconds a step, the engine, bytes it exchanged."""
+    """What one rank saw.
+
+    Attributes:
+        losses, grad_norms: mean loss over ranks and norm of all gradients, by step.
+        seconds: of a step, the first one left out: it makes groups and buffers.
+        engine: what trained.
+        calls, sent_bytes: calls of core attention, and bytes sent for it; 0 under sdpa.
+    """
 
     losses: list[float]
     grad_norms: list[float]
     seconds: float
     engine: str
+    calls: int
     sent_bytes: int
+
+    @classmethod
+    def of(cls, losses: list[float], grad_norms: list[float], started: list[float], engine: str) -> Run:
+        """The run that ends now, with the times at which steps began."""
+        seconds = (time.perf_counter() - started[1]) / (len(started) - 1)
+        meter = current_session().meter
+        return cls(losses, grad_norms, seconds, engine, meter.calls, meter.sent_bytes)
 
 
 class NotThisEngineError(AssertionError):
@@ -69,8 +98,11 @@ class NotThisEngineError(AssertionError):
 def train(rank: int, case: Case, implementation: str) -> Run:
     """Train on this rank; every rank of the world must call it."""
     logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)
     _forget_accelerate()
-    hf_distca.configure(settings())
+    # Else accelerate starts a thread for each core in every process, and threads that spin make a busy machine crawl.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    hf_distca.configure(case.settings)
     return ENGINES[case.engine](case, rank, implementation)
 
 
@@ -99,9 +131,18 @@ def prepared(case: Case, model: PreTrainedModel) -> Any:
 # Bare loops
 
 
-def bare(case: Case, rank: int, implementation: str, wrap: Callable[[Any], tuple[Any, str]]) -> Run:
-    """A training loop as people write them, around a model wrapped by `wrap`, which says what it made."""
-    model = prepared(case, tiny_llama(implementation))
+def bare(
+    case: Case,
+    rank: int,
+    implementation: str,
+    wrap: Callable[[Any], tuple[Any, str]],
+    make: Callable[[str], PreTrainedModel] = tiny_llama,
+) -> Run:
+    """A training loop as people write them, around a model wrapped by `wrap`, which says what it made.
+
+    `rank` is where the data comes from: the same for ranks that hold the same tokens.
+    """
+    model = prepared(case, make(implementation))
     kwargs = CHECKPOINTING[case.checkpointing]
     if kwargs is not None:
         model.enable_input_require_grads()
@@ -109,8 +150,9 @@ def bare(case: Case, rank: int, implementation: str, wrap: Callable[[Any], tuple
     model, engine = wrap(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
-    losses, norms, started = [], [], time.perf_counter()
+    losses, norms, started = [], [], []
     for step in range(case.steps):
+        started.append(time.perf_counter())
         total = 0.0
         for n in range(case.accumulation):
             last = n == case.accumulation - 1
@@ -123,8 +165,7 @@ def bare(case: Case, rank: int, implementation: str, wrap: Callable[[Any], tuple
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean_over_ranks(total))
-    seconds = (time.perf_counter() - started) / case.steps
-    return Run(losses, norms, seconds, engine, current_session().meter.sent_bytes)
+    return Run.of(losses, norms, started, engine)
 
 
 def batch(rank: int, case: Case, step: int, micro: int) -> dict[str, Any]:
@@ -142,8 +183,9 @@ def synchronized(model: Any, last: bool) -> Any:
 def norm_of(model: Any, trained: list[nn.Parameter]) -> float:
     if isinstance(model, FullyShardedDataParallel):
         return float(model.clip_grad_norm_(1e9))
-    norm = nn.utils.clip_grad_norm_(trained, 1e9)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    # One by one: with tensor parallelism parameters lie on different meshes.
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in trained if p.grad is not None]
+    return float(nn.utils.get_total_norm(grads))
 
 
 def mean_over_ranks(value: float) -> float:
@@ -171,7 +213,7 @@ def fully_sharded(model: Any) -> tuple[Any, str]:
 
 def hybrid_sharded(model: Any) -> tuple[Any, str]:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    hf_distca.configure(settings(), group=mesh)
+    hf_distca.configure(current_session().config, group=mesh)
     return shard(model, mesh)
 
 
@@ -184,18 +226,21 @@ def fsdp1(model: Any) -> tuple[Any, str]:
 
 def compiled(model: Any) -> tuple[Any, str]:
     """Dynamo and AOTAutograd; code generation by Inductor needs a C++ compiler and changes nothing for distca."""
+    torch._dynamo.reset()  # it does not notice that a model has other hooks than the one of the run before
     compiled_model = torch.compile(DistributedDataParallel(model), backend="aot_eager")
     return compiled_model, f"{type(compiled_model).__name__} of {type(compiled_model._orig_mod).__name__}"
 
 
 def evidence_of_dtensors(model: nn.Module) -> str:
-    """Kind of parameters and mesh; trained parameters that are not sharded make it another engine."""
+    """Kind of parameters and mesh; parameters that are not sharded, but for adapters, make it another engine."""
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    if plain:
+    adapters = [name for name in plain if "lora_" in name]
+    if len(plain) > len(adapters):
         raise NotThisEngineError(f"{len(plain)} parameters are no DTensors: {plain[:3]}")
-    meshes = {str(p.device_mesh.mesh_dim_names): tuple(p.device_mesh.shape) for p in model.parameters()}
-    placements = sorted({str(p.placements) for p in model.parameters()})
-    return f"DTensor {placements[0]} on {meshes}"
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    meshes = {str(p.device_mesh.mesh_dim_names): tuple(p.device_mesh.shape) for p in sharded}
+    placements = sorted({str(p.placements) for p in sharded})
+    return f"DTensor {placements[0]} on {meshes}" + ", adapters whole" * bool(adapters)
 
 
 # Trainer
@@ -219,7 +264,7 @@ def hugging_face(
             arguments,
             data_collator=hf_distca.PackingCollator(),
             train_dataset=[row(n) for n in range(case.steps * case.accumulation * dist.get_world_size())],
-            callbacks=[hf_distca.DistCACallback(settings())],
+            callbacks=[hf_distca.DistCACallback(case.settings)],
         )
         return finished(case, trainer, evidence)
 
@@ -248,13 +293,21 @@ def training_options(case: Case, folder: str, checkpointing: dict[str, Any] | No
 
 def finished(case: Case, trainer: Trainer, evidence: Callable[[Trainer], str]) -> Run:
     trainer.remove_callback(PrinterCallback)
-    started = time.perf_counter()
+    clock = Clock()
+    trainer.add_callback(clock)
     trainer.train()
-    seconds = (time.perf_counter() - started) / case.steps
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    engine = evidence(trainer)
-    sent = current_session().meter.sent_bytes
-    return Run([log["loss"] for log in logs], [log["grad_norm"] for log in logs], seconds, engine, sent)
+    return Run.of([log["loss"] for log in logs], [log["grad_norm"] for log in logs], clock.started, evidence(trainer))
+
+
+class Clock(TrainerCallback):
+    """Notes when steps begin."""
+
+    def __init__(self) -> None:
+        self.started: list[float] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.started.append(time.perf_counter())
 
 
 def wrapped_in_ddp(trainer: Trainer) -> str:
@@ -274,7 +327,8 @@ def wrapped_in_deepspeed(stage: int, trainer: Trainer) -> str:
 
 
 def sharded_by_trainer(trainer: Trainer) -> str:
-    return evidence_of_dtensors(trainer.model)
+    evidence = evidence_of_dtensors(trainer.model)
+    return evidence + f", {type(trainer.model_wrapped).__name__}"
 
 
 def zero(stage: int, case: Case, rank: int, implementation: str) -> Run:
@@ -293,19 +347,39 @@ def zero(stage: int, case: Case, rank: int, implementation: str) -> Run:
 
 def native(sizes: dict[str, int], case: Case, rank: int, implementation: str) -> Run:
     """transformers' own FSDP2."""
+    return hugging_face(case, rank, implementation, sharded_by_trainer, partial(natively_sharded, sizes))
+
+
+def tensor_parallel(case: Case, rank: int, implementation: str) -> Run:
+    """transformers' own tensor parallelism and FSDP2 on four ranks, neighbours with the same tokens and different heads.
+
+    A bare loop: on CPUs the Trainer refuses this mesh under any attention.
+    """
+
+    def wrap(model: nn.Module) -> tuple[nn.Module, str]:
+        evidence = evidence_of_dtensors(model)
+        if "tp" not in evidence:
+            raise NotThisEngineError(evidence)
+        return model.train(), evidence
+
+    with tempfile.TemporaryDirectory() as folder:
+        make = partial(natively_sharded, {"tp_size": 2, "fsdp_size": 2}, folder=Path(folder))
+        return bare(case, rank // 2, implementation, wrap, make)
+
+
+def natively_sharded(sizes: dict[str, int], implementation: str, folder: Path) -> PreTrainedModel:
+    """The tiny model, laid out on its ranks by transformers."""
     from transformers.distributed import DistributedConfig
 
-    def make(implementation: str, folder: Path) -> PreTrainedModel:
-        folders = [folder]  # in a distributed world only rank 0 writes: all read what it wrote
-        dist.broadcast_object_list(folders)
-        if rank == 0:
-            tiny_llama(implementation).save_pretrained(folder)
-        dist.barrier()
-        folder = folders[0]
-        config = DistributedConfig(**sizes)
-        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation, distributed_config=config)
-
-    return hugging_face(case, rank, implementation, sharded_by_trainer, make)
+    folders = [folder]  # in a distributed world only rank 0 writes: all read what it wrote
+    dist.broadcast_object_list(folders)
+    if dist.get_rank() == 0:
+        tiny_llama(implementation).save_pretrained(folder)
+    dist.barrier()
+    config = DistributedConfig(**sizes)
+    model = AutoModelForCausalLM.from_pretrained(folders[0], attn_implementation=implementation, distributed_config=config)
+    dist.barrier()  # the folder may be removed now
+    return model
 
 
 def accelerate_fsdp2(case: Case, rank: int, implementation: str) -> Run:
@@ -319,7 +393,7 @@ def accelerate_fsdp2(case: Case, rank: int, implementation: str) -> Run:
     wrapped_checkpointing = case.checkpointing == "non-reentrant"
     if wrapped_checkpointing:  # the way of this engine: torch's checkpoint_wrapper
         wrap["activation_checkpointing"] = True
-        case = Case(case.engine, "off", case.peft, case.accumulation, case.bf16, case.steps)
+        case = replace(case, checkpointing="off")
     state = {"use_configured_state": True}
     options = {"fsdp": "full_shard auto_wrap", "fsdp_config": wrap, "accelerator_config": state}
     return hugging_face(case, rank, implementation, sharded_by_trainer, **options)
@@ -344,8 +418,11 @@ def trl(case: Case, rank: int, implementation: str) -> Run:
             arguments,
             train_dataset=Dataset.from_dict({"input_ids": documents}),
             processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"),
-            callbacks=[hf_distca.DistCACallback(settings())],
+            callbacks=[hf_distca.DistCACallback(case.settings)],
         )
+        # Packing puts rows of long documents first: let them alternate with the others, for work to move in every step.
+        rows, half = trainer.train_dataset, len(trainer.train_dataset) // 2
+        trainer.train_dataset = rows.select([n // 2 + n % 2 * half for n in range(2 * half)])
         return finished(case, trainer, wrapped_in_ddp)
 
 
@@ -370,22 +447,22 @@ ENGINES: dict[str, Callable[[Case, int, str], Run]] = {
 MESHES: dict[str, Callable[[Case, int, str], Run]] = {
     "HSDP 2 x 2, fully_shard": _bare(hybrid_sharded),
     "HSDP 2 x 2, transformers": partial(native, {"fsdp_size": 2, "dp_replicate_size": 2}),
+    "TP 2 x FSDP2 2, transformers": tensor_parallel,
 }
 ENGINES |= MESHES
 
 
 def cases() -> Iterator[Case]:
     """The matrix."""
-    for engine in ENGINES:
+    for engine, ping_pong in product(ENGINES, (False, True)):
         if engine in MESHES:
-            yield Case(engine)
-            yield Case(engine, "non-reentrant")
+            yield Case(engine, ping_pong=ping_pong)
+            yield Case(engine, "non-reentrant", ping_pong=ping_pong)
             continue
-        for peft in (False, True):
-            for checkpointing in CHECKPOINTING:
-                yield Case(engine, checkpointing, peft)
-        yield Case(engine, "non-reentrant", accumulation=2)
-        yield Case(engine, bf16=True)
+        for peft, checkpointing in product((False, True), CHECKPOINTING):
+            yield Case(engine, checkpointing, peft, ping_pong)
+        yield Case(engine, "non-reentrant", ping_pong=ping_pong, accumulation=2)
+        yield Case(engine, ping_pong=ping_pong, bf16=True)
 
 
 def world_of(case: Case) -> int:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,8 +19,13 @@ from rich.table import Table
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))
 
-from engines import ENGINES, Case, cases, train, world_of
+from tiny_llama import LAYERS
+
+from engines import ENGINES, Case, Run, cases, train, world_of
 from ranks import RankPool
+
+# Seconds that a run may take, processes included: most of it is imports, and machines may be busy with other things.
+TIMEOUT = 600.0
 
 
 @dataclass(frozen=True)
@@ -34,14 +38,14 @@ class Outcome:
     grad_norm_difference: float | None = None
     step_seconds: float | None = None
     sdpa_step_seconds: float | None = None
+    calls_per_layer: float | None = None
     sent_bytes: int = 0
     error: str = ""
 
 
-def compare(pool: RankPool, case: Case, timeout: float = 300.0) -> Outcome:
-    """Run `case` under both implementations. Raises AssertionError if a rank fails."""
+def compare(pool: RankPool, case: Case, theirs: list[Run], timeout: float = TIMEOUT) -> Outcome:
+    """Run `case` under distca and compare with `theirs`, the same under sdpa. Raises AssertionError if a rank fails."""
     ours = pool(train, case, "distca", timeout=timeout)
-    theirs = pool(train, case, "sdpa", timeout=timeout)
 
     def worst(name: str) -> float:
         pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(getattr(a, name), getattr(b, name), strict=True)]
@@ -55,51 +59,91 @@ def compare(pool: RankPool, case: Case, timeout: float = 300.0) -> Outcome:
     sent = sum(run.sent_bytes for run in ours)
     if sent == 0:
         raise AssertionError(f"{case}: nothing was exchanged, so nothing was compared")
+    calls = {run.calls for run in ours}
+    if calls != {case.calls}:
+        raise AssertionError(f"{case}: {calls} calls of core attention on the ranks, not {case.calls}")
     seconds = [max(run.seconds for run in runs) for runs in (ours, theirs)]
-    return Outcome(case, engines.pop(), worst("losses"), worst("grad_norms"), *seconds, sent)
+    per_layer = case.calls / (LAYERS * case.steps * case.accumulation)
+    return Outcome(case, engines.pop(), worst("losses"), worst("grad_norms"), *seconds, per_layer, sent)
 
 
-def outcomes(selected: list[Case], progress: Console) -> list[Outcome]:
-    """All lines; a failing case ends its processes, and the next one gets fresh ones."""
-    found = []
-    for _, group in groupby(selected, key=lambda case: case.engine):
-        pool: RankPool | None = None
-        for case in group:
-            if pool is None or not pool.alive:
-                pool = RankPool(world_of(case))
+class Runs:
+    """Runs cases, one after another in the same processes; DeepSpeed, which patches torch, has its own.
+
+    What sdpa gives does not depend on ping-pong, and is run once for both.
+    """
+
+    def __init__(self, timeout: float = TIMEOUT) -> None:
+        self.timeout = timeout
+        self._kind: object = None
+        self._pool: RankPool | None = None
+        self._theirs: dict[Case, list[Run]] = {}
+
+    def outcome(self, case: Case) -> Outcome:
+        """Run a case under both. Raises AssertionError if a rank fails; the next case gets new processes then."""
+        twin = replace(case, ping_pong=False)
+        if twin not in self._theirs:
             try:
-                found.append(compare(pool, case))
+                self._theirs[twin] = self._processes(case)(train, twin, "sdpa", timeout=self.timeout)
             except AssertionError as error:
-                found.append(Outcome(case, error=str(error).strip()))
-            result = found[-1].error or f"loss {found[-1].loss_difference:.1e}, {found[-1].step_seconds:.2f} s a step"
-            progress.print(f"{len(found)}/{len(selected)} {case}: {result}", highlight=False, soft_wrap=True)
-        if pool is not None and pool.alive:
-            pool.close()
+                raise AssertionError(f"fails under sdpa, too\n{error}") from error
+        return compare(self._processes(case), case, self._theirs[twin], self.timeout)
+
+    def _processes(self, case: Case) -> RankPool:
+        kind = case.engine.startswith("ZeRO"), world_of(case)
+        if self._pool is None or not self._pool.alive or kind != self._kind:
+            self.close()
+            self._pool, self._kind = RankPool(world_of(case)), kind
+        return self._pool
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def outcomes(selected: list[Case], progress: Console, timeout: float) -> list[Outcome]:
+    """All lines, failures among them."""
+    found: list[Outcome] = []
+    runs = Runs(timeout)
+    for case in selected:
+        try:
+            found.append(runs.outcome(case))
+        except AssertionError as error:
+            found.append(Outcome(case, error=str(error).strip()))
+        one = found[-1]
+        result = one.error or f"loss {one.loss_difference:.1e}, norm {one.grad_norm_difference:.1e}"
+        progress.print(f"{len(found)}/{len(selected)} {case}: {result}", highlight=False, soft_wrap=True)
+    runs.close()
     return found
 
 
 def show(found: list[Outcome]) -> None:
     table = Table(title="distca against sdpa")
-    for column in ("engine", "checkpointing", "LoRA", "loss", "gradient norm", "s/step", "sdpa s/step", "what ran"):
+    switches = ("checkpointing", "LoRA", "ping-pong")
+    for column in ("engine", *switches, "loss", "gradient norm", "s/step", "sdpa s/step", "calls/layer", "what ran"):
         table.add_column(column, overflow="fold")
     for one in found:
         case = one.case
         extras = [f"x{case.accumulation} accumulated"] * (case.accumulation > 1) + ["bf16"] * case.bf16
         name = ", ".join([case.engine, *extras])
-        lora = "yes" if case.peft else ""
+        switches = ("yes" if case.peft else "", "yes" if case.ping_pong else "")
         if one.error:
-            table.add_row(name, case.checkpointing, lora, "", "", "", "", f"failed: {one.error.splitlines()[-1]}", style="red")
+            lines = one.error.splitlines()
+            reason = lines[-1] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+            table.add_row(name, case.checkpointing, *switches, "", "", "", "", "", f"failed: {reason}", style="red")
             continue
         figures = (f"{one.loss_difference:.1e}", f"{one.grad_norm_difference:.1e}")
         seconds = (f"{one.step_seconds:.2f}", f"{one.sdpa_step_seconds:.2f}")
-        table.add_row(name, case.checkpointing, lora, *figures, *seconds, one.engine)
+        table.add_row(name, case.checkpointing, *switches, *figures, *seconds, f"{one.calls_per_layer:g}", one.engine)
     Console(width=170).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", metavar="TEXT", default="", help="only engines whose name contains TEXT")
-    parser.add_argument("--quick", action="store_true", help="one case an engine: no checkpointing, no LoRA")
+    parser.add_argument("--quick", action="store_true", help="no checkpointing, no LoRA, no accumulation, no bf16")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="of one run (%(default)g)")
     parser.add_argument("--list", action="store_true", help="print the names of the engines and end")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to standard output")
     arguments = parser.parse_args()
@@ -108,10 +152,10 @@ def main() -> None:
         return
     selected = [case for case in cases() if arguments.engine.lower() in case.engine.lower()]
     if arguments.quick:
-        selected = [case for case in selected if case == Case(case.engine)]
+        selected = [case for case in selected if case == Case(case.engine, ping_pong=case.ping_pong)]
     if not selected:
         parser.error(f"no engine's name contains {arguments.engine!r}; --list prints them")
-    found = outcomes(selected, Console(stderr=True))
+    found = outcomes(selected, Console(stderr=True), arguments.timeout)
     text = json.dumps([asdict(one) for one in found], indent=1)
     if arguments.json is None:
         show(found)

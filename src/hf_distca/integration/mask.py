@@ -14,6 +14,7 @@ from transformers.masking_utils import causal_mask_function, create_causal_mask,
 from hf_distca.integration.families import check_family
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
 from hf_distca.integration.layers import cut_layers
+from hf_distca.integration.mesh import mesh_of
 from hf_distca.integration.session import current_session
 
 __all__ = ["distca_mask"]
@@ -78,7 +79,14 @@ def distca_mask(
     padding = None if attention_mask is None else attention_mask[:, :q_length]
     chunk, window = (local_size, None) if _CHUNKS in parts else (None, local_size)
     creator = _calling_frame(lambda frame: frame.f_globals.get("__name__") == create_causal_mask.__module__)
-    if current_session().config.ping_pong:
+    session = current_session()
+    if session.looks_for_mesh:
+        # Of the models whose forwards led here, from the inside out, the mesh is on the one that was loaded.
+        owner = _calling_frame(lambda frame: mesh_of(frame.f_locals.get("self")) is not None, creator)
+        mesh = None if owner is None else mesh_of(owner.f_locals["self"])
+        if mesh is not None:
+            session.found_mesh(mesh)
+    if session.config.ping_pong:
         caller = _calling_frame(lambda frame: isinstance(frame.f_locals.get("self"), PreTrainedModel), creator)
         if caller is not None:
             cut_layers(caller.f_locals["self"])

@@ -75,6 +75,15 @@ class Session:
             self._world = world
         return self._group
 
+    @property
+    def looks_for_mesh(self) -> bool:
+        """Whether the ranks of the attention group are neither given nor found yet."""
+        return self._members is None and self._group is None
+
+    def found_mesh(self, mesh: DeviceMesh) -> None:
+        """Take the attention group from the mesh of a model."""
+        self._members = mesh
+
     def takes_part(self, training: bool) -> bool:
         """Whether other ranks take part in the attention of a module that trains, or does not."""
         # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
@@ -285,7 +294,7 @@ def configure(config: DistCAConfig | None = None, *, group: dist.ProcessGroup | 
     Args:
         config: settings; the defaults if None.
         group: the ranks that share core attention, as a process group or a device mesh. By default the data-parallel ranks of
-            accelerate's device mesh if there is one, else all ranks.
+            the mesh of a model loaded with transformers' `DistributedConfig`, or of accelerate's device mesh, else all ranks.
 
     Returns:
         The settings now in use.
