@@ -1,0 +1,79 @@
+"""Data that does not divide by ranks and batches, data without a length, and runs that end early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tiny_runs import VOCABULARY, Row, dispatches, documents, losses, make_trainer, rows
+from torch.utils.data import IterableDataset
+from transformers import EarlyStoppingCallback
+
+from ranks import RankPool
+
+LENGTHS = (96, 5, 31, 1, 64, 17, 80)  # 7 documents: on 2 ranks, no size of batch makes it even
+
+
+def single_documents() -> list[Row]:
+    return [{"input_ids": ids} for ids in documents(*LENGTHS)]
+
+
+class Stream(IterableDataset[Row]):
+    def __iter__(self) -> Iterator[Row]:
+        yield from single_documents()
+
+
+def train(rank: int, implementation: str, stream: bool, arguments: dict[str, Any]) -> tuple[list[float], int, float]:
+    trainer = make_trainer(implementation, Stream() if stream else single_documents(), **arguments)
+    trainer.train()
+    return losses(trainer), dispatches(), trainer.state.epoch
+
+
+@pytest.mark.parametrize(
+    ("stream", "arguments"),
+    [
+        (False, {"num_train_epochs": 2, "per_device_train_batch_size": 2}),
+        (False, {"num_train_epochs": 2, "gradient_accumulation_steps": 3}),
+        (False, {"num_train_epochs": 2, "per_device_train_batch_size": 3, "dataloader_drop_last": True}),
+        (True, {"max_steps": 5, "per_device_train_batch_size": 2, "accelerator_config": {"dispatch_batches": False}}),
+    ],
+    ids=["last batch uneven", "last accumulation short", "last batch dropped", "stream"],
+)
+def test_ragged_epochs(rank_pool: Callable[[int], RankPool], stream: bool, arguments: dict[str, Any]) -> None:
+    pool = rank_pool(2)
+    ours, theirs = (pool(train, name, stream, arguments) for name in ("distca", "sdpa"))
+    for (run, moved, epoch), (plain, _, plain_epoch) in zip(ours, theirs, strict=True):
+        assert moved > 0
+        assert epoch == plain_epoch
+        assert len(run) >= 4
+        assert run == pytest.approx(plain, rel=1e-4)
+
+
+def stop_early(rank: int, implementation: str, folder: str) -> tuple[list[float], int, float | None]:
+    trainer = make_trainer(
+        implementation,
+        rows(16),
+        folder=folder,
+        eval_dataset=rows(3),
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=float(VOCABULARY))],
+        max_steps=8,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+    )
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    return [*losses(trainer), after], trainer.state.global_step, trainer.state.best_metric
+
+
+def test_early_stopping(rank_pool: Callable[[int], RankPool], tmp_path: Any) -> None:
+    pool = rank_pool(2)
+    ours, theirs = (pool(stop_early, name, str(tmp_path / name)) for name in ("distca", "sdpa"))
+    for (run, steps, best), (plain, plain_steps, plain_best) in zip(ours, theirs, strict=True):
+        assert steps == plain_steps == 4
+        assert best == pytest.approx(plain_best, rel=1e-4)
+        assert run == pytest.approx(plain, rel=1e-4)

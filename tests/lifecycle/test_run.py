@@ -1,0 +1,93 @@
+"""`python -m hf_distca.run` in front of a script that knows nothing of hf_distca."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import argparse, sys
+from neighbour import write
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--attn_implementation")
+    parser.add_argument("--output")
+    options = parser.parse_args()
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=31,
+        attn_implementation=options.attn_implementation,
+    )
+    arguments = TrainingArguments(
+        options.output, max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to="none", save_strategy="no"
+    )
+    tokens = [{"input_ids": list(range(1, 9)), "labels": list(range(1, 9))} for _ in range(4)]
+    trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=tokens)
+    trainer.train()
+    seen = {"argv": sys.argv, "attention": trainer.model.config._attn_implementation, "world": arguments.world_size}
+    if arguments.process_index == 0:
+        write(options.output, {**seen, "loss": trainer.state.log_history[-1]["train_loss"]})
+"""
+NEIGHBOUR = """
+import json
+from pathlib import Path
+
+def write(folder, value):
+    Path(folder, "seen.json").write_text(json.dumps(value))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "neighbour.py").write_text(NEIGHBOUR)
+    path = folder / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_an_unmodified_script_takes_the_name(script: Path, tmp_path: Path) -> None:
+    options = ["--attn_implementation", "distca", "--output", str(tmp_path)]
+    ended = run("-m", "hf_distca.run", str(script), *options, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["argv"] == [str(script), *options]
+    assert seen["attention"] == "distca"
+
+
+def test_help_and_a_missing_script(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_distca.run import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "accelerate launch -m hf_distca.run" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    for arguments, named in (([], "script"), (["train.py", "--help"], f"no file 'train.py' in {tmp_path}")):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert named in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_under_a_launcher(script: Path, tmp_path: Path) -> None:
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs/accelerate/cpu_2_processes.yaml"))
+    options = ("--attn_implementation", "distca", "--output", str(tmp_path))
+    ended = run(*launcher, "-m", "hf_distca.run", str(script), *options, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["world"] == 2
+    assert seen["attention"] == "distca"
