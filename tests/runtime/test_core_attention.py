@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shared_group import shared_group
 
 from hf_distca.kernels import Scores, select_kernel
 from hf_distca.runtime.core_attention import core_attention
-from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
@@ -67,7 +66,7 @@ def run_plan(
     should give, and the counts of exchanges.
     """
     plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks, scores.window)
-    group = AttentionGroup.create(timeout_seconds=60) if dist.is_initialized() else AttentionGroup()
+    group = shared_group()
     lengths: dict[int, int] = {}
     for row in ranks:
         for document, start, length in row:
