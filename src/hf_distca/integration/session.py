@@ -88,6 +88,7 @@ class Session:
         value: torch.Tensor,
         *,
         training: bool,
+        alone: bool = False,
         window: int | None = None,
     ) -> Work:
         """Plan a micro-batch: together with the other ranks in training, alone otherwise.
@@ -96,13 +97,14 @@ class Session:
             local: this rank's documents.
             query, key, value: (batch, heads, length, width), for their shapes, dtype and device.
             training: whether the module is in training mode on this rank, and so on all.
+            alone: whether this forward is one that the other ranks need not run, whatever the mode.
             window: keys that a row sees at most, None for all.
         """
         device = query.device
         keep = None if local.keep is None else torch.from_numpy(local.keep).to(device)
-        if not self.takes_part(training):
+        if alone or not self.takes_part(training):
             layout = _layout([local.rows], [0], spans=False)
-            if local.spans and not training and (local.rows[:, 1] > 0).any():
+            if local.spans and (alone or not training) and (local.rows[:, 1] > 0).any():
                 raise UnsupportedError(
                     "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
                     "set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
