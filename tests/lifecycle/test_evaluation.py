@@ -60,7 +60,9 @@ def train(rank: int, implementation: str, ping_pong: bool, balance_evaluation: b
     }
 
 
-@pytest.mark.parametrize(("ping_pong", "balance_evaluation"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("ping_pong", "balance_evaluation"), [(False, False), pytest.param(True, False, marks=pytest.mark.slow), (True, True)]
+)
 def test_evaluation_and_generation_between_steps(
     rank_pool: Callable[[int], RankPool], ping_pong: bool, balance_evaluation: bool
 ) -> None:
