@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import dispatches, losses, make_trainer, rows, settings
+from tiny_runs import dispatches, losses, make_trainer, rows, settings, tiny_llama
 from transformers import TrainerCallback
 
+import hf_distca
 from ranks import RankPool
 
 
@@ -59,7 +60,9 @@ def train(rank: int, implementation: str, ping_pong: bool, balance_evaluation: b
     }
 
 
-@pytest.mark.parametrize(("ping_pong", "balance_evaluation"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("ping_pong", "balance_evaluation"), [(False, False), pytest.param(True, False, marks=pytest.mark.slow), (True, True)]
+)
 def test_evaluation_and_generation_between_steps(
     rank_pool: Callable[[int], RankPool], ping_pong: bool, balance_evaluation: bool
 ) -> None:
@@ -76,3 +79,27 @@ def test_evaluation_and_generation_between_steps(
         assert bool(run["dispatched by predict"]) == balance_evaluation
     assert ours[0]["written"] == theirs[0]["written"]
     assert len(ours[0]["written"]) == 2
+
+
+def generate_in_training_mode(rank: int, ping_pong: bool) -> tuple[int, list[int]]:
+    hf_distca.configure(settings(ping_pong=ping_pong, timeout_seconds=15.0))
+    model, plain = tiny_llama("distca"), tiny_llama("sdpa")
+    written = []
+    for one in (model, plain):
+        if rank == 0:  # nothing may wait for the other rank
+            prompt = torch.tensor([[1, 5, 9, 3, 11, 4, 2, 17, 33]])
+            written.append(one.generate(prompt, max_new_tokens=5, do_sample=False).tolist())
+    assert not written or written[0] == written[1]
+    alone = dispatches()
+    batch = hf_distca.PackingCollator()([rows(2)[rank]])
+    for one in (model, plain):
+        one(**batch, use_cache=False).loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    return alone, dispatches()
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_one_rank_generates_with_a_model_in_training_mode(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
+    for alone, trained in rank_pool(2)(generate_in_training_mode, ping_pong):
+        assert alone == 0 < trained

@@ -87,7 +87,7 @@ def preferences(rank: int, policy_name: str, reference_name: str, mode: str, pin
     return seen, dispatches()
 
 
-@pytest.mark.parametrize("mode", ["eval", "train", "with gradients"])
+@pytest.mark.parametrize("mode", ["eval", pytest.param("train", marks=pytest.mark.slow), "with gradients"])
 def test_two_models_take_turns(rank_pool: Callable[[int], RankPool], mode: str) -> None:
     pool = rank_pool(2)
     theirs = pool(preferences, "sdpa", "sdpa", mode, False)

@@ -91,9 +91,11 @@ def distca_attention(
         )
     if window not in handle.work:
         sources = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q, "distca_documents": distca_documents}
-        with session.reporting(module.training, "reading documents"):
+        with session.reporting(module.training, "reading documents", alone=handle.alone):
             local = handle.local or handle.read_documents(sources, span_ranks=session.config.documents_span_ranks)
-        handle.work[window] = session.work_for(local, query, key, value, training=module.training, window=window)
+        handle.work[window] = session.work_for(
+            local, query, key, value, training=module.training, alone=handle.alone, window=window
+        )
     work = handle.work[window]
     scores = _scores(query, scaling, work.window, softcap)
     return _run(session, handle, work, module, query, key, value, scores, sink_H), None

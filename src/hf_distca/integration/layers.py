@@ -98,7 +98,7 @@ def _halves_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Ha
     if any(isinstance(one, Cache) for one in flat) and not (layer.training and torch.is_grad_enabled()):
         return None
     session = current_session()
-    if not (session.config.ping_pong and session.takes_part(layer.training)) or handle.local is not None:
+    if handle.local is not None or not (session.config.ping_pong and session.takes_part(layer.training, alone=handle.alone)):
         return None
     if handle.halves is None:
         with session.reporting(layer.training, "reading documents"):

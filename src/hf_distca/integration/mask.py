@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, create_causal_mask, sdpa_mask
 
 from hf_distca.integration.families import check_family
@@ -19,6 +19,7 @@ from hf_distca.integration.session import current_session
 
 __all__ = ["distca_mask"]
 
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 # The parts that transformers builds causal masks from. Anything else changes who sees whom.
 _CHUNKS = "chunked_overlay"
 _BLOCKS = "blockwise_overlay"
@@ -90,7 +91,9 @@ def distca_mask(
         caller = _calling_frame(lambda frame: isinstance(frame.f_locals.get("self"), PreTrainedModel), creator)
         if caller is not None:
             cut_layers(caller.f_locals["self"])
-    return AttentionHandle(batch_size, q_length, padding, window, chunk, _positions(creator), model_type)
+    # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
+    alone = _calling_frame(lambda frame: frame.f_code is _GENERATE, creator) is not None
+    return AttentionHandle(batch_size, q_length, padding, window, chunk, _positions(creator), model_type, alone)
 
 
 def _calling_frame(wanted: Callable[[FrameType], bool], frame: FrameType | None = None) -> FrameType | None:

@@ -90,10 +90,10 @@ class Session:
         """Take the attention group from the mesh of a model."""
         self._members = mesh
 
-    def takes_part(self, training: bool) -> bool:
-        """Whether other ranks take part in the attention of a module that trains, or does not."""
+    def takes_part(self, training: bool, *, alone: bool = False) -> bool:
+        """Whether other ranks take part in the attention of a module that trains, or does not; never if it is to be alone."""
         # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
-        return (training or self.config.balance_evaluation) and self.group.size > 1
+        return not alone and (training or self.config.balance_evaluation) and self.group.size > 1
 
     def work_for(
         self,
@@ -103,6 +103,7 @@ class Session:
         value: torch.Tensor,
         *,
         training: bool,
+        alone: bool = False,
         window: int | None = None,
     ) -> Work:
         """Plan a micro-batch: together with the other ranks in training, alone otherwise.
@@ -111,13 +112,14 @@ class Session:
             local: this rank's documents.
             query, key, value: (batch, heads, length, width), for their shapes, dtype and device.
             training: whether the module is in training mode on this rank, and so on all.
+            alone: whether this forward is one that the other ranks need not run, whatever the mode.
             window: keys that a row sees at most, None for all.
         """
         device = query.device
         keep = None if local.keep is None else torch.from_numpy(local.keep).to(device)
-        if not self.takes_part(training):
+        if not self.takes_part(training, alone=alone):
             layout = _layout([local.rows], [0], spans=False)
-            if local.spans and not training and (local.rows[:, 1] > 0).any():
+            if local.spans and (alone or not training) and (local.rows[:, 1] > 0).any():
                 raise UnsupportedError(
                     "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
                     "set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
@@ -176,9 +178,9 @@ class Session:
             )
 
     @contextmanager
-    def reporting(self, training: bool, doing: str) -> Iterator[None]:
+    def reporting(self, training: bool, doing: str, *, alone: bool = False) -> Iterator[None]:
         """Name this rank in what is wrong with its batch, and tell the ranks that would wait for it."""
-        group = self.group if self.takes_part(training) else _ALONE
+        group = self.group if self.takes_part(training, alone=alone) else _ALONE
         try:
             with group.reporting(f"{doing} for micro-batch {self._planned + 1}"):
                 yield
