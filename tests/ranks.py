@@ -80,6 +80,7 @@ class RankPool:
 
 def _serve(rank: int, world_size: int, store: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # else accelerate gives every rank more threads than there are cores
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # never used: the store is a file
     dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)

@@ -75,12 +75,6 @@ class Session:
             self._world = world
         return self._group
 
-    def close(self) -> None:
-        """Free the attention group."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-
     @property
     def looks_for_mesh(self) -> bool:
         """Whether the ranks of the attention group are neither given nor found yet."""
@@ -308,8 +302,6 @@ def configure(config: DistCAConfig | None = None, *, group: dist.ProcessGroup | 
         The settings now in use.
     """
     global _session
-    if _session is not None:
-        _session.close()
     _session = Session(config or DistCAConfig(), group)
     return _session.config
 

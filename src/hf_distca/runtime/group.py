@@ -75,13 +75,6 @@ class AttentionGroup:
         watch = Watch(ranks, ranks.index(own), timeout_seconds, (data, control))
         return cls(ranks, ranks.index(own), Channel(data, watch, timeout_seconds), control, watch, timeout_seconds)
 
-    def close(self) -> None:
-        """Free the communicators, of which each keeps threads awake over gloo. The group must not be used afterwards."""
-        for communicator in (self.control, None if self.data is None else self.data.process_group):
-            # Those of a world that has ended ended with it.
-            if communicator is not None and communicator in dist.distributed_c10d._world.pg_map:  # noqa: SLF001
-                dist.destroy_process_group(communicator)
-
     def reporting(self, doing: str) -> AbstractContextManager[None]:
         """A context that tells the other ranks of an exception inside, so that they do not wait for this one."""
         return nullcontext() if self.watch is None else self.watch.reporting(doing)
