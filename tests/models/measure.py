@@ -136,7 +136,7 @@ def _judge(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -
 def in_halves() -> Iterator[None]:
     """Let all layers run as halves, on one rank as well, whatever the table says of the type."""
     with (
-        patch.object(Session, "takes_part", lambda self, training: training),
+        patch.object(Session, "takes_part", lambda self, training, alone=False: training),
         patch.object(Halves, "pointless", False),
         patch.object(layers, "PING_PONG", frozenset(MODEL_TYPES)),
     ):
