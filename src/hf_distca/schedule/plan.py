@@ -170,16 +170,16 @@ def _check(plan: Plan) -> None:
     if len(servers) and (servers.min() < 0 or servers.max() >= layout.world_size):
         row = int(np.flatnonzero((servers < 0) | (servers >= layout.world_size))[0])
         raise PlanError(f"{plan.tasks[row]} names a server outside the {layout.world_size} ranks of the layout.")
-    if len(plan.end) and plan.end.max() > layout.longest:
-        raise PlanError(
-            f"{plan.tasks[int(plan.end.argmax())]} ends behind the longest document, which has {layout.longest} tokens."
-        )
     order = np.lexsort((layout.start, layout.document))
     order = order[layout.queries[order]]
     segment_document, segment_start = layout.document[order], layout.start[order]
     segment_end, segment_rank = layout.end[order], layout.rank[order]
     if len(plan.document) and not len(order):
         raise PlanError(f"{len(plan.document)} task(s) for a layout without tokens, the first is {plan.tasks[0]}.")
+    if len(plan.end) and plan.end.max() > layout.longest:
+        raise PlanError(
+            f"{plan.tasks[int(plan.end.argmax())]} ends behind the longest document, which has {layout.longest} tokens."
+        )
     # Tasks are ordered like the sorted segments: the segment of a task is the last one that starts at or before it.
     # Documents count by their place among the layout's, for a document number times a length may not fit in 64 bits.
     width, documents = layout.longest + 1, np.unique(segment_document)
