@@ -37,6 +37,7 @@ from hf_distca.schedule.scheduler import balance
 from hf_distca.schedule.summary import imbalance
 from hf_distca.schedule.waves import Waves
 from machine import describe
+from output import add_json_option, put_out
 
 DIM = 64
 
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4, help="query heads of 64; half as many key/value heads")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
     parser.add_argument("--bound", type=int, default=2**24, help="bound of the bounded mode in bytes (default: %(default)s)")
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to standard output")
+    add_json_option(parser)
     arguments = parser.parse_args()
     setting = {"threads": 1, "dtype": "float32", **{k: v for k, v in vars(arguments).items() if k != "json"}}
     result: dict[str, Any] = {"machine": describe(), "setting": setting, "ranks": {}}
@@ -145,12 +146,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(work, (ranks, arguments, folder), nprocs=ranks)
             result["ranks"][str(ranks)] = json.loads(Path(folder, "result.json").read_text())
-    if arguments.json is None:
-        show(result)
-    elif arguments.json == "-":
-        print(json.dumps(result, indent=1))
-    else:
-        Path(arguments.json).write_text(json.dumps(result, indent=1))
+    put_out(result, arguments.json, show)
 
 
 if __name__ == "__main__":

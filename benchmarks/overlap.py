@@ -32,6 +32,7 @@ import hf_distca
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.channel import Channel, Transfer
 from machine import describe
+from output import add_json_option, put_out
 from step_time import RANKS, batch_of, model_of
 
 MODES = ("unbalanced", "single-stream", "ping-pong", "no communication")
@@ -152,19 +153,14 @@ def main() -> None:
         metavar="MS",
         help="milliseconds added to an exchange; 0 first",
     )
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to standard output")
+    add_json_option(parser)
     arguments = parser.parse_args()
     if arguments.latencies[0] != 0:
         parser.error(f"--latencies {arguments.latencies} must begin with 0, which the others are compared with")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (arguments, folder), nprocs=RANKS)
         result = json.loads(Path(folder, "result.json").read_text())
-    if arguments.json is None:
-        show(result)
-    elif arguments.json == "-":
-        print(json.dumps(result, indent=1))
-    else:
-        Path(arguments.json).write_text(json.dumps(result, indent=1))
+    put_out(result, arguments.json, show)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import hf_distca
 from machine import describe
+from output import add_json_option, put_out
 
 RANKS = 2
 EVEN_PAIRS = 4
@@ -193,17 +194,12 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4, help="query heads of 64; half as many key/value heads")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, each running every mode once (default: %(default)s)")
     parser.add_argument("--sdpa-rounds", type=int, default=1, help="rounds that also run stock sdpa (default: %(default)s)")
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to standard output")
+    add_json_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (arguments, folder), nprocs=RANKS)
         result = json.loads(Path(folder, "result.json").read_text())
-    if arguments.json is None:
-        show(result)
-    elif arguments.json == "-":
-        print(json.dumps(result, indent=1))
-    else:
-        Path(arguments.json).write_text(json.dumps(result, indent=1))
+    put_out(result, arguments.json, show)
 
 
 if __name__ == "__main__":

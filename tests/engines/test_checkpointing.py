@@ -9,11 +9,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from checkpointing import SWITCHES
-from tiny_llama import LAYERS, micro_batch, recorded, settings, tiny_llama
+from tiny_llama import LAYERS, micro_batch, settings, tiny_llama
 
 import hf_distca
 from hf_distca.integration.session import current_session
 from ranks import RankPool
+from recorded import recorded
 
 Result = tuple[float, dict[str, torch.Tensor], list[str], list[int], int]
 

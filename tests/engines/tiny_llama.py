@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
-from hf_distca.runtime.channel import Channel
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 LAYERS = 4
@@ -57,27 +52,3 @@ def row(number: int) -> dict[str, list[list[int]]]:
 
 def micro_batch(number: int) -> dict[str, Any]:
     return hf_distca.PackingCollator()([row(number)])
-
-
-@contextmanager
-def recorded() -> Iterator[list[str]]:
-    """Names of the collectives of torch.distributed that Python code calls inside, and exchanges of core attention."""
-    names: list[str] = []
-
-    def spy(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: object, **kwargs: object) -> object:
-            names.append(name)
-            return original(*args, **kwargs)
-
-        return call
-
-    collectives = ("all_gather", "all_reduce", "broadcast", "barrier")
-    patches = [patch.object(dist, name, spy(name, getattr(dist, name))) for name in collectives]
-    patches.append(patch.object(Channel, "start", spy("exchange", Channel.start)))
-    for one in patches:
-        one.start()
-    try:
-        yield names
-    finally:
-        for one in patches:
-            one.stop()

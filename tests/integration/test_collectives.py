@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -17,40 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_distca
 from hf_distca.integration.session import current_session
 from hf_distca.kernels import Scores
-from hf_distca.runtime.channel import Channel
 from ranks import RankPool
+from recorded import recorded
 
 LAYERS = 2
-
-
-@contextmanager
-def recorded() -> Iterator[list[str]]:
-    """Names of the collectives that are called inside, and exchanges of core attention."""
-    names: list[str] = []
-
-    def spy(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: object, **kwargs: object) -> object:
-            names.append(name)
-            return original(*args, **kwargs)
-
-        return call
-
-    collectives = (
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_reduce",
-        "broadcast",
-        "barrier",
-    )
-    patches = [patch.object(dist, name, spy(name, getattr(dist, name))) for name in collectives]
-    patches.append(patch.object(Channel, "start", spy("exchange", Channel.start)))
-    for one in patches:
-        one.start()
-    try:
-        yield names
-    finally:
-        for one in patches:
-            one.stop()
 
 
 def batch(rank: int, scale: int = 1) -> dict[str, Any]:

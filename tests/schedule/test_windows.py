@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import layouts
-from test_scheduler import CONFIGS, LONG, MODELS, PAIRS, SHAPE, placements, spanning_layout
+from test_scheduler import CONFIGS, LONG, MODELS, PAIRS, SHAPE, check_plan, placements, spanning_layout
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel, KernelCost
@@ -75,18 +74,7 @@ def test_any_layout(layout: Layout, config: DistCAConfig, model: CostModel, wind
         return
     local = Plan.local(layout, window)
     assert plan.window == window
-
-    segment_ends = set(zip(layout.document.tolist(), layout.end.tolist(), strict=True))
-    for task, following in itertools.pairwise(plan.tasks):
-        cut = (task.document, task.end) not in segment_ends
-        assert not cut or task.end % config.tile == 0, "documents are cut on tiles"
-        assert not cut or task.server != following.server, "neighbours on one server are one task"
-
-    before, after = (PlanLoad(p, cost, overlapped=config.ping_pong).slowest_seconds for p in (local, plan))
-    if plan.digest != local.digest:
-        assert after < before
-        assert before - after >= config.min_gain * before
-    assert balance(layout, cost, config).digest == plan.digest
+    check_plan(plan, local, cost, config)
 
 
 @settings(max_examples=60)
