@@ -14,6 +14,7 @@ from hf_distca.errors import (
     PlanError,
     UnsupportedError,
 )
+from hf_distca.integration.ahead import PlanAheadMixin, plan_ahead
 from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.callback import DistCACallback
 from hf_distca.integration.data import PackingCollator
@@ -32,11 +33,13 @@ __all__ = [
     "LayoutError",
     "PackedDocuments",
     "PackingCollator",
+    "PlanAheadMixin",
     "PlanError",
     "UnsupportedError",
     "attention_seconds",
     "balancing",
     "configure",
+    "plan_ahead",
     "profile",
 ]
 

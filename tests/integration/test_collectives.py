@@ -91,7 +91,7 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     packed = batch(rank, scale)["distca_documents"]
     length = sum(packed.lengths)
     q, k, v = (torch.randn(1, heads, length, 16) for heads in (4, 2, 2))
-    work = session.work_for(read_documents(1, length, packed=packed), q, k, v, training=True)
+    (work,) = session.work_for([read_documents(1, length, packed=packed)], q, k, v, training=True)
     leaves = [t[0].transpose(0, 1).contiguous().requires_grad_() for t in (q, k, v)]
 
     def forbidden(*args: object, **kwargs: object) -> None:

@@ -105,7 +105,7 @@ def test_calibration_gives_all_ranks_the_same_costs(rank_pool: Callable[[int], R
 def test_figures_of_a_window() -> None:
     history = History()
     micro = Micro(np.array([[2.0, 1.0], [0.0, 1.0]]), 5.0)
-    history.planned(micro)
+    history.planned(micro, 1)
     history.measured(micro, np.array([2.0, 3.0]), np.array([4_000_000, 1_000_000]), 2)
     figures = history.take().figures()
     assert figures["distca/imbalance_estimated_before"] == pytest.approx(3 / 2)

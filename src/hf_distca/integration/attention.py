@@ -91,14 +91,33 @@ def distca_attention(
         )
     if window not in handle.work:
         sources = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q, "distca_documents": distca_documents}
-        with session.reporting(module.training, "reading documents", alone=handle.alone):
-            local = handle.local or handle.read_documents(sources, span_ranks=session.config.documents_span_ranks)
-        handle.work[window] = session.work_for(
-            local, query, key, value, training=module.training, alone=handle.alone, window=window
-        )
+        _plan(session, handle, sources, query, key, value, training=module.training, window=window)
     work = handle.work[window]
     scores = _scores(query, scaling, work.window, softcap)
     return _run(session, handle, work, module, query, key, value, scores, sink_H), None
+
+
+def _plan(
+    session: Session,
+    handle: AttentionHandle,
+    sources: dict[str, Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    training: bool,
+    window: int | None,
+) -> None:
+    """Give a handle its work; the first of two nano-batches also that of the second, so that ranks meet once for both."""
+    with session.reporting(training, "reading documents", alone=handle.alone):
+        local = handle.local or handle.read_documents(sources, span_ranks=session.config.documents_span_ranks)
+    handles, parts = [handle], [local]
+    if handle.second is not None and handle.second.local is not None:
+        handles.append(handle.second)
+        parts.append(handle.second.local)
+    works = session.work_for(parts, query, key, value, training=training, alone=handle.alone, window=window)
+    for one, work in zip(handles, works, strict=True):
+        one.work[window] = work
 
 
 def _is_window(window: object) -> bool:

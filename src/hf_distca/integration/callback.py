@@ -79,7 +79,7 @@ class DistCACallback(TrainerCallback):
         for config in _distca_configs(self._model):
             check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
         self._calls = current_session().meter.calls
-        current_session().history.take()
+        current_session().planner.history.take()
         self._clock, self._seconds = time.perf_counter(), attention_seconds()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class DistCACallback(TrainerCallback):
         logs: dict[str, Any] | None = kwargs.get("logs")
         if not logs or "loss" not in logs:
             return
-        figures = current_session().history.take().figures()
+        figures = current_session().planner.history.take().figures()
         now, seconds = time.perf_counter(), attention_seconds()
         if figures:
             figures["distca/server_time_share"] = (seconds - self._seconds) / max(now - self._clock, 1e-9)

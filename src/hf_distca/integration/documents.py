@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +12,21 @@ import torch
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.schedule.layout import IntArray, as_integers, lengths_from_cu_seqlens
 
-__all__ = ["LocalDocuments", "PackedDocuments", "read_documents"]
+__all__ = ["LocalDocuments", "PackedDocuments", "PlansAhead", "read_documents"]
+
+
+class PlansAhead:
+    """Plans for a batch that were made before its forward, each to be taken once.
+
+    No dictionary and no dataclass: engines that move batches to a device copy those, with all that they hold.
+    """
+
+    def __init__(self, plans: Mapping[Any, Any] | None = None) -> None:
+        self._plans = dict(plans or {})
+
+    def take(self, kind: Any) -> Any:
+        """The plan of a kind, None if there is none."""
+        return self._plans.pop(kind, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +39,7 @@ class PackedDocuments:
         lengths: tokens of each document (or of each part of one) in token order.
         starts: first document position of each, if documents span ranks; else None.
         documents: a number of each document that is the same on all ranks, if documents span ranks; else None.
+        ahead: plans that `plan_ahead` made.
 
     Raises:
         LayoutError: if a number is no whole number or negative, or if there are not as many of each.
@@ -31,6 +48,7 @@ class PackedDocuments:
     lengths: tuple[int, ...]
     starts: tuple[int, ...] | None = None
     documents: tuple[int, ...] | None = None
+    ahead: PlansAhead = field(default_factory=PlansAhead, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("lengths", "starts", "documents"):
@@ -64,6 +82,7 @@ class LocalDocuments:
         chunk: length of the chunks that documents were cut into, None if they are whole.
         half: 0 for a whole batch, 1 and 2 for the nano-batches that ping-pong cuts it into.
         context: tokens that the first document has in the first half; they are the first row here, and not in `keep`.
+        ahead: plans for these documents that are there already.
     """
 
     rows: IntArray
@@ -72,6 +91,7 @@ class LocalDocuments:
     chunk: int | None = None
     half: int = 0
     context: int = 0
+    ahead: PlansAhead = field(default_factory=PlansAhead)
 
     def in_chunks(self, size: int) -> LocalDocuments:
         """The same tokens, where each chunk of `size` positions of a document is a document of its own."""
@@ -82,7 +102,7 @@ class LocalDocuments:
             )
         lengths = [min(size, length - at) for length in self.rows[:, 2].tolist() for at in range(0, length, size)]
         rows = np.array([(-1, 0, length) for length in lengths], dtype=np.int64).reshape(-1, 3)
-        return LocalDocuments(rows, self.keep, self.spans, size)
+        return replace(self, rows=rows, chunk=size)
 
     def halves(self, at: int) -> tuple[LocalDocuments, LocalDocuments]:
         """The documents before and from index `at` among batch * sequence. Only where each lies on one rank."""
@@ -152,7 +172,7 @@ def _from_lengths(packed: PackedDocuments | None, cu_seq_lens: torch.Tensor | No
     count = len(packed.lengths)
     documents, starts = packed.documents or (-1,) * count, packed.starts or (0,) * count
     rows = np.array([documents, starts, packed.lengths], dtype=np.int64).reshape(3, count).T
-    return LocalDocuments(rows[rows[:, 2] > 0], None, packed.documents is not None)
+    return LocalDocuments(rows[rows[:, 2] > 0], None, packed.documents is not None, ahead=packed.ahead)
 
 
 def _from_bounds(cu_seq_lens: torch.Tensor) -> list[int]:

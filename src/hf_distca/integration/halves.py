@@ -18,7 +18,7 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.documents import LocalDocuments
 from hf_distca.integration.handle import AttentionHandle
 
-__all__ = ["Halves", "Handover"]
+__all__ = ["Halves", "Handover", "cut"]
 
 # A cut between documents is taken if the smaller half then has at least this part of the tokens.
 _SMALLEST = 3 / 8
@@ -68,11 +68,7 @@ class Halves:
     def of(cls, handle: AttentionHandle, local: LocalDocuments, tile: int) -> Halves:
         """Cut a batch whose documents each lie on one rank."""
         rows, length = handle.batch_size, handle.length
-        axis = 0 if rows > 1 else 1
-        at = rows // 2 if axis == 0 else _middle(length, local, tile)
-        parts = local.halves(at if axis else at * length)
-        if not at:
-            parts = replace(parts[0], keep=np.zeros(0, dtype=np.int64)), parts[1]
+        axis, at, parts = cut(rows, length, local, tile)
         handover = Handover(parts[1].context)
         first, second = (
             replace(
@@ -85,6 +81,7 @@ class Halves:
             )
             for size, part in zip((max(at, 1), (length if axis else rows) - at), parts, strict=True)
         )
+        first.second = second
         return cls(rows, length, axis, at, (first, second))
 
     @property
@@ -133,6 +130,16 @@ class Halves:
         if self.axis == 0:
             return next((d for d in range(len(shape) - 1) if shape[d : d + 2] == (self.batch_size, self.length)), None)
         return next((d for d in range(len(shape)) if shape[d] == self.length and (d == 0 or shape[d - 1] == 1)), None)
+
+
+def cut(batch_size: int, length: int, local: LocalDocuments, tile: int) -> tuple[int, int, tuple[LocalDocuments, LocalDocuments]]:
+    """Where a (batch_size, length) batch is cut: axis and index as in `Halves`, and the documents of its nano-batches."""
+    axis = 0 if batch_size > 1 else 1
+    at = batch_size // 2 if axis == 0 else _middle(length, local, tile)
+    first, second = local.halves(at if axis else at * length)
+    if not at:
+        first = replace(first, keep=np.zeros(0, dtype=np.int64))
+    return axis, at, (first, second)
 
 
 def _middle(length: int, local: LocalDocuments, tile: int) -> int:

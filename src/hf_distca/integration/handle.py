@@ -66,6 +66,7 @@ class AttentionHandle:
         halves: the handles of the two nano-batches, once a layer has run as halves.
         local: the documents of a nano-batch; a whole batch reads them from what reaches the attention function.
         handover: keys that the second nano-batch reads of the first one.
+        second: in the handle of the first nano-batch, that of the second one, which is planned with it.
     """
 
     batch_size: int
@@ -80,6 +81,7 @@ class AttentionHandle:
     halves: Halves | None = field(default=None, repr=False)
     local: LocalDocuments | None = field(default=None, repr=False)
     handover: Handover | None = field(default=None, repr=False)
+    second: AttentionHandle | None = field(default=None, repr=False)
     # Generation with static caches makes masks ahead of the forward and handles them as 4-D tensors.
     ndim: ClassVar[int] = 4
 

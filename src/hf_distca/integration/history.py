@@ -22,7 +22,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Micro:
-    """One planned micro-batch.
+    """One plan of a micro-batch.
 
     Attributes:
         work: (ranks, ranks) estimated attention seconds of home rank (row) computed by server (column).
@@ -77,11 +77,13 @@ class History:
 
     def __init__(self) -> None:
         self._window = Window()
+        self._number = 0
 
-    def planned(self, micro: Micro) -> None:
-        """A micro-batch was planned."""
+    def planned(self, micro: Micro, number: int) -> None:
+        """A plan of micro-batch `number` was made: one of several, where kinds of layers or nano-batches have their own."""
         window = self._window
-        window.micro_batches += 1
+        window.micro_batches += number != self._number
+        self._number = number
         window.planning_ms += micro.planning_ms
         window.estimated_before += float(micro.work.sum(axis=1).max())
         window.estimated_after += float(micro.work.sum(axis=0).max())
