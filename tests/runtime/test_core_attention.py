@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shared_group import shared_group
 
 from hf_distca.kernels import Scores, select_kernel
 from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
@@ -66,7 +66,7 @@ def run_plan(
     should give, and the counts of exchanges.
     """
     plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks, scores.window)
-    group = shared_group()
+    group = AttentionGroup.of(timeout_seconds=60)
     lengths: dict[int, int] = {}
     for row in ranks:
         for document, start, length in row:

@@ -82,6 +82,31 @@ def test_ranks_with_the_same_tensor_parallel_coordinate(rank_pool: Callable[[int
     assert results == [((r % 2, r % 2 + 2), r // 2, [[r % 2], [r % 2 + 2]]) for r in range(4)]
 
 
+def gather_or_fail(group: AttentionGroup) -> None:
+    with group.reporting("testing"):
+        if group.rank == 0:
+            raise ValueError("unlucky")
+        group.gather(np.array([1]), doing="testing")
+
+
+def reused(rank: int) -> list[bool]:
+    group = AttentionGroup.of(timeout_seconds=30)
+    same = [AttentionGroup.of(timeout_seconds=30) is group, AttentionGroup.of(timeout_seconds=31) is group]
+    with pytest.raises(DistCADesyncError if rank else ValueError):
+        gather_or_fail(group)
+    after = AttentionGroup.of(timeout_seconds=30)
+    rows = after.gather(np.array([rank]), doing="testing again")
+    return [*same, after is group, [row.tolist() for row in rows] == [[0], [1]]]
+
+
+def test_a_group_is_made_again_only_if_a_rank_has_left_it() -> None:
+    pool = RankPool(2)
+    try:
+        assert pool(reused, timeout=60) == [[True, False, False, True]] * 2
+    finally:
+        pool.close()
+
+
 def one_stays_away(rank: int) -> str:
     group = AttentionGroup.create(timeout_seconds=8)
     if rank == 1:

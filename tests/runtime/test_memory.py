@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shared_group import shared_group
 from test_core_attention import random_case
 
 from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Scores, select_kernel
 from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
@@ -53,7 +53,7 @@ class Call:
         scores = Scores(DIM**-0.5, plan.window)
         self.kernel = OutsideKernel(select_kernel("auto", torch.device("cpu"), dtype, DIM, DIM, scores), self.live)
         self.waves = Waves.of(plan, shape_of(dtype), 16, bound)
-        group = shared_group()
+        group = AttentionGroup.of(timeout_seconds=60)
         if group.data is not None:  # a place of its own: calls that ended early have left messages in the others
             group = replace(group, data=group.data.at(f"call {next(_CALLS)}", 2 * self.waves.count))
         self.arguments = {

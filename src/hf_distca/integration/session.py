@@ -60,7 +60,7 @@ class Session:
             members = data_parallel_group(self._members) if isinstance(self._members, DeviceMesh) else self._members
             if members is None and world is not None:
                 members = find_members()
-            self._group = AttentionGroup.create(members, timeout_seconds=self.config.timeout_seconds)
+            self._group = AttentionGroup.of(members, timeout_seconds=self.config.timeout_seconds)
             self._world = world
         return self._group
 

@@ -20,6 +20,9 @@ __all__ = ["AttentionGroup"]
 # Integers a rank can announce in one collective; longer rows need a second one. 512 of them are about 250 documents.
 _CAPACITY = 512
 
+_made: dict[tuple[tuple[int, ...], str, float], AttentionGroup] = {}  # by ranks, backend and timeout
+_made_in: object = None  # the world they are part of
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionGroup:
@@ -45,6 +48,25 @@ class AttentionGroup:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    @classmethod
+    def of(cls, members: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> AttentionGroup:
+        """The group of the ranks in `members`, as `create` makes it; the one made before, if no rank has left it.
+
+        Communicators cost threads and connections, and torch cannot replace one by another of the same ranks.
+        """
+        global _made_in
+        world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
+        if world is not _made_in:
+            _made.clear()
+            _made_in = world
+        if world is None:
+            return cls(timeout_seconds=timeout_seconds)
+        key = tuple(dist.get_process_group_ranks(members or world)), dist.get_backend(members), timeout_seconds
+        made = _made.get(key)
+        if made is None or (made.watch is not None and made.watch.anyone_left()):
+            made = _made[key] = cls.create(members, timeout_seconds=timeout_seconds)
+        return made
 
     @classmethod
     def create(cls, members: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> AttentionGroup:

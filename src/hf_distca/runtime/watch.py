@@ -52,6 +52,13 @@ class Watch:
             self._leave(f"raised {type(error).__name__} while {doing}: {error}")
             raise
 
+    def anyone_left(self) -> bool:
+        """Whether a rank has left the group, as far as is known now."""
+        try:
+            return any(self._store.check([_key(rank)]) for rank in self._ranks)
+        except RuntimeError:
+            return True  # the store was on a rank that died
+
     def give_up(self, doing: str, error: Exception) -> DistCADesyncError:
         """Leave the group because others did not come. Takes up to `patience` seconds.
 
