@@ -127,7 +127,7 @@ def unequal(rank: int) -> str:
 
 def test_ranks_with_other_numbers_of_micro_batches_all_get_an_error(rank_pool: Callable[[int], RankPool]) -> None:
     for message in rank_pool(2)(unequal, timeout=60):
-        assert "different numbers of micro-batches to plan at once in micro-batches 4 to " in message
+        assert "different numbers of plans at once in micro-batches 4 to " in message
         assert "rank 0: 3, rank 1: 2" in message
 
 

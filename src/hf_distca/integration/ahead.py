@@ -7,9 +7,9 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
+from hf_distca.integration.announcing import Kind
 from hf_distca.integration.documents import LocalDocuments, PackedDocuments, PlansAhead, read_documents
 from hf_distca.integration.halves import cut
-from hf_distca.integration.planning import Kind
 from hf_distca.integration.session import current_session
 
 __all__ = ["PlanAheadMixin", "plan_ahead"]

@@ -1,4 +1,4 @@
-"""`Planner`: what ranks announce to each other before they share attention, and the plans that all of them make of it.
+"""`Planner`: the plans that all ranks make of what they announced, and what became of them.
 
 Several plans can be asked for at once, those of two nano-batches or of the micro-batches of an optimizer step: they take the
 same two small collectives as one.
@@ -6,58 +6,23 @@ same two small collectives as one.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from importlib.metadata import version
-from typing import Any
 
 import numpy as np
 
-from hf_distca.config import DistCAConfig
-from hf_distca.errors import DistCADesyncError, LayoutError
+from hf_distca.errors import LayoutError
+from hf_distca.integration.announcing import Announcement, Kind, Slot, agree, check_equal, layout_of
 from hf_distca.integration.documents import LocalDocuments
 from hf_distca.integration.history import History, Micro
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
-from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.scheduler import balance
 
-__all__ = ["Kind", "Planned", "Planner"]
-
-# A rank's row: this header, (nanoseconds, bytes) of each measured plan, then of each plan that is asked for (half, spans,
-# context, documents) and its documents.
-_COUNT, _AGREEMENT, _EXCHANGES, _REQUESTS, _MEASURED = range(5)
-_HEADER = 5
-_REQUEST = 4
-
-Slot = tuple[int | None, int | None, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What tells the plans of one micro-batch apart: the kind of layer, and the part of the batch.
-
-    Attributes:
-        cost: cost model of the layer, window included.
-        chunk: length of the chunks that documents are cut into, None if they are whole.
-        half: 0 for a whole batch, 1 and 2 for nano-batches.
-        config: the settings that it is planned under.
-    """
-
-    cost: CostModel
-    chunk: int | None
-    half: int
-    config: DistCAConfig
-
-    @property
-    def slot(self) -> Slot:
-        """Window, chunk and half: of each a micro-batch has one plan at most."""
-        return self.cost.window, self.chunk, self.half
+__all__ = ["Planned", "Planner"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +94,8 @@ class Planner:
         # Plans come from equal inputs, but an exchange with unequal plans would hang: compare before using them.
         digests = np.array([int(plan.digest[:15], 16) for plan in plans], dtype=np.int64)
         gathered = np.stack(group.gather(digests, doing=f"comparing plans of {place}"))
-        for column in gathered.T:
-            _compare(column, group, "plans for the same documents", place, "use one version of hf_distca and numpy")
+        for column in gathered.T.tolist():
+            check_equal(group, column, "plans for the same documents", place, "use one version of hf_distca and numpy")
         milliseconds = (time.perf_counter() - started) * 1e3 / len(requests)
         return [Planned(kind, plan, local.rows, milliseconds) for (local, kind), plan in zip(requests, plans, strict=True)]
 
@@ -168,106 +133,12 @@ class Planner:
         self._asked += 1
         slots = dict.fromkeys(kind.slot for _, kind in requests)
         measured = [(slot, *pair) for slot in slots for pair in self._measured.pop(slot, [])]
-        header = np.zeros(_HEADER, dtype=np.int64)
-        header[_COUNT], header[_REQUESTS], header[_MEASURED] = self._asked, len(requests), len(measured)
-        header[_AGREEMENT] = _fingerprint(tuple(dict.fromkeys((kind.config, kind.cost) for _, kind in requests)))
-        header[_EXCHANGES] = self._meter.dispatches + self._meter.returns
         figures = [(int(meter.seconds * 1e9), meter.sent_bytes) for *_, meter in measured]
-        parts = [header, np.array(figures, dtype=np.int64).reshape(-1)]
-        for local, kind in requests:
-            parts += [np.array([local.spans, kind.half, local.context > 0, len(local.rows)]), local.rows.reshape(-1)]
-        announced = [_Announced.read(row) for row in group.gather(np.concatenate(parts), doing=f"planning {place}")]
-        _compare_announced(announced, group, place)
+        own = Announcement.of(requests, figures, self._asked, self._meter.dispatches + self._meter.returns)
+        announced = [Announcement.read(row) for row in group.gather(own.row(), doing=f"planning {place}")]
+        agree(announced, (kind for _, kind in requests), group, place)
         for at, ((_, _, half), micro, meter) in enumerate(measured):
             seconds, sent = np.stack([one.figures[at] for one in announced]).T
             # Both nano-batches go through each layer: one of them counts it.
             self.history.measured(micro, seconds / 1e9, sent, 0 if half == 2 else meter.calls)
-        by_request = zip(*(one.requests for one in announced), strict=True)
-        return [_layout(asked) for asked in by_request]
-
-
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """One rank's side of a plan that is asked for."""
-
-    spans: bool
-    half: int
-    context: int
-    rows: IntArray
-
-
-@dataclass(frozen=True, eq=False)
-class _Announced:
-    """What one rank announced."""
-
-    header: IntArray
-    figures: IntArray
-    requests: list[_Asked]
-
-    @classmethod
-    def read(cls, row: IntArray) -> _Announced:
-        header = row[:_HEADER]
-        at = _HEADER + 2 * int(header[_MEASURED])
-        figures, requests = row[_HEADER:at].reshape(-1, 2), []
-        for _ in range(int(header[_REQUESTS])):
-            spans, half, context, count = row[at : at + _REQUEST].tolist()
-            begin, at = at + _REQUEST, at + _REQUEST + 3 * count
-            requests.append(_Asked(bool(spans), half, context, row[begin:at].reshape(-1, 3)))
-        return cls(header, figures, requests)
-
-
-def _compare_announced(announced: list[_Announced], group: AttentionGroup, place: str) -> None:
-    forwards = "every rank must run the same number of training forwards"
-    headers = np.stack([one.header for one in announced])
-    columns: list[tuple[Any, str, str]] = [
-        (headers[:, _COUNT], "numbers of plans asked for", forwards),
-        (
-            headers[:, _AGREEMENT],
-            "settings (DistCAConfig, attention heads and widths, version)",
-            "give every rank the same ones",
-        ),
-    ]
-    for asked in zip(*(one.requests for one in announced), strict=False):
-        spans, halves = ([getattr(one, name) for one in asked] for name in ("spans", "half"))
-        columns += [
-            (spans, "ways of giving documents", "use the same collator on every rank"),
-            (halves, "nano-batches (0 is a whole batch)", "give every rank the same model"),
-        ]
-    columns += [
-        (headers[:, _REQUESTS], "numbers of micro-batches to plan at once", "give every rank as many in an optimizer step"),
-        (headers[:, _EXCHANGES], "numbers of exchanges up to here", "run the same layers forward and backward on every rank"),
-        (headers[:, _MEASURED], "numbers of measured micro-batches", forwards),
-    ]
-    for values, what, remedy in columns:
-        _compare(values, group, what, place, remedy)
-
-
-def _compare(values: Any, group: AttentionGroup, what: str, place: str, remedy: str) -> None:
-    seen = [int(value) for value in values]
-    if len(set(seen)) == 1:
-        return
-    by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in zip(group.ranks, seen, strict=True))
-    raise DistCADesyncError(f"ranks have different {what} in {place}: {by_rank}; {remedy}.")
-
-
-def _layout(ranks: Sequence[_Asked]) -> Layout:
-    """The layout of what ranks announced; the first row of a rank with context is the beginning of the document in its second."""
-    spans, contexts = ranks[0].spans, [rank.context for rank in ranks]
-    if not spans and not any(contexts):
-        return Layout.from_lengths([rank.rows[:, 2].tolist() for rank in ranks])
-    if not spans:
-        first = np.cumsum([0, *(len(rank.rows) for rank in ranks)]).tolist()
-        numbered = [
-            [(base + max(place, rank.context), start, length) for place, (_, start, length) in enumerate(rank.rows.tolist())]
-            for base, rank in zip(first, ranks, strict=False)
-        ]
-        return Layout.from_segments(numbered, contexts)
-    if any((rank.rows[:, 0] >= 0).any() for rank in ranks):
-        return Layout.from_segments([[tuple(row) for row in rank.rows.tolist()] for rank in ranks])
-    return Layout.from_runs([list(map(tuple, rank.rows[:, 1:].tolist())) for rank in ranks])
-
-
-@lru_cache
-def _fingerprint(settings: tuple[tuple[DistCAConfig, CostModel], ...]) -> int:
-    text = " ".join(f"{config} {cost.shape} {cost}" for config, cost in settings) + version("hf-distca")
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        return [layout_of(asked) for asked in zip(*(one.requests for one in announced), strict=True)]
