@@ -80,6 +80,14 @@ def distca_mask(
     padding = None if attention_mask is None else attention_mask[:, :q_length]
     chunk, window = (local_size, None) if _CHUNKS in parts else (None, local_size)
     creator = _calling_frame(lambda frame: frame.f_globals.get("__name__") == create_causal_mask.__module__)
+    _prepare_model(creator)
+    # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
+    alone = _calling_frame(lambda frame: frame.f_code is _GENERATE, creator) is not None
+    return AttentionHandle(batch_size, q_length, padding, window, chunk, _positions(creator), model_type, alone)
+
+
+def _prepare_model(creator: FrameType | None) -> None:
+    """Take from the model that asks for a mask what only it knows: the mesh, and the layers that may run as halves."""
     session = current_session()
     if session.looks_for_mesh:
         # Of the models whose forwards led here, from the inside out, the mesh is on the one that was loaded.
@@ -91,9 +99,6 @@ def distca_mask(
         caller = _calling_frame(lambda frame: isinstance(frame.f_locals.get("self"), PreTrainedModel), creator)
         if caller is not None:
             cut_layers(caller.f_locals["self"])
-    # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
-    alone = _calling_frame(lambda frame: frame.f_code is _GENERATE, creator) is not None
-    return AttentionHandle(batch_size, q_length, padding, window, chunk, _positions(creator), model_type, alone)
 
 
 def _calling_frame(wanted: Callable[[FrameType], bool], frame: FrameType | None = None) -> FrameType | None:
