@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import datasets
 import pytest
 from tiny_runs import VOCABULARY, Row, dispatches, documents, losses, make_trainer, rows
 from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback
 
+import hf_distca
 from ranks import RankPool
 
 LENGTHS = (96, 5, 31, 1, 64, 17, 80)  # 7 documents: on 2 ranks, no size of batch makes it even
@@ -48,6 +50,60 @@ def test_ragged_epochs(rank_pool: Callable[[int], RankPool], stream: bool, argum
         assert epoch == plain_epoch
         assert len(run) >= 4
         assert run == pytest.approx(plain, rel=1e-4)
+
+
+def dispatched(rank: int, arguments: dict[str, Any]) -> str:
+    """The error that training ends in where rank 0 reads for all."""
+    trainer = make_trainer("distca", Stream(), max_steps=3, **arguments)
+    with pytest.raises(hf_distca.UnsupportedError) as refused:
+        trainer.train()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 2}],
+    ids=["whole batches", "split batches"],
+)
+def test_dispatched_batches_are_refused_on_every_rank(rank_pool: Callable[[int], RankPool], arguments: dict[str, Any]) -> None:
+    for message in rank_pool(2)(dispatched, arguments):
+        assert 'accelerator_config={"dispatch_batches": False}' in message
+
+
+def test_one_process_reads_for_itself() -> None:
+    run, moved, _ = train(0, "distca", True, {"max_steps": 3})
+    assert len(run) >= 3
+    assert moved == 0
+
+
+def numbered(numbers: Sequence[int]) -> Iterator[Row]:
+    """Documents whose first token is a number of their own."""
+    for number in numbers:
+        yield {"input_ids": [number, *range(2, 3 + number)]}
+
+
+def read(rank: int, numbers: Sequence[int]) -> tuple[int, list[int]]:
+    """How many shards a stream has, and the first tokens of the documents that this rank trains on."""
+    stream = datasets.IterableDataset.from_generator(numbered, gen_kwargs={"numbers": numbers})
+    trainer = make_trainer("distca", stream, max_steps=4, accelerator_config={"dispatch_batches": False})
+    firsts: list[int] = []
+
+    def pack(features: Sequence[Row]) -> dict[str, Any]:
+        firsts.extend(feature["input_ids"][0] for feature in features)
+        return hf_distca.PackingCollator()(features)
+
+    trainer.data_collator = pack
+    trainer.train()
+    return stream.num_shards, firsts
+
+
+@pytest.mark.parametrize("numbers", [list(range(2, 10)), tuple(range(2, 10))], ids=["8 shards", "1 shard"])
+def test_each_rank_gets_its_share_of_a_stream(rank_pool: Callable[[int], RankPool], numbers: Sequence[int]) -> None:
+    """datasets makes a shard of each item of a list; accelerate deals out shards where there are enough, else documents."""
+    (shards, first), (_, second) = rank_pool(2)(read, numbers)
+    assert shards == (len(numbers) if isinstance(numbers, list) else 1)
+    assert sorted(first + second) == list(numbers)
+    assert len(first) == len(second)
 
 
 def stop_early(rank: int, implementation: str, folder: str) -> tuple[list[float], int, float | None]:

@@ -21,6 +21,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.data import check_loader
 from hf_distca.integration.families import check_family
 from hf_distca.integration.profile import write_trace
 from hf_distca.integration.session import attention_seconds, configure, current_session
@@ -45,6 +46,9 @@ class DistCACallback(TrainerCallback):
     - ``distca/exchanged_mb_per_layer``: megabytes the busiest rank sends per layer and micro-batch, forward and backward.
     - ``distca/server_time_share``: share of this rank's time spent in attention kernels, for itself and for others.
 
+    TensorBoard, W&B and trackio show them with the ``train/`` that transformers puts before the names of all training logs:
+    ``train/distca/imbalance_measured_after``. They hold the figures of rank 0.
+
     Args:
         config: settings, used from the start of training; leave it out if you call `hf_distca.configure` yourself.
         trace_path: folder into which each rank writes a timeline of the third optimizer step, as `hf_distca.profile` does.
@@ -68,11 +72,12 @@ class DistCACallback(TrainerCallback):
         handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Apply the settings, refuse a model that distca is not for, and start counting.
+        """Apply the settings, refuse a model or a loader that distca is not for, and start counting.
 
         Raises:
-            UnsupportedError: if the model is of a family that is refused.
+            UnsupportedError: if the model is of a family that is refused, or rank 0 reads packed documents for all ranks.
         """
+        check_loader(kwargs.get("train_dataloader"))
         if self.config is not None:
             configure(self.config)
         self._model, self._steps = kwargs.get("model"), 0

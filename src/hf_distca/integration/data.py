@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.utils import DistributedType
 
-from hf_distca.errors import LayoutError
+from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.documents import PackedDocuments
 
-__all__ = ["PackingCollator"]
+__all__ = ["PackingCollator", "check_loader"]
 
 IGNORED_LABEL = -100
 
@@ -22,6 +24,9 @@ class PackingCollator:
 
     A feature is either one document, ``{"input_ids": [...]}`` with optional ``labels``, or a row that is packed already,
     ``{"documents": [[...], [...]]}``. Documents without tokens are dropped.
+
+    With several processes, an iterable dataset needs ``TrainingArguments(accelerator_config={"dispatch_batches": False})``: see
+    `check_loader`.
 
     Returns a batch of int64 tensors (1, tokens): ``input_ids``, ``labels`` (the first token of each document is ignored, as
     nothing before it belongs to it) and ``position_ids`` (each document from 0), and ``distca_documents``.
@@ -42,6 +47,28 @@ class PackingCollator:
             "position_ids": torch.tensor([positions]),
             "distca_documents": PackedDocuments(lengths),
         }
+
+
+def check_loader(loader: object) -> None:
+    """Refuse a loader of several processes in which rank 0 reads the batches of `PackingCollator` for all ranks.
+
+    accelerate does so for iterable datasets unless told otherwise. It joins the rows of all ranks to one tensor, broadcasts and
+    cuts it, which neither rows of different lengths nor `PackedDocuments` survive: rank 0 fails while the others wait for it.
+
+    Raises:
+        UnsupportedError: if `loader` is such a loader.
+    """
+    if not isinstance(loader, DataLoaderDispatcher) or loader.state.distributed_type == DistributedType.NO:
+        return
+    collator = getattr(loader, "collate_fn", None)
+    collator = getattr(collator, "data_collator", collator)  # the Trainer wraps it to drop columns
+    if isinstance(collator, PackingCollator):
+        raise UnsupportedError(
+            "rank 0 would read the batches of all ranks and broadcast them, as accelerate does by default for iterable datasets; "
+            'packed documents cannot travel so. Set TrainingArguments(accelerator_config={"dispatch_batches": False}). Each rank '
+            "then reads the dataset, in the same order, and accelerate leaves it its share: do not split the dataset by rank "
+            "yourself, or each rank gets a share of its share."
+        )
 
 
 def _row(numbers: list[int], name: str) -> torch.Tensor:
