@@ -62,8 +62,8 @@ def dispatched(rank: int, arguments: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 2}],
-    ids=["whole batches", "split batches"],
+    [{"remove_unused_columns": True}, {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 2}],
+    ids=["default settings", "split batches"],
 )
 def test_dispatched_batches_are_refused_on_every_rank(rank_pool: Callable[[int], RankPool], arguments: dict[str, Any]) -> None:
     for message in rank_pool(2)(dispatched, arguments):
