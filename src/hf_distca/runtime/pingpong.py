@@ -41,6 +41,8 @@ class _Half(greenlet):
             outside.set(self.device_type)
 
 
+# Dynamo keeps per thread whether it compiles: a half inside attention, where it does not, would find it on again after a turn.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_halves(first: Callable[[], T], second: Callable[[], T], device_type: str) -> tuple[T, T]:
     """Run two functions in turns, the first one first.
 
