@@ -93,7 +93,7 @@ def finetune(adapters: AdapterArguments, data: PackingArguments, training: LoraT
     with training.main_process_first(desc="preparing documents and model"):
         documents = load_documents(data)
         source = adapters.model_name_or_path or small_model(
-            documents, training.output_dir, max_length=data.max_length, seed=training.seed
+            documents, data.text_column, training.output_dir, max_length=data.max_length, seed=training.seed
         )
         tokenizer = AutoTokenizer.from_pretrained(source)
         rows = pack(documents, tokenizer, data, training.world_size)

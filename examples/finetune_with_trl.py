@@ -4,7 +4,7 @@
 
 What differs from any other TRL script: `attn_implementation="distca"` and a callback; importing hf_distca registers the name.
 
-    pip install -c constraints.txt -e ".[examples,trl,peft]"
+    pip install -c constraints.txt -e ".[examples,trl]"  # and peft for --use_peft, quantization for --load_in_4bit
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def finetune(script: ScriptArguments, model: ModelArguments, training: SftArgume
     with training.main_process_first(desc="preparing documents and model"):
         documents = load_documents(script)
         source = model.model_name_or_path or small_model(
-            documents, training.output_dir, max_length=training.max_length, seed=training.seed
+            documents, training.dataset_text_field, training.output_dir, max_length=training.max_length, seed=training.seed
         )
     training.model_init_kwargs = {
         "attn_implementation": model.attn_implementation,

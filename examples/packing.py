@@ -100,9 +100,14 @@ def check_rows(rows: Sized, tokens_per_batch: int, ranks: int) -> None:
         raise ValueError(f"{len(rows)} row(s) of {tokens_per_batch} tokens for {ranks} ranks: lower --tokens_per_batch.")
 
 
-def small_model(documents: Dataset, output: str, *, max_length: int, seed: int) -> str:
+def small_model(documents: Dataset, text_column: str, output: str, *, max_length: int, seed: int) -> str:
     """The folder of a small new model and its tokenizer, as `from_pretrained` reads them, written by the main process."""
+    if text_column not in documents.column_names:
+        raise ValueError(
+            f"without --model_name_or_path a tokenizer is trained on the column {text_column!r}, which is not among "
+            f"{documents.column_names}."
+        )
     folder = Path(output, "initial_model")
     if PartialState().is_main_process:
-        write_initial_model(folder, documents, max_length=max_length, seed=seed)
+        write_initial_model(folder, documents, max_length=max_length, seed=seed, text_column=text_column)
     return str(folder)

@@ -63,7 +63,9 @@ def prepare(model: ModelArguments, data: TokenArguments, training: PretrainingAr
     source, token_file, index_file = model.model_name_or_path, data.token_file, data.index_file
     if token_file is None:
         documents = load_documents(data)
-        source = source or small_model(documents, training.output_dir, max_length=data.tokens_per_batch, seed=training.seed)
+        source = source or small_model(
+            documents, data.text_column, training.output_dir, max_length=data.tokens_per_batch, seed=training.seed
+        )
     elif source is None:
         raise ValueError(f"--token_file {token_file} needs --model_name_or_path: ids mean something to one tokenizer only.")
     tokenizer = AutoTokenizer.from_pretrained(source)

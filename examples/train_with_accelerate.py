@@ -47,13 +47,13 @@ class LoopArguments:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1.")
 
 
-def prepare(model_arguments: ModelArguments, data: PackingArguments, loop: LoopArguments, accelerator: Accelerator) -> list:
+def prepare(model_arguments: ModelArguments, data: PackingArguments, loop: LoopArguments, accelerator: Accelerator) -> list[Any]:
     """Model, optimizer, schedule and loader, as `accelerator.prepare` returns them."""
     # Rank 0 fills the caches on disk; the others then read them.
     with accelerator.main_process_first():
         documents = load_documents(data)
         source = model_arguments.model_name_or_path or small_model(
-            documents, loop.output_dir, max_length=data.max_length, seed=loop.seed
+            documents, data.text_column, loop.output_dir, max_length=data.max_length, seed=loop.seed
         )
         tokenizer = AutoTokenizer.from_pretrained(source)
         rows = pack(documents, tokenizer, data, accelerator.num_processes)

@@ -173,6 +173,15 @@ def test_a_column_that_is_not_there(example: Callable[[str], Any], tmp_path: Pat
         example("packing").load_documents(data)
 
 
+def test_a_new_model_is_made_for_the_texts_of_any_column(example: Callable[[str], Any], tmp_path: Path) -> None:
+    packing, documents = example("packing"), Dataset.from_dict({"body": TEXTS})
+    folder = packing.small_model(documents, "body", str(tmp_path), max_length=64, seed=0)
+    config = json.loads(Path(folder, "config.json").read_text())
+    assert config["max_position_embeddings"] == 64
+    with pytest.raises(ValueError, match=r"without --model_name_or_path .* 'text', which is not among \['body'\]"):
+        packing.small_model(documents, "text", str(tmp_path), max_length=64, seed=0)
+
+
 @pytest.mark.parametrize(
     ("module", "kind", "options", "message"),
     [
@@ -216,6 +225,10 @@ def test_token_files_that_cannot_be_right(example: Callable[[str], Any], tmp_pat
         tokens.TokenRows(stream, 2, 300, None)
     with pytest.raises(ValueError, match="the index ends at token 5 and the token file at 4"):
         tokens.TokenRows(stream, 2, 300, 0, np.array([2, 5]))
+    with pytest.raises(ValueError, match="--token_file x needs --model_name_or_path"):
+        example("pretrain_packed_tokens").prepare(
+            example("arguments").ModelArguments(), example("pretrain_packed_tokens").TokenArguments(token_file="x"), None
+        )
     (tmp_path / "odd").write_bytes(b"123")
     with pytest.raises(ValueError, match="odd has 3 bytes: that is no file of uint16, which take 2 each"):
         tokens.read_numbers(tmp_path / "odd", "uint16")
