@@ -33,7 +33,7 @@ class SftArguments(CpuWithoutAccelerator, SFTConfig):
 
     output_dir: str = field(default="outputs/finetune_with_trl", metadata={"help": "Where results are written."})
     packing: bool = field(default=True, metadata={"help": "Pack documents into rows."})
-    max_length: int | None = field(default=8192, metadata={"help": "Most tokens of a row, and of a document."})
+    max_length: int | None = field(default=16384, metadata={"help": "Most tokens of a row, and of a document."})
     max_steps: int = field(default=6, metadata={"help": "Optimizer steps; -1 to train for num_train_epochs."})
     per_device_train_batch_size: int = field(default=1, metadata={"help": "Packed rows of max_length a rank and step."})
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})

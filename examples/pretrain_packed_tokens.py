@@ -39,7 +39,7 @@ class TokenArguments(DocumentArguments):
         default=None,
         metadata={"help": "Flat int64 file of the ends of documents, in tokens. Default: they end at end-of-text tokens."},
     )
-    tokens_per_batch: int = field(default=8192, metadata={"help": "Tokens of a row."})
+    tokens_per_batch: int = field(default=16384, metadata={"help": "Tokens of a row."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
