@@ -245,6 +245,15 @@ def test_help(name: str, example: Callable[[str], Any], monkeypatch: pytest.Monk
         assert option in text
 
 
+@pytest.mark.parametrize("name", ["options.json", "options.yaml"])
+def test_options_from_a_file(name: str, example: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, file = example("arguments"), tmp_path / name
+    file.write_text(json.dumps({"train_file": "a.csv", "max_length": 7, "attn_implementation": "sdpa"}))  # YAML, too
+    monkeypatch.setattr(sys, "argv", ["script.py", str(file)])
+    model, data = arguments.parse((arguments.ModelArguments, arguments.PackingArguments))
+    assert (model.attn_implementation, data.train_file, data.max_length) == ("sdpa", "a.csv", 7)
+
+
 def test_the_plan_command_of_the_readme(tmp_path: Path) -> None:
     for line in commands("README.md"):
         if "hf-distca plan" in line or line.startswith("echo"):
