@@ -3,24 +3,26 @@
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/train_with_accelerate.py
 
 What differs from any other loop: `attn_implementation="distca"`, a collator that packs documents without padding, and
-`hf_distca.balance_figures()` where the loop logs. One rule comes with distca: in training every rank must run equally many
-forwards. accelerate's data loaders see to that.
+`hf_distca.balance_figures()` where the loop logs; `hf_distca.plan_ahead` saves waiting when gradients are accumulated. One rule
+comes with distca: in training every rank must run equally many forwards. accelerate's data loaders see to that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler, set_seed
 
 from arguments import ModelArguments, PackingArguments, end, parse
-from hf_distca import PackingCollator, balance_figures
+from hf_distca import PackingCollator, balance_figures, plan_ahead
 from packing import load_documents, pack, small_model
 
 
@@ -78,7 +80,8 @@ def train(model_arguments: ModelArguments, data: PackingArguments, loop: LoopArg
     """Prepare, train, and save."""
     accelerator = Accelerator(
         cpu=loop.use_cpu or not torch.accelerator.is_available(),
-        gradient_accumulation_steps=loop.gradient_accumulation_steps,
+        # Steps go on over the end of an epoch: they always have as many micro-batches.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(loop.gradient_accumulation_steps, sync_with_dataloader=False),
         log_with=loop.report_to,
         project_dir=loop.output_dir,
     )
@@ -87,21 +90,20 @@ def train(model_arguments: ModelArguments, data: PackingArguments, loop: LoopArg
     if loop.report_to:
         accelerator.init_trackers("train_with_accelerate", config={**vars(model_arguments), **vars(data), **vars(loop)})
     progress = tqdm(total=loop.max_steps, disable=not accelerator.is_main_process)
-    step, losses = 0, []
+    batches, losses = endlessly(loader), []
     balance_figures()  # starts counting
-    for batch in endlessly(loader):
-        with accelerator.accumulate(model):
-            loss = model(**batch, use_cache=False).loss
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(model.parameters(), loop.max_grad_norm)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        losses.append(loss.detach())
-        if not accelerator.sync_gradients:
-            continue
-        step += 1
+    for step in range(1, loop.max_steps + 1):
+        # With the micro-batches of a step at hand, ranks wait for each other's document lengths once, not once each.
+        for batch in plan_ahead(list(islice(batches, loop.gradient_accumulation_steps))):
+            with accelerator.accumulate(model):
+                loss = model(**batch, use_cache=False).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), loop.max_grad_norm)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
         progress.update()
         if step % loop.logging_steps == 0:
             # Rows hold about equally many tokens, so the mean over micro-batches and ranks is about that over tokens.
@@ -112,8 +114,6 @@ def train(model_arguments: ModelArguments, data: PackingArguments, loop: LoopArg
             accelerator.log(figures, step=step)
             if accelerator.is_main_process:
                 progress.write(str({name: float(f"{value:.4g}") for name, value in figures.items()}))
-        if step == loop.max_steps:
-            break
     progress.close()
     for tracker in accelerator.trackers:
         tracker.finish()
