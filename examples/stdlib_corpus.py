@@ -41,7 +41,7 @@ def load_corpus() -> Dataset:
     return Dataset.from_generator(read_documents, gen_kwargs={"root": root, "version": platform.python_version()})
 
 
-def train_tokenizer(documents: Dataset, vocabulary: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(documents: Dataset, vocabulary: int, text_column: str = "text") -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer: bytes are its alphabet, so no document has an unknown token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,18 +52,20 @@ def train_tokenizer(documents: Dataset, vocabulary: int) -> PreTrainedTokenizerF
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (text for batch in documents.iter(batch_size=64) for text in batch["text"])
+    texts = (text for batch in documents.iter(batch_size=64) for text in batch[text_column])
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_DOCUMENT, pad_token=END_OF_DOCUMENT)
 
 
-def write_initial_model(folder: Path, documents: Dataset, *, max_length: int, seed: int, vocabulary: int = 2048) -> None:
+def write_initial_model(
+    folder: Path, documents: Dataset, *, max_length: int, seed: int, text_column: str = "text", vocabulary: int = 2048
+) -> None:
     """Write an untrained Llama-architecture model and its tokenizer to `folder`, as `from_pretrained` reads them.
 
     Small enough that one CPU core takes seconds for a step on 16384 tokens, narrow enough that attention takes most of them,
     as it does in large models once documents are long.
     """
-    tokenizer = train_tokenizer(documents, vocabulary)
+    tokenizer = train_tokenizer(documents, vocabulary, text_column)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,

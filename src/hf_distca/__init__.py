@@ -19,6 +19,7 @@ from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.callback import DistCACallback
 from hf_distca.integration.data import PackingCollator
 from hf_distca.integration.documents import PackedDocuments
+from hf_distca.integration.figures import balance_figures
 from hf_distca.integration.mask import distca_mask
 from hf_distca.integration.profile import profile
 from hf_distca.integration.session import attention_seconds, balancing, configure
@@ -37,6 +38,7 @@ __all__ = [
     "PlanError",
     "UnsupportedError",
     "attention_seconds",
+    "balance_figures",
     "balancing",
     "configure",
     "plan_ahead",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from matrix import Runs
 
-from engines import Case, cases
+from engines import QUANTIZED, Case, cases
 
 QUICK = [
     Case("DDP", ping_pong=True),
@@ -15,6 +15,7 @@ QUICK = [
     Case("DDP, Trainer", ping_pong=True, accumulation=2),
     Case("DDP, Trainer", "non-reentrant", peft=True, ping_pong=True),
     Case("DDP, Trainer", bf16=True, ping_pong=True),
+    Case("DDP, Trainer, base in 4 bits", "non-reentrant", peft=True, ping_pong=True),
     Case("DDP, TRL SFT with packing", ping_pong=True),
     Case("FSDP1", ping_pong=True),
     Case("FSDP2, fully_shard", "reentrant", ping_pong=True),
@@ -35,6 +36,8 @@ def runs() -> Iterator[Runs]:
 
 
 def check(runs: Runs, case: Case) -> None:
+    if case.engine in QUANTIZED:
+        pytest.importorskip("bitsandbytes", reason='a base in 4 bits needs pip install -e ".[quantization]"')
     outcome = runs.outcome(case)
     tolerance = 1e-3 if case.bf16 else 2e-6  # seen: 5.1e-5 and 1.2e-7, and for norms of gradients 1.5e-3 and 1.0e-6
     assert outcome.loss_difference is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,8 +22,9 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.data import check_loader
 from hf_distca.integration.families import check_family
+from hf_distca.integration.figures import balance_figures
 from hf_distca.integration.profile import write_trace
-from hf_distca.integration.session import attention_seconds, configure, current_session
+from hf_distca.integration.session import configure, current_session
 from hf_distca.runtime.trace import Trace
 
 __all__ = ["DistCACallback"]
@@ -59,8 +59,6 @@ class DistCACallback(TrainerCallback):
         self._steps = 0
         self._model: PreTrainedModel | None = None
         self._calls = 0
-        self._clock = time.perf_counter()
-        self._seconds = 0.0
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Move in front of the reporters: a callback behind them changes the logs too late for them to see."""
@@ -84,8 +82,7 @@ class DistCACallback(TrainerCallback):
         for config in _distca_configs(self._model):
             check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
         self._calls = current_session().meter.calls
-        current_session().planner.history.take()
-        self._clock, self._seconds = time.perf_counter(), attention_seconds()
+        balance_figures()  # what came before is not of this training
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start recording the step that is traced."""
@@ -115,12 +112,7 @@ class DistCACallback(TrainerCallback):
         logs: dict[str, Any] | None = kwargs.get("logs")
         if not logs or "loss" not in logs:
             return
-        figures = current_session().planner.history.take().figures()
-        now, seconds = time.perf_counter(), attention_seconds()
-        if figures:
-            figures["distca/server_time_share"] = (seconds - self._seconds) / max(now - self._clock, 1e-9)
-        self._clock, self._seconds = now, seconds
-        figures = {name: round(value, 4) for name, value in figures.items()}
+        figures = {name: round(value, 4) for name, value in balance_figures().items()}
         logs.update(figures)
         if state.log_history:  # the Trainer has already put a copy of the logs there
             state.log_history[-1].update(figures)

@@ -1,0 +1,79 @@
+"""A flat binary file of token ids, the ends of its documents, and the rows that are cut from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset
+from torch.utils.data import Dataset as TorchDataset
+
+
+class TokenRows(TorchDataset[dict[str, list[list[int]]]]):
+    """Rows of exactly `length` tokens cut from a stream of tokens, as the pieces of documents they are made of.
+
+    Only the rows that are asked for are read from disk. What is left at the end of the stream makes no row.
+
+    Args:
+        tokens: (tokens,) ids.
+        length: tokens of a row.
+        vocabulary: ids are below it.
+        end_of_text: the id that ends documents.
+        ends: (documents,) ascending ends of documents in the stream; then `end_of_text` is an id like any other.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, length: int, vocabulary: int, end_of_text: int | None, ends: np.ndarray | None = None
+    ) -> None:
+        if ends is None and end_of_text is None:
+            raise ValueError("the tokenizer has no end-of-text token: give an --index_file of where documents end.")
+        if ends is not None and len(ends) and ends[-1] > len(tokens):
+            raise ValueError(
+                f"the index ends at token {ends[-1]} and the token file at {len(tokens)}: they do not belong together."
+            )
+        self.tokens, self.length, self.vocabulary = tokens, length, vocabulary
+        self.end_of_text, self.ends = end_of_text, ends
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.length
+
+    def __getitem__(self, index: int) -> dict[str, list[list[int]]]:
+        begin = index * self.length
+        row = np.asarray(self.tokens[begin : begin + self.length])
+        if row.max() >= self.vocabulary:
+            raise ValueError(
+                f"row {index} of the token file holds the id {row.max()}, and the model's vocabulary has {self.vocabulary}: "
+                "the file is of another tokenizer or another --token_dtype."
+            )
+        if self.ends is None:
+            cuts = np.flatnonzero(row == self.end_of_text) + 1
+        else:
+            inside = np.searchsorted(self.ends, [begin, begin + self.length], side="right")
+            cuts = self.ends[slice(*inside)] - begin
+        return {"documents": [piece.tolist() for piece in np.split(row, cuts) if len(piece)]}
+
+
+def smallest_dtype(vocabulary: int) -> str:
+    """Of the ids in a token file."""
+    return "uint16" if vocabulary <= 2**16 else "uint32"
+
+
+def write_tokens(documents: Dataset, token_file: Path, index_file: Path, dtype: str) -> None:
+    """Write the `input_ids` of documents one after another, and, as int64, where each ends."""
+    token_file.parent.mkdir(parents=True, exist_ok=True)
+    with token_file.open("wb") as file:
+        for batch in documents.iter(batch_size=64):
+            np.concatenate(batch["input_ids"]).astype(dtype).tofile(file)
+    np.cumsum(documents["length"], dtype=np.int64).tofile(index_file)
+
+
+def read_numbers(path: Path, dtype: str) -> np.ndarray:
+    """The file as an array that stays on disk.
+
+    Raises:
+        ValueError: if it is empty or no file of such numbers.
+    """
+    size, width = path.stat().st_size, np.dtype(dtype).itemsize
+    if size == 0 or size % width:
+        raise ValueError(f"{path} has {size} bytes: that is no file of {dtype}, which take {width} each.")
+    return np.memmap(path, dtype=dtype, mode="r")

@@ -1,0 +1,50 @@
+"""The figures of the balance in a loop of one's own, on two real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from test_parity import PAIRS, model_for
+from test_trainer import FIGURES, rows
+
+import hf_distca
+from ranks import RankPool
+
+SHARE = "distca/server_time_share"
+OWN = {SHARE: 0.0, "distca/planning_ms": 0.0}  # each rank has its own
+
+
+def loop(rank: int, implementation: str) -> list[dict[str, float]]:
+    """What it returned before the first step, after two, right after that, and after two more with other settings."""
+    config = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS)
+    hf_distca.configure(config)
+    seen = [hf_distca.balance_figures(), two_steps(rank, implementation), hf_distca.balance_figures()]
+    hf_distca.configure(config)
+    return [*seen, two_steps(rank, implementation)]
+
+
+def two_steps(rank: int, implementation: str) -> dict[str, float]:
+    model = model_for(2, implementation, torch.float32)
+    for row in rows(2)[rank::2]:
+        model(**hf_distca.PackingCollator()([row]), use_cache=False).loss.backward()
+    return hf_distca.balance_figures()
+
+
+def test_figures_since_the_last_call(rank_pool: Callable[[int], RankPool]) -> None:
+    ours = rank_pool(2)(loop, "distca")
+    for before, trained, again, anew in ours:
+        assert before == {}
+        assert trained.keys() == FIGURES
+        assert trained["distca/imbalance_estimated_before"] > 1.5
+        assert trained["distca/imbalance_estimated_after"] < 1.2
+        assert trained["distca/exchanged_mb_per_layer"] > 0
+        assert 0 < trained[SHARE] < 1
+        assert again == {}, "figures are given once"
+        assert anew.keys() == FIGURES - {SHARE}, "when `configure` was called is not known"
+    one, other = (trained for _, trained, _, _ in ours)
+    assert one | OWN == other | OWN, "what is of all ranks is the same on all"
+
+
+def test_no_figures_under_another_attention(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2)(loop, "sdpa") == [[{}] * 4] * 2
