@@ -27,11 +27,14 @@ from hf_distca.schedule.plan import Plan
 BACKWARD_FLOPS = 2.5
 
 
+LLAMA = {"Llama-8B": AttentionShape(32, 8, 128, 128, 2), "Llama-34B": AttentionShape(64, 8, 128, 128, 2)}
+
+
 def shapes(setting: Setting) -> dict[str, AttentionShape]:
     """Attention of one layer, by model; on a CPU of one small model."""
     if setting.device.type != "cuda":
         return {"4/2 heads of 64": AttentionShape(4, 2, 64, 64, 4)}
-    return {"Llama-8B": AttentionShape(32, 8, 128, 128, 2), "Llama-34B": AttentionShape(64, 8, 128, 128, 2)}
+    return LLAMA
 
 
 def made_up(ranks: int, tokens: int, seed: int = 0) -> Layout:

@@ -6,8 +6,10 @@ On a GPU the tests of the kernels run too, which compare with float64 and with `
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,16 +127,17 @@ def run(setting: Setting) -> None:
     good = [row for row in rows if "failed" not in row and all(b["passed"] for b in row["batches"].values())]
     setting.put(cases=cases, compared=len(rows), passed=len(good))
     if gpu and setting.time_for("tests/kernels/test_cuda_kernels.py", 20):
-        left = setting.seconds - 5
-        setting.put(pytest=run_tests(left))
+        setting.put(pytest=run_tests(setting.started + setting.seconds - time.monotonic()))
 
 
 def run_tests(seconds: float) -> dict[str, Any]:
     """The package's own tests of the kernels, with the project's settings of pytest left aside: versions may differ."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--maxfail=5", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=5", "-p", "no:cacheprovider", "-c", "/dev/null"]
     command += ["--rootdir", str(TESTS.parents[2]), str(TESTS)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(seconds, 10), check=False)
-    except subprocess.TimeoutExpired:
-        return {"command": command, "result": f"stopped after {seconds:.0f} s"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else str(error.stdout)
+        return {"command": command, "result": f"stopped after {seconds:.0f} s", "output": output[-3000:]}
     return {"command": command, "result": done.returncode, "output": done.stdout[-3000:] + done.stderr[-1000:]}

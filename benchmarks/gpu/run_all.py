@@ -26,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 # In this order; the numbers are shares of the time. Emulator and report use the cost model of "profile".
-PARTS = {"parity": 2, "profile": 2, "kernels": 3, "emulator": 3, "stack": 3, "memory": 1, "ranks": 2}
+PARTS = {"parity": 3, "profile": 2, "kernels": 3, "emulator": 3, "stack": 3, "memory": 1, "ranks": 2}
 # A part is told less than it gets, for what it has begun when the time is over.
 TOLD = 0.85
 NEEDED = ("numpy", "torch", "transformers", "accelerate", "typer", "rich", "greenlet", "tqdm")
