@@ -37,28 +37,32 @@ def shapes(setting: Setting) -> dict[str, AttentionShape]:
     return LLAMA
 
 
-def made_up(ranks: int, tokens: int, seed: int = 0) -> Layout:
+Placement = tuple[str, Layout]
+
+
+def skewed(tokens: int) -> Placement:
+    """One document on one rank, eight on another, as many tokens."""
+    return f"1 of {tokens}, 8 of {tokens // 8}", Layout.from_lengths([[tokens], [tokens // 8] * 8])
+
+
+def made_up(ranks: int, tokens: int) -> Placement:
     """Documents of long-tailed lengths, cut where a rank has `tokens` of them: no document is on two ranks."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     lengths: list[list[int]] = []
     for _ in range(ranks):
         row: list[int] = []
         while sum(row) < tokens:
             row.append(min(max(16, int(draw.lognormvariate(math.log(tokens / 16), 1.6))), tokens - sum(row)))
         lengths.append(row)
-    return Layout.from_lengths(lengths)
+    return f"made up, {ranks} ranks of {tokens}", Layout.from_lengths(lengths)
 
 
-def placements(setting: Setting, names: Sequence[str], sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[str, Layout]]:
-    """The named placements where the folder has them, and made-up ones of (ranks, tokens a rank)."""
+def placements(setting: Setting, names: Sequence[str], others: Sequence[Placement]) -> Iterator[Placement]:
+    """The named placements that the folder has, then the others."""
     for name in names:
         if setting.placements is not None and (path := setting.placements / f"{name}.json").exists():
             yield name, read_placement(path)
-    for ranks, tokens in sizes:
-        if ranks == 2:
-            yield f"one of {tokens}, 8 of {tokens // 8}", Layout.from_lengths([[tokens], [tokens // 8] * 8])
-        else:
-            yield f"made up, {ranks} ranks of {tokens}", made_up(ranks, tokens)
+    yield from others
 
 
 class Batch(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gpu_setting import Setting, free, synchronize
-from gpu_workloads import Batch, Calls, cost_model, fastest, placements, server_batches, shapes
+from gpu_workloads import Batch, Calls, cost_model, fastest, made_up, placements, server_batches, shapes, skewed
 from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Kernel
 from hf_distca.runtime.meter import Meter
@@ -100,8 +100,8 @@ def run(setting: Setting) -> None:
     torch.manual_seed(0)
     variant = fastest(setting)
     rows: list[dict[str, Any]] = []
-    sizes = setting.size(quick=[(2, 2048)], cpu=[(2, 16384), (4, 16384)], gpu=[(8, 65536)])
-    for name, layout in placements(setting, PLACEMENTS if setting.device.type == "cuda" else (), sizes):
+    others = setting.size(quick=[skewed(2048)], cpu=[skewed(16384), made_up(4, 16384)], gpu=[made_up(8, 65536)])
+    for name, layout in placements(setting, PLACEMENTS if setting.device.type == "cuda" else (), others):
         for label, shape in shapes(setting).items():
             cost = cost_model(setting, shape)
             with variant.active() as kernel:

@@ -9,7 +9,19 @@ import numpy as np
 import torch
 
 from gpu_setting import Setting, free, seconds_of
-from gpu_workloads import BACKWARD_FLOPS, Batch, Calls, Variant, batch_of, placements, server_batches, shapes, variants
+from gpu_workloads import (
+    BACKWARD_FLOPS,
+    Batch,
+    Calls,
+    Variant,
+    batch_of,
+    made_up,
+    placements,
+    server_batches,
+    shapes,
+    skewed,
+    variants,
+)
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel, causal_pairs
 from hf_distca.schedule.layout import Layout
@@ -128,12 +140,12 @@ def run(setting: Setting) -> None:
     """Put rows of rebatched tasks beside documents, and curves."""
     rows: list[Any] = []
     curves: list[Any] = []
-    sizes = setting.size(quick=[(2, 1024)], cpu=[(4, 8192)], gpu=[(8, 65536)])
+    others = setting.size(quick=[skewed(1024)], cpu=[made_up(4, 8192)], gpu=[made_up(8, 65536)])
     for variant in variants(setting):
         for label, shape in shapes(setting).items():
             curves.append(curve(setting, variant, label, shape))
             setting.put(curves=curves)
-            for name, layout in placements(setting, PLACEMENTS if setting.device.type == "cuda" else (), sizes):
+            for name, layout in placements(setting, PLACEMENTS if setting.device.type == "cuda" else (), others):
                 rows += rebatched(setting, variant, label, shape, name, layout)
                 setting.put(rebatched=rows)
     if setting.device.type == "cuda" and setting.time_for("cudnn", 3):

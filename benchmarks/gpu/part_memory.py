@@ -49,7 +49,9 @@ def run(setting: Setting) -> None:
         if not setting.time_for(f"checkpointing {checkpointing}", setting.size(quick=0.0, cpu=10.0, gpu=15.0)):
             continue
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            # Newer versions of transformers have the first name, older ones the second.
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         found = {name: peak_bytes(setting, packed, name) for name in ("distca", PLAIN)}
         peaks = found["distca"]["peak"] / found[PLAIN]["peak"]
         rows.append({"tokens": tokens, "layers": LAYERS, "checkpointing": checkpointing, **found, "peak_ratio": peaks})

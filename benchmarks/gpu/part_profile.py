@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpu_setting import Setting, free, seconds_of
-from gpu_workloads import LLAMA, Calls, batch_of, fastest, placements, shapes
+from gpu_workloads import LLAMA, Calls, batch_of, fastest, made_up, placements, shapes
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.scheduler import balance
@@ -86,8 +86,8 @@ def errors(model: CostModel, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def simulated(setting: Setting, model: CostModel) -> list[dict[str, Any]]:
     """Plans of the placements under the model's rates, for Llama's shapes: imbalance, the slowest rank, bytes."""
     found = []
-    sizes = setting.size(quick=[(8, 16384)], cpu=[(8, 65536)], gpu=[(8, 65536)])
-    for name, layout in placements(setting, PLACEMENTS[:1] if setting.quick else PLACEMENTS, sizes):
+    others = [made_up(8, 16384 if setting.quick else 65536)]
+    for name, layout in placements(setting, PLACEMENTS[:1] if setting.quick else PLACEMENTS, others):
         for label, shape in LLAMA.items():
             if not setting.time_for(f"plan of {name} for {label}", 0.5):
                 continue
