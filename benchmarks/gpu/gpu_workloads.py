@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import attention
 
+from gpu_flash4 import Flash4Kernel
 from gpu_setting import Setting
 from hf_distca.cli import read_placement
 from hf_distca.kernels import Kernel, Scores, TaskBatch, select_kernel
@@ -152,14 +153,12 @@ def variants(setting: Setting) -> Iterator[Variant]:
         yield Variant(CpuKernel())
         return
     refused: dict[str, str] = {}
-    for kernel in (CudaKernel(), FlashAttnKernel()):
-        reason = kernel.unsupported(setting.device, setting.dtype, 128, 128, Scores(1.0))
-        if reason is None:
-            yield Variant(kernel)
-        else:
-            refused[kernel.name] = reason
-    for name in ("FA3", "FA4"):
-        variant = Variant(CudaKernel(), name)
+    kernels = [Variant(kernel) for kernel in (CudaKernel(), FlashAttnKernel(), Flash4Kernel())]
+    for variant in (*kernels, Variant(CudaKernel(), "FA3"), Variant(CudaKernel(), "FA4")):
+        reason = variant.kernel.unsupported(setting.device, setting.dtype, 128, 128, Scores(1.0))
+        if reason is not None:
+            refused[variant.label] = reason
+            continue
         try:
             with variant.active() as kernel:
                 calls = Calls(AttentionShape(2, 1, 128, 128, 2), setting, [batch := batch_of([(128, 256), (128, 128)])])

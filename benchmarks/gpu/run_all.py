@@ -105,6 +105,7 @@ def work(setting: Any, machine: bool) -> None:
 
 def run_part(setting: Any, seconds: float, *, machine: bool = False) -> dict[str, Any]:
     """Run a part in a process of its own; kill that, and what it started, after `seconds`."""
+    (setting.out / f"{setting.part}.json").unlink(missing_ok=True)  # of an earlier run
     # A fork has imported everything already. Where there is a GPU, an import might touch it, and then it is lost to forks.
     context = get_context("spawn" if setting.device.type == "cuda" else "fork")
     started = time.monotonic()
