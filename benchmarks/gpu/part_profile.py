@@ -37,9 +37,12 @@ class Case(NamedTuple):
     keys: int
 
 
-def grid(rows: Sequence[int], contexts: Sequence[int], least: int, most_keys: int) -> list[Case]:
-    """Tasks without a context and with each of them, repeated to `least` rows, as far as all keys fit in `most_keys`."""
-    sizes = [(n, n + context) for n in rows for context in (0, *contexts)]
+def grid(rows: Sequence[int], contexts: Sequence[int], least: int, most_keys: int, tile: int) -> list[Case]:
+    """Tasks without a context and, from `tile` rows on, with each of them; repeated to `least` rows as far as keys fit.
+
+    The model counts rows in whole tiles, as kernels on a GPU do and that on a CPU does not; plans cut slices on tiles.
+    """
+    sizes = [(n, n + context) for n in rows for context in (0, *contexts) if not context or n >= tile]
     return [Case(min(max(1, least // n), max(1, most_keys // m)), n, m) for n, m in sizes if m <= most_keys]
 
 
@@ -108,7 +111,8 @@ def run(setting: Setting) -> None:
     contexts = setting.size(quick=(256,), cpu=(1024, 4096), gpu=(1024, 8192, 65536))
     others = setting.size(quick=(128,), cpu=(512, 6144), gpu=(3072, 24576, 131072))
     least, keys = setting.size(quick=(256, 2048), cpu=(2048, 16384), gpu=(16384, 2**20))
-    grids = [grid(*sizes, count, keys) for sizes in ((rows, contexts), (other, others)) for count in (1, least)]
+    tile = 1 if setting.device.type == "cuda" else analytic.tile
+    grids = [grid(*sizes, count, keys, tile) for sizes in ((rows, contexts), (other, others)) for count in (1, least)]
     single, batched, held_single, held = (
         measured(setting, shape, cases, reserve=setting.seconds * (0.75 - 0.2 * place)) for place, cases in enumerate(grids)
     )
