@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = ("hf-distca", "torch", "transformers", "accelerate", "numpy")
@@ -20,6 +20,13 @@ def describe() -> dict[str, str | int]:
         "cores": os.cpu_count() or 0,
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{name: version(name) for name in PACKAGES},
+        **{name: _version(name) for name in PACKAGES},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # used from a clone, or not needed
+        return "not installed"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hf_distca import DistCADesyncError
+from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.exchange import Part, Rows, launch
 from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
@@ -44,6 +45,17 @@ def send_and_return(rank: int, world: int) -> None:
     for got, part in zip(back, parts, strict=True):
         assert part.rows.index is not None
         assert torch.equal(got, part.tensor[part.rows.index])
+
+
+def staged_send_and_return(rank: int, world: int) -> None:
+    """As with tensors of a GPU, which gloo does not carry: through copies on the host."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "_staged", lambda channel, message: True)
+        send_and_return(rank, world)
+
+
+def test_messages_of_another_device_go_through_the_host(rank_pool: Callable[[int], RankPool]) -> None:
+    rank_pool(2)(staged_send_and_return, 2)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

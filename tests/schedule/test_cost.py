@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,3 +119,32 @@ def test_no_tokens_cost_nothing() -> None:
 def test_shapes_that_are_none(values: tuple[int, int, int, int, int]) -> None:
     with pytest.raises(ConfigError, match=f"query_heads={values[0]}"):
         AttentionShape(*values)
+
+
+@pytest.mark.parametrize("model", [*MODELS, replace(MODELS[1], window=300)], ids=lambda model: f"{model.name}, {model.window}")
+def test_json_keeps_a_model(model: CostModel) -> None:
+    read = CostModel.from_json(model.to_json())
+    assert read == model
+    assert read.name == model.name
+    assert (read.seconds([1, 500], [1, 900]) == model.seconds([1, 500], [1, 900])).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.pop("forward"),
+        lambda data: data["forward"].update(flops_per_second=-1.0),
+        lambda data: data["backward"].update(task_seconds=None),
+        lambda data: data["shape"].update(query_heads=0),
+        lambda data: data.update(exchange_bytes_per_second="fast"),
+        lambda data: data.update(tile=0),
+        lambda data: data.update(speed=3),
+    ],
+)
+def test_json_that_is_no_model(change: Callable[[dict[str, Any]], object]) -> None:
+    data = json.loads(MODELS[0].to_json())
+    change(data)
+    with pytest.raises(ConfigError, match="no cost model"):
+        CostModel.from_json(json.dumps(data))
+    with pytest.raises(ConfigError, match="no cost model"):
+        CostModel.from_json("[1]")

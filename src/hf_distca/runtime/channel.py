@@ -4,6 +4,8 @@ gloo matches messages by their order alone. If ranks disagree about what comes n
 ends the receiving process, and a shorter one is taken in silence. So over gloo an exchange is a set of tagged messages, where
 the tag is made of what is exchanged: messages that do not belong together never meet, and waiting for one that never comes ends
 in an error. Other backends have no tags; there an exchange is one all-to-all.
+
+gloo sends host memory only. Tensors of another device are copied to the host before, for which the host waits, and back after.
 """
 
 from __future__ import annotations
@@ -57,11 +59,17 @@ class Channel:
         tag = zlib.crc32(f"{doing} {self.launched}".encode()) >> 1
         self.launched += 1
         deadline = time.monotonic() + self.timeout_seconds - patience(self.timeout_seconds)
+        landing = None
+        if self._staged(received):
+            landing, received, sent = received, torch.empty(received.shape, dtype=received.dtype), sent.to("cpu", copy=True)
         try:
             works = self._works(received, sent, list(receive_bytes), list(send_bytes), tag)
         except RuntimeError as error:
             raise self.watch.give_up(doing, error) from error
-        return Transfer(self, works, (received, sent), doing, deadline)
+        return Transfer(self, works, (received, sent), doing, deadline, landing)
+
+    def _staged(self, message: torch.Tensor) -> bool:
+        return self.process_group.name() == "gloo" and message.device.type != "cpu"
 
     def _works(
         self, received: torch.Tensor, sent: torch.Tensor, receive_bytes: list[int], send_bytes: list[int], tag: int
@@ -85,13 +93,14 @@ class Channel:
 
 @dataclass(eq=False)
 class Transfer:
-    """An exchange under way."""
+    """An exchange under way. What is received goes from its buffer to `landing`, if there is one, when it is waited for."""
 
     channel: Channel
     works: list[dist.Work | None]
     buffers: tuple[torch.Tensor, torch.Tensor]
     doing: str
     deadline: float
+    landing: torch.Tensor | None = None
 
     def wait(self) -> None:
         """Wait until all has arrived and left; on CUDA only the current stream waits.
@@ -109,6 +118,8 @@ class Transfer:
                     work.wait()
         except RuntimeError as error:
             raise self.channel.watch.give_up(self.doing, error) from error
+        if self.landing is not None:
+            self.landing.copy_(self.buffers[0])
 
     def __del__(self) -> None:
         # After an exception nobody waits. gloo loses messages whose buffers go while they travel, so they are seen through.

@@ -15,7 +15,10 @@ last n + w - 1 are read.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -176,6 +179,33 @@ class CostModel:
         free = KernelCost(0.0, np.inf, np.inf)
         return cls(shape, pair_cost, free, np.inf, tile=1, name="causal pairs")
 
+    def to_json(self) -> str:
+        """The model as JSON, with the names of its attributes as keys. Infinite rates, which cost nothing, are null."""
+        return json.dumps(_finite(asdict(self)), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> CostModel:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: if the text is no cost model; the message names what is wrong.
+        """
+        try:
+            data: Any = json.loads(text)
+            shape = AttentionShape(**data.pop("shape"))
+            forward, backward = (_kernel_cost(data.pop(direction)) for direction in ("forward", "backward"))
+            data["exchange_bytes_per_second"] = _rate(data["exchange_bytes_per_second"])
+            model = cls(shape, forward, backward, **data)
+            numbers = (model.exchange_bytes_per_second, model.exchange_seconds, model.tile)
+            if not (min(numbers) >= 0 and model.exchange_bytes_per_second > 0 and model.tile >= 1):
+                raise ValueError(f"exchange and tile are {numbers}: a rate must be positive, a tile at least 1")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the text is no cost model in JSON ({type(error).__name__}: {error}): it is an object with the attributes of "
+                f"`CostModel` as keys, got {text[:100]!r}."
+            ) from error
+        return model
+
     def counts(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
         """Tasks, bytes and forward flops of tasks with `rows` query rows that end at position `keys`: shape (tasks, 3)."""
         n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
@@ -202,6 +232,24 @@ class CostModel:
         """Seconds on the wire of moved tokens, forward and backward together, without the fixed part."""
         moved = np.asarray(query_tokens) * self.shape.moved_query_bytes + np.asarray(key_tokens) * self.shape.moved_key_bytes
         return np.asarray(moved / self.exchange_bytes_per_second, dtype=np.float64)
+
+
+def _finite(value: Any) -> Any:
+    """A nested dictionary with null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def _rate(value: Any) -> float:
+    return math.inf if value is None else float(value)
+
+
+def _kernel_cost(data: dict[str, Any]) -> KernelCost:
+    cost = KernelCost(**{name: _rate(value) for name, value in data.items()})
+    if not (0 <= cost.task_seconds < math.inf and cost.bytes_per_second > 0 and cost.flops_per_second > 0):
+        raise ValueError(f"{cost}: seconds must be finite and not negative, rates positive")
+    return cost
 
 
 def rank_seconds(layout: Layout, cost: CostModel) -> FloatArray:

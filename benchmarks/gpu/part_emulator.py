@@ -1,0 +1,111 @@
+"""Kernel seconds of every rank of a plan, one rank after another on one device: imbalance before and after, measured.
+
+Each rank's tasks go to an `AttentionServer` in the calls and pools that its route gives them. Messages are not emulated.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu_setting import Setting, free, synchronize
+from gpu_workloads import Batch, Calls, cost_model, fastest, made_up, placements, server_batches, shapes, skewed
+from hf_distca.config import DistCAConfig
+from hf_distca.kernels import Kernel
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.server import AttentionServer
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.scheduler import balance
+from hf_distca.schedule.summary import imbalance
+
+# The first two take about 10 and 30 s on an H200 for Llama-8B, before and after; the others are run if there is time.
+PLACEMENTS = (
+    "wlbllm_raw_r8_t128k_s0",
+    "wlbllm_raw_r64_t64k_s0",
+    "prolong_e8_lcr03_shuf_r64_t64k_s0",
+    "prolong_e8_lcr03_shuf_r8_t128k_s0",
+)
+
+
+def rank_seconds(calls: Calls, kernel: Kernel, batches: list[Batch]) -> tuple[float, float]:
+    """Seconds in the kernel, forward and backward, of a server that runs these batches."""
+    device = calls.q_THD.device
+    outputs = []
+    meters = Meter(), Meter()
+    for meter in meters:
+        server = AttentionServer(kernel, calls.scores, meter)
+        for place, batch in enumerate(batches):
+            q_THD, k_TKD, v_TKV = calls.pools(batch)
+            if meter is meters[0]:
+                outputs.append(server.forward(q_THD, k_TKD, v_TKV, batch.tasks))
+            else:
+                server.backward((calls.do_THV[: batch.rows], q_THD, k_TKD, v_TKV, *outputs[place]), batch.tasks)
+        synchronize(device)
+    return meters[0].seconds, meters[1].seconds
+
+
+def emulate(setting: Setting, kernel: Kernel, cost: CostModel, plan: Plan, repeats: int) -> dict[str, Any]:
+    """Measured and estimated seconds of every rank under a plan. A figure is the median of rounds over all ranks."""
+    ranks = range(plan.layout.world_size)
+    batches = [server_batches(plan, rank, setting.device) for rank in ranks]
+    calls = Calls(cost.shape, setting, [batch for rank in batches for batch in rank])
+    if setting.device.type == "cuda":  # a kernel makes index tensors in its first call for a batch
+        for batch in (batch for rank in batches for batch in rank):
+            calls.forward(kernel, batch)
+    else:
+        rank_seconds(calls, kernel, min(batches, key=lambda rank: sum(batch.pairs for batch in rank)))
+    rounds = [[rank_seconds(calls, kernel, batches[rank]) for rank in ranks] for _ in range(repeats)]
+    free(setting.device)
+    result: dict[str, Any] = {"calls": [len(rank) for rank in batches]}
+    lengths, ends = plan.end - plan.start, plan.end
+    estimates = (cost.forward_seconds(lengths, ends), cost.backward_seconds(lengths, ends))
+    for place, direction in enumerate(("forward", "backward")):
+        taken = np.array([statistics.median(found[rank][place] for found in rounds) for rank in ranks])
+        guess = np.bincount(plan.server, weights=estimates[place], minlength=len(ranks))
+        result[direction] = {"seconds": taken.tolist(), "imbalance": imbalance(taken), "slowest": float(taken.max())}
+        result[direction] |= {"estimated": guess.tolist(), "estimated_imbalance": imbalance(guess)}
+    both = np.array(result["forward"]["seconds"]) + np.array(result["backward"]["seconds"])
+    result["both"] = {"seconds": both.tolist(), "imbalance": imbalance(both), "slowest": float(both.max())}
+    result["both"]["total"] = float(both.sum())
+    return result
+
+
+def one_placement(setting: Setting, kernel: Kernel, cost: CostModel, name: str, layout: Layout) -> dict[str, Any] | None:
+    local, plan = Plan.local(layout), balance(layout, cost, DistCAConfig())
+    repeats = setting.size(quick=1, cpu=3, gpu=1)
+    work = float(cost.seconds(local.end - local.start, local.end).sum()) * 2 * (repeats + 0.4)
+    if not setting.time_for(f"{name}, about {work:.0f} s", work):
+        return None
+    before, after = (emulate(setting, kernel, cost, one, repeats) for one in (local, plan))
+    moved = int((plan.end - plan.start)[plan.home != plan.server].sum())
+    return {
+        "placement": name,
+        "ranks": layout.world_size,
+        "tokens_a_rank": int(layout.query_tokens.max()),
+        "query_tokens_moved": moved,
+        "before": before,
+        "after": after,
+        "slowest_after_to_before": after["both"]["slowest"] / before["both"]["slowest"],
+        "total_after_to_before": after["both"]["total"] / before["both"]["total"],
+    }
+
+
+def run(setting: Setting) -> None:
+    """Put one row a placement and model."""
+    torch.manual_seed(0)
+    variant = fastest(setting)
+    rows: list[dict[str, Any]] = []
+    others = setting.size(quick=[skewed(2048)], cpu=[skewed(16384), made_up(4, 16384)], gpu=[made_up(8, 65536)])
+    for name, layout in placements(setting, PLACEMENTS if setting.device.type == "cuda" else (), others):
+        for label, shape in shapes(setting).items():
+            cost = cost_model(setting, shape)
+            with variant.active() as kernel:
+                row = one_placement(setting, kernel, cost, name, layout)
+            if row is not None:
+                rows.append({"model": label, "kernel": variant.label, "cost_model": cost.name, **row})
+            setting.put(placements=rows)

@@ -1,0 +1,143 @@
+"""Every fast kernel of the device against float32: outputs, log-sum-exps and gradients.
+
+On a GPU the tests of the kernels run too, which compare with float64 and with `sdpa` in the same dtype.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_setting import Setting, free
+from gpu_workloads import Batch, Variant, batch_of, variants
+from hf_distca.kernels import Kernel, Scores, TaskBatch
+from hf_distca.kernels.reference import ReferenceKernel
+from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.route import Route
+from hf_distca.runtime.server import AttentionServer
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
+
+TESTS = Path(__file__).parents[2] / "tests" / "kernels" / "test_cuda_kernels.py"
+SCORES = {
+    "plain": Scores(1.0),
+    "window of 300": Scores(1.0, window=300),
+    "softcap": Scores(1.0, softcap=2.0),
+    "window and softcap": Scores(1.0, window=300, softcap=2.0),
+}
+# Relative errors (norms) are to stay below so many units in the last place of the dtype.
+UNITS = 2.0
+
+
+def batches(quick: bool) -> dict[str, Batch]:
+    """Whole documents, slices with keys of their own, and slices of one document that share its keys."""
+    n = 1 if quick else 4
+    shared = TaskBatch((0, 128 * n, 384 * n), (128 * n, 256 * n, 77 * n), (0, 0, 0), (128 * n, 384 * n, 461 * n))
+    return {
+        "documents": batch_of([(333 * n, 333 * n), (1, 1), (128 * n, 128 * n), (77, 77)]),
+        "slices": batch_of([(128, 500 * n), (64 * n, 700 * n), (1, 90)]),
+        "shared keys": Batch(shared, 461 * n, 461 * n),
+    }
+
+
+def random_pools(batch: Batch, heads: tuple[int, int, int], like: dict[str, Any]) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output."""
+    query, key, width = heads
+    sizes = ((batch.rows, query), (batch.keys, key), (batch.keys, key), (batch.rows, query))
+    return [torch.randn(*size, width, **like) for size in sizes]
+
+
+def results(kernel: Kernel, pools: list[torch.Tensor], tasks: TaskBatch, scores: Scores) -> dict[str, torch.Tensor]:
+    q_THD, k_TKD, v_TKV, do_THV = pools
+    o_THV, lse_TH = kernel.forward(q_THD, k_TKD, v_TKV, tasks, scores)
+    grads = kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, scores)
+    return {"o": o_THV, "lse": lse_TH, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+
+def with_sinks(kernel: Kernel, pools: list[torch.Tensor], sink_H: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same through a call of core attention on one rank, whose tokens are one document, with attention sinks."""
+    *leaves, sink_H = (x.detach().clone().requires_grad_() for x in (*pools[:3], sink_H))
+    route = Route.build(Plan.local(Layout.from_lengths([[len(leaves[0])]])), 0, leaves[0].device)
+    server = AttentionServer(kernel, Scores(leaves[0].shape[2] ** -0.5), Meter())
+    o_THV = core_attention(*leaves, route=route, group=AttentionGroup(), server=server, sink_H=sink_H)
+    grads = torch.autograd.grad(o_THV, [*leaves, sink_H], pools[3])
+    return {"o": o_THV.detach(), **dict(zip(("dq", "dk", "dv", "dsink"), grads, strict=True))}
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30))
+
+
+def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, Any]:
+    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    bound = UNITS * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+    return {"errors": errors, "bound": bound, "passed": all(error <= bound for error in errors.values())}
+
+
+def one_case(variant: Variant, kernel: Kernel, setting: Setting, case: tuple[Any, ...]) -> dict[str, Any]:
+    dtype, heads, name, scores = case
+    reason = kernel.unsupported(setting.device, dtype, heads[2], heads[2], scores)
+    row: dict[str, Any] = {"kernel": variant.label, "dtype": str(dtype), "heads": heads, "scores": name, "batches": {}}
+    if reason is not None:
+        return {**row, "unsupported": reason}
+    try:
+        for label, batch in batches(setting.quick).items():
+            pools = random_pools(batch, heads, {"dtype": dtype, "device": setting.device})
+            wide = [x.float() for x in pools]
+            expected = results(ReferenceKernel(), wide, batch.tasks, scores)
+            row["batches"][label] = compare(results(kernel, pools, batch.tasks, scores), expected, dtype)
+        if name == "plain":
+            pools = random_pools(batch_of([(200, 200)]), heads, {"dtype": dtype, "device": setting.device})
+            sink_H = torch.randn(heads[0], dtype=dtype, device=setting.device)
+            exact = with_sinks(ReferenceKernel(), [x.float() for x in pools], sink_H.float())
+            row["batches"]["sinks"] = compare(with_sinks(kernel, pools, sink_H), exact, dtype)
+    except Exception as error:  # one case that fails is a figure as well
+        row["failed"] = f"{type(error).__name__}: {error}"[:500]
+    return row
+
+
+def run(setting: Setting) -> None:
+    """Put a list of cases, how many passed, and the end of the tests' output."""
+    gpu = setting.device.type == "cuda"
+    dtypes = (torch.bfloat16, torch.float16) if gpu else (torch.float32, torch.bfloat16)
+    widths = setting.size(quick=(64,), cpu=(64, 128), gpu=(64, 96, 128, 256))
+    counts = setting.size(quick=((4, 2),), cpu=((4, 2),), gpu=((32, 8), (8, 8)))
+    cases: list[dict[str, Any]] = []
+    torch.manual_seed(0)
+    for variant in variants(setting):
+        for dtype, width, heads, name in itertools.product(dtypes, widths, counts, SCORES):
+            scores = replace(SCORES[name], scale=width**-0.5)
+            if not setting.time_for(f"{variant.label} {dtype} {width} {heads} {name}"):
+                continue
+            with variant.active() as kernel:
+                cases.append(one_case(variant, kernel, setting, (dtype, (*heads, width), name, scores)))
+        free(setting.device)
+        setting.put(cases=cases)
+    rows = [row for row in cases if "unsupported" not in row]
+    good = [row for row in rows if "failed" not in row and all(b["passed"] for b in row["batches"].values())]
+    setting.put(cases=cases, compared=len(rows), passed=len(good))
+    if gpu and setting.time_for("tests/kernels/test_cuda_kernels.py", 20):
+        setting.put(pytest=run_tests(setting.started + setting.seconds - time.monotonic()))
+
+
+def run_tests(seconds: float) -> dict[str, Any]:
+    """The package's own tests of the kernels, with the project's settings of pytest left aside: versions may differ."""
+    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=5", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    command += ["--rootdir", str(TESTS.parents[2]), str(TESTS)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=environment)
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else str(error.stdout)
+        return {"command": command, "result": f"stopped after {seconds:.0f} s", "output": output[-3000:]}
+    return {"command": command, "result": done.returncode, "output": done.stdout[-3000:] + done.stderr[-1000:]}

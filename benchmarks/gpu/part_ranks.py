@@ -1,0 +1,133 @@
+"""Several ranks on one device, in processes of their own over gloo: outputs and gradients beside `sdpa`.
+
+For the correctness of streams and lifetimes, not for speed: gloo carries host memory, so every message is copied down and up.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import hf_distca
+from gpu_models import Packed, stack
+from gpu_setting import Setting
+from hf_distca.integration.session import current_session
+from hf_distca.schedule.cost import AttentionShape, CostModel
+
+LAYERS, STEPS, TIMEOUT = 2, 3, 60.0
+WAVE = 1024  # bytes of a wave for each token of a rank: a few waves
+# Whole layers, in halves, and in several waves. Exchanges cost nothing in the cost model, so that small documents move, too.
+MODES: dict[str, dict[str, Any]] = {
+    "balanced": {},
+    "ping-pong": {"ping_pong": True},
+    "waves": {"max_transient_bytes": WAVE},
+    "ping-pong in waves": {"ping_pong": True, "max_transient_bytes": WAVE},
+}
+# Norm of the difference over norm: in float32 to sdpa; in half precision to float32, beside the error of sdpa in that dtype.
+WIDE_BOUND, HALF_BOUND = 1e-4, 2.0
+
+
+def lengths_of(rank: int, tokens: int) -> list[int]:
+    """One long document on rank 0, short ones of odd lengths elsewhere."""
+    if rank == 0:
+        return [tokens]
+    short = tokens // 8 - rank
+    return [short] * 8 + [tokens - 8 * short]
+
+
+def computed(packed: Packed, implementation: str) -> dict[str, torch.Tensor]:
+    """Output of a step and every gradient of it, in float32."""
+    packed.embeddings = packed.embeddings.detach().requires_grad_()
+    packed.use(implementation)
+    out = packed.step(implementation).float()
+    named = {name: parameter.grad.float() for name, parameter in packed.model.named_parameters() if parameter.grad is not None}
+    found = {"output": out, "embeddings": packed.embeddings.grad.float(), **named}
+    packed.model.zero_grad(set_to_none=True)
+    return found
+
+
+def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative errors of the output and of the gradient that is furthest off."""
+    if found.keys() != expected.keys():
+        raise RuntimeError(f"gradients of {sorted(found.keys() ^ expected.keys())} are there for one attention only")
+    errors = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
+    return {"output": errors.pop("output"), "gradients": max(errors.values())}
+
+
+def one_dtype(setting: Setting, rank: int, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
+    """Errors of sdpa and of every mode on this rank."""
+    model = stack(setting, LAYERS, small=True).to(dtype)
+    torch.manual_seed(rank)
+    packed = Packed(setting, model, lengths_of(rank, tokens))
+    exact = copy.copy(packed)
+    exact.model = copy.deepcopy(model).float()
+    exact.embeddings, exact.gradient = packed.embeddings.float(), packed.gradient.float()
+    expected = computed(exact, "sdpa")
+    result: dict[str, Any] = {"sdpa": worst(computed(packed, "sdpa"), expected)}
+    heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    cost = CostModel.pairs(AttentionShape(*heads, model.config.head_dim, model.config.head_dim, dtype.itemsize))
+    for mode, settings in MODES.items():
+        if bound := settings.get("max_transient_bytes"):
+            settings = {**settings, "max_transient_bytes": bound * tokens}
+        hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost, tile=32, timeout_seconds=TIMEOUT, **settings))
+        errors = []
+        for _ in range(STEPS):
+            errors.append(worst(computed(packed, "distca"), expected))
+            # Memory that the step gave back is written over: what still reads it would show.
+            churn = [torch.full((2**20,), float("nan"), device=setting.device) for _ in range(8)]
+            del churn
+        meter = current_session().meter
+        figures = {name: max(error[name] for error in errors) for name in errors[0]}
+        result[mode] = {**figures, "exchanges": meter.dispatches + meter.returns, "sent_bytes": meter.sent_bytes}
+        if dtype == torch.float32:
+            bounds = dict.fromkeys(figures, WIDE_BOUND)
+        else:
+            bounds = {name: HALF_BOUND * result["sdpa"][name] for name in figures}
+        result[mode]["passed"] = all(figures[name] <= bounds[name] for name in figures) and meter.sent_bytes > 0
+    return result
+
+
+def work(rank: int, ranks: int, setting: Setting, folder: str) -> None:
+    torch.set_num_threads(1)
+    if setting.device.type == "cuda":
+        torch.cuda.set_device(0)
+    store = dist.FileStore(str(Path(folder, "store")), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    tokens = setting.size(quick=256, cpu=1024, gpu=2048)
+    result = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        rows: list[Any] = [None] * ranks
+        dist.all_gather_object(rows, one_dtype(setting, rank, dtype, tokens))
+        result[str(dtype)] = rows
+        if rank == 0:
+            Path(folder, "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(setting: Setting) -> None:
+    """Put the errors of every rank, by number of ranks, dtype and mode."""
+    found: dict[str, Any] = {}
+    for ranks in setting.size(quick=(2,), cpu=(2,), gpu=(2, 4)):
+        if not setting.time_for(f"{ranks} ranks", setting.size(quick=0.0, cpu=30.0, gpu=25.0)):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            failed = None
+            try:
+                mp.spawn(work, (ranks, setting, folder), nprocs=ranks)
+            except Exception as error:  # what finished before is a figure as well
+                failed = str(error)[-2000:]
+            path = Path(folder, "result.json")
+            rows = json.loads(path.read_text()) if path.exists() else {}
+        passed = failed is None and all(
+            row[mode]["passed"] for dtype in rows.values() for row in dtype for mode in MODES if mode in row
+        )
+        found[str(ranks)] = {"passed": passed, "failed": failed, "dtypes": rows}
+        setting.put(ranks=found)

@@ -1,0 +1,133 @@
+"""benchmarks/gpu on a CPU: every part runs and writes sane figures; what fails or takes too long harms no other part."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("parity", "profile", "kernels", "emulator", "stack", "memory", "ranks")
+
+
+def run_all(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks/gpu/run_all.py"), "--device", "cpu", "--quick", "--out", str(out), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("figures")
+    done = run_all(out, "--seconds", "240")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def figures(folder: Path, part: str) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / f"{part}.json").read_text())
+    assert (read["part"], read["device"], read["quick"]) == (part, "cpu", True)
+    assert "failed" not in read
+    return read
+
+
+def test_every_part_ran(folder: Path) -> None:
+    record = json.loads((folder / "run.json").read_text())
+    assert tuple(record["parts"]) == PARTS
+    assert {part["status"] for part in record["parts"].values()} == {"ok"}
+    assert "run_all.py --device cpu" in record["command"]
+    assert {"torch", "transformers", "processor", "date"} <= record["environment"].keys()
+
+
+def test_kernels_agree_with_float32(folder: Path) -> None:
+    found = figures(folder, "parity")
+    assert found["compared"] == found["passed"] > 0
+    unsupported = [case for case in found["cases"] if "unsupported" in case]
+    assert {case["scores"] for case in unsupported} == {"softcap", "window and softcap"}
+    assert any("sinks" in case["batches"] for case in found["cases"])
+
+
+def test_rates_of_slices_and_of_rebatched_tasks(folder: Path) -> None:
+    found = figures(folder, "kernels")
+    for row in found["rebatched"]:
+        assert row["ratio"]["forward"] == pytest.approx(row["rebatched"]["forward"] / row["whole"]["forward"])
+    assert [row["rows"] for row in found["curves"][0]["alone"]] == [64, 128, 256, 512]
+    assert all(row["forward"] > 0 < row["backward"] for row in found["curves"][0]["many"])
+
+
+def test_emulated_ranks_end_earlier_after_balancing(folder: Path) -> None:
+    rows = figures(folder, "emulator")["placements"]
+    assert rows
+    for row in rows:
+        before, after = row["before"], row["after"]
+        assert row["query_tokens_moved"] > 0
+        assert after["both"]["slowest"] < before["both"]["slowest"]
+        for direction in ("forward", "backward"):
+            assert after[direction]["estimated_imbalance"] <= before[direction]["estimated_imbalance"]
+            assert len(after[direction]["seconds"]) == row["ranks"]
+            assert min(after[direction]["seconds"]) > 0
+
+
+def test_the_cost_model_that_was_fitted_can_be_read(folder: Path) -> None:
+    from hf_distca.schedule.cost import CostModel
+
+    found = figures(folder, "profile")
+    model = CostModel.from_json((folder / "cost_model.json").read_text())
+    assert model == CostModel.from_json(found["models"]["fitted to batches"])
+    assert model.seconds(128, 128)[0] > 0
+    measured = found["held_out_batched"]
+    estimates = [float(model.forward_seconds(row["rows"], row["keys"])[0]) * row["count"] for row in measured]
+    errors = found["errors"]["fitted to batches"]["held-out batches"]["forward"]["all"]
+    assert errors == pytest.approx([e / row["forward"] - 1 for e, row in zip(estimates, measured, strict=True)])
+    for row in found["simulation"]:
+        assert row["slowest_seconds_after"] <= row["slowest_seconds_before"]
+
+
+def test_a_stack_of_layers_computes_the_same_in_both(folder: Path) -> None:
+    for row in figures(folder, "stack")["rows"]:
+        assert row["difference"] < 1e-5
+        assert row["ratio"] > 0
+        assert row["syncs"]["distca"]["profiler"] == row["syncs"]["plain_varlen"]["profiler"]
+
+
+def test_memory_is_that_of_plain_attention(folder: Path) -> None:
+    rows = figures(folder, "memory")["rows"]
+    assert [row["checkpointing"] for row in rows] == [False, True]
+    assert all(0.8 < row["peak_ratio"] < 1.2 for row in rows)
+    assert rows[1]["distca"]["kept_after_forward"] < rows[0]["distca"]["kept_after_forward"] / 2
+
+
+def test_ranks_agree_with_sdpa_in_every_mode(folder: Path) -> None:
+    found = figures(folder, "ranks")["ranks"]["2"]
+    assert found["passed"]
+    for rows in found["dtypes"].values():
+        for row in rows:
+            assert row["ping-pong"]["exchanges"] == 2 * row["balanced"]["exchanges"]
+            assert row["waves"]["exchanges"] > row["balanced"]["exchanges"]
+
+
+def test_the_page_has_every_part(folder: Path) -> None:
+    page = folder / "page.md"
+    command = [sys.executable, str(ROOT / "benchmarks/gpu/report.py"), str(folder), "--output", str(page), "--note", "A note."]
+    subprocess.run(command, check=True, timeout=60)
+    text = page.read_text()
+    assert text.count("\n## ") == len(PARTS)
+    assert "A note." in text
+    assert "run_all.py --device cpu" in text
+
+
+def test_a_part_that_fails_or_is_stopped_keeps_its_figures_and_harms_no_other(tmp_path: Path) -> None:
+    (tmp_path / "wlbllm_raw_r8_t64k_s0.json").write_text("[]")
+    done = run_all(tmp_path, "--only", "profile", "memory", "--placements", str(tmp_path))
+    assert done.returncode == 1
+    parts = json.loads((tmp_path / "run.json").read_text())["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == {"profile": "failed", "memory": "ok"}
+    read = json.loads((tmp_path / "profile.json").read_text())
+    assert "must be a JSON object" in read["failed"]
+    assert read["errors"]
+    assert run_all(tmp_path, "--only", "ranks", "--seconds", "1").returncode == 1
+    parts = json.loads((tmp_path / "run.json").read_text())["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == {"profile": "failed", "memory": "ok", "ranks": "stopped"}
