@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from socket import socket
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
@@ -12,7 +14,11 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 FOLDER = Path(__file__).parents[2] / "configs" / "accelerate"
 FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
-KINDS = {"zero3.yaml": DistributedType.DEEPSPEED, "cpu_2_processes.yaml": DistributedType.MULTI_GPU}
+KINDS = {
+    "zero3.yaml": DistributedType.DEEPSPEED,
+    "cpu_zero2.yaml": DistributedType.DEEPSPEED,
+    "cpu_2_processes.yaml": DistributedType.MULTI_GPU,
+}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -24,12 +30,16 @@ def test_the_file_is_a_valid_configuration(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FILES if KINDS.get(name) is None])
 def test_launching_asks_for_fsdp2_on_the_mesh_of_the_file(name: str) -> None:
-    arguments = launch_command_parser().parse_args(["--config_file", str(FOLDER / name), "script.py"])
+    with socket() as free:  # accelerate looks whether its usual port is free, which a launch beside this test may use
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    options = ["--config_file", str(FOLDER / name), "--main_process_port", port]
+    arguments = launch_command_parser().parse_args([*options, "script.py"])
     arguments, config, _ = _validate_launch_command(arguments)
     environment = prepare_multi_gpu_env(arguments)
     assert environment["ACCELERATE_USE_FSDP"] == "true"
     assert environment["FSDP_VERSION"] == "2"
     assert environment["FSDP_ACTIVATION_CHECKPOINTING"] == "true"
     if config.parallelism_config:
-        sizes = [int(environment[f"PARALLELISM_CONFIG_{name}_SIZE"]) for name in ("DP_REPLICATE", "DP_SHARD")]
-        assert sizes[0] * sizes[1] == config.num_processes
+        sizes = [int(environment[f"PARALLELISM_CONFIG_{name}_SIZE"]) for name in ("DP_REPLICATE", "DP_SHARD", "TP")]
+        assert math.prod(sizes) == config.num_processes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
@@ -14,9 +14,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from hf_distca.integration.announcing import Asked
 from hf_distca.integration.documents import LocalDocuments
 from hf_distca.integration.halves import Handover
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.layout import Layout
 
 Original = Callable[..., Any]
 
@@ -46,12 +47,12 @@ def _one_document_a_row(original: Original) -> Original:
 def _one_document_over_ranks(original: Original) -> Original:
     """The first document of each rank continues the last of the rank before."""
 
-    def wrapped(ranks: list[IntArray], contexts: list[int], *, spans: bool) -> Layout:
+    def wrapped(ranks: Sequence[Asked]) -> Layout:
         numbers, segments = itertools.count(), []
         document, end = next(numbers), 0
-        for rows in ranks:
+        for asked in ranks:
             segments.append([])
-            for length in rows[:, 2].tolist():
+            for length in asked.rows[:, 2].tolist():
                 segments[-1].append((document, end, length))
                 document, end = next(numbers), 0
             *_, (document, start, length) = segments[-1]
@@ -113,7 +114,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "sink dropped": (_ATTENTION, "_sink", lambda _: lambda *_: None),
     "gradient of the sink dropped": ("runtime.core_attention", "_sink_gradient", _no_gradient),
     "documents of a row leak": ("integration.handle", "read_documents", _one_document_a_row),
-    "documents leak over ranks": ("integration.session", "_layout", _one_document_over_ranks),
+    "documents leak over ranks": ("integration.planning", "layout_of", _one_document_over_ranks),
     "dk of one copy lost": (_CALL, "_sum_copies", _one_copy_lost(0)),
     "dv of one copy lost": (_CALL, "_sum_copies", _one_copy_lost(1)),
     "second half without the keys of the first": (_DOCUMENTS, "LocalDocuments.halves", _no_context),
