@@ -107,7 +107,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "chunk one token too long": (
         _DOCUMENTS,
         "LocalDocuments.in_chunks",
-        lambda original: lambda self, size: original(self, size + 1),
+        lambda original: lambda self, size: original(self, size and size + 1),
     ),
     "scale wrong by 1 %": (_ATTENTION, "_scores", _scores(scale=lambda scale: 1.01 * scale)),
     "softcap dropped": (_ATTENTION, "_scores", _scores(softcap=lambda _: None)),

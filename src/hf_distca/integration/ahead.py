@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from hf_distca.integration.announcing import Kind
@@ -25,46 +26,43 @@ def plan_ahead(batches: Sequence[Any]) -> list[Any]:
         batches: micro-batches as `PackingCollator` makes them, each for one forward, in the order in which they will run.
 
     Returns:
-        The batches, those that have documents (`PackedDocuments`) with their plans.
+        The batches with their plans; as they are if one of them has no documents (`PackedDocuments`).
 
     Raises:
         DistCADesyncError: if ranks do not agree, or do not all call it.
     """
     session = current_session()
     kinds = [kind for kind in session.planner.recent_kinds() if kind.config == session.config]
-    packed = [_packed(batch) for batch in batches]
-    if not kinds or not batches or None in packed:
+    documents = _documents(batches)
+    if not kinds or not documents or len(documents) < len(batches):
         return list(batches)
     first = session.planner.next_number
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
     with session.group.reporting(f"planning {place}"):
-        parts = [_parts(batch, one, kinds) for batch, one in zip(batches, packed, strict=True)]
-        plans = iter(session.planner.plan([pair for pairs in parts for pair in pairs], session.group, place))
+        shapes = [batch["input_ids"].shape for batch in batches]
+        requests = [_requests(shape, one, kinds, session.config.tile) for shape, one in zip(shapes, documents, strict=True)]
+        plans = iter(session.planner.plan(list(chain.from_iterable(requests)), session.group, place))
     planned = []
-    for batch, one in zip(batches, packed, strict=True):
-        ahead = PlansAhead({kind: next(plans) for kind in kinds})
+    for batch, one in zip(batches, documents, strict=True):
         planned.append(copy(batch))
-        planned[-1]["distca_documents"] = replace(one, ahead=ahead)  # type: ignore[type-var]  # not None
+        planned[-1]["distca_documents"] = replace(one, ahead=PlansAhead({kind: next(plans) for kind in kinds}))
     return planned
 
 
-def _packed(batch: Any) -> PackedDocuments | None:
-    packed = batch.get("distca_documents") if isinstance(batch, Mapping) and "input_ids" in batch else None
-    return packed if isinstance(packed, PackedDocuments) else None
+def _documents(batches: Sequence[Any]) -> list[PackedDocuments]:
+    """The documents of the batches that have some."""
+    known = (batch.get("distca_documents") for batch in batches if isinstance(batch, Mapping) and "input_ids" in batch)
+    return [one for one in known if isinstance(one, PackedDocuments)]
 
 
-def _parts(batch: Any, packed: PackedDocuments | None, kinds: Sequence[Kind]) -> list[tuple[LocalDocuments, Kind]]:
-    """The documents of a batch, as the attention of each kind will find them."""
-    batch_size, length = batch["input_ids"].shape
-    whole = read_documents(batch_size, length, packed=packed)
-    parts = []
-    for kind in kinds:
-        local = whole if kind.chunk is None else whole.in_chunks(kind.chunk)
-        if kind.half:
-            _, _, halves = cut(batch_size, length, local, kind.config.tile)
-            local = halves[kind.half - 1]
-        parts.append((local, kind))
-    return parts
+def _requests(
+    shape: tuple[int, int], documents: PackedDocuments, kinds: Sequence[Kind], tile: int
+) -> list[tuple[LocalDocuments, Kind]]:
+    """The documents of a batch of (batch, length) tokens, as the attention of each kind will find them."""
+    whole = read_documents(*shape, packed=documents)
+    chunked = {chunk: whole.in_chunks(chunk) for chunk in {kind.chunk for kind in kinds}}
+    halves = {chunk: cut(*shape, chunked[chunk], tile)[2] for chunk in {kind.chunk for kind in kinds if kind.half}}
+    return [(halves[kind.chunk][kind.half - 1] if kind.half else chunked[kind.chunk], kind) for kind in kinds]
 
 
 class PlanAheadMixin:

@@ -84,11 +84,7 @@ def distca_attention(
         return _attend_to_cache(module, query, key, value, attention_mask, scores, sink_H), None
     handle = _check_handle(module, query, key, value, attention_mask)
     session = current_session()
-    window = sliding_window if handle.window is None else handle.window
-    if window is not None and not _is_window(window):
-        raise UnsupportedError(
-            f"{type(module).__name__} passes sliding_window={window!r}: it must be a whole number of keys >= 1."
-        )
+    window = _window(module, sliding_window) if handle.window is None else handle.window
     if window not in handle.work:
         sources = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q, "distca_documents": distca_documents}
         _plan(session, handle, sources, query, key, value, training=module.training, window=window)
@@ -108,20 +104,19 @@ def _plan(
     training: bool,
     window: int | None,
 ) -> None:
-    """Give a handle its work; the first of two nano-batches also that of the second, so that ranks meet once for both."""
+    """Give a handle its work, and those that are planned together with it."""
+    handles, spans = handle.planned_together, session.config.documents_span_ranks
     with session.reporting(training, "reading documents", alone=handle.alone):
-        local = handle.local or handle.read_documents(sources, span_ranks=session.config.documents_span_ranks)
-    handles, parts = [handle], [local]
-    if handle.second is not None and handle.second.local is not None:
-        handles.append(handle.second)
-        parts.append(handle.second.local)
+        parts = [one.local or one.read_documents(sources, span_ranks=spans) for one in handles]
     works = session.work_for(parts, query, key, value, training=training, alone=handle.alone, window=window)
     for one, work in zip(handles, works, strict=True):
         one.work[window] = work
 
 
-def _is_window(window: object) -> bool:
-    return isinstance(window, int) and not isinstance(window, bool) and window >= 1
+def _window(module: torch.nn.Module, window: object) -> int | None:
+    if window is None or (isinstance(window, int) and not isinstance(window, bool) and window >= 1):
+        return window
+    raise UnsupportedError(f"{type(module).__name__} passes sliding_window={window!r}: it must be a whole number of keys >= 1.")
 
 
 def _scores(query: torch.Tensor, scaling: float | None, window: int | None, softcap: float | None) -> Scores:

@@ -93,8 +93,10 @@ class LocalDocuments:
     context: int = 0
     ahead: PlansAhead = field(default_factory=PlansAhead)
 
-    def in_chunks(self, size: int) -> LocalDocuments:
-        """The same tokens, where each chunk of `size` positions of a document is a document of its own."""
+    def in_chunks(self, size: int | None) -> LocalDocuments:
+        """The same tokens, where each chunk of `size` positions of a document is a document of its own; None for no cuts."""
+        if size is None:
+            return self
         if self.spans:
             raise UnsupportedError(
                 f"a layer with attention chunks of {size} tokens met documents that span ranks: distca cuts documents in chunks "

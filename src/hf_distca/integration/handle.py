@@ -85,6 +85,11 @@ class AttentionHandle:
     # Generation with static caches makes masks ahead of the forward and handles them as 4-D tensors.
     ndim: ClassVar[int] = 4
 
+    @property
+    def planned_together(self) -> list[AttentionHandle]:
+        """The handles that get their work at once: of the first nano-batch both, so that ranks meet once, else this one."""
+        return [self] if self.second is None else [self, self.second]
+
     def read_documents(self, arguments: Mapping[str, Any], *, span_ranks: bool) -> LocalDocuments:
         """The documents of the batch, from the keyword arguments of a layer or of attention."""
         positions = arguments.get("position_ids")
@@ -99,7 +104,7 @@ class AttentionHandle:
         )
         if len(local.rows) > self.batch_size:
             warn_of_packing(self.model_type)
-        return local if self.chunk is None else local.in_chunks(self.chunk)
+        return local.in_chunks(self.chunk)
 
     def contiguous(self) -> AttentionHandle:
         """The handle itself."""

@@ -76,13 +76,16 @@ class Planner:
         """Plan this rank's documents together with those of the other ranks, which must ask for the same kinds of plans.
 
         Args:
-            requests: documents, and what the plan is for.
+            requests: documents, and what the plan is for; plans that were made ahead and travel with them are taken.
             group: the ranks.
             place: what is planned, for errors; the micro-batch at hand if None.
 
         Raises:
             DistCADesyncError: if the ranks do not agree, or do not all come.
         """
+        ahead = [planned for local, kind in requests if (planned := local.ahead.take(kind)) is not None]
+        if len(ahead) == len(requests):
+            return ahead
         started = time.perf_counter()
         place = place or f"micro-batch {self._number_of(kind for _, kind in requests)}"
         layouts = self._announce(requests, group, place)

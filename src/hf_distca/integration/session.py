@@ -107,11 +107,9 @@ class Session:
         with self.group.reporting(f"measuring costs for micro-batch {self.planner.next_number}"):
             cost = self._cost(query, key, value, window)
         kinds = [Kind(cost, local.chunk, local.half, self.config) for local in parts]
-        plans = [local.ahead.take(kind) for local, kind in zip(parts, kinds, strict=True)]
-        if any(planned is None for planned in plans):
-            plans = list(self.planner.plan(list(zip(parts, kinds, strict=True)), self.group))
+        plans = self.planner.plan(list(zip(parts, kinds, strict=True)), self.group)
         with self.reporting(training, "taking up a plan", alone=alone):
-            return [self._work(local, planned, query.device) for local, planned in zip(parts, plans, strict=True) if planned]
+            return [self._work(local, planned, query.device) for local, planned in zip(parts, plans, strict=True)]
 
     def _work_alone(self, local: LocalDocuments, device: torch.device, window: int | None, *, evaluating: bool) -> Work:
         if local.spans and evaluating and (local.rows[:, 1] > 0).any():

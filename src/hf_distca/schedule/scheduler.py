@@ -60,10 +60,15 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
         return local
     if cost.window is not None and not config.ping_pong and _hopeless(layout, cost, price, unmoved, config):
         return local
+    return _fastest(layout, cost, price, unmoved, config)
+
+
+def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, config: DistCAConfig) -> Plan:
+    """The plan with the earliest last rank that the greedy finds, coarse and fine; that of `unmoved` if none gains enough."""
     bound = config.max_transient_bytes
     fit = None if bound is None else Fit(TransientBytes.of(cost.shape), bound, cost.window, config.tile)
-    best, before = local, unmoved.slowest_seconds
-    fastest = before
+    seconds = unmoved.compute_seconds.tolist()
+    best, fastest, before = unmoved.plan, unmoved.slowest_seconds, unmoved.slowest_seconds
     # One document that outweighs all others: the fewer servers, the less its home has to send. Caps go down until sending eats
     # what they gain; only if they come near the mean, a fine balance may be better.
     mean, cap = math.fsum(seconds) / len(seconds), max(seconds) / 2
@@ -81,7 +86,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
         load = _load(plan, cost, config)
         if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:
             best, fastest = plan, load.slowest_seconds
-        elif best is not local:
+        elif best is not unmoved.plan:
             break  # Coarser than one that helped, and no better.
         if before - fastest > (1 - _EATEN) * (before - float(load.compute_seconds.max())):
             break
