@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BitsAndBytesConfig, PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
+from tiny_runs import COMMON
 
 
 def hugging_face(
@@ -46,20 +47,13 @@ def hugging_face(
 
 def training_options(case: Case, folder: str, checkpointing: dict[str, Any] | None) -> dict[str, Any]:
     return {
+        **COMMON,
         "output_dir": folder,
-        "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": case.accumulation,
         "max_steps": case.steps,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": True,
-        "save_strategy": "no",
-        "remove_unused_columns": False,
-        "ddp_find_unused_parameters": False,
         "gradient_checkpointing": checkpointing is not None,
         "gradient_checkpointing_kwargs": checkpointing,
         "train_sampling_strategy": "sequential",
-        "disable_tqdm": True,
         "learning_rate": 1e-3,
         "bf16": case.bf16,
         "max_grad_norm": 1e9,
