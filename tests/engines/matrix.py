@@ -19,9 +19,10 @@ from rich.table import Table
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))
 
+from case import Case, Run
 from tiny_llama import LAYERS
 
-from engines import ENGINES, Case, Run, cases, train, world_of
+from engines import ENGINES, cases, train, world_of
 from ranks import RankPool
 
 # Seconds that a run may take, processes included: most of it is imports, and machines may be busy with other things.

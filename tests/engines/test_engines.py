@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from case import Case
 from matrix import Runs
 
-from engines import QUANTIZED, Case, cases
+from engines import QUANTIZED, cases
 
 QUICK = [
     Case("DDP", ping_pong=True),

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from case import Case
 from matrix import compare
-from tiny_llama import micro_batch, settings
+from tiny_llama import micro_batch, natively_sharded, settings
 from torch.distributed.device_mesh import init_device_mesh
 
 import hf_distca
-from engines import Case, natively_sharded, train
+from engines import train
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 

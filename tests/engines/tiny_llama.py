@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_distca
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -41,6 +43,25 @@ def tiny_llama(implementation: str = "distca", dtype: torch.dtype = torch.float3
     """The same random weights every time, in training mode."""
     torch.manual_seed(0)
     return LlamaForCausalLM(model_config(implementation)).to(dtype).train()
+
+
+def natively_sharded(sizes: dict[str, int], implementation: str, folder: Path) -> PreTrainedModel:
+    """The tiny model, laid out on its ranks by transformers."""
+    from transformers.distributed import DistributedConfig
+
+    return loaded(implementation, folder, distributed_config=DistributedConfig(**sizes))
+
+
+def loaded(implementation: str, folder: Path, **options: Any) -> PreTrainedModel:
+    """The tiny model, written and loaded with `from_pretrained`."""
+    folders = [folder]  # in a distributed world only rank 0 writes: all read what it wrote
+    dist.broadcast_object_list(folders)
+    if dist.get_rank() == 0:
+        tiny_llama(implementation).save_pretrained(folder)
+    dist.barrier()
+    model = AutoModelForCausalLM.from_pretrained(folders[0], attn_implementation=implementation, **options)
+    dist.barrier()  # the folder may be removed now
+    return model
 
 
 def row(number: int) -> dict[str, list[list[int]]]:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 from test_parity import PAIRS, model_for
-from test_trainer import FIGURES, rows
+from test_trainer import FIGURES
 
 import hf_distca
 from ranks import RankPool
+from tiny_runs import rows
 
 SHARE = "distca/server_time_share"
 OWN = {SHARE: 0.0, "distca/planning_ms": 0.0}  # each rank has its own
@@ -26,7 +27,7 @@ def loop(rank: int, implementation: str) -> list[dict[str, float]]:
 
 def two_steps(rank: int, implementation: str) -> dict[str, float]:
     model = model_for(2, implementation, torch.float32)
-    for row in rows(2)[rank::2]:
+    for row in rows(4)[rank::2]:
         model(**hf_distca.PackingCollator()([row]), use_cache=False).loss.backward()
     return hf_distca.balance_figures()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import tempfile
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -13,12 +11,13 @@ import torch
 from test_parity import PAIRS
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Trainer
 
 import hf_distca
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
+from tiny_runs import make_trainer
 
 STEPS, MICRO_BATCHES = 3, 3
 LENGTHS = ([[96], [70, 26], [5, 91]], [[16] * 6, [96], [32] * 3])  # of each rank's micro-batches
@@ -145,32 +144,16 @@ class PlanningTrainer(hf_distca.PlanAheadMixin, Trainer):
 
 def train_with(rank: int, ahead: bool) -> tuple[list[dict[str, float]], int, int]:
     """The log history of a Trainer's run, the number of its last micro-batch, and the rows exchanged for planning."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    rows = [{"documents": [[7] * n for n in LENGTHS[at % 2][at // 2 % MICRO_BATCHES]]} for at in range(2 * 4 * 2)]
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=3,
-            num_train_epochs=2,  # of 8 micro-batches a rank: the last step of an epoch has two
-            logging_steps=1,
-            report_to="none",
-            use_cpu=True,
-            save_strategy="no",
-            remove_unused_columns=False,
-            ddp_find_unused_parameters=False,
-            train_sampling_strategy="sequential",
-            disable_tqdm=True,
-        )
-        trainer = (PlanningTrainer if ahead else Trainer)(
-            model_for("whole"),
-            arguments,
-            data_collator=hf_distca.PackingCollator(),
-            train_dataset=rows,
-            callbacks=[hf_distca.DistCACallback(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))],
-        )
-        with patch.object(AttentionGroup, "gather", autospec=True, side_effect=AttentionGroup.gather) as gather:
-            trainer.train()
+    trainer = make_trainer(
+        "distca",
+        [{"documents": [[7] * n for n in LENGTHS[at % 2][at // 2 % MICRO_BATCHES]]} for at in range(2 * 4 * 2)],
+        kind=PlanningTrainer if ahead else Trainer,
+        gradient_accumulation_steps=3,
+        num_train_epochs=2,  # of 8 micro-batches a rank: the last step of an epoch has two
+        train_sampling_strategy="sequential",
+    )
+    with patch.object(AttentionGroup, "gather", autospec=True, side_effect=AttentionGroup.gather) as gather:
+        trainer.train()
     return trainer.state.log_history, current_session().planner.number, gather.call_count
 
 

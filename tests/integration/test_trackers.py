@@ -18,13 +18,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
-from test_parity import PAIRS, model_for
-from test_trainer import FIGURES, rows
-from transformers import Trainer, TrainingArguments
+from test_trainer import FIGURES
 
-import hf_distca
 from ranks import RankPool
+from tiny_runs import make_trainer, rows
 
 STEPS = 4
 Logged = dict[int, dict[str, float]]  # by global step: the figures of distca under their names in the tracker
@@ -70,27 +67,15 @@ def connections() -> Iterator[list[str]]:
 
 def train(rank: int, trackers: list[str], folder: str) -> tuple[list[dict[str, Any]], list[str]]:
     """The log history, and the hosts that were contacted."""
-    arguments = TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=1,
-        max_steps=STEPS,
-        logging_steps=2,  # measured figures lag one micro-batch
-        report_to=trackers,
-        use_cpu=True,
-        save_strategy="no",
-        remove_unused_columns=False,
-        ddp_find_unused_parameters=False,
-        train_sampling_strategy="sequential",
-        disable_tqdm=True,
-    )
-    config = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS)
     with connections() as contacted:
-        trainer = Trainer(
-            model_for(2, "distca", torch.float32),
-            arguments,
-            data_collator=hf_distca.PackingCollator(),
-            train_dataset=rows(STEPS),
-            callbacks=[hf_distca.DistCACallback(config)],
+        trainer = make_trainer(
+            "distca",
+            rows(2 * STEPS),
+            folder=folder,
+            max_steps=STEPS,
+            logging_steps=2,  # measured figures lag one micro-batch
+            report_to=trackers,
+            train_sampling_strategy="sequential",
         )
         trainer.train()
         if "wandb" in trackers:

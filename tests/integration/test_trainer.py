@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from test_parity import PAIRS, model_for
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
-import hf_distca
 from ranks import RankPool
+from tiny_runs import make_trainer, rows, settings
 
 FIGURES = {
     "distca/imbalance_estimated_before",
@@ -38,48 +35,26 @@ class Reporter(TrainerCallback):
         self.seen.append(dict(logs or {}))
 
 
-def rows(steps: int) -> list[dict[str, list[list[int]]]]:
-    """Rows of packed documents; even rows, which rank 0 gets, hold one long document, odd ones many short ones."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = [[96], [24, 1, 23, 24, 24]] * steps
-    return [{"documents": [torch.randint(0, 61, (n,), generator=generator).tolist() for n in row]} for row in lengths]
-
-
 def train(
     rank: int, implementation: str, accumulation: int, checkpointing: bool, ping_pong: bool
 ) -> tuple[list[dict], list[dict], list[str]]:
     """The log history, what reporters saw, and the names of the spans that were traced."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    steps = 6
+    steps, reporter = 6, Reporter()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=1,
+        trainer = make_trainer(
+            implementation,
+            rows(2 * steps * accumulation),
+            eval_dataset=rows(2),
+            config=settings(ping_pong=ping_pong),
+            trace_path=folder,
+            callbacks=[reporter],
             gradient_accumulation_steps=accumulation,
+            activation_checkpointing=checkpointing,
             max_steps=steps,
             logging_steps=2,
             eval_strategy="steps",
             eval_steps=3,
-            per_device_eval_batch_size=1,
-            report_to="none",
-            use_cpu=True,
-            save_strategy="no",
-            remove_unused_columns=False,
-            ddp_find_unused_parameters=False,
-            activation_checkpointing=checkpointing,
             train_sampling_strategy="sequential",
-            disable_tqdm=True,
-            learning_rate=1e-3,
-        )
-        config = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, ping_pong=ping_pong)
-        reporter = Reporter()
-        trainer = Trainer(
-            model_for(2, implementation, torch.float32),
-            arguments,
-            data_collator=hf_distca.PackingCollator(),
-            train_dataset=rows(steps * accumulation),
-            eval_dataset=rows(1),
-            callbacks=[reporter, hf_distca.DistCACallback(config, trace_path=folder)],
         )
         trainer.train()
         events = json.loads(Path(folder, f"rank_{rank}.json").read_text())["traceEvents"]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import dispatches, losses, make_trainer, rows, settings
 from transformers import LlamaForCausalLM
 
 from ranks import RankPool
+from tiny_runs import dispatches, losses, make_trainer, rows, settings
 
 
 def train(

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import dispatches, losses, make_trainer, rows, settings, tiny_llama
 from transformers import TrainerCallback
 
 import hf_distca
 from ranks import RankPool
+from tiny_runs import dispatches, losses, make_trainer, rows, settings, tiny_llama
 
 
 class GenerateOnRankZero(TrainerCallback):

@@ -7,12 +7,12 @@ from typing import Any
 
 import datasets
 import pytest
-from tiny_runs import VOCABULARY, Row, dispatches, documents, losses, make_trainer, rows
 from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback
 
 import hf_distca
 from ranks import RankPool
+from tiny_runs import VOCABULARY, Row, dispatches, documents, losses, make_trainer, rows
 
 LENGTHS = (96, 5, 31, 1, 64, 17, 80)  # 7 documents: on 2 ranks, no size of batch makes it even
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_runs import dispatches, documents, losses, make_trainer, rows, settings, tiny_llama
 from torch.nn.functional import logsigmoid
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM, TrainerCallback
 
 import hf_distca
 from ranks import RankPool
+from tiny_runs import dispatches, documents, losses, make_trainer, rows, settings, tiny_llama
 
 
 def batch(rank: int, seed: int = 0) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A Trainer on a tiny Llama with packed documents, as all tests of the life cycle start it."""
+"""A Trainer on a tiny Llama with packed documents, as tests start it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 VOCABULARY = 61
 # With real costs nothing this small is worth moving: here only causal pairs count, and moving is free.
 PAIRS = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
+
+# What `TrainingArguments` of all runs have in common.
+COMMON = {
+    "per_device_train_batch_size": 1,
+    "logging_steps": 1,
+    "report_to": "none",
+    "use_cpu": True,
+    "save_strategy": "no",
+    "remove_unused_columns": False,
+    "ddp_find_unused_parameters": False,
+    "disable_tqdm": True,
+}
 
 Row = dict[str, Any]
 Data = Sequence[Row] | Dataset[Row] | IterableDataset[Row]
@@ -62,35 +74,30 @@ def make_trainer(
     train_dataset: Data,
     *,
     folder: str | None = None,
+    kind: type[Trainer] = Trainer,
     config: hf_distca.DistCAConfig | None = None,
+    trace_path: str | None = None,
     callbacks: Sequence[TrainerCallback] = (),
     model: LlamaForCausalLM | None = None,
     eval_dataset: Data | None = None,
     **changes: Any,
 ) -> Trainer:
-    """A Trainer that logs every step; `changes` are arguments of `TrainingArguments`."""
+    """A Trainer that logs every step, with distca's callback behind `callbacks`; `changes` are for `TrainingArguments`."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     arguments = {
+        **COMMON,
         "output_dir": folder or tempfile.gettempdir(),
-        "per_device_train_batch_size": 1,
         "per_device_eval_batch_size": 1,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": True,
-        "save_strategy": "no",
-        "remove_unused_columns": False,
-        "ddp_find_unused_parameters": False,
-        "disable_tqdm": True,
         "learning_rate": 1e-2,
         **changes,
     }
-    return Trainer(
+    return kind(
         model or tiny_llama(implementation),
         TrainingArguments(**arguments),
         data_collator=hf_distca.PackingCollator(),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        callbacks=[hf_distca.DistCACallback(config or settings()), *callbacks],
+        callbacks=[*callbacks, hf_distca.DistCACallback(config or settings(), trace_path)],
     )
 
 

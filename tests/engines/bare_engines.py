@@ -1,0 +1,144 @@
+"""Engines around training loops as people write them: each is what wraps the model, and says what it made."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from case import CHECKPOINTING, Case, NotThisEngineError, Run, evidence_of_dtensors, prepared
+from tiny_llama import micro_batch, natively_sharded, tiny_llama
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import hf_distca
+from hf_distca.integration.session import current_session
+
+
+def bare(
+    case: Case,
+    rank: int,
+    implementation: str,
+    wrap: Callable[[Any], tuple[Any, str]],
+    make: Callable[[str], PreTrainedModel] = tiny_llama,
+) -> Run:
+    """A training loop as people write them, around a model wrapped by `wrap`, which says what it made.
+
+    `rank` is where the data comes from: the same for ranks that hold the same tokens.
+    """
+    model = prepared(case, make(implementation))
+    kwargs = CHECKPOINTING[case.checkpointing]
+    if kwargs is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(kwargs)
+    model, engine = wrap(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    losses, norms, started = [], [], []
+    for step in range(case.steps):
+        started.append(time.perf_counter())
+        total = 0.0
+        for n in range(case.accumulation):
+            last = n == case.accumulation - 1
+            with synchronized(model, last), torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
+                loss = model(**batch(rank, case, step, n), use_cache=False).loss / case.accumulation
+            with synchronized(model, last):
+                loss.backward()
+            total += float(loss.detach())
+        norms.append(norm_of(model, trained))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(total))
+    return Run.of(losses, norms, started, engine)
+
+
+def batch(rank: int, case: Case, step: int, micro: int) -> dict[str, Any]:
+    world = dist.get_world_size()
+    return micro_batch((step * case.accumulation + micro) * world + rank)
+
+
+def synchronized(model: Any, last: bool) -> Any:
+    """Where the engine can wait with reducing gradients until the last micro-batch, it does."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    return model.no_sync() if hasattr(model, "no_sync") and not last else nullcontext()
+
+
+def norm_of(model: Any, trained: list[nn.Parameter]) -> float:
+    if isinstance(model, FullyShardedDataParallel):
+        return float(model.clip_grad_norm_(1e9))
+    # One by one: with tensor parallelism parameters lie on different meshes.
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in trained if p.grad is not None]
+    return float(nn.utils.get_total_norm(grads))
+
+
+def mean_over_ranks(value: float) -> float:
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def ddp(model: Any) -> tuple[Any, str]:
+    model = DistributedDataParallel(model)
+    return model, f"{type(model).__name__}, {dist.get_world_size()} ranks"
+
+
+def shard(model: Any, mesh: DeviceMesh) -> tuple[Any, str]:
+    for layer in list(model.modules()):
+        if isinstance(layer, LlamaDecoderLayer):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, evidence_of_dtensors(model)
+
+
+def fully_sharded(model: Any) -> tuple[Any, str]:
+    return shard(model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",)))
+
+
+def hybrid_sharded(model: Any) -> tuple[Any, str]:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    hf_distca.configure(current_session().config, group=mesh)
+    return shard(model, mesh)
+
+
+def fsdp1(model: Any) -> tuple[Any, str]:
+    policy = ModuleWrapPolicy({LlamaDecoderLayer})
+    model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
+    units = sum(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    return model, f"{type(model).__name__}, {units} units"
+
+
+def compiled(model: Any) -> tuple[Any, str]:
+    """Dynamo and AOTAutograd; code generation by Inductor needs a C++ compiler and changes nothing for distca."""
+    torch._dynamo.reset()  # it does not notice that a model has other hooks than the one of the run before
+    compiled_model = torch.compile(DistributedDataParallel(model), backend="aot_eager")
+    return compiled_model, f"{type(compiled_model).__name__} of {type(compiled_model._orig_mod).__name__}"
+
+
+def tensor_parallel(case: Case, rank: int, implementation: str) -> Run:
+    """transformers' own tensor parallelism and FSDP2 on four ranks, neighbours with the same tokens and different heads.
+
+    A bare loop: on CPUs the Trainer refuses this mesh under any attention.
+    """
+
+    def wrap(model: nn.Module) -> tuple[nn.Module, str]:
+        evidence = evidence_of_dtensors(model)
+        if "tp" not in evidence:
+            raise NotThisEngineError(evidence)
+        return model.train(), evidence
+
+    with tempfile.TemporaryDirectory() as folder:
+        make = partial(natively_sharded, {"tp_size": 2, "fsdp_size": 2}, folder=Path(folder))
+        return bare(case, rank // 2, implementation, wrap, make)

@@ -1,0 +1,98 @@
+"""What is trained under an engine, and what one rank saw of it; and what engines of both kinds need to make and prove it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tiny_llama import LAYERS, settings
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+import hf_distca
+from hf_distca.integration.session import current_session
+
+CHECKPOINTING: dict[str, dict[str, Any] | None] = {
+    "off": None,
+    "reentrant": {"use_reentrant": True},
+    "non-reentrant": {"use_reentrant": False},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how."""
+
+    engine: str
+    checkpointing: str = "off"
+    peft: bool = False
+    ping_pong: bool = False
+    accumulation: int = 1
+    bf16: bool = False
+    steps: int = 3
+
+    @property
+    def settings(self) -> hf_distca.DistCAConfig:
+        """What distca runs with."""
+        return settings(ping_pong=self.ping_pong)
+
+    @property
+    def calls(self) -> int:
+        """Calls of core attention that a rank makes in training: twice by half, and once more by recomputed layer."""
+        passes = 1 if self.checkpointing == "off" else 2
+        return self.steps * self.accumulation * LAYERS * passes * (2 if self.ping_pong else 1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one rank saw.
+
+    Attributes:
+        losses, grad_norms: mean loss over ranks and norm of all gradients, by step.
+        seconds: of a step, the first one left out: it makes groups and buffers.
+        engine: what trained.
+        calls, sent_bytes: calls of core attention, and bytes sent for it; 0 under sdpa.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    seconds: float
+    engine: str
+    calls: int
+    sent_bytes: int
+
+    @classmethod
+    def of(cls, losses: list[float], grad_norms: list[float], started: list[float], engine: str) -> Run:
+        """The run that ends now, with the times at which steps began."""
+        seconds = (time.perf_counter() - started[1]) / (len(started) - 1)
+        meter = current_session().meter
+        return cls(losses, grad_norms, seconds, engine, meter.calls, meter.sent_bytes)
+
+
+class NotThisEngineError(AssertionError):
+    """Another engine ran than the one that was meant."""
+
+
+def prepared(case: Case, model: PreTrainedModel) -> Any:
+    """The model with LoRA if the case asks for it."""
+    if not case.peft:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False))
+
+
+def evidence_of_dtensors(model: nn.Module) -> str:
+    """Kind of parameters and mesh; parameters that are not sharded, but for adapters, make it another engine."""
+    plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    adapters = [name for name in plain if "lora_" in name]
+    if len(plain) > len(adapters):
+        raise NotThisEngineError(f"{len(plain)} parameters are no DTensors: {plain[:3]}")
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    meshes = {str(p.device_mesh.mesh_dim_names): tuple(p.device_mesh.shape) for p in sharded}
+    placements = sorted({str(p.placements) for p in sharded})
+    return f"DTensor {placements[0]} on {meshes}" + ", adapters whole" * bool(adapters)

@@ -1,0 +1,184 @@
+"""Engines under a Trainer: each is the Trainer's arguments, and what proves that it prepared this engine."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from case import CHECKPOINTING, Case, NotThisEngineError, Run, evidence_of_dtensors, prepared
+from checkpointing import start_deepspeed
+from tiny_llama import LAYERS, loaded, natively_sharded, row, tiny_llama
+from torch.nn.parallel import DistributedDataParallel
+from transformers import BitsAndBytesConfig, PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+import hf_distca
+from tiny_runs import COMMON
+
+
+def hugging_face(
+    case: Case,
+    rank: int,
+    implementation: str,
+    evidence: Callable[[Trainer], str],
+    make: Callable[[str, Path], PreTrainedModel] | None = None,
+    **options: Any,
+) -> Run:
+    """The Trainer on the same documents; `evidence` says which engine it prepared."""
+    kwargs = CHECKPOINTING[case.checkpointing]
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny_llama(implementation) if make is None else make(implementation, Path(folder, "model"))
+        arguments = TrainingArguments(**training_options(case, folder, kwargs), **options)
+        trainer = Trainer(
+            prepared(case, model),
+            arguments,
+            data_collator=hf_distca.PackingCollator(),
+            train_dataset=[row(n) for n in range(case.steps * case.accumulation * dist.get_world_size())],
+            callbacks=[hf_distca.DistCACallback(case.settings)],
+        )
+        return finished(case, trainer, evidence)
+
+
+def training_options(case: Case, folder: str, checkpointing: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        **COMMON,
+        "output_dir": folder,
+        "gradient_accumulation_steps": case.accumulation,
+        "max_steps": case.steps,
+        "gradient_checkpointing": checkpointing is not None,
+        "gradient_checkpointing_kwargs": checkpointing,
+        "train_sampling_strategy": "sequential",
+        "learning_rate": 1e-3,
+        "bf16": case.bf16,
+        "max_grad_norm": 1e9,
+    }
+
+
+def finished(case: Case, trainer: Trainer, evidence: Callable[[Trainer], str]) -> Run:
+    trainer.remove_callback(PrinterCallback)
+    clock = Clock()
+    trainer.add_callback(clock)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return Run.of([log["loss"] for log in logs], [log["grad_norm"] for log in logs], clock.started, evidence(trainer))
+
+
+class Clock(TrainerCallback):
+    """Notes when steps begin."""
+
+    def __init__(self) -> None:
+        self.started: list[float] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.started.append(time.perf_counter())
+
+
+def wrapped_in_ddp(trainer: Trainer) -> str:
+    wrapped = trainer.model_wrapped
+    if not isinstance(wrapped, DistributedDataParallel):
+        raise NotThisEngineError(f"{type(wrapped).__name__} in place of DistributedDataParallel")
+    return f"{type(trainer).__name__} with {type(wrapped).__name__}"
+
+
+def wrapped_in_deepspeed(stage: int, trainer: Trainer) -> str:
+    engine = trainer.model_wrapped
+    seen = engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else None
+    whole = [p for p in engine.module.parameters() if not hasattr(p, "ds_tensor")]
+    if seen != stage or (stage == 3 and whole):
+        raise NotThisEngineError(f"{type(engine).__name__} at ZeRO stage {seen} with {len(whole)} whole parameters, not {stage}")
+    return f"{type(engine).__name__}, ZeRO-{seen}, {type(engine.optimizer).__name__}"
+
+
+def sharded_by_trainer(trainer: Trainer) -> str:
+    evidence = evidence_of_dtensors(trainer.model)
+    return evidence + f", {type(trainer.model_wrapped).__name__}"
+
+
+def zero(stage: int, case: Case, rank: int, implementation: str) -> Run:
+    start_deepspeed()
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    return hugging_face(case, rank, implementation, partial(wrapped_in_deepspeed, stage), deepspeed=config)
+
+
+def native(sizes: dict[str, int], case: Case, rank: int, implementation: str) -> Run:
+    """transformers' own FSDP2."""
+    return hugging_face(case, rank, implementation, sharded_by_trainer, partial(natively_sharded, sizes))
+
+
+def quantized(case: Case, rank: int, implementation: str) -> Run:
+    """QLoRA: adapters on a frozen base in 4 bits."""
+
+    def make(implementation: str, folder: Path) -> PreTrainedModel:
+        compute = torch.bfloat16 if case.bf16 else torch.float32
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+        return loaded(implementation, folder, quantization_config=config)
+
+    return hugging_face(case, rank, implementation, frozen_in_4_bits, make)
+
+
+def frozen_in_4_bits(trainer: Trainer) -> str:
+    from bitsandbytes.nn import Linear4bit
+
+    layers = [module for module in trainer.model.modules() if isinstance(module, Linear4bit)]
+    packed = [layer for layer in layers if layer.weight.dtype == torch.uint8 and not layer.weight.requires_grad]
+    if len(packed) != 7 * LAYERS or len(layers) != len(packed):
+        raise NotThisEngineError(f"{len(packed)} of {len(layers)} layers are frozen in 4 bits, not {7 * LAYERS}")
+    return f"{wrapped_in_ddp(trainer)}, {len(packed)} linear layers in 4 bits"
+
+
+def accelerate_fsdp2(case: Case, rank: int, implementation: str) -> Run:
+    """accelerate's FSDP2 plugin, which it would leave out on a CPU: told here that the world is one of another accelerator."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    wrapped_checkpointing = case.checkpointing == "non-reentrant"
+    if wrapped_checkpointing:  # the way of this engine: torch's checkpoint_wrapper
+        wrap["activation_checkpointing"] = True
+        case = replace(case, checkpointing="off")
+    state = {"use_configured_state": True}
+    options = {"fsdp": "full_shard auto_wrap", "fsdp_config": wrap, "accelerator_config": state}
+    return hugging_face(case, rank, implementation, sharded_by_trainer, **options)
+
+
+def trl(case: Case, rank: int, implementation: str) -> Run:
+    """TRL's SFTTrainer, which packs the documents itself."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = {f"w{n}": n for n in range(59)} | {"<pad>": 59, "<eos>": 60}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    documents = [ids for n in range(2 * case.steps * case.accumulation) for ids in row(n)["documents"] if len(ids) > 1]
+    checkpointing = CHECKPOINTING[case.checkpointing]
+    with tempfile.TemporaryDirectory() as folder:
+        options = training_options(case, folder, checkpointing) | {"remove_unused_columns": True}
+        arguments = SFTConfig(**options, packing=True, max_length=96, dataset_num_proc=None)
+        trainer = SFTTrainer(
+            prepared(case, tiny_llama(implementation)),
+            arguments,
+            train_dataset=Dataset.from_dict({"input_ids": documents}),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"),
+            callbacks=[hf_distca.DistCACallback(case.settings)],
+        )
+        # Packing puts rows of long documents first: let them alternate with the others, for work to move in every step.
+        rows, half = trainer.train_dataset, len(trainer.train_dataset) // 2
+        trainer.train_dataset = rows.select([n // 2 + n % 2 * half for n in range(2 * half)])
+        return finished(case, trainer, wrapped_in_ddp)
