@@ -14,6 +14,9 @@ from test_parity import LENGTHS, PAIRS, model_for, oracle, relative, summed_loss
 
 import hf_distca
 from hf_distca.integration import layers
+from hf_distca.integration.documents import read_documents
+from hf_distca.integration.halves import Halves
+from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 
@@ -253,3 +256,20 @@ def test_a_model_that_is_not_proven_is_left_whole(caplog: pytest.LogCaptureFixtu
     layers.cut_layers(model.model)
     assert type(model.model.layers[0]) is before
     assert "somebodys-own" in caplog.text
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_outputs_are_joined_by_rows_or_tokens_and_others_refused(rows: int) -> None:
+    local = read_documents(rows, 6, packed=hf_distca.PackedDocuments((6,) * rows))
+    halves = Halves.of(AttentionHandle(rows, 6, None), local, tile=1)
+    whole = torch.randn(rows, 6, 5)
+    first, second = (halves.part(half, (whole, [whole[..., 0]], None)) for half in (0, 1))
+    joined, (inner,), nothing = halves.join(first, second)
+    assert torch.equal(joined, whole)
+    assert torch.equal(inner, whole[..., 0])
+    assert nothing is None
+    tokens = [half[0].flatten(0, 1)[:, :1] for half in (first, second)]  # (tokens, 1), as router logits may be
+    scalars = torch.tensor(1.0), torch.tensor(2.0)
+    for pair in (tokens, scalars, (first[0], None), (first[0], [second[0]]), (whole, whole)):
+        with pytest.raises(hf_distca.UnsupportedError, match="set DistCAConfig\\(ping_pong=False\\)"):
+            halves.join(*pair)

@@ -53,6 +53,7 @@ class Halves:
         axis: 0 if rows are cut, 1 if tokens are.
         at: index on that axis where the second half begins. At 0, which is a batch of one token, the first half computes that
             token as padding and its output is dropped: it takes part in every exchange, as on the other ranks.
+        sizes: of the halves on that axis.
         handles: what stands for the mask in each half.
         layers: ids of the layers that ran as halves, for a recompute to do the same.
     """
@@ -61,6 +62,7 @@ class Halves:
     length: int
     axis: int
     at: int
+    sizes: tuple[int, int]
     handles: tuple[AttentionHandle, AttentionHandle]
     layers: set[int] = field(default_factory=set)
 
@@ -69,6 +71,7 @@ class Halves:
         """Cut a batch whose documents each lie on one rank."""
         rows, length = handle.batch_size, handle.length
         axis, at, parts = cut(rows, length, local, tile)
+        sizes = max(at, 1), (length if axis else rows) - at
         handover = Handover(parts[1].context)
         first, second = (
             replace(
@@ -79,10 +82,10 @@ class Halves:
                 local=part,
                 handover=handover,
             )
-            for size, part in zip((max(at, 1), (length if axis else rows) - at), parts, strict=True)
+            for size, part in zip(sizes, parts, strict=True)
         )
         first.second = second
-        return cls(rows, length, axis, at, (first, second))
+        return cls(rows, length, axis, at, sizes, (first, second))
 
     @property
     def pointless(self) -> bool:
@@ -96,7 +99,7 @@ class Halves:
             dim = self._dim(value)
             if dim is None:
                 return value
-            return value.narrow(dim, 0, max(self.at, 1)) if half == 0 else value.narrow(dim, self.at, value.shape[dim] - self.at)
+            return value.narrow(dim, self.at if half else 0, self.sizes[half])
         if isinstance(value, AttentionHandle):
             return self.handles[half]
         if isinstance(value, Cache):
@@ -114,6 +117,12 @@ class Halves:
             UnsupportedError: if an output is not made of tensors that have the cut axis.
         """
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+            shapes = tuple(first.shape), tuple(second.shape)
+            if tuple(shape[self.axis] if len(shape) > self.axis else 0 for shape in shapes) != self.sizes:
+                raise UnsupportedError(
+                    f"a decoder layer returned tensors of shapes {shapes[0]} and {shapes[1]} for halves of {self.sizes} "
+                    f"{'tokens' if self.axis else 'rows'}, which ping-pong cannot join: set DistCAConfig(ping_pong=False)."
+                )
             return torch.cat([first.narrow(self.axis, 0, self.at), second], self.axis)
         if first is None and second is None:
             return None
