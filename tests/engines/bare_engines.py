@@ -121,7 +121,7 @@ def fsdp1(model: Any) -> tuple[Any, str]:
 
 
 def compiled(model: Any) -> tuple[Any, str]:
-    """Dynamo and AOTAutograd; code generation by Inductor needs a C++ compiler and changes nothing for distca."""
+    """Dynamo and AOTAutograd without generated code, which is `trainer_engines.compiled_by_trainer`'s."""
     torch._dynamo.reset()  # it does not notice that a model has other hooks than the one of the run before
     compiled_model = torch.compile(DistributedDataParallel(model), backend="aot_eager")
     return compiled_model, f"{type(compiled_model).__name__} of {type(compiled_model._orig_mod).__name__}"

@@ -32,6 +32,7 @@ class Case:
     ping_pong: bool = False
     accumulation: int = 1
     bf16: bool = False
+    ranks: int = 2
     steps: int = 3
 
     @property

@@ -16,7 +16,7 @@ from itertools import product
 
 from bare_engines import bare, compiled, ddp, fsdp1, fully_sharded, hybrid_sharded, tensor_parallel
 from case import CHECKPOINTING, Case, Run
-from trainer_engines import accelerate_fsdp2, hugging_face, native, quantized, trl, wrapped_in_ddp, zero
+from trainer_engines import accelerate_fsdp2, compiled_by_trainer, hugging_face, native, quantized, trl, wrapped_in_ddp, zero
 
 import hf_distca
 
@@ -27,40 +27,44 @@ ENGINES: dict[str, Callable[[Case, int, str], Run]] = {
     "DDP, torch.compile": partial(bare, wrap=compiled),
     "FSDP1": partial(bare, wrap=fsdp1),
     "FSDP2, fully_shard": partial(bare, wrap=fully_sharded),
-    "FSDP2, transformers": partial(native, {"fsdp_size": 2}),
+    "FSDP2, transformers": native,
     "FSDP2, accelerate": accelerate_fsdp2,
     "ZeRO-1": partial(zero, 1),
     "ZeRO-2": partial(zero, 2),
     "ZeRO-3": partial(zero, 3),
 }
-# On four ranks.
+# On four ranks only.
 MESHES: dict[str, Callable[[Case, int, str], Run]] = {
     "HSDP 2 x 2, fully_shard": partial(bare, wrap=hybrid_sharded),
-    "HSDP 2 x 2, transformers": partial(native, {"fsdp_size": 2, "dp_replicate_size": 2}),
+    "HSDP 2 x 2, transformers": partial(native, replicas=2),
     "TP 2 x FSDP2 2, transformers": tensor_parallel,
 }
 # The base is frozen: only adapters train.
 QUANTIZED: dict[str, Callable[[Case, int, str], Run]] = {"DDP, Trainer, base in 4 bits": quantized}
-ENGINES |= MESHES | QUANTIZED
+# Code is generated anew for what each case changes, which takes long.
+GENERATED: dict[str, Callable[[Case, int, str], Run]] = {"DDP, Trainer, torch_compile": compiled_by_trainer}
 
 
 def cases() -> Iterator[Case]:
-    """The matrix."""
-    for engine, ping_pong in product(ENGINES, (False, True)):
-        if engine in MESHES:
-            yield Case(engine, ping_pong=ping_pong)
-            yield Case(engine, "non-reentrant", ping_pong=ping_pong)
-            continue
+    """The matrix: those on two ranks first."""
+    for engine, ping_pong in product(ENGINES | QUANTIZED, (False, True)):
         adapters = engine in QUANTIZED
         for peft, checkpointing in product((False, True)[adapters:], CHECKPOINTING):
             yield Case(engine, checkpointing, peft, ping_pong)
         yield Case(engine, "non-reentrant", adapters, ping_pong, accumulation=2)
         if not adapters:  # in bf16 the gradients of adapters alone are 5e-3 off those in float32, under any attention
             yield Case(engine, ping_pong=ping_pong, bf16=True)
+    for engine, ping_pong, checkpointing in product(GENERATED, (False, True), ("off", "non-reentrant")):
+        yield Case(engine, checkpointing, ping_pong=ping_pong)
+    for engine, ping_pong in product(ENGINES, (False, True)):
+        yield Case(engine, ping_pong=ping_pong, ranks=4)
+    for engine, ping_pong, checkpointing in product(MESHES, (False, True), ("off", "non-reentrant")):
+        yield Case(engine, checkpointing, ping_pong=ping_pong, ranks=4)
 
 
-def world_of(case: Case) -> int:
-    return 4 if case.engine in MESHES else 2
+def names() -> list[str]:
+    """Names of all engines."""
+    return [*(ENGINES | QUANTIZED | GENERATED | MESHES)]
 
 
 def train(rank: int, case: Case, implementation: str) -> Run:
@@ -71,7 +75,7 @@ def train(rank: int, case: Case, implementation: str) -> Run:
     # Else accelerate starts a thread for each core in every process, and threads that spin make a busy machine crawl.
     os.environ["OMP_NUM_THREADS"] = "1"
     hf_distca.configure(case.settings)
-    return ENGINES[case.engine](case, rank, implementation)
+    return (ENGINES | QUANTIZED | GENERATED | MESHES)[case.engine](case, rank, implementation)
 
 
 def _forget_accelerate() -> None:

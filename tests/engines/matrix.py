@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from case import Case, Run
 from tiny_llama import LAYERS
 
-from engines import ENGINES, cases, train, world_of
+from engines import cases, names, train
 from ranks import RankPool
 
 # Seconds that a run may take, processes included: most of it is imports, and machines may be busy with other things.
@@ -91,10 +91,10 @@ class Runs:
         return compare(self._processes(case), case, self._theirs[twin], self.timeout)
 
     def _processes(self, case: Case) -> RankPool:
-        kind = case.engine.startswith("ZeRO"), world_of(case)
+        kind = case.engine.startswith("ZeRO"), case.ranks
         if self._pool is None or not self._pool.alive or kind != self._kind:
             self.close()
-            self._pool, self._kind = RankPool(world_of(case)), kind
+            self._pool, self._kind = RankPool(case.ranks), kind
         return self._pool
 
     def close(self) -> None:
@@ -122,38 +122,39 @@ def outcomes(selected: list[Case], progress: Console, timeout: float) -> list[Ou
 def show(found: list[Outcome]) -> None:
     table = Table(title="distca against sdpa")
     switches = ("checkpointing", "LoRA", "ping-pong")
-    for column in ("engine", *switches, "loss", "gradient norm", "s/step", "sdpa s/step", "calls/layer", "what ran"):
+    for column in ("engine", "ranks", *switches, "loss", "gradient norm", "s/step", "sdpa s/step", "calls/layer", "what ran"):
         table.add_column(column, overflow="fold")
     for one in found:
         case = one.case
         extras = [f"x{case.accumulation} accumulated"] * (case.accumulation > 1) + ["bf16"] * case.bf16
-        name = ", ".join([case.engine, *extras])
-        switches = ("yes" if case.peft else "", "yes" if case.ping_pong else "")
+        switches = (case.checkpointing, "yes" if case.peft else "", "yes" if case.ping_pong else "")
+        what = (", ".join([case.engine, *extras]), str(case.ranks), *switches)
         if one.error:
             lines = one.error.splitlines()
             reason = lines[-1] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
-            table.add_row(name, case.checkpointing, *switches, "", "", "", "", "", f"failed: {reason}", style="red")
+            table.add_row(*what, "", "", "", "", "", f"failed: {reason}", style="red")
             continue
         figures = (f"{one.loss_difference:.1e}", f"{one.grad_norm_difference:.1e}")
         seconds = (f"{one.step_seconds:.2f}", f"{one.sdpa_step_seconds:.2f}")
-        table.add_row(name, case.checkpointing, *switches, *figures, *seconds, f"{one.calls_per_layer:g}", one.engine)
+        table.add_row(*what, *figures, *seconds, f"{one.calls_per_layer:g}", one.engine)
     Console(width=170).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", metavar="TEXT", default="", help="only engines whose name contains TEXT")
-    parser.add_argument("--quick", action="store_true", help="no checkpointing, no LoRA, no accumulation, no bf16")
+    parser.add_argument("--quick", action="store_true", help="the first case of each engine, whole and in ping-pong")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="of one run (%(default)g)")
     parser.add_argument("--list", action="store_true", help="print the names of the engines and end")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to standard output")
     arguments = parser.parse_args()
     if arguments.list:
-        Console().print("\n".join(ENGINES), highlight=False)
+        Console().print("\n".join(names()), highlight=False)
         return
     selected = [case for case in cases() if arguments.engine.lower() in case.engine.lower()]
     if arguments.quick:
-        selected = [case for case in selected if case == Case(case.engine, ping_pong=case.ping_pong)]
+        first = {(case.engine, case.ping_pong): case for case in reversed(selected)}
+        selected = [case for case in selected if case in first.values()]
     if not selected:
         parser.error(f"no engine's name contains {arguments.engine!r}; --list prints them")
     found = outcomes(selected, Console(stderr=True), arguments.timeout)

@@ -26,6 +26,8 @@ QUICK = [
     Case("ZeRO-2", ping_pong=True),
     Case("ZeRO-3", "non-reentrant"),
     Case("ZeRO-3", "non-reentrant", ping_pong=True),
+    Case("DDP, Trainer", ping_pong=True, ranks=4),
+    Case("FSDP2, transformers", ranks=4),
 ]
 
 

@@ -114,9 +114,24 @@ def zero(stage: int, case: Case, rank: int, implementation: str) -> Run:
     return hugging_face(case, rank, implementation, partial(wrapped_in_deepspeed, stage), deepspeed=config)
 
 
-def native(sizes: dict[str, int], case: Case, rank: int, implementation: str) -> Run:
-    """transformers' own FSDP2."""
+def native(case: Case, rank: int, implementation: str, replicas: int = 1) -> Run:
+    """transformers' own FSDP2, and HSDP with several replicas."""
+    sizes = {"fsdp_size": case.ranks // replicas} | ({"dp_replicate_size": replicas} if replicas > 1 else {})
     return hugging_face(case, rank, implementation, sharded_by_trainer, partial(natively_sharded, sizes))
+
+
+def compiled_by_trainer(case: Case, rank: int, implementation: str) -> Run:
+    """The Trainer with `torch_compile=True`, which generates C++ (Inductor)."""
+    torch._dynamo.reset()  # it does not notice that a model has other hooks than the one of the run before
+    return hugging_face(case, rank, implementation, compiled_in_ddp, torch_compile=True)
+
+
+def compiled_in_ddp(trainer: Trainer) -> str:
+    wrapped, backend = trainer.model_wrapped, trainer.accelerator.state.dynamo_plugin.backend.value
+    inner = getattr(wrapped, "_orig_mod", None)
+    if not isinstance(inner, DistributedDataParallel) or backend != "INDUCTOR":
+        raise NotThisEngineError(f"{type(wrapped).__name__} of {type(inner).__name__} by {backend}")
+    return f"{type(wrapped).__name__} of {type(inner).__name__}, {backend.lower()}"
 
 
 def quantized(case: Case, rank: int, implementation: str) -> Run:
@@ -166,7 +181,7 @@ def trl(case: Case, rank: int, implementation: str) -> Run:
 
     words = {f"w{n}": n for n in range(59)} | {"<pad>": 59, "<eos>": 60}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    documents = [ids for n in range(2 * case.steps * case.accumulation) for ids in row(n)["documents"] if len(ids) > 1]
+    documents = [ids for n in range(case.ranks * case.steps * case.accumulation) for ids in row(n)["documents"] if len(ids) > 1]
     checkpointing = CHECKPOINTING[case.checkpointing]
     with tempfile.TemporaryDirectory() as folder:
         options = training_options(case, folder, checkpointing) | {"remove_unused_columns": True}
