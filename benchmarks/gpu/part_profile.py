@@ -1,7 +1,7 @@
 """A cost model from timing the kernel, its error on shapes it was not fitted to, and plans that are made with it.
 
-Fitted twice: to calls of one task, as `runtime.calibrate` does, and to calls of many equal tasks, as servers run them. On a GPU
-these differ: a single short task leaves most of the processor idle.
+Fitted twice: to calls of one task, and to calls of many equal tasks, more like what servers run and `runtime.calibrate` times. On
+a GPU these differ: a single short task leaves most of the processor idle.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ class DistCAConfig:
             all. Below it a micro-batch runs locally and nothing is exchanged.
         tile: query rows of a kernel tile. Documents are cut at positions that are multiples of it.
         kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
-        cost_model: ``"analytic"`` for built-in figures of the device type; ``"calibrated"`` to time the kernel on rank 0
-            before the first plan (a few seconds on a CPU); or a `CostModel` of your own, whose shape is replaced by that of the
-            layer at hand.
+        cost_model: ``"analytic"`` for built-in figures of the device type; ``"calibrated"`` to time the kernel on rank 0,
+            on batches of tasks, before the first plan (a few seconds on a CPU); or a `CostModel` of your own, whose shape is
+            replaced by that of the layer at hand.
         documents_span_ranks: read position ids that start above 0 as the continuation of another rank's document. Off, every
             run of positions is a document of its own, as it is for transformers.
         balance_evaluation: let ranks share attention also while the model is in evaluation mode. Only where every rank

@@ -1,23 +1,45 @@
-"""A cost model from timing the kernel on this machine."""
+"""A cost model from timing the kernel on this machine, on batches of tasks as servers run them.
+
+A task that is alone in its call pays the launch and, on a GPU, leaves most of the device idle. Among others it pays neither.
+"""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import add
 
 import numpy as np
 import torch
 
 from hf_distca.kernels.base import Kernel, Scores, TaskBatch
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.schedule.cost import CostModel, KernelCost
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 
 __all__ = ["calibrate", "measure"]
 
-# (query rows, keys): slivers to whole documents, with short and long prefixes.
-_CASES = ((1, 1), (16, 16), (128, 128), (128, 2048), (512, 512), (512, 4096), (1024, 1024), (1024, 4096), (2048, 2048))
+# The documents of a batch: of each the slices [start, end) that are tasks, in shares of the batch's size in tokens.
+_Documents = Sequence[Sequence[tuple[float, float]]]
+
+# Few and many documents, slices with a long context, and both together. No slivers: the model counts their rows in whole tiles
+# and a CPU does not, so that in batches as small as these they spoil the rates of everything else.
+_BATCHES: tuple[_Documents, ...] = (
+    [[(0, 1)]],
+    [[(0, 0.55)], [(0, 0.45)]],
+    [[(0, share)] for share in (0.6, 0.2, 0.1, 0.06, 0.04)],
+    [[(0, share / 100)] for share in range(2, 14)],
+    [[(0, share / 200)] for share in range(5, 20)],
+    [[(0.125, 0.25), (0.625, 0.75), (0.875, 1)]],
+    [[(0.75, 1)], [(0, 0.3)], [(0, 0.2)], [(0, 0.1)]],
+    [[(0.875, 1)]],
+)
+
+# A batch grows through these sizes until it takes `_ENOUGH` seconds, forward and backward, and only its largest size counts:
+# the smaller a batch, the less it is like those of training. Where even the first takes that long, larger ones take too long.
+_SIZES = (128, 1024, 2048, 4096, 8192, 16384)
+_ENOUGH = 0.04
 
 
 def calibrate(analytic: CostModel, kernel: Kernel, dtype: torch.dtype, device: torch.device, group: AttentionGroup) -> CostModel:
@@ -33,49 +55,86 @@ def calibrate(analytic: CostModel, kernel: Kernel, dtype: torch.dtype, device: t
 
 
 def measure(
-    model: CostModel, kernel: Kernel, dtype: torch.dtype, device: torch.device, *, repeats: int = 3
+    model: CostModel,
+    kernel: Kernel,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[KernelCost, KernelCost]:
-    """Time the kernel on single tasks, forward and backward, and fit both directions."""
-    times: list[tuple[float, float]] = []
-    for rows, keys in _CASES:
-        forward, backward = _calls(model, kernel, rows, keys, dtype, device)
-        times.append((_seconds(forward, device, repeats), _seconds(backward, device, repeats)))
-    counts = model.counts([rows for rows, _ in _CASES], [keys for _, keys in _CASES])
-    seconds = np.array(times)
-    return KernelCost.fit(counts, seconds[:, 0]), KernelCost.fit(counts * np.array([1.0, 2.0, 2.5]), seconds[:, 1])
+    """Time the kernel on batches of tasks, forward and backward, and fit both directions.
+
+    Args:
+        model: says the shape of q, k and v and what the tasks of a batch count.
+        kernel, dtype, device: what is timed, and on what.
+        clock: seconds since any moment.
+    """
+    stopwatch = _Stopwatch(device, clock)
+    _times(model.shape, kernel, _batch(_BATCHES[0], _SIZES[0]), dtype, stopwatch)  # the first call of a process loads code
+    counts, times = [], []
+    for documents in _BATCHES:
+        for size in _SIZES:
+            tasks = _batch(documents, size)
+            seconds = _times(model.shape, kernel, tasks, dtype, stopwatch)
+            if sum(seconds) >= _ENOUGH:
+                break
+        counts.append(model.counts(tasks.query_length, tasks.key_length).sum(axis=0))
+        times.append(seconds)
+    forward, backward = np.array(times).T
+    return KernelCost.fit(np.array(counts), forward), KernelCost.fit(np.array(counts) * np.array([1.0, 2.0, 2.5]), backward)
 
 
-def _calls(
-    model: CostModel, kernel: Kernel, rows: int, keys: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    shape = model.shape
-    tasks = TaskBatch((0,), (rows,), (0,), (keys,))
-    q_THD = torch.randn(rows, shape.query_heads, shape.head_dim, dtype=dtype, device=device)
-    k_TKD = torch.randn(keys, shape.key_value_heads, shape.head_dim, dtype=dtype, device=device)
-    v_TKV = torch.randn(keys, shape.key_value_heads, shape.value_head_dim, dtype=dtype, device=device)
+def _batch(documents: _Documents, size: int) -> TaskBatch:
+    """The tasks of a batch of so many tokens. Slices of one document share its keys."""
+    tasks: list[tuple[int, int, int, int]] = []
+    row = key = 0
+    for slices in documents:
+        for start, end in slices:
+            rows, keys = int(end * size) - int(start * size), int(end * size)
+            tasks.append((row, rows, key, keys))
+            row += rows
+        key += keys
+    return TaskBatch(*zip(*tasks, strict=True))
+
+
+def _times(
+    shape: AttentionShape, kernel: Kernel, tasks: TaskBatch, dtype: torch.dtype, stopwatch: _Stopwatch
+) -> tuple[float, float]:
+    """Seconds of a batch, forward and backward."""
+    rows, keys = sum(tasks.query_length), max(map(add, tasks.key_start, tasks.key_length))
+    made = partial(torch.randn, dtype=dtype, device=stopwatch.device)
+    q_THD = made(rows, shape.query_heads, shape.head_dim)
+    k_TKD, v_TKV = (made(keys, shape.key_value_heads, width) for width in (shape.head_dim, shape.value_head_dim))
     scores = Scores(shape.head_dim**-0.5)
-    o_THV, lse_TH = kernel.forward(q_THD, k_TKD, v_TKV, tasks, scores)
-    return (
-        lambda: kernel.forward(q_THD, k_TKD, v_TKV, tasks, scores),
-        lambda: kernel.backward(o_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, scores),
-    )
+    forward = partial(kernel.forward, q_THD, k_TKD, v_TKV, tasks, scores)
+    o_THV, lse_TH = forward()
+    backward = partial(kernel.backward, o_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, scores)
+    return stopwatch.seconds(forward), stopwatch.seconds(backward)
 
 
-def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median seconds of a call, long enough for the clock."""
-    call()
-    taken = []
-    for _ in range(repeats):
-        _finish(device)
-        started, calls = time.perf_counter(), 0
-        while not calls or time.perf_counter() - started < 2e-3:
+@dataclass(frozen=True)
+class _Stopwatch:
+    """Times calls on a device."""
+
+    device: torch.device
+    clock: Callable[[], float]
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Seconds of a call, the least of up to three rounds: whatever else a machine does adds to them."""
+        taken = [self._round(call, 1)]
+        while len(taken) < 3 and sum(taken) < _ENOUGH / 2:
+            taken.append(self._round(call, max(1, int(2e-3 / taken[0]))))
+        return min(taken)
+
+    def _round(self, call: Callable[[], object], calls: int) -> float:
+        """Seconds of a call in a run of so many."""
+        self._finish()
+        started = self.clock()
+        for _ in range(calls):
             call()
-            calls += 1
-            _finish(device)
-        taken.append((time.perf_counter() - started) / calls)
-    return statistics.median(taken)
+        self._finish()
+        return max((self.clock() - started) / calls, 1e-6)  # no call is shorter; a coarse clock may say 0
 
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
