@@ -43,6 +43,7 @@ MESHES: dict[str, Callable[[Case, int, str], Run]] = {
 QUANTIZED: dict[str, Callable[[Case, int, str], Run]] = {"DDP, Trainer, base in 4 bits": quantized}
 # Code is generated anew for what each case changes, which takes long.
 GENERATED: dict[str, Callable[[Case, int, str], Run]] = {"DDP, Trainer, torch_compile": compiled_by_trainer}
+BY_NAME = ENGINES | QUANTIZED | GENERATED | MESHES
 
 
 def cases() -> Iterator[Case]:
@@ -62,11 +63,6 @@ def cases() -> Iterator[Case]:
         yield Case(engine, checkpointing, ping_pong=ping_pong, ranks=4)
 
 
-def names() -> list[str]:
-    """Names of all engines."""
-    return [*(ENGINES | QUANTIZED | GENERATED | MESHES)]
-
-
 def train(rank: int, case: Case, implementation: str) -> Run:
     """Train on this rank; every rank of the world must call it."""
     logging.disable(logging.WARNING)
@@ -75,7 +71,7 @@ def train(rank: int, case: Case, implementation: str) -> Run:
     # Else accelerate starts a thread for each core in every process, and threads that spin make a busy machine crawl.
     os.environ["OMP_NUM_THREADS"] = "1"
     hf_distca.configure(case.settings)
-    return (ENGINES | QUANTIZED | GENERATED | MESHES)[case.engine](case, rank, implementation)
+    return BY_NAME[case.engine](case, rank, implementation)
 
 
 def _forget_accelerate() -> None:

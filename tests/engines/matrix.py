@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from case import Case, Run
 from tiny_llama import LAYERS
 
-from engines import cases, names, train
+from engines import BY_NAME, cases, train
 from ranks import RankPool
 
 # Seconds that a run may take, processes included: most of it is imports, and machines may be busy with other things.
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON to FILE, or to standard output")
     arguments = parser.parse_args()
     if arguments.list:
-        Console().print("\n".join(names()), highlight=False)
+        Console().print("\n".join(BY_NAME), highlight=False)
         return
     selected = [case for case in cases() if arguments.engine.lower() in case.engine.lower()]
     if arguments.quick:
