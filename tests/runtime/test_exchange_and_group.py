@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -117,6 +118,37 @@ def test_a_group_is_made_again_only_if_a_rank_has_left_it() -> None:
         assert pool(reused, timeout=60) == [[True, False, False, True]] * 2
     finally:
         pool.close()
+
+
+def raises_while_messages_travel(rank: int) -> tuple[str, float]:
+    group = AttentionGroup.create(timeout_seconds=20)
+    assert group.data is not None
+    sent, received = torch.zeros(2, 2**28, dtype=torch.uint8)  # takes about 0.1 s
+    sizes = [0 if other == rank else 2**28 for other in range(2)]
+    group.gather(np.array([0]), doing="testing")  # so that all start together
+    transfer = group.data.start(received, sent, sizes, sizes)
+    started = time.monotonic()
+    try:
+        if rank == 1:
+            with group.reporting("testing"):
+                time.sleep(0.02)
+                raise ValueError("unlucky")
+        transfer.wait()
+        group.data.start(received, sent, sizes, sizes).wait()
+    except (ValueError, DistCADesyncError) as error:
+        return str(error), time.monotonic() - started
+    return "", 0.0
+
+
+def test_messages_that_are_half_way_when_a_rank_raises_hold_nobody_up() -> None:
+    pool = RankPool(2)
+    try:
+        (woken, seconds), raised = pool(raises_while_messages_travel, timeout=60)
+    finally:
+        pool.close()
+    assert raised[0] == "unlucky"
+    assert "rank 1 raised ValueError while testing: unlucky" in woken
+    assert seconds < 5
 
 
 def one_stays_away(rank: int) -> str:

@@ -66,7 +66,9 @@ class Channel:
             works = self._works(received, sent, list(receive_bytes), list(send_bytes), tag)
         except RuntimeError as error:
             raise self.watch.give_up(doing, error) from error
-        return Transfer(self, works, (received, sent), doing, deadline, landing)
+        transfer = Transfer(self, works, (received, sent), doing, deadline, landing)
+        self.watch.under_way.add(transfer)
+        return transfer
 
     def _staged(self, message: torch.Tensor) -> bool:
         return self.process_group.name() == "gloo" and message.device.type != "cpu"
@@ -113,7 +115,7 @@ class Transfer:
         try:
             for work in works:
                 if work is not None and bounded:
-                    work.wait(datetime.timedelta(seconds=max(self.deadline - time.monotonic(), 0.001)))
+                    work.wait(_until(self.deadline))
                 elif work is not None:
                     work.wait()
         except RuntimeError as error:
@@ -121,11 +123,20 @@ class Transfer:
         if self.landing is not None:
             self.landing.copy_(self.buffers[0])
 
+    def see_through(self) -> None:
+        """Wait without hope: gloo loses messages whose buffers go, and waits of others, while messages are half-way."""
+        works, self.works = self.works, []
+        if self.channel.process_group.name() != "gloo":
+            return
+        deadline = time.monotonic() + patience(self.channel.timeout_seconds)
+        with suppress(RuntimeError):
+            for work in works:
+                if work is not None:
+                    work.wait(_until(deadline))
+
     def __del__(self) -> None:
-        # After an exception nobody waits. gloo loses messages whose buffers go while they travel, so they are seen through.
-        if self.works and self.channel.process_group.name() == "gloo":
-            limit = datetime.timedelta(seconds=patience(self.channel.timeout_seconds))
-            with suppress(RuntimeError):
-                for work in self.works:
-                    if work is not None:
-                        work.wait(limit)
+        self.see_through()  # after an exception nobody waits
+
+
+def _until(deadline: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))

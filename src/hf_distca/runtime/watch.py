@@ -3,6 +3,9 @@
 Words travel through the key-value store of a process group, which asks nobody to take part. A rank that gives up writes its
 word and breaks its connections, so that ranks which wait for it wake up, read the word and write theirs. A rank that is
 silent has died, hangs or runs something else. Words are text and are only shown.
+
+gloo does not wake a wait for a message that is half-way when the connection breaks: it lasts until its timeout. So a rank that
+raises sees the messages under way through first; a rank that dies cannot.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import datetime
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,15 +33,24 @@ def patience(timeout_seconds: float) -> float:
     return min(timeout_seconds / 10, 5.0)
 
 
+class Message(Protocol):
+    """Something under way between ranks."""
+
+    def see_through(self) -> None:
+        """Wait until it has arrived, for at most `patience` seconds. Never raises."""
+
+
 class Watch:
     """What one rank knows of how far the ranks of its group came together.
 
     Attributes:
         met: what all ranks did together last.
+        under_way: messages that nobody has waited for yet, and some that were.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, timeout_seconds: float, links: tuple[dist.ProcessGroup, ...]) -> None:
         self.met = "making the attention group"
+        self.under_way: WeakSet[Message] = WeakSet()
         self._ranks, self._rank, self._timeout_seconds, self._links = ranks, rank, timeout_seconds, links
         self._store = links[-1].get_group_store()
         self._word: str | None = None
@@ -49,6 +63,8 @@ class Watch:
         except DistCADesyncError:
             raise  # raised on all ranks, or told already
         except Exception as error:
+            for message in tuple(self.under_way):
+                message.see_through()
             self._leave(f"raised {type(error).__name__} while {doing}: {error}")
             raise
 
