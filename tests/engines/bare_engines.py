@@ -81,7 +81,7 @@ def norm_of(model: Any, trained: list[nn.Parameter]) -> float:
         return float(model.clip_grad_norm_(1e9))
     # One by one: with tensor parallelism parameters lie on different meshes.
     grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in trained if p.grad is not None]
-    return float(nn.utils.get_total_norm(grads))
+    return float(nn.utils.get_total_norm([grad.double() for grad in grads]))  # in float32, small differences would not show
 
 
 def mean_over_ranks(value: float) -> float:
