@@ -120,18 +120,19 @@ def test_a_group_is_made_again_only_if_a_rank_has_left_it() -> None:
         pool.close()
 
 
-def raises_while_messages_travel(rank: int) -> tuple[str, float]:
+def raises_while_messages_travel(rank: int, table: list[list[int]], takes_part: bool) -> tuple[str, float]:
     group = AttentionGroup.create(timeout_seconds=20)
     assert group.data is not None
-    sent, received = torch.zeros(2, 2**28, dtype=torch.uint8)  # takes about 0.1 s
-    sizes = [0 if other == rank else 2**28 for other in range(2)]
+    sizes = table[rank]
+    sent, received = torch.zeros(2, sum(sizes), dtype=torch.uint8)
     group.gather(np.array([0]), doing="testing")  # so that all start together
-    transfer = group.data.start(received, sent, sizes, sizes)
     started = time.monotonic()
     try:
-        if rank == 1:
-            with group.reporting("testing"):
-                time.sleep(0.02)
+        with group.reporting("testing"):
+            if rank != 1 or takes_part:
+                transfer = group.data.start(received, sent, sizes, sizes)
+            if rank == 1:
+                time.sleep(0.05)
                 raise ValueError("unlucky")
         transfer.wait()
         group.data.start(received, sent, sizes, sizes).wait()
@@ -140,15 +141,24 @@ def raises_while_messages_travel(rank: int) -> tuple[str, float]:
     return "", 0.0
 
 
-def test_messages_that_are_half_way_when_a_rank_raises_hold_nobody_up() -> None:
-    pool = RankPool(2)
-    try:
-        (woken, seconds), raised = pool(raises_while_messages_travel, timeout=60)
-    finally:
-        pool.close()
+LARGE = 2**28  # bytes, which take about 0.1 s
+
+
+@pytest.mark.parametrize(
+    ("table", "takes_part"),
+    [
+        ([[0, LARGE], [LARGE, 0]], True),
+        ([[0, 9, LARGE], [9, 0, 0], [LARGE, 0, 0]], False),  # rank 2 hears of rank 1 through rank 0 only
+    ],
+)
+def test_nobody_waits_long_when_a_rank_raises_while_messages_travel(
+    rank_pool: Callable[[int], RankPool], table: list[list[int]], takes_part: bool
+) -> None:
+    woken, raised, *more = rank_pool(len(table))(raises_while_messages_travel, table, takes_part)
     assert raised[0] == "unlucky"
-    assert "rank 1 raised ValueError while testing: unlucky" in woken
-    assert seconds < 5
+    for error, seconds in (woken, *more):
+        assert "rank 1 raised ValueError while testing: unlucky" in error
+        assert seconds < 5
 
 
 def one_stays_away(rank: int) -> str:

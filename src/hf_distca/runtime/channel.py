@@ -110,11 +110,11 @@ class Transfer:
         Raises:
             DistCADesyncError: if other ranks do not take part in time.
         """
-        bounded = self.channel.process_group.name() == "gloo"
-        works, self.works = self.works, []
+        gloo = self._over_gloo()
         try:
-            for work in works:
-                if work is not None and bounded:
+            while self.works:
+                work = self.works.pop(0)  # to be waited for once only; the others are still there after an exception
+                if work is not None and gloo:
                     work.wait(_until(self.deadline))
                 elif work is not None:
                     work.wait()
@@ -123,19 +123,20 @@ class Transfer:
         if self.landing is not None:
             self.landing.copy_(self.buffers[0])
 
-    def see_through(self) -> None:
-        """Wait without hope: gloo loses messages whose buffers go, and waits of others, while messages are half-way."""
+    def see_through(self, deadline: float) -> None:
+        """Wait without hope: gloo loses messages whose buffers go, and waits of other ranks, while messages are half-way."""
         works, self.works = self.works, []
-        if self.channel.process_group.name() != "gloo":
-            return
-        deadline = time.monotonic() + patience(self.channel.timeout_seconds)
-        with suppress(RuntimeError):
-            for work in works:
+        for work in works if self._over_gloo() else []:
+            with suppress(RuntimeError):
                 if work is not None:
                     work.wait(_until(deadline))
 
     def __del__(self) -> None:
-        self.see_through()  # after an exception nobody waits
+        # After an exception nobody waits.
+        self.see_through(time.monotonic() + patience(self.channel.timeout_seconds))
+
+    def _over_gloo(self) -> bool:
+        return self.channel.process_group.name() == "gloo"
 
 
 def _until(deadline: float) -> datetime.timedelta:

@@ -5,7 +5,7 @@ word and breaks its connections, so that ranks which wait for it wake up, read t
 silent has died, hangs or runs something else. Words are text and are only shown.
 
 gloo does not wake a wait for a message that is half-way when the connection breaks: it lasts until its timeout. So a rank that
-raises sees the messages under way through first; a rank that dies cannot.
+gives up sees the messages under way through before; a rank that dies cannot.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ __all__ = ["Watch", "patience"]
 
 _LONGEST_WORD = 400  # characters
 _BREAK_TAG = 2**31 - 1  # no message has it
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def patience(timeout_seconds: float) -> float:
@@ -36,8 +37,8 @@ def patience(timeout_seconds: float) -> float:
 class Message(Protocol):
     """Something under way between ranks."""
 
-    def see_through(self) -> None:
-        """Wait until it has arrived, for at most `patience` seconds. Never raises."""
+    def see_through(self, deadline: float) -> None:
+        """Wait until it has arrived, or until `time.monotonic()` reaches the deadline. Never raises."""
 
 
 class Watch:
@@ -45,7 +46,7 @@ class Watch:
 
     Attributes:
         met: what all ranks did together last.
-        under_way: messages that nobody has waited for yet, and some that were.
+        under_way: messages that may still travel.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, timeout_seconds: float, links: tuple[dist.ProcessGroup, ...]) -> None:
@@ -63,9 +64,7 @@ class Watch:
         except DistCADesyncError:
             raise  # raised on all ranks, or told already
         except Exception as error:
-            for message in tuple(self.under_way):
-                message.see_through()
-            self._leave(f"raised {type(error).__name__} while {doing}: {error}")
+            self._leave(f"raised {type(error).__name__} while {doing}: {error}", self._deadline())
             raise
 
     def anyone_left(self) -> bool:
@@ -83,8 +82,9 @@ class Watch:
         """
         own = self._ranks[self._rank]
         before = f" It had left the group: it {self._word}." if self._word else ""
-        self._leave(f"waited in vain while {doing}")
-        words = self._words()
+        deadline = self._deadline()
+        self._leave(f"waited in vain while {doing}", deadline)
+        words = self._words(deadline)
         others = "; ".join(
             f"rank {rank} {words[rank]}" if rank in words else f"rank {rank} is silent (dead, stuck, or running something else)"
             for rank in self._ranks
@@ -97,18 +97,22 @@ class Watch:
             f"stopped early or is still in another step. ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         )
 
-    def _leave(self, word: str) -> None:
+    def _deadline(self) -> float:
+        return time.monotonic() + patience(self._timeout_seconds)
+
+    def _leave(self, word: str, deadline: float) -> None:
         if self._word is not None:
             return
         self._word = word if len(word) <= _LONGEST_WORD else word[:_LONGEST_WORD] + "..."
         with suppress(RuntimeError):  # if the store was on a rank that died
             self._store.set(_key(self._ranks[self._rank]), self._word)
+        for message in tuple(self.under_way):
+            message.see_through(deadline)
         for link in self._links:
-            _break(link, (self._rank + 1) % len(self._ranks))
+            _break(link)
 
-    def _words(self) -> dict[int, str]:
+    def _words(self, deadline: float) -> dict[int, str]:
         words: dict[int, str] = {}
-        deadline = time.monotonic() + patience(self._timeout_seconds)
         silent = [rank for rank in self._ranks if rank != self._ranks[self._rank]]
         while silent:
             try:
@@ -127,11 +131,13 @@ def _key(rank: int) -> str:
     return f"distca word of rank {rank}"
 
 
-def _break(link: dist.ProcessGroup, peer: int) -> None:
+def _break(link: dist.ProcessGroup) -> None:
     """Close the connections of a gloo group: a wait that times out does it, and nothing else does while messages travel."""
     if link.name() != "gloo":
         return
-    with suppress(RuntimeError):
-        never = dist.irecv(torch.empty(0, dtype=torch.uint8), group=link, group_src=peer, tag=_BREAK_TAG)
-        if never is not None:
-            never.wait(datetime.timedelta(milliseconds=1))
+    # All are closed after the first wait; there is none for a rank whose connection is closed already.
+    for peer in range(link.size()):
+        with suppress(RuntimeError):
+            never = None if peer == link.rank() else dist.irecv(_NOTHING, group=link, group_src=peer, tag=_BREAK_TAG)
+            if never is not None:
+                never.wait(datetime.timedelta(milliseconds=1))
