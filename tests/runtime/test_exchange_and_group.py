@@ -120,24 +120,25 @@ def test_a_group_is_made_again_only_if_a_rank_has_left_it() -> None:
         pool.close()
 
 
-def raises_while_messages_travel(rank: int, table: list[list[int]], takes_part: bool) -> tuple[str, float]:
+def exchanges_or_raises(rank: int, table: list[list[int]], starts: list[float | None], culprit: int) -> tuple[str, float]:
     group = AttentionGroup.create(timeout_seconds=20)
     assert group.data is not None
-    sizes = table[rank]
+    sizes, start = table[rank], starts[rank]
     sent, received = torch.zeros(2, sum(sizes), dtype=torch.uint8)
-    group.gather(np.array([0]), doing="testing")  # so that all start together
-    started = time.monotonic()
+    group.gather(np.array([0]), doing="testing")
+    began = time.monotonic()
     try:
         with group.reporting("testing"):
-            if rank != 1 or takes_part:
+            if start is not None:
+                time.sleep(start)
                 transfer = group.data.start(received, sent, sizes, sizes)
-            if rank == 1:
+            if rank == culprit:
                 time.sleep(0.05)
                 raise ValueError("unlucky")
         transfer.wait()
         group.data.start(received, sent, sizes, sizes).wait()
     except (ValueError, DistCADesyncError) as error:
-        return str(error), time.monotonic() - started
+        return str(error), time.monotonic() - began
     return "", 0.0
 
 
@@ -145,19 +146,22 @@ LARGE = 2**28  # bytes, which take about 0.1 s
 
 
 @pytest.mark.parametrize(
-    ("table", "takes_part"),
+    ("table", "starts", "culprit"),
     [
-        ([[0, LARGE], [LARGE, 0]], True),
-        ([[0, 9, LARGE], [9, 0, 0], [LARGE, 0, 0]], False),  # rank 2 hears of rank 1 through rank 0 only
+        ([[0, LARGE], [LARGE, 0]], [0, 0], 1),
+        # Rank 2 hears of rank 1 through rank 0 only, which finds that rank 1 has left when it waits,
+        ([[0, 9, LARGE], [9, 0, 0], [LARGE, 0, 0]], [0, None, 0], 1),
+        # and rank 1 of rank 2, when rank 0 has started to send to rank 1 and turns to rank 2.
+        ([[0, LARGE, 9], [LARGE, 0, 0], [9, 0, 0]], [0.3, 0.2, None], 2),
     ],
 )
 def test_nobody_waits_long_when_a_rank_raises_while_messages_travel(
-    rank_pool: Callable[[int], RankPool], table: list[list[int]], takes_part: bool
+    rank_pool: Callable[[int], RankPool], table: list[list[int]], starts: list[float | None], culprit: int
 ) -> None:
-    woken, raised, *more = rank_pool(len(table))(raises_while_messages_travel, table, takes_part)
-    assert raised[0] == "unlucky"
-    for error, seconds in (woken, *more):
-        assert "rank 1 raised ValueError while testing: unlucky" in error
+    results = rank_pool(len(table))(exchanges_or_raises, table, starts, culprit)
+    assert results.pop(culprit)[0] == "unlucky"
+    for error, seconds in results:
+        assert f"rank {culprit} raised ValueError while testing: unlucky" in error
         assert seconds < 5
 
 

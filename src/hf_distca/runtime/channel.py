@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -62,12 +62,13 @@ class Channel:
         landing = None
         if self._staged(received):
             landing, received, sent = received, torch.empty(received.shape, dtype=received.dtype), sent.to("cpu", copy=True)
+        transfer = Transfer(self, [], (received, sent), doing, deadline, landing)
+        self.watch.under_way.add(transfer)
         try:
-            works = self._works(received, sent, list(receive_bytes), list(send_bytes), tag)
+            for work in self._works(received, sent, list(receive_bytes), list(send_bytes), tag):
+                transfer.works.append(work)
         except RuntimeError as error:
             raise self.watch.give_up(doing, error) from error
-        transfer = Transfer(self, works, (received, sent), doing, deadline, landing)
-        self.watch.under_way.add(transfer)
         return transfer
 
     def _staged(self, message: torch.Tensor) -> bool:
@@ -75,11 +76,12 @@ class Channel:
 
     def _works(
         self, received: torch.Tensor, sent: torch.Tensor, receive_bytes: list[int], send_bytes: list[int], tag: int
-    ) -> list[dist.Work | None]:
+    ) -> Iterator[dist.Work | None]:
+        """Start one message after another: if a rank has left, those that were started before must be seen through."""
         group = self.process_group
         if group.name() != "gloo":
-            return [dist.all_to_all_single(received, sent, receive_bytes, send_bytes, group=group, async_op=True)]
-        works: list[dist.Work | None] = []
+            yield dist.all_to_all_single(received, sent, receive_bytes, send_bytes, group=group, async_op=True)
+            return
         own = group.rank()
         sections = zip(torch.split(received, receive_bytes), torch.split(sent, send_bytes), strict=True)
         for rank, (section, to) in enumerate(sections):
@@ -87,10 +89,9 @@ class Channel:
                 section.copy_(to)
                 continue
             if len(section):
-                works.append(dist.irecv(section, group=group, group_src=rank, tag=tag))
+                yield dist.irecv(section, group=group, group_src=rank, tag=tag)
             if len(to):
-                works.append(dist.isend(to, group=group, group_dst=rank, tag=tag))
-        return works
+                yield dist.isend(to, group=group, group_dst=rank, tag=tag)
 
 
 @dataclass(eq=False)
