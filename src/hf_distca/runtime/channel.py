@@ -71,15 +71,20 @@ class Channel:
             raise self.watch.give_up(doing, error) from error
         return transfer
 
+    @property
+    def over_gloo(self) -> bool:
+        """Whether messages are tagged, and waits for them bounded."""
+        return self.process_group.name() == "gloo"
+
     def _staged(self, message: torch.Tensor) -> bool:
-        return self.process_group.name() == "gloo" and message.device.type != "cpu"
+        return self.over_gloo and message.device.type != "cpu"
 
     def _works(
         self, received: torch.Tensor, sent: torch.Tensor, receive_bytes: list[int], send_bytes: list[int], tag: int
     ) -> Iterator[dist.Work | None]:
         """Start one message after another: if a rank has left, those that were started before must be seen through."""
         group = self.process_group
-        if group.name() != "gloo":
+        if not self.over_gloo:
             yield dist.all_to_all_single(received, sent, receive_bytes, send_bytes, group=group, async_op=True)
             return
         own = group.rank()
@@ -111,7 +116,7 @@ class Transfer:
         Raises:
             DistCADesyncError: if other ranks do not take part in time.
         """
-        gloo = self._over_gloo()
+        gloo = self.channel.over_gloo
         try:
             while self.works:
                 work = self.works.pop(0)  # to be waited for once only; the others are still there after an exception
@@ -127,17 +132,14 @@ class Transfer:
     def see_through(self, deadline: float) -> None:
         """Wait without hope: gloo loses messages whose buffers go, and waits of other ranks, while messages are half-way."""
         works, self.works = self.works, []
-        for work in works if self._over_gloo() else []:
+        for work in works if self.channel.over_gloo else []:
             with suppress(RuntimeError):
                 if work is not None:
                     work.wait(_until(deadline))
 
     def __del__(self) -> None:
-        # After an exception nobody waits.
-        self.see_through(time.monotonic() + patience(self.channel.timeout_seconds))
-
-    def _over_gloo(self) -> bool:
-        return self.channel.process_group.name() == "gloo"
+        if self.works:  # after an exception nobody waits
+            self.see_through(self.channel.watch.deadline())
 
 
 def _until(deadline: float) -> datetime.timedelta:

@@ -64,8 +64,12 @@ class Watch:
         except DistCADesyncError:
             raise  # raised on all ranks, or told already
         except Exception as error:
-            self._leave(f"raised {type(error).__name__} while {doing}: {error}", self._deadline())
+            self._leave(f"raised {type(error).__name__} while {doing}: {error}", self.deadline())
             raise
+
+    def deadline(self) -> float:
+        """When `patience` that begins now ends, as `time.monotonic()` counts."""
+        return time.monotonic() + patience(self._timeout_seconds)
 
     def anyone_left(self) -> bool:
         """Whether a rank has left the group, as far as is known now."""
@@ -82,7 +86,7 @@ class Watch:
         """
         own = self._ranks[self._rank]
         before = f" It had left the group: it {self._word}." if self._word else ""
-        deadline = self._deadline()
+        deadline = self.deadline()
         self._leave(f"waited in vain while {doing}", deadline)
         words = self._words(deadline)
         others = "; ".join(
@@ -96,9 +100,6 @@ class Watch:
             "of training forwards and backwards through the same layers: look at the other ranks' logs for one that failed, "
             f"stopped early or is still in another step. ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         )
-
-    def _deadline(self) -> float:
-        return time.monotonic() + patience(self._timeout_seconds)
 
     def _leave(self, word: str, deadline: float) -> None:
         if self._word is not None:
