@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -19,6 +21,9 @@ __all__ = ["AttentionGroup"]
 
 # Integers a rank can announce in one collective; longer rows need a second one. 512 of them are about 250 documents.
 _CAPACITY = 512
+
+# How late a thread of gloo may be when the interpreter ends: what one has to do takes it microseconds, once it has a processor.
+_LATE_SECONDS = 0.1
 
 _made: dict[tuple[tuple[int, ...], str, float], AttentionGroup] = {}  # by ranks, backend and timeout
 _made_in: object = None  # the world they are part of
@@ -135,3 +140,14 @@ class AttentionGroup:
         rows = torch.empty(self.size, width, dtype=torch.int64)
         dist.all_gather(list(rows.unbind()), padded, group=control)
         return rows.numpy()
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """Let gloo's threads drop the tensors of the last collective, ours or the user's, before the interpreter ends.
+
+    One that does it later aborts the process, under any attention (https://github.com/pytorch/pytorch/issues/190489), and the
+    Trainer's own last collective comes about a millisecond before a script ends that stops after `train()`.
+    """
+    if any(group.control is not None for group in _made.values()):
+        time.sleep(_LATE_SECONDS)
