@@ -23,14 +23,14 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hf_distca.cli import read_placement
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCAError
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import summarize
+from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.scheduler import balance
-from hf_distca.schedule.summary import summarize
 from machine import describe
 
 LIMIT = 1.02

@@ -14,7 +14,6 @@ from torch.nn import attention
 
 from gpu_flash4 import Flash4Kernel
 from gpu_setting import Setting
-from hf_distca.cli import read_placement
 from hf_distca.kernels import Kernel, Scores, TaskBatch, select_kernel
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.cuda import CudaKernel
@@ -22,6 +21,7 @@ from hf_distca.kernels.flash_attn import FlashAttnKernel
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape, CostModel, causal_pairs
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 
 # Backward in forward's floating-point operations (FlashAttention-2, arXiv 2307.08691, section 4.1).

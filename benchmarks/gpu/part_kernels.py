@@ -23,9 +23,9 @@ from gpu_workloads import (
     variants,
 )
 from hf_distca.config import DistCAConfig
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, causal_pairs
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.scheduler import balance
 
 PLACEMENTS = ("wlbllm_raw_r8_t128k_s0", "wlbllm_raw_r64_t64k_s0", "prolong_e8_lcr03_shuf_r64_t64k_s0")
 GOAL = 0.95

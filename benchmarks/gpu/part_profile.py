@@ -17,9 +17,9 @@ import numpy as np
 from gpu_setting import Setting, free, seconds_of
 from gpu_workloads import LLAMA, Calls, batch_of, fastest, made_up, placements, shapes
 from hf_distca.config import DistCAConfig
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
-from hf_distca.schedule.scheduler import balance
-from hf_distca.schedule.summary import summarize
+from hf_distca.schedule.load import summarize
 
 PLACEMENTS = [
     f"{documents}_r{ranks}_t{tokens}_s0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import (
     ConfigError,
@@ -18,7 +19,6 @@ from hf_distca.integration.ahead import PlanAheadMixin, plan_ahead
 from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.callback import DistCACallback
 from hf_distca.integration.data import PackingCollator
-from hf_distca.integration.documents import PackedDocuments
 from hf_distca.integration.figures import balance_figures
 from hf_distca.integration.mask import distca_mask
 from hf_distca.integration.profile import profile

@@ -13,8 +13,8 @@ from small_llama import PAIRS, llama
 from transformers.masking_utils import find_packed_sequence_indices
 
 import hf_distca
+from hf_distca.agreement.documents import PackedDocuments, read_documents
 from hf_distca.errors import LayoutError
-from hf_distca.integration.documents import PackedDocuments, read_documents
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 

@@ -13,9 +13,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_distca
+from hf_distca.agreement.documents import read_documents
 from hf_distca.errors import DistCAError
 from hf_distca.integration.attention import distca_attention
-from hf_distca.integration.documents import read_documents
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan

@@ -14,7 +14,8 @@ from small_llama import PAIRS, llama
 from transformers import LlamaForCausalLM
 
 import hf_distca
-from hf_distca.integration import layers, planning
+from hf_distca.agreement import planner
+from hf_distca.integration import layers
 from hf_distca.integration.session import current_session
 from hf_distca.kernels.cpu import CpuKernel
 from ranks import RankPool
@@ -134,7 +135,7 @@ def differs(rank: int, what: str) -> Found:
     data = batch(rank)
     changed: AbstractContextManager[object] = nullcontext()
     if what == "plans" and odd:
-        changed = patch.object(planning, "balance", lambda layout, *_: planning.Plan.local(layout))
+        changed = patch.object(planner, "balance", lambda layout, *_: planner.Plan.local(layout))
     if what == "kinds of batch" and odd:
         del data["distca_documents"]
     if what == "nano-batches":

@@ -86,7 +86,7 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     """Tensor operations of one attention call, forward and backward, after planning; reading tensors is forbidden."""
     hf_distca.configure(hf_distca.DistCAConfig(tile=8 * scale, min_gain=0.0, cost_model=PAIRS, kernel="cpu"))
     session = current_session()
-    from hf_distca.integration.documents import read_documents
+    from hf_distca.agreement.documents import read_documents
 
     packed = batch(rank, scale)["distca_documents"]
     length = sum(packed.lengths)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from test_parity import LENGTHS, PAIRS, model_for, oracle, relative, summed_loss, tokens_of
 
 import hf_distca
+from hf_distca.agreement.documents import read_documents
 from hf_distca.integration import layers
-from hf_distca.integration.documents import read_documents
 from hf_distca.integration.halves import Halves
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.session import current_session

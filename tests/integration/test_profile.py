@@ -19,7 +19,8 @@ from test_parity import model_for
 from test_pingpong import PLACEMENTS, batch_of, configure
 
 import hf_distca
-from hf_distca.integration import planning, session
+from hf_distca.agreement import planner
+from hf_distca.integration import session
 from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Span
@@ -77,7 +78,7 @@ def deliberate_times() -> Iterator[None]:
         patch.object(Channel, "start", lambda *args: Late(start(*args))),
         patch.object(AttentionServer, "forward", slow("forward")),
         patch.object(AttentionServer, "backward", slow("backward")),
-        patch.object(planning, "balance", swapped),
+        patch.object(planner, "balance", swapped),
     ):
         yield
 

@@ -12,7 +12,7 @@ from test_parity import PAIRS, model_for
 from transformers import TrainingArguments
 
 import hf_distca
-from hf_distca.integration.history import History, Micro
+from hf_distca.agreement.history import History, Micro
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 

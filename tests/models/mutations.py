@@ -14,8 +14,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from hf_distca.integration.announcing import Asked
-from hf_distca.integration.documents import LocalDocuments
+from hf_distca.agreement.announce import Asked
+from hf_distca.agreement.documents import LocalDocuments
 from hf_distca.integration.halves import Handover
 from hf_distca.schedule.layout import Layout
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, causal_pairs, rank_seconds
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.slices import Price
+from hf_distca.schedule.prices import Price
 
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
 MODELS = [CostModel.pairs(SHAPE), CostModel.analytic(SHAPE, device_type="cpu"), CostModel.analytic(SHAPE, device_type="cuda")]

@@ -14,12 +14,12 @@ from layouts import layouts
 from test_scheduler import CONFIGS, LONG, MODELS, PAIRS, SHAPE, check_plan, placements, spanning_layout
 
 from hf_distca.config import DistCAConfig
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel, KernelCost
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad, summarize
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.scheduler import balance
-from hf_distca.schedule.summary import PlanLoad, summarize
-from hf_distca.schedule.windows import BandPrice
+from hf_distca.schedule.prices import BandPrice
 
 WINDOWS = st.one_of(st.integers(1, 300), st.sampled_from([512, 1000, 4096]), st.integers(1, 20_000))
 # Kernel tiles of one row: seconds rise with every row, so that closed forms can be checked to the row.

@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from hf_distca.integration.announcing import Kind
-from hf_distca.integration.documents import LocalDocuments, PackedDocuments, PlansAhead, read_documents
+from hf_distca.agreement.announce import Kind
+from hf_distca.agreement.documents import LocalDocuments, PackedDocuments, PlansAhead, read_documents
 from hf_distca.integration.halves import cut
 from hf_distca.integration.session import current_session
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.documents import PackedDocuments
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, Work
 from hf_distca.integration.selective import unseen_by_policies
 from hf_distca.integration.session import Session, current_session

@@ -10,8 +10,8 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType
 
+from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.integration.documents import PackedDocuments
 
 __all__ = ["PackingCollator", "check_loader"]
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
+from hf_distca.agreement.documents import LocalDocuments
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.documents import LocalDocuments
 from hf_distca.integration.handle import AttentionHandle
 
 __all__ = ["Halves", "Handover", "cut"]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
+from hf_distca.agreement.documents import LocalDocuments, read_documents
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.documents import LocalDocuments, read_documents
 from hf_distca.integration.families import warn_of_packing
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore

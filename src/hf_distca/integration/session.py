@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_distca.agreement.announce import Kind
+from hf_distca.agreement.documents import LocalDocuments
+from hf_distca.agreement.planner import Planned, Planner
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.integration.announcing import Kind
-from hf_distca.integration.documents import LocalDocuments
 from hf_distca.integration.handle import Work
 from hf_distca.integration.mesh import data_parallel_group, find_members
-from hf_distca.integration.planning import Planned, Planner
 from hf_distca.kernels import Kernel, Scores, select_kernel
 from hf_distca.runtime.calibrate import calibrate
 from hf_distca.runtime.core_attention import core_attention

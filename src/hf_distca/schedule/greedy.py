@@ -21,7 +21,7 @@ import numpy as np
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.levels import Levels
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.slices import Price
+from hf_distca.schedule.prices import Price
 from hf_distca.schedule.waves import Fit
 
 __all__ = ["Greedy"]

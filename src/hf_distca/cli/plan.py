@@ -1,26 +1,22 @@
-"""The command line: ``hf-distca plan``."""
+"""``hf-distca plan``: which rank computes which attention, for document lengths of your own."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import DistCAError, LayoutError
+from hf_distca.errors import DistCAError
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.scheduler import balance
-from hf_distca.schedule.summary import summarize
+from hf_distca.schedule.load import summarize
+from hf_distca.schedule.placement import read_placement
 
-__all__ = ["app", "read_placement"]
-
-app = typer.Typer(name="hf-distca", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+__all__ = ["plan"]
 
 
 class CostName(StrEnum):
@@ -31,12 +27,6 @@ class CostName(StrEnum):
     cuda = "cuda"
 
 
-@app.callback()
-def main() -> None:
-    """Core attention disaggregation for Hugging Face."""
-
-
-@app.command()
 def plan(
     placement: Annotated[Path, typer.Argument(help="JSON file with 'rank_segments' or 'lengths'.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan goes, as JSON.", show_default=False)],
@@ -70,44 +60,6 @@ def plan(
         # Without, the plan is for layers that see all: no document is longer than the window.
         typer.echo(f"{'sliding window':<26} {window} keys{'' if result.window else ', as long as any document'}")
     typer.echo(str(summarize(result, model)))
-
-
-def read_placement(path: Path) -> Layout:
-    """Read a placement from a JSON file.
-
-    Raises:
-        LayoutError: if the file holds no placement; the message names the file and what is wrong.
-        OSError: if the file cannot be read.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise LayoutError(f"{path} is not JSON: {error}.") from error
-    keys = [key for key in ("rank_segments", "lengths") if isinstance(data, dict) and key in data]
-    if len(keys) != 1:
-        raise LayoutError(f"{path} must be a JSON object with either 'rank_segments' or 'lengths', it has {keys or 'neither'}.")
-    ranks = data[keys[0]]
-    if not isinstance(ranks, list) or not all(isinstance(rank, list) for rank in ranks) or not ranks:
-        raise LayoutError(f"{path}: {keys[0]!r} must be a list with one list per rank.")
-    try:
-        if keys[0] == "lengths":
-            return Layout.from_lengths([[_token(length) for length in rank] for rank in ranks])
-        return Layout.from_segments([[_segment(row) for row in rank] for rank in ranks])
-    except LayoutError as error:
-        raise LayoutError(f"{path}: {error}") from error
-
-
-def _segment(row: Any) -> tuple[int, int, int]:
-    if not isinstance(row, Sequence) or len(row) not in (3, 4):
-        raise LayoutError(f"segment {row!r} must be [document, start, end] or [document, start, end, document length].")
-    document, start, end = (_token(value) for value in row[:3])
-    return document, start, end - start
-
-
-def _token(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63:
-        raise LayoutError(f"{value!r} must be an integer.")
-    return value
 
 
 def _cost_model(shape: AttentionShape, cost: CostName, tile: int) -> CostModel:

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hf_distca.agreement.announce import Announcement, Kind, Slot, agree, check_equal, layout_of
+from hf_distca.agreement.documents import LocalDocuments
+from hf_distca.agreement.history import History, Micro
 from hf_distca.errors import LayoutError
-from hf_distca.integration.announcing import Announcement, Kind, Slot, agree, check_equal, layout_of
-from hf_distca.integration.documents import LocalDocuments
-from hf_distca.integration.history import History, Micro
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.scheduler import balance
 
 __all__ = ["Planned", "Planner"]
 

@@ -14,9 +14,9 @@ from importlib.metadata import version
 
 import numpy as np
 
+from hf_distca.agreement.documents import LocalDocuments
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
-from hf_distca.integration.documents import LocalDocuments
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import IntArray, Layout

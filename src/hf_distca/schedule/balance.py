@@ -13,11 +13,10 @@ from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.greedy import Greedy
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.slices import Price
-from hf_distca.schedule.summary import PlanLoad
+from hf_distca.schedule.prices import BandPrice, Price
 from hf_distca.schedule.waves import Fit, TransientBytes, Waves
-from hf_distca.schedule.windows import BandPrice
 
 __all__ = ["balance"]
 
