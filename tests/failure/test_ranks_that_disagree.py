@@ -140,7 +140,7 @@ def differs(rank: int, what: str) -> Found:
         del data["distca_documents"]
     if what == "nano-batches":
         configure(ping_pong=True)
-        changed = patch.object(layers, "_halves_for", lambda *_: None) if odd else nullcontext()
+        changed = patch.object(layers, "_nano_batches_for", lambda *_: None) if odd else nullcontext()
     with changed:
         return outcome(lambda: model(**data, use_cache=False))
 

@@ -14,8 +14,10 @@ from test_parity import PAIRS, model_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_distca
+from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.session import current_session
 from hf_distca.kernels import Scores
+from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
 from recorded import recorded
 
@@ -86,12 +88,12 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     """Tensor operations of one attention call, forward and backward, after planning; reading tensors is forbidden."""
     hf_distca.configure(hf_distca.DistCAConfig(tile=8 * scale, min_gain=0.0, cost_model=PAIRS, kernel="cpu"))
     session = current_session()
-    from hf_distca.agreement.documents import read_documents
-
     packed = batch(rank, scale)["distca_documents"]
     length = sum(packed.lengths)
     q, k, v = (torch.randn(1, heads, length, 16) for heads in (4, 2, 2))
-    (work,) = session.work_for([read_documents(1, length, packed=packed)], q, k, v, training=True)
+    handle = AttentionHandle(1, length)
+    key = handle.key(AttentionShape(4, 2, 16, 16, 4), "cpu", None)
+    work = session.work_for(handle, {"distca_documents": packed}, q, key, training=True)
     leaves = [t[0].transpose(0, 1).contiguous().requires_grad_() for t in (q, k, v)]
 
     def forbidden(*args: object, **kwargs: object) -> None:

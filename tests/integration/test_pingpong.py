@@ -15,8 +15,8 @@ from test_parity import LENGTHS, PAIRS, model_for, oracle, relative, summed_loss
 import hf_distca
 from hf_distca.agreement.documents import read_documents
 from hf_distca.integration import layers
-from hf_distca.integration.halves import Halves
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 
@@ -261,9 +261,9 @@ def test_a_model_that_is_not_proven_is_left_whole(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("rows", [1, 4])
 def test_outputs_are_joined_by_rows_or_tokens_and_others_refused(rows: int) -> None:
     local = read_documents(rows, 6, packed=hf_distca.PackedDocuments((6,) * rows))
-    halves = Halves.of(AttentionHandle(rows, 6, None), local, tile=1)
+    halves = NanoBatches.of(AttentionHandle(rows, 6, None), local, tile=1)
     whole = torch.randn(rows, 6, 5)
-    first, second = (halves.part(half, (whole, [whole[..., 0]], None)) for half in (0, 1))
+    first, second = (halves.part(nano, (whole, [whole[..., 0]], None)) for nano in (1, 2))
     joined, (inner,), nothing = halves.join(first, second)
     assert torch.equal(joined, whole)
     assert torch.equal(inner, whole[..., 0])

@@ -60,6 +60,7 @@ def train(rank: int, ahead: bool, kind: str, wrapper: str) -> tuple[list[float],
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, figures, gathers = [], [], []
+    before = current_session().planner.history.total
     for step in range(STEPS):
         with patch.object(AttentionGroup, "gather", autospec=True, side_effect=AttentionGroup.gather) as gather:
             micro_batches = hf_distca.plan_ahead(batches(rank, step)) if ahead else batches(rank, step)
@@ -70,7 +71,8 @@ def train(rank: int, ahead: bool, kind: str, wrapper: str) -> tuple[list[float],
         optimizer.step()
         optimizer.zero_grad()
         gathers.append(gather.call_count)
-        figures.append(current_session().planner.history.take().figures())
+        figures.append((current_session().planner.history.total - before).figures())
+        before = current_session().planner.history.total
     return losses, figures, gathers, current_session().planner.number
 
 

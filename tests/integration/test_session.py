@@ -12,7 +12,7 @@ from test_parity import PAIRS, model_for
 from transformers import TrainingArguments
 
 import hf_distca
-from hf_distca.agreement.history import History, Micro
+from hf_distca.agreement.figures import Estimate, History
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 
@@ -91,7 +91,7 @@ def test_evaluation_is_shared_on_request(rank_pool: Callable[[int], RankPool]) -
 def calibrated(rank: int) -> tuple[str, float]:
     hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
     model_for(2, "distca", torch.float32)(**batch(rank), use_cache=False).loss.backward()
-    (cost,) = current_session()._costs.values()
+    (cost,) = current_session().planner.costs.values()
     return cost.name, cost.forward.flops_per_second + cost.backward.flops_per_second
 
 
@@ -103,10 +103,11 @@ def test_calibration_gives_all_ranks_the_same_costs(rank_pool: Callable[[int], R
 
 def test_figures_of_a_window() -> None:
     history = History()
-    micro = Micro(np.array([[2.0, 1.0], [0.0, 1.0]]), 5.0)
-    history.planned(micro, 1)
-    history.measured(micro, np.array([2.0, 3.0]), np.array([4_000_000, 1_000_000]), 2)
-    figures = history.take().figures()
+    estimate = Estimate(2, np.array([0, 0, 1]), np.array([0, 1, 1]), np.array([2.0, 1.0, 1.0]), 5.0)
+    history.planned(estimate, 1)
+    history.measured(estimate, np.array([2.0, 3.0]), np.array([4_000_000, 1_000_000]), 2)
+    before = history.total
+    figures = before.figures()
     assert figures["distca/imbalance_estimated_before"] == pytest.approx(3 / 2)
     assert figures["distca/imbalance_estimated_after"] == pytest.approx(1.0)
     # Rank 1 spent 3 s, half of it for rank 0: 2 + 1.5 against a mean of 2.5.
@@ -114,7 +115,7 @@ def test_figures_of_a_window() -> None:
     assert figures["distca/imbalance_measured_after"] == pytest.approx(3 / 2.5)
     assert figures["distca/exchanged_mb_per_layer"] == pytest.approx(2.0)
     assert figures["distca/planning_ms"] == pytest.approx(5.0)
-    assert history.take().figures() == {}
+    assert (history.total - before).figures() == {}
 
 
 def test_collator_packs_documents_and_hides_first_labels() -> None:

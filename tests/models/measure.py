@@ -32,7 +32,7 @@ from tiny import MODEL_TYPES, build
 import hf_distca
 from hf_distca import DistCAError, UnsupportedError
 from hf_distca.integration import layers
-from hf_distca.integration.halves import Halves
+from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.session import Session
 
 WORKING = ("proven", "carries state", "no positions")
@@ -136,8 +136,8 @@ def _judge(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -
 def in_halves() -> Iterator[None]:
     """Let all layers run as halves, on one rank as well, whatever the table says of the type."""
     with (
-        patch.object(Session, "takes_part", lambda self, training, alone=False: training),
-        patch.object(Halves, "pointless", False),
+        patch.object(Session, "shares", lambda self, handle, training: training),
+        patch.object(NanoBatches, "pointless", False),
         patch.object(layers, "PING_PONG", frozenset(MODEL_TYPES)),
     ):
         hf_distca.configure(hf_distca.DistCAConfig(ping_pong=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
@@ -14,9 +14,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from hf_distca.agreement.announce import Asked
-from hf_distca.agreement.documents import LocalDocuments
-from hf_distca.integration.halves import Handover
+from hf_distca.agreement.announce import Stated
+from hf_distca.agreement.documents import Documents
+from hf_distca.integration.nano_batches import Handover
 from hf_distca.schedule.layout import Layout
 
 Original = Callable[..., Any]
@@ -37,9 +37,9 @@ def _scores(**changes: Callable[[Any], Any]) -> Callable[[Original], Original]:
 
 
 def _one_document_a_row(original: Original) -> Original:
-    def wrapped(batch_size: int, length: int, **_: Any) -> LocalDocuments:
+    def wrapped(batch_size: int, length: int, **_: Any) -> Documents:
         rows = np.array([(-1, 0, length)] * batch_size, dtype=np.int64)
-        return LocalDocuments(rows, None, spans=False)
+        return Documents(rows)
 
     return wrapped
 
@@ -47,12 +47,12 @@ def _one_document_a_row(original: Original) -> Original:
 def _one_document_over_ranks(original: Original) -> Original:
     """The first document of each rank continues the last of the rank before."""
 
-    def wrapped(ranks: Sequence[Asked]) -> Layout:
+    def wrapped(stated: Stated) -> Layout:
         numbers, segments = itertools.count(), []
         document, end = next(numbers), 0
-        for asked in ranks:
+        for lengths in np.split(stated.numbers, np.cumsum(stated.counts)[:-1]):
             segments.append([])
-            for length in asked.rows[:, 2].tolist():
+            for length in lengths.tolist():
                 segments[-1].append((document, end, length))
                 document, end = next(numbers), 0
             *_, (document, start, length) = segments[-1]
@@ -83,7 +83,7 @@ def _no_gradient(original: Original) -> Original:
 def _no_context(original: Original) -> Original:
     """A document that crosses the cut begins anew behind it."""
 
-    def wrapped(self: LocalDocuments, at: int) -> tuple[LocalDocuments, LocalDocuments]:
+    def wrapped(self: Documents, at: int) -> tuple[Documents, Documents]:
         first, second = original(self, at)
         rows = second.rows[1:] * [1, 0, 1] if second.context else second.rows
         return first, replace(second, rows=rows, context=0)
@@ -99,14 +99,14 @@ def _detached_keys(original: Original) -> Original:
     return wrapped
 
 
-_ATTENTION, _DOCUMENTS, _CALL = "integration.attention", "integration.documents", "runtime.call"
+_ATTENTION, _DOCUMENTS, _CALL = "integration.attention", "agreement.documents", "runtime.call"
 # What is replaced, and by what it is replaced, given the original.
 MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "window one key too wide": (_ATTENTION, "_scores", _scores(window=lambda window: window + 1)),
     "window one key too narrow": (_ATTENTION, "_scores", _scores(window=lambda window: window - 1)),
     "chunk one token too long": (
         _DOCUMENTS,
-        "LocalDocuments.in_chunks",
+        "Documents.in_chunks",
         lambda original: lambda self, size: original(self, size and size + 1),
     ),
     "scale wrong by 1 %": (_ATTENTION, "_scores", _scores(scale=lambda scale: 1.01 * scale)),
@@ -114,11 +114,11 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "sink dropped": (_ATTENTION, "_sink", lambda _: lambda *_: None),
     "gradient of the sink dropped": ("runtime.core_attention", "_sink_gradient", _no_gradient),
     "documents of a row leak": ("integration.handle", "read_documents", _one_document_a_row),
-    "documents leak over ranks": ("integration.planning", "layout_of", _one_document_over_ranks),
+    "documents leak over ranks": ("agreement.planner", "layout_of", _one_document_over_ranks),
     "dk of one copy lost": (_CALL, "_sum_copies", _one_copy_lost(0)),
     "dv of one copy lost": (_CALL, "_sum_copies", _one_copy_lost(1)),
-    "second half without the keys of the first": (_DOCUMENTS, "LocalDocuments.halves", _no_context),
-    "gradient of the keys handed over lost": ("integration.halves", "Handover.context", _detached_keys),
+    "second half without the keys of the first": (_DOCUMENTS, "Documents.cut", _no_context),
+    "gradient of the keys handed over lost": ("integration.nano_batches", "Handover.context", _detached_keys),
 }
 
 

@@ -1,67 +1,56 @@
 """What a rank announces to the others before they share attention: settings, documents, and what it measured.
 
-An announcement is one row of integers, so nothing that comes from another rank is executed or unpickled.
+An announcement is one row of integers, so nothing that comes from another rank is executed or unpickled. Those of all ranks are
+read together, as columns: what reading costs per rank is a few numbers in an array.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.metadata import version
+from typing import NamedTuple
 
 import numpy as np
 
-from hf_distca.agreement.documents import LocalDocuments
+from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout
 
-__all__ = ["Announcement", "Asked", "Kind", "Slot", "agree", "check_equal", "layout_of"]
+__all__ = ["Announcement", "Announcements", "PlanKey", "Stated", "agree", "check_equal", "layout_of"]
 
-# This header, (nanoseconds, bytes) of each measured plan, then of each plan that is asked for (spans, half, context,
-# documents) and its documents.
-_COUNT, _SETTINGS, _EXCHANGES, _REQUESTS, _MEASURED = range(5)
-_HEADER = 5
+# A row holds these numbers, (nanoseconds, bytes) of each measured plan, and then each plan that is asked for: (spans, nano-batch,
+# whether there is context, documents) and its documents. A document is its length, or its row where documents span ranks.
+_COUNT, _SETTINGS, _EXCHANGES, _CHECKSUM, _REQUESTS, _MEASURED = range(6)
+_HEADER = 6
 _REQUEST = 4
 
-Slot = tuple[int | None, int | None, int]
+# What ranks must have in common: settings, and the cost models that they plan with.
+Common = tuple[DistCAConfig, tuple[CostModel, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What tells the plans of one micro-batch apart: the kind of layer, and the part of the batch.
+class PlanKey(NamedTuple):
+    """Which plan of a micro-batch: the kind of layer, and the part of the batch.
 
     Attributes:
-        cost: cost model of the layer, window included.
+        shape: heads, widths and element bytes of the layer.
+        device: type of the device that computes it.
+        window: keys that a row sees at most, None for all.
         chunk: length of the chunks that documents are cut into, None if they are whole.
-        half: 0 for a whole batch, 1 and 2 for nano-batches.
-        config: the settings that it is planned under.
+        nano: 0 for the whole batch, 1 and 2 for its nano-batches.
     """
 
-    cost: CostModel
-    chunk: int | None
-    half: int
-    config: DistCAConfig
-
-    @property
-    def slot(self) -> Slot:
-        """Window, chunk and half: of each a micro-batch has one plan at most."""
-        return self.cost.window, self.chunk, self.half
-
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """One rank's side of a plan that is asked for; `context` says whether its first document begins with context."""
-
-    spans: bool
-    half: int
-    context: int
-    rows: IntArray
+    shape: AttentionShape
+    device: str
+    window: int | None = None
+    chunk: int | None = None
+    nano: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,114 +61,170 @@ class Announcement:
         count: announcements so far.
         settings: fingerprint of what ranks must have in common.
         exchanges: dispatches and returns so far.
-        figures: int64 (measured plans, 2), kernel nanoseconds and sent bytes of each.
+        checksum: what they were for; it tells exchanges of other layers from the same ones, which their number does not.
+        figures: kernel nanoseconds and sent bytes of measured plans; nanoseconds are -1 where kernels still run.
         requests: the plans that are asked for.
     """
 
     count: int
     settings: int
     exchanges: int
-    figures: IntArray
-    requests: list[Asked]
-
-    @classmethod
-    def of(
-        cls, requests: Sequence[tuple[LocalDocuments, Kind]], figures: Sequence[tuple[int, int]], count: int, exchanges: int
-    ) -> Announcement:
-        """This rank's announcement."""
-        asked = [Asked(local.spans, kind.half, int(local.context > 0), local.rows) for local, kind in requests]
-        measured = np.array(figures, dtype=np.int64).reshape(-1, 2)
-        return cls(count, _fingerprint(_common(kind for _, kind in requests)), exchanges, measured, asked)
+    checksum: int
+    figures: Sequence[tuple[int, int]]
+    requests: Sequence[tuple[Documents, PlanKey]]
 
     def row(self) -> IntArray:
         """The announcement as int64 numbers."""
-        parts = [self.count, self.settings, self.exchanges, len(self.requests), len(self.figures)], self.figures.reshape(-1)
-        asked = [([one.spans, one.half, one.context, len(one.rows)], one.rows.reshape(-1)) for one in self.requests]
-        return np.concatenate([np.asarray(part, dtype=np.int64) for pair in (parts, *asked) for part in pair])
+        header = [self.count, self.settings, self.exchanges, self.checksum, len(self.requests), len(self.figures)]
+        parts: list[object] = [header, [number for pair in self.figures for number in pair]]
+        for documents, key in self.requests:
+            parts.append([documents.spans, key.nano, documents.context > 0, len(documents.rows)])
+            parts.append(documents.rows.reshape(-1) if documents.spans else documents.rows[:, 2])
+        return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
+
+
+@dataclass(frozen=True, eq=False)
+class Stated:
+    """The documents of all ranks for one plan that they ask for.
+
+    Attributes:
+        spans, nano, context: (ranks,) as each rank says it; `context` is 1 where the first document begins with context.
+        counts: (ranks,) rows of documents of each rank.
+        numbers: the rows of all ranks, one after another: (rows, 3) where documents span ranks, else (rows,) lengths.
+    """
+
+    spans: IntArray
+    nano: IntArray
+    context: IntArray
+    counts: IntArray
+    numbers: IntArray
 
     @classmethod
-    def read(cls, row: IntArray) -> Announcement:
-        """The announcement that a row holds."""
-        at = _HEADER + 2 * int(row[_MEASURED])
-        figures, requests = row[_HEADER:at].reshape(-1, 2), []
-        for _ in range(int(row[_REQUESTS])):
-            spans, half, context, count = row[at : at + _REQUEST].tolist()
-            begin, at = at + _REQUEST, at + _REQUEST + 3 * count
-            requests.append(Asked(bool(spans), half, context, row[begin:at].reshape(-1, 3)))
-        return cls(int(row[_COUNT]), int(row[_SETTINGS]), int(row[_EXCHANGES]), figures, requests)
+    def of(cls, documents: Documents) -> Stated:
+        """What a rank states that is alone."""
+        numbers = documents.rows if documents.spans else documents.rows[:, 2]
+        spans, context, rows = (np.array([n]) for n in (int(documents.spans), int(documents.context > 0), len(documents.rows)))
+        return cls(spans, np.zeros_like(rows), context, rows, numbers)
 
 
-def agree(announced: Sequence[Announcement], kinds: Iterable[Kind], group: AttentionGroup, place: str) -> None:
+@dataclass(frozen=True, eq=False)
+class Announcements:
+    """What all ranks announce, in rank order.
+
+    Attributes:
+        header: (ranks, 6) int64.
+        numbers: all rows one after another.
+        offsets: (ranks,) where the row of each rank begins.
+    """
+
+    header: IntArray
+    numbers: IntArray
+    offsets: IntArray
+
+    @classmethod
+    def read(cls, rows: Sequence[IntArray]) -> Announcements:
+        """The announcements that rows hold."""
+        numbers = np.concatenate(rows)
+        sizes = np.fromiter(map(len, rows), np.int64, len(rows))
+        offsets = np.cumsum(sizes) - sizes
+        return cls(numbers[offsets[:, None] + np.arange(_HEADER)], numbers, offsets)
+
+    @property
+    def measured(self) -> IntArray:
+        """(ranks, measured plans, 2) kernel nanoseconds and sent bytes. Ranks must have announced equally many."""
+        plans = int(self.header[0, _MEASURED])
+        columns = self.offsets[:, None] + np.arange(_HEADER, _HEADER + 2 * plans)
+        measured: IntArray = self.numbers[columns].reshape(len(self.offsets), plans, 2)
+        return measured
+
+    def stated(self) -> list[Stated]:
+        """The documents for each plan. Ranks must ask for equally many."""
+        at = self.offsets + _HEADER + 2 * self.header[:, _MEASURED]
+        found = []
+        for _ in range(int(self.header[0, _REQUESTS])):
+            spans, nano, context, count = self.numbers[at[:, None] + np.arange(_REQUEST)].T
+            sizes = count * np.where(spans, 3, 1)
+            begin = at + _REQUEST
+            ragged = np.repeat(begin - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
+            numbers = self.numbers[ragged]
+            found.append(Stated(spans, nano, context, count, numbers.reshape(-1, 3) if spans.all() else numbers))
+            at = begin + sizes
+        return found
+
+
+def agree(announced: Announcements, common: Common, group: AttentionGroup, place: str) -> list[Stated]:
     """Compare what ranks announced, in one order on all of them.
+
+    Returns:
+        The documents for each plan that is asked for.
 
     Raises:
         DistCADesyncError: if anything differs; settings by name, which takes one more exchange.
     """
-    forwards = "every rank must run the same number of training forwards"
-    check_equal(group, [one.count for one in announced], "numbers of plans asked for", place, forwards)
-    if len({one.settings for one in announced}) > 1:
-        raise _settings_differ(_common(kinds), group, place)
-    for asked in zip(*(one.requests for one in announced), strict=False):
-        spans, halves = [one.spans for one in asked], [one.half for one in asked]
-        check_equal(group, spans, "ways of giving documents", place, "use the same collator on every rank")
-        check_equal(group, halves, "nano-batches (0 is a whole batch)", place, "give every rank the same model")
-    for counts, what, remedy in (
-        ([len(one.requests) for one in announced], "numbers of plans at once", "give every rank as many micro-batches a step"),
-        ([one.exchanges for one in announced], "numbers of exchanges up to here", "run the same layers on every rank"),
-        ([len(one.figures) for one in announced], "numbers of measured micro-batches", forwards),
-    ):
-        check_equal(group, counts, what, place, remedy)
+    header, forwards = announced.header, "every rank must run the same number of training forwards"
+    check_equal(group, header[:, _COUNT], "numbers of plans asked for", place, forwards)
+    if (header[:, _SETTINGS] != header[0, _SETTINGS]).any():
+        raise _settings_differ(common, group, place)
+    check_equal(group, header[:, _REQUESTS], "numbers of plans at once", place, "give every rank as many micro-batches a step")
+    stated = announced.stated()
+    for one in stated:
+        check_equal(group, one.spans, "ways of giving documents", place, "use the same collator on every rank")
+        check_equal(group, one.nano, "nano-batches (0 is a whole batch)", place, "give every rank the same model")
+    layers = "run the same layers on every rank"
+    check_equal(group, header[:, _EXCHANGES], "numbers of exchanges up to here", place, layers)
+    check_equal(group, header[:, _CHECKSUM], "layers in their exchanges up to here (as checksums)", place, layers)
+    check_equal(group, header[:, _MEASURED], "numbers of measured micro-batches", place, forwards)
+    return stated
 
 
-def check_equal(group: AttentionGroup, values: Sequence[int], what: str, place: str, remedy: str) -> None:
+def check_equal(group: AttentionGroup, values: IntArray, what: str, place: str, remedy: str) -> None:
     """Compare one number of each rank.
 
     Raises:
         DistCADesyncError: if they are not all the same.
     """
-    if len(set(values)) > 1:
-        by_rank = ", ".join(f"rank {rank}: {int(value)}" for rank, value in zip(group.ranks, values, strict=True))
+    if (values != values[0]).any():
+        by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in zip(group.ranks, values.tolist(), strict=True))
         raise DistCADesyncError(f"ranks have different {what} in {place}: {by_rank}; {remedy}.")
 
 
-def layout_of(ranks: Sequence[Asked]) -> Layout:
+def layout_of(stated: Stated) -> Layout:
     """The layout of what ranks ask for; the first row of a rank with context is the beginning of the document in its second."""
-    spans, contexts = ranks[0].spans, [rank.context for rank in ranks]
-    if not spans and not any(contexts):
-        return Layout.from_lengths([rank.rows[:, 2].tolist() for rank in ranks])
-    if not spans:
-        first = np.cumsum([0, *(len(rank.rows) for rank in ranks)]).tolist()
-        numbered = [
-            [(base + max(place, rank.context), start, length) for place, (_, start, length) in enumerate(rank.rows.tolist())]
-            for base, rank in zip(first, ranks, strict=False)
-        ]
-        return Layout.from_segments(numbered, contexts)
-    if any((rank.rows[:, 0] >= 0).any() for rank in ranks):
-        return Layout.from_segments([[tuple(row) for row in rank.rows.tolist()] for rank in ranks])
-    return Layout.from_runs([list(map(tuple, rank.rows[:, 1:].tolist())) for rank in ranks])
+    offsets = np.concatenate([[0], np.cumsum(stated.counts)])
+    if not stated.spans.any():
+        return _of_lengths(stated, offsets)
+    document, start, length = (np.ascontiguousarray(column) for column in stated.numbers.T)
+    if (document >= 0).any():
+        return Layout(document, start, length, offsets)
+    runs = list(zip(start.tolist(), length.tolist(), strict=True))
+    return Layout.from_runs([runs[begin:end] for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)])
 
 
-def _common(kinds: Iterable[Kind]) -> tuple[tuple[DistCAConfig, CostModel], ...]:
-    """What ranks must have in common."""
-    return tuple(dict.fromkeys((kind.config, kind.cost) for kind in kinds))
+def _of_lengths(stated: Stated, offsets: IntArray) -> Layout:
+    length = stated.numbers
+    document, start = np.arange(len(length)), np.zeros_like(length)
+    cut = offsets[:-1][stated.context > 0]
+    document[cut], start[cut + 1] = cut + 1, length[cut]
+    return Layout(document, start, length, offsets, stated.context)
 
 
 @lru_cache
-def _fingerprint(common: tuple[tuple[DistCAConfig, CostModel], ...]) -> int:
+def fingerprint(common: Common) -> int:
+    """A number that differs where what ranks must have in common does."""
     return int.from_bytes(hashlib.sha256(_by_name(common).encode()).digest()[:7], "big")
 
 
-def _by_name(common: tuple[tuple[DistCAConfig, CostModel], ...]) -> str:
+def _by_name(common: Common) -> str:
     """What ranks must have in common, as JSON of names and values."""
+    config, costs = common
     values: dict[str, list[str]] = {"hf-distca": [version("hf-distca")]}
-    for config, cost in common:
-        for part in (config, cost.shape, cost):
-            for name in (field.name for field in fields(part) if field.name not in ("shape", "name")):
-                values.setdefault(name, []).append(repr(getattr(part, name)))
+    for part in (config, *(part for cost in costs for part in (cost.shape, cost))):
+        for name in (field.name for field in fields(part) if field.name not in ("shape", "name")):
+            values.setdefault(name, []).append(repr(getattr(part, name)))
     return json.dumps({name: ", ".join(dict.fromkeys(each)) for name, each in values.items()})
 
 
-def _settings_differ(common: tuple[tuple[DistCAConfig, CostModel], ...], group: AttentionGroup, place: str) -> DistCADesyncError:
+def _settings_differ(common: Common, group: AttentionGroup, place: str) -> DistCADesyncError:
     own = np.frombuffer(_by_name(common).encode(), dtype=np.uint8).astype(np.int64)
     rows = group.gather(own, doing=f"comparing settings of {place}")
     settings = [json.loads(bytes(row.astype(np.uint8)).decode()) for row in rows]

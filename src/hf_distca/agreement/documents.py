@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.schedule.layout import IntArray, as_integers, lengths_from_cu_seqlens
 
-__all__ = ["LocalDocuments", "PackedDocuments", "PlansAhead", "read_documents"]
+__all__ = ["Documents", "PackedDocuments", "PlansAhead", "read_documents"]
 
 
 class PlansAhead:
@@ -29,13 +29,13 @@ class PlansAhead:
         return self._plans.pop(kind, None)
 
 
-@dataclass(frozen=True, slots=True)
 class PackedDocuments:
     """The documents of one rank's micro-batch as a host-side object, so that no rank has to read a device tensor.
 
-    A collator puts it into the batch under the key ``distca_documents``; Trainer, accelerate and the model pass it on.
+    A collator puts it into the batch under the key ``distca_documents``; Trainer, accelerate and the model pass it on. It is no
+    dataclass: FSDP with mixed precision rebuilds those for every layer.
 
-    Attributes:
+    Args:
         lengths: tokens of each document (or of each part of one) in token order.
         starts: first document position of each, if documents span ranks; else None.
         documents: a number of each document that is the same on all ranks, if documents span ranks; else None.
@@ -45,25 +45,46 @@ class PackedDocuments:
         LayoutError: if a number is no whole number or negative, or if there are not as many of each.
     """
 
-    lengths: tuple[int, ...]
-    starts: tuple[int, ...] | None = None
-    documents: tuple[int, ...] | None = None
-    ahead: PlansAhead = field(default_factory=PlansAhead, compare=False, repr=False)
+    __slots__ = ("ahead", "documents", "lengths", "starts")
 
-    def __post_init__(self) -> None:
-        for name in ("lengths", "starts", "documents"):
-            if (values := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _counts(values, name))
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        starts: Sequence[int] | None = None,
+        documents: Sequence[int] | None = None,
+        ahead: PlansAhead | None = None,
+    ) -> None:
+        self.lengths = _counts(lengths, "lengths")
+        self.starts = None if starts is None else _counts(starts, "starts")
+        self.documents = None if documents is None else _counts(documents, "documents")
+        self.ahead = ahead or PlansAhead()
         spans = (self.starts, self.documents)
         if (self.starts is None) != (self.documents is None) or any(s and len(s) != len(self.lengths) for s in spans):
             raise LayoutError(f"{self}: give starts and documents for each of the lengths, or neither.")
+
+    def planned(self, ahead: PlansAhead) -> PackedDocuments:
+        """The same documents with these plans."""
+        return PackedDocuments(self.lengths, self.starts, self.documents, ahead)
+
+    def __repr__(self) -> str:
+        return f"PackedDocuments(lengths={self.lengths}, starts={self.starts}, documents={self.documents})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PackedDocuments) and self._columns == other._columns
+
+    def __hash__(self) -> int:
+        return hash(self._columns)
+
+    @property
+    def _columns(self) -> tuple[tuple[int, ...] | None, ...]:
+        return self.lengths, self.starts, self.documents
 
 
 # Positions stay small enough to be added and multiplied.
 _LARGEST = {"lengths": 2**48, "starts": 2**48, "documents": 2**63 - 1}
 
 
-def _counts(values: tuple[int, ...], name: str) -> tuple[int, ...]:
+def _counts(values: Sequence[int], name: str) -> tuple[int, ...]:
     counts: list[int] = as_integers(values, f"{name} of PackedDocuments").tolist()
     for at, count in enumerate(counts):
         if not 0 <= count <= _LARGEST[name]:
@@ -72,28 +93,24 @@ def _counts(values: tuple[int, ...], name: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class LocalDocuments:
-    """What one rank announces to the others.
+class Documents:
+    """One rank's documents in a micro-batch, or in one nano-batch of it.
 
     Attributes:
         rows: int64, one row per run of tokens, (document, start, length); document is -1 where only positions are known.
-        keep: int64 indices of the tokens that are not padding, among batch * sequence; None if there is no padding.
         spans: whether start and document say how runs continue each other across ranks.
-        chunk: length of the chunks that documents were cut into, None if they are whole.
-        half: 0 for a whole batch, 1 and 2 for the nano-batches that ping-pong cuts it into.
-        context: tokens that the first document has in the first half; they are the first row here, and not in `keep`.
+        keep: int64 indices of the tokens that are not padding, among batch * sequence; None if there is no padding.
+        context: tokens that the first document has in the first nano-batch; they are the first row here, and not in `keep`.
         ahead: plans for these documents that are there already.
     """
 
     rows: IntArray
-    keep: IntArray | None
-    spans: bool
-    chunk: int | None = None
-    half: int = 0
+    spans: bool = False
+    keep: IntArray | None = None
     context: int = 0
     ahead: PlansAhead = field(default_factory=PlansAhead)
 
-    def in_chunks(self, size: int | None) -> LocalDocuments:
+    def in_chunks(self, size: int | None) -> Documents:
         """The same tokens, where each chunk of `size` positions of a document is a document of its own; None for no cuts."""
         if size is None:
             return self
@@ -104,16 +121,16 @@ class LocalDocuments:
             )
         lengths = [min(size, length - at) for length in self.rows[:, 2].tolist() for at in range(0, length, size)]
         rows = np.array([(-1, 0, length) for length in lengths], dtype=np.int64).reshape(-1, 3)
-        return replace(self, rows=rows, chunk=size)
+        return replace(self, rows=rows)
 
-    def halves(self, at: int) -> tuple[LocalDocuments, LocalDocuments]:
+    def cut(self, at: int) -> tuple[Documents, Documents]:
         """The documents before and from index `at` among batch * sequence. Only where each lies on one rank."""
         tokens = at if self.keep is None else int(np.searchsorted(self.keep, at))
         first: list[tuple[int, int, int]] = []
         second: list[tuple[int, int, int]] = []
         context = begin = 0
         for length in self.rows[:, 2].tolist():
-            here = min(max(tokens - begin, 0), length)  # tokens of the document in the first half
+            here = min(max(tokens - begin, 0), length)  # tokens of the document before the cut
             if here:
                 first.append((-1, 0, here))
             if here < length:
@@ -123,9 +140,9 @@ class LocalDocuments:
                 second.append((-1, here, length - here))
             begin += length
         keeps = (None, None) if self.keep is None else (self.keep[:tokens], self.keep[tokens:] - at)
-        rows = (np.array(half, dtype=np.int64).reshape(-1, 3) for half in (first, second))
-        one, two = (replace(self, rows=half, keep=keep) for half, keep in zip(rows, keeps, strict=True))
-        return replace(one, half=1), replace(two, half=2, context=context)
+        rows = (np.array(part, dtype=np.int64).reshape(-1, 3) for part in (first, second))
+        one, two = (replace(self, rows=part, keep=keep) for part, keep in zip(rows, keeps, strict=True))
+        return one, replace(two, context=context)
 
 
 def read_documents(
@@ -137,15 +154,17 @@ def read_documents(
     position_ids: torch.Tensor | None = None,
     padding: torch.Tensor | None = None,
     span_ranks: bool = False,
-) -> LocalDocuments:
+    training: bool = False,
+) -> Documents:
     """The documents of a (batch_size, length) batch.
 
     The first of `packed`, `cu_seq_lens` and `position_ids` that is given decides; without any, each row is one document.
-    `padding` is a (batch_size, length) bool mask, true for tokens. Copies from the device at most once.
+    `padding` is a (batch_size, length) bool mask, true for tokens. Copies from the device at most once. A row that begins in the
+    middle of a document is refused in `training` unless documents may span ranks.
 
     Raises:
         LayoutError: if what is given describes no documents, or not those of such a batch.
-        UnsupportedError: if there are several position axes.
+        UnsupportedError: if there are several position axes, or a row that another tool has cut.
     """
     total = batch_size * length
     if packed is not None and not isinstance(packed, PackedDocuments):
@@ -164,17 +183,17 @@ def read_documents(
                     "distca_documents or cu_seq_lens_q must cover the batch, row after row."
                 )
             return local
-    return _from_positions(batch_size, length, position_ids, padding, span_ranks)
+    return _from_positions(batch_size, length, position_ids, padding, span_ranks, training)
 
 
-def _from_lengths(packed: PackedDocuments | None, cu_seq_lens: torch.Tensor | None) -> LocalDocuments:
+def _from_lengths(packed: PackedDocuments | None, cu_seq_lens: torch.Tensor | None) -> Documents:
     if packed is None:
         lengths = [] if cu_seq_lens is None else _from_bounds(cu_seq_lens)
         packed = PackedDocuments(tuple(lengths))
     count = len(packed.lengths)
     documents, starts = packed.documents or (-1,) * count, packed.starts or (0,) * count
     rows = np.array([documents, starts, packed.lengths], dtype=np.int64).reshape(3, count).T
-    return LocalDocuments(rows[rows[:, 2] > 0], None, packed.documents is not None, ahead=packed.ahead)
+    return Documents(rows[rows[:, 2] > 0], packed.documents is not None, ahead=packed.ahead)
 
 
 def _from_bounds(cu_seq_lens: torch.Tensor) -> list[int]:
@@ -190,8 +209,13 @@ def _whole(tensor: torch.Tensor) -> bool:
 
 
 def _from_positions(
-    batch_size: int, length: int, position_ids: torch.Tensor | None, padding: torch.Tensor | None, span_ranks: bool
-) -> LocalDocuments:
+    batch_size: int,
+    length: int,
+    position_ids: torch.Tensor | None,
+    padding: torch.Tensor | None,
+    span_ranks: bool,
+    training: bool,
+) -> Documents:
     position, valid = _on_host(batch_size, length, position_ids, padding)
     keep = None if valid is None or valid.all() else np.flatnonzero(valid)
     token = np.arange(batch_size * length) if keep is None else keep
@@ -199,6 +223,8 @@ def _from_positions(
     if position.size and position.min() < 0:
         at = int(token[position.argmin()])
         raise LayoutError(f"position_ids[{at // length}, {at % length}] is {position.min()}: positions start at 0.")
+    if training and not span_ranks:
+        _refuse_continuations(position, token, length)
     step, gap = np.diff(position), np.diff(token)
     # Two neighbours belong together if they are in one row and the position counts on: over all tokens, or over real ones.
     joined = ((step == 1) | (step == gap)) & (np.diff(token // max(length, 1)) == 0)
@@ -206,7 +232,22 @@ def _from_positions(
     lengths = np.diff(np.append(first, len(token)))
     starts = position[first] if span_ranks else np.zeros_like(lengths)
     rows = np.stack([np.full_like(lengths, -1), starts, lengths], axis=1)
-    return LocalDocuments(rows, keep, span_ranks)
+    return Documents(rows, span_ranks, keep)
+
+
+def _refuse_continuations(position: IntArray, token: IntArray, length: int) -> None:
+    """A row whose very first token is no first token of a document is the rest of what another tool cut over ranks.
+
+    Behind padding a row may begin anywhere: without position ids of its own it counts padding too.
+    """
+    wrong = np.flatnonzero((token % max(length, 1) == 0) & (position > 0))
+    if len(wrong):
+        row, first = int(token[wrong[0]]) // length, int(position[wrong[0]])
+        raise UnsupportedError(
+            f"row {row} of a training batch begins at position {first}: another tool seems to have cut sequences over ranks "
+            "(context parallelism, Ulysses, sequence parallelism), and distca would take the rest for a document of its own. "
+            "Switch that off; or set DistCAConfig(documents_span_ranks=True) if the ranks of the attention group hold the parts."
+        )
 
 
 def _on_host(

@@ -1,28 +1,34 @@
 """`Planner`: the plans that all ranks make of what they announced, and what became of them.
 
 Several plans can be asked for at once, those of two nano-batches or of the micro-batches of an optimizer step: they take the
-same two small collectives as one.
+same two small collectives as one. Making them, which is most of the work, may go on beside training.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from threading import Thread
 
 import numpy as np
 
-from hf_distca.agreement.announce import Announcement, Kind, Slot, agree, check_equal, layout_of
-from hf_distca.agreement.documents import LocalDocuments
-from hf_distca.agreement.history import History, Micro
+from hf_distca.agreement.announce import Announcement, Announcements, Common, PlanKey, agree, check_equal, fingerprint, layout_of
+from hf_distca.agreement.documents import Documents
+from hf_distca.agreement.figures import Estimate, History
+from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["Planned", "Planner"]
+__all__ = ["Planned", "Planner", "Planning", "Request"]
+
+Request = tuple[Documents, PlanKey]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,118 +36,209 @@ class Planned:
     """A plan, and what it was made of.
 
     Attributes:
-        kind: what it is for.
+        key: what it is for.
         plan: the same on all ranks.
-        rows: the documents that this rank announced for it, as in `LocalDocuments`.
+        config: the settings that it was made under.
+        rows: the documents that this rank announced for it, as in `Documents`.
         milliseconds: what planning took, exchange of documents included.
     """
 
-    kind: Kind
+    key: PlanKey
     plan: Plan
+    config: DistCAConfig
     rows: IntArray
     milliseconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Planning:
+    """Plans that are being made.
+
+    Attributes:
+        requests: what they are for, in the order of the plans.
+        config: the settings.
+        place: what is planned, for errors.
+        milliseconds: what announcing took.
+        plans: the plans and the milliseconds of making them.
+    """
+
+    requests: Sequence[Request]
+    config: DistCAConfig
+    place: str
+    milliseconds: float
+    plans: Future[tuple[list[Plan], float]]
 
 
 class Planner:
     """Plans micro-batches together with the other ranks, and collects what was planned and measured.
 
     Attributes:
+        config: the settings; they may change between micro-batches, on all ranks at once.
+        costs: cost models by shape and device type, without a window.
         history: planned and measured figures.
         number: of the micro-batch that was planned last, from 1.
     """
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, config: DistCAConfig, meter: Meter) -> None:
+        self.config = config
+        self.costs: dict[tuple[AttentionShape, str], CostModel] = {}
         self.history = History()
         self.number = 0
         self._meter = meter
         self._asked = 0
-        self._used: set[Slot] = set()  # in this micro-batch
-        self._recent: dict[Kind, None] = {}  # since `recent_kinds` was asked
-        # What ranks measured is announced with the next plan of the same slot: until then all of it has run.
-        self._measured: dict[Slot, list[tuple[Micro, Meter]]] = {}
+        self._used: set[PlanKey] = set()  # in this micro-batch
+        self._recent: dict[PlanKey, None] = {}  # since `recent_keys` was asked
+        # What ranks measured is announced with the next plan of the same key: until then all of it was launched.
+        self._measured: dict[PlanKey, list[tuple[Estimate, Meter]]] = {}
 
     @property
     def next_number(self) -> int:
         """Number of a micro-batch that has not begun."""
         return self.number + 1
 
-    def recent_kinds(self) -> list[Kind]:
-        """The kinds of plan that were used since the last call, in order of first use; the same on all ranks."""
+    def recent_keys(self) -> list[PlanKey]:
+        """The plans that micro-batches had since the last call, in order of first use; the same on all ranks."""
         recent, self._recent = list(self._recent), {}
         return recent
 
-    def plan(
-        self, requests: Sequence[tuple[LocalDocuments, Kind]], group: AttentionGroup, place: str | None = None
-    ) -> list[Planned]:
-        """Plan this rank's documents together with those of the other ranks, which must ask for the same kinds of plans.
+    def cost(self, key: PlanKey) -> CostModel:
+        """The cost model that a plan is made with."""
+        return replace(self.costs[key.shape, key.device], window=key.window)
+
+    def plan(self, requests: Sequence[Request], group: AttentionGroup, place: str | None = None) -> list[Planned]:
+        """Plan this rank's documents together with those of the other ranks, which must ask for the same plans.
 
         Args:
-            requests: documents, and what the plan is for; plans that were made ahead and travel with them are taken.
+            requests: documents, and which plan; plans that were made ahead and travel with them are taken.
             group: the ranks.
             place: what is planned, for errors; the micro-batch at hand if None.
 
         Raises:
             DistCADesyncError: if the ranks do not agree, or do not all come.
         """
-        ahead = [planned for local, kind in requests if (planned := local.ahead.take(kind)) is not None]
+        ahead = [planned for documents, key in requests if (planned := self._ahead(documents, key)) is not None]
         if len(ahead) == len(requests):
             return ahead
+        return self.finish(self.begin(requests, group, place), group)
+
+    def begin(
+        self, requests: Sequence[Request], group: AttentionGroup, place: str | None = None, *, beside: bool = False
+    ) -> Planning:
+        """Announce documents, with one collective, and start to plan them: `beside` what this thread does, or before it goes on.
+
+        Raises:
+            DistCADesyncError: if the ranks do not agree, or do not all come.
+        """
         started = time.perf_counter()
-        place = place or f"micro-batch {self._number_of(kind for _, kind in requests)}"
+        place = place or f"micro-batch {self._number_of(key for _, key in requests)}"
         layouts = self._announce(requests, group, place)
         # Layers that are left whole hide nothing, whatever the settings are.
-        plans = [
-            balance(layout, kind.cost, replace(kind.config, ping_pong=kind.half > 0))
-            for layout, (_, kind) in zip(layouts, requests, strict=True)
+        jobs = [
+            (layout, self.cost(key), replace(self.config, ping_pong=key.nano > 0))
+            for layout, (_, key) in zip(layouts, requests, strict=True)
         ]
-        # Plans come from equal inputs, but an exchange with unequal plans would hang: compare before using them.
-        digests = np.array([int(plan.digest[:15], 16) for plan in plans], dtype=np.int64)
-        gathered = np.stack(group.gather(digests, doing=f"comparing plans of {place}"))
-        for column in gathered.T.tolist():
-            check_equal(group, column, "plans for the same documents", place, "use one version of hf_distca and numpy")
-        milliseconds = (time.perf_counter() - started) * 1e3 / len(requests)
-        return [Planned(kind, plan, local.rows, milliseconds) for (local, kind), plan in zip(requests, plans, strict=True)]
+        plans: Future[tuple[list[Plan], float]] = Future()
+        milliseconds = (time.perf_counter() - started) * 1e3
+        if beside:
+            Thread(target=_make, args=(jobs, plans), name="distca plans", daemon=True).start()
+        else:
+            _make(jobs, plans)
+        return Planning(requests, self.config, place, milliseconds, plans)
 
-    def use(self, planned: Planned, local: LocalDocuments) -> Meter:
+    def finish(self, planning: Planning, group: AttentionGroup) -> list[Planned]:
+        """The plans, in the order of their requests, once they are made and all ranks have the same: one collective.
+
+        Raises:
+            DistCADesyncError: if the ranks do not have the same plans, or do not all come.
+        """
+        plans, making = planning.plans.result()
+        started, requests = time.perf_counter(), planning.requests
+        self._compare(plans, group, planning.place)
+        taken = planning.milliseconds + making + (time.perf_counter() - started) * 1e3
+        return [
+            Planned(key, plan, planning.config, documents.rows, taken / len(requests))
+            for (documents, key), plan in zip(requests, plans, strict=True)
+        ]
+
+    def use(self, planned: Planned, documents: Documents) -> Meter:
         """Count a plan as one of the micro-batch at hand.
 
         Returns:
             The meter for what is done by it.
 
         Raises:
-            LayoutError: if it was made for other documents than `local`.
+            LayoutError: if it was made for other documents.
         """
-        if not np.array_equal(planned.rows, local.rows):
+        if not np.array_equal(planned.rows, documents.rows):
             raise LayoutError(
-                f"a micro-batch has documents of {local.rows[:, 2].tolist()} tokens, and was announced with documents of "
+                f"a micro-batch has documents of {documents.rows[:, 2].tolist()} tokens, and was announced with documents of "
                 f"{planned.rows[:, 2].tolist()}: leave batches as they are after plan_ahead."
             )
-        kind = planned.kind
-        self.number = self._number_of([kind])
-        if kind.slot in self._used:
+        key = planned.key
+        self.number = self._number_of([key])
+        if key in self._used:
             self._used.clear()
-        self._used.add(kind.slot)
-        self._recent[kind] = None
-        micro, meter = Micro.of(planned.plan, kind.cost, planned.milliseconds), Meter(self._meter)
-        self.history.planned(micro, self.number)
-        self._measured.setdefault(kind.slot, []).append((micro, meter))
+        self._used.add(key)
+        self._recent[key] = None
+        estimate, meter = Estimate.of(planned.plan, self.cost(key), planned.milliseconds), Meter(self._meter)
+        self.history.planned(estimate, self.number)
+        self._measured.setdefault(key, []).append((estimate, meter))
         return meter
 
-    def _number_of(self, kinds: Iterable[Kind]) -> int:
-        """Number of the micro-batch that these plans are for: a new one if such a plan was used in the last one."""
-        return self.number + (self.number == 0 or any(kind.slot in self._used for kind in kinds))
+    def _ahead(self, documents: Documents, key: PlanKey) -> Planned | None:
+        """The plan that was made ahead under the settings of now."""
+        planned: Planned | None = documents.ahead.take(key)
+        return planned if planned is not None and planned.config == self.config else None
 
-    def _announce(self, requests: Sequence[tuple[LocalDocuments, Kind]], group: AttentionGroup, place: str) -> list[Layout]:
+    def _number_of(self, keys: Iterable[PlanKey]) -> int:
+        """Number of the micro-batch that these plans are for: a new one if such a plan was used in the last one."""
+        return self.number + (self.number == 0 or any(key in self._used for key in keys))
+
+    def _announce(self, requests: Sequence[Request], group: AttentionGroup, place: str) -> list[Layout]:
         """Exchange documents; on the way, compare settings and collect what each rank measured."""
         self._asked += 1
-        slots = dict.fromkeys(kind.slot for _, kind in requests)
-        measured = [(slot, *pair) for slot in slots for pair in self._measured.pop(slot, [])]
-        figures = [(int(meter.seconds * 1e9), meter.sent_bytes) for *_, meter in measured]
-        own = Announcement.of(requests, figures, self._asked, self._meter.dispatches + self._meter.returns)
-        announced = [Announcement.read(row) for row in group.gather(own.row(), doing=f"planning {place}")]
-        agree(announced, (kind for _, kind in requests), group, place)
-        for at, ((_, _, half), micro, meter) in enumerate(measured):
-            seconds, sent = np.stack([one.figures[at] for one in announced]).T
-            # Both nano-batches go through each layer: one of them counts it.
-            self.history.measured(micro, seconds / 1e9, sent, 0 if half == 2 else meter.calls)
-        return [layout_of(asked) for asked in zip(*(one.requests for one in announced), strict=True)]
+        keys = [key for _, key in requests]
+        measured = [(key, *pair) for key in dict.fromkeys(keys) for pair in self._finished(key)]
+        common: Common = (self.config, tuple(dict.fromkeys(self.cost(key) for key in keys)))
+        own = Announcement(
+            count=self._asked,
+            settings=fingerprint(common),
+            exchanges=self._meter.dispatches + self._meter.returns,
+            checksum=group.checksum,
+            figures=[(int(meter.seconds * 1e9) if meter.finished else -1, meter.sent_bytes) for *_, meter in measured],
+            requests=requests,
+        )
+        announced = Announcements.read(group.gather(own.row(), doing=f"planning {place}"))
+        stated = agree(announced, common, group, place)
+        for (key, estimate, meter), figures in zip(measured, announced.measured.transpose(1, 2, 0), strict=True):
+            nanoseconds, sent_bytes = figures
+            if nanoseconds.min() >= 0:  # else a kernel still runs somewhere: nothing to compare with
+                # Both nano-batches go through each layer: one of them counts it.
+                self.history.measured(estimate, nanoseconds / 1e9, sent_bytes, 0 if key.nano == 2 else meter.calls)
+        return [layout_of(one) for one in stated]
+
+    def _finished(self, key: PlanKey) -> list[tuple[Estimate, Meter]]:
+        """What is announced of the plans of a key. On a GPU the newest waits: its kernels may still have to run."""
+        measured = self._measured.pop(key, [])
+        if key.device != "cpu" and measured:
+            self._measured[key] = [measured.pop()]
+        return measured
+
+    def _compare(self, plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:
+        """Plans come from equal inputs, but an exchange with unequal plans would hang: compare before using them."""
+        digests = np.array([int(plan.digest[:15], 16) for plan in plans], dtype=np.int64)
+        doing = f"comparing plans of {place}"
+        if not group.same(digests, doing=doing):
+            for column in np.stack(group.gather(digests, doing=doing)).T:
+                check_equal(group, column, "plans for the same documents", place, "use one version of hf_distca and numpy")
+
+
+def _make(jobs: Sequence[tuple[Layout, CostModel, DistCAConfig]], plans: Future[tuple[list[Plan], float]]) -> None:
+    """Make plans, or keep the exception for whoever takes them."""
+    started = time.perf_counter()
+    try:
+        made = [balance(*job) for job in jobs]
+    except BaseException as error:
+        plans.set_exception(error)
+    else:
+        plans.set_result((made, (time.perf_counter() - started) * 1e3))

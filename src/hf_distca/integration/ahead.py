@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from hf_distca.agreement.announce import Kind
-from hf_distca.agreement.documents import LocalDocuments, PackedDocuments, PlansAhead, read_documents
-from hf_distca.integration.halves import cut
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.documents import PackedDocuments, PlansAhead, read_documents
+from hf_distca.agreement.planner import Request
+from hf_distca.integration.nano_batches import cut
 from hf_distca.integration.session import current_session
 
 __all__ = ["PlanAheadMixin", "plan_ahead"]
@@ -32,20 +32,20 @@ def plan_ahead(batches: Sequence[Any]) -> list[Any]:
         DistCADesyncError: if ranks do not agree, or do not all call it.
     """
     session = current_session()
-    kinds = [kind for kind in session.planner.recent_kinds() if kind.config == session.config]
+    keys = session.planner.recent_keys()
     documents = _documents(batches)
-    if not kinds or not documents or len(documents) < len(batches):
+    if not keys or not documents or len(documents) < len(batches):
         return list(batches)
     first = session.planner.next_number
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
     with session.group.reporting(f"planning {place}"):
         shapes = [batch["input_ids"].shape for batch in batches]
-        requests = [_requests(shape, one, kinds, session.config.tile) for shape, one in zip(shapes, documents, strict=True)]
+        requests = [_requests(shape, one, keys, session.config.tile) for shape, one in zip(shapes, documents, strict=True)]
         plans = iter(session.planner.plan(list(chain.from_iterable(requests)), session.group, place))
     planned = []
     for batch, one in zip(batches, documents, strict=True):
         planned.append(copy(batch))
-        planned[-1]["distca_documents"] = replace(one, ahead=PlansAhead({kind: next(plans) for kind in kinds}))
+        planned[-1]["distca_documents"] = one.planned(PlansAhead({key: next(plans) for key in keys}))
     return planned
 
 
@@ -55,14 +55,12 @@ def _documents(batches: Sequence[Any]) -> list[PackedDocuments]:
     return [one for one in known if isinstance(one, PackedDocuments)]
 
 
-def _requests(
-    shape: tuple[int, int], documents: PackedDocuments, kinds: Sequence[Kind], tile: int
-) -> list[tuple[LocalDocuments, Kind]]:
+def _requests(shape: tuple[int, int], documents: PackedDocuments, keys: Sequence[PlanKey], tile: int) -> list[Request]:
     """The documents of a batch of (batch, length) tokens, as the attention of each kind will find them."""
     whole = read_documents(*shape, packed=documents)
-    chunked = {chunk: whole.in_chunks(chunk) for chunk in {kind.chunk for kind in kinds}}
-    halves = {chunk: cut(*shape, chunked[chunk], tile)[2] for chunk in {kind.chunk for kind in kinds if kind.half}}
-    return [(halves[kind.chunk][kind.half - 1] if kind.half else chunked[kind.chunk], kind) for kind in kinds]
+    chunked = {chunk: whole.in_chunks(chunk) for chunk in {key.chunk for key in keys}}
+    nano = {chunk: cut(*shape, chunked[chunk], tile)[2] for chunk in {key.chunk for key in keys if key.nano}}
+    return [(nano[key.chunk][key.nano - 1] if key.nano else chunked[key.chunk], key) for key in keys]
 
 
 class PlanAheadMixin:

@@ -13,6 +13,7 @@ from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMas
 from hf_distca.integration.selective import unseen_by_policies
 from hf_distca.integration.session import Session, current_session
 from hf_distca.kernels import Scores
+from hf_distca.schedule.cost import AttentionShape
 
 __all__ = ["distca_attention"]
 
@@ -83,34 +84,15 @@ def distca_attention(
         scores = _scores(query, scaling, None, softcap)  # the mask has the window already
         return _attend_to_cache(module, query, key, value, attention_mask, scores, sink_H), None
     handle = _check_handle(module, query, key, value, attention_mask)
-    session = current_session()
-    window = _window(module, sliding_window) if handle.window is None else handle.window
-    if window not in handle.work:
+    session, dtype = current_session(), _common_dtype(query, key, value)
+    shape = AttentionShape(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], dtype.itemsize)
+    which = handle.key(shape, query.device.type, _window(module, sliding_window))
+    work = handle.work.get(which)
+    if work is None:
         sources = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q, "distca_documents": distca_documents}
-        _plan(session, handle, sources, query, key, value, training=module.training, window=window)
-    work = handle.work[window]
+        work = session.work_for(handle, sources, query.to(dtype), which, training=module.training)
     scores = _scores(query, scaling, work.window, softcap)
-    return _run(session, handle, work, module, query, key, value, scores, sink_H), None
-
-
-def _plan(
-    session: Session,
-    handle: AttentionHandle,
-    sources: dict[str, Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    training: bool,
-    window: int | None,
-) -> None:
-    """Give a handle its work, and those that are planned together with it."""
-    handles, spans = handle.planned_together, session.config.documents_span_ranks
-    with session.reporting(training, "reading documents", alone=handle.alone):
-        parts = [one.local or one.read_documents(sources, span_ranks=spans) for one in handles]
-    works = session.work_for(parts, query, key, value, training=training, alone=handle.alone, window=window)
-    for one, work in zip(handles, works, strict=True):
-        one.work[window] = work
+    return _attend(session, handle, work, module, (query, key, value), dtype, scores, sink_H), None
 
 
 def _window(module: torch.nn.Module, window: object) -> int | None:
@@ -132,27 +114,26 @@ def _sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> torch.Ten
     return s_aux.reshape(heads)
 
 
-def _run(
+def _attend(
     session: Session,
     handle: AttentionHandle,
     work: Work,
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dtype: torch.dtype,
     scores: Scores,
     sink_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    batch, heads, length, _ = query.shape
-    dtype = _common_dtype(query, key, value)
-    q_THD, k_TKD, v_TKV = (t.to(dtype).transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    """Attention of q, k and v as transformers lays them out, computed as rows of tokens without padding."""
+    batch, heads, length, _ = states[0].shape
+    q_THD, k_TKD, v_TKV = (t.to(dtype).transpose(1, 2).flatten(0, 1) for t in states)
     if work.keep is not None:
         q_THD, k_TKD, v_TKV = (t.index_select(0, work.keep) for t in (q_THD, k_TKD, v_TKV))
-    context = None if handle.handover is None else handle.handover.context(work.half, k_TKD, v_TKV)
+    context = None if handle.handover is None else handle.handover.context(work.nano, k_TKD, v_TKV)
     o_THV = session.attend(work, module, q_THD, k_TKD, v_TKV, scores, sink_H, context)
     if work.keep is not None:
         o_THV = o_THV.new_zeros((batch * length, *o_THV.shape[1:])).index_copy(0, work.keep, o_THV)
-    return o_THV.view(batch, length, heads, value.shape[-1]).to(value.dtype)
+    return o_THV.view(batch, length, heads, -1).to(states[2].dtype)
 
 
 def _common_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.dtype:

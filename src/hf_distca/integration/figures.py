@@ -6,6 +6,7 @@ import time
 import weakref
 from dataclasses import dataclass
 
+from hf_distca.agreement.figures import Tally
 from hf_distca.integration.session import Session, current_session
 
 __all__ = ["balance_figures"]
@@ -18,6 +19,7 @@ class _Reading:
     session: weakref.ref[Session]
     clock: float
     seconds: float
+    total: Tally
 
 
 _last: _Reading | None = None
@@ -37,8 +39,10 @@ def balance_figures() -> dict[str, float]:
     global _last
     session, last = current_session(), _last
     now, seconds = time.perf_counter(), session.meter.seconds
-    _last = _Reading(weakref.ref(session), now, seconds)
-    figures = session.planner.history.take().figures()
-    if figures and last is not None and last.session() is session:
+    total = session.planner.history.total
+    _last = _Reading(weakref.ref(session), now, seconds, total)
+    same = last is not None and last.session() is session
+    figures = (total - last.total if last is not None and same else total).figures()
+    if figures and last is not None and same:
         figures["distca/server_time_share"] = (seconds - last.seconds) / max(now - last.clock, 1e-9)
     return figures

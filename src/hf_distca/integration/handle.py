@@ -7,104 +7,143 @@ argument, it is the same object in the recompute of activation checkpointing and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
-from hf_distca.agreement.documents import LocalDocuments, read_documents
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.documents import Documents, read_documents
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import warn_of_packing
+from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
+from hf_distca.schedule.cost import AttentionShape
 
 if TYPE_CHECKING:
-    from hf_distca.integration.halves import Halves, Handover
+    from hf_distca.integration.nano_batches import Handover, NanoBatches
 
 __all__ = ["AttentionHandle", "CachedMask", "ForeignMask", "Work"]
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What the first layer found out for all layers.
+    """What the first layer found out for all layers that have the same plan.
 
     Attributes:
+        group: the ranks that take part, this one alone where nobody else does.
         route: this rank's route.
         keep: int64 indices of the tokens that are not padding, on the device of q; None if there is no padding.
         window: keys that a row sees at most; None if no document on any rank is longer than the layer's window.
-        collective: whether other ranks take part.
         meter: counts what this micro-batch does in this kind of layer.
-        half: 0 if the batch is whole, 1 and 2 for its nano-batches.
-        outputs: outputs of the layers, for activation checkpointing.
+        nano: 0 if the batch is whole, 1 and 2 for its nano-batches.
+        outputs: outputs of the layers, for activation checkpointing; None where no recompute can follow.
         name: of the micro-batch, for errors.
     """
 
+    group: AttentionGroup
     route: Route
     keep: torch.Tensor | None
     window: int | None
-    collective: bool
     meter: Meter
-    half: int = 0
-    outputs: OutputStore = field(default_factory=OutputStore)
+    nano: int = 0
+    outputs: OutputStore | None = None
     name: str = "a micro-batch"
 
 
-@dataclass(eq=False)
 class AttentionHandle:
-    """Stands for the mask of one forward and one kind of layer.
+    """Stands for the mask of one forward and one kind of layer. All layers, and their recomputes, get the same object.
 
-    Attributes:
+    It is no dataclass: FSDP with mixed precision rebuilds those, with the dictionaries in them, for every layer that it wraps.
+
+    Args:
         batch_size, length: shape of the batch in tokens.
         padding: (batch_size, length) bool mask as the user gave it, true for tokens.
         window: keys that a row of this kind of layer sees at most, None for all.
         chunk: length of the chunks that documents are cut into in this kind of layer, None for no cuts.
         position_ids: those the mask was made with, for models that pass none to attention.
-        alone: whether no other rank may be asked to take part, because this forward is one of `generate`.
         model_type: of the model that made the mask, for what there is to say about packed documents in it.
-        work: filled by the first layer, by window: some models tell the window only to the attention function.
-        halves: the handles of the two nano-batches, once a layer has run as halves.
-        local: the documents of a nano-batch; a whole batch reads them from what reaches the attention function.
+        alone: whether no other rank may be asked to take part, because this forward is one of `generate`.
+        recomputes: whether layers may run again in backward: the mask was made while gradients were recorded.
+
+    Attributes:
+        work: filled by the first layer of each kind: some models tell the window only to the attention function.
+        group: the ranks that take part, once that was asked.
+        documents: those of the batch, once they were read, or of the nano-batch.
+        nano: 0 for a whole batch, 1 and 2 for its nano-batches.
+        nano_batches: how the batch is cut in two, once a layer has run so.
         handover: keys that the second nano-batch reads of the first one.
         second: in the handle of the first nano-batch, that of the second one, which is planned with it.
     """
 
-    batch_size: int
-    length: int
-    padding: torch.Tensor | None
-    window: int | None = None
-    chunk: int | None = None
-    position_ids: torch.Tensor | None = None
-    model_type: str | None = None
-    alone: bool = False
-    work: dict[int | None, Work] = field(default_factory=dict, repr=False)
-    halves: Halves | None = field(default=None, repr=False)
-    local: LocalDocuments | None = field(default=None, repr=False)
-    handover: Handover | None = field(default=None, repr=False)
-    second: AttentionHandle | None = field(default=None, repr=False)
-    # Generation with static caches makes masks ahead of the forward and handles them as 4-D tensors.
-    ndim: ClassVar[int] = 4
+    ndim: ClassVar[int] = 4  # generation with static caches makes masks ahead of the forward and takes them for 4-D tensors
+
+    def __init__(
+        self,
+        batch_size: int,
+        length: int,
+        padding: torch.Tensor | None = None,
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
+        position_ids: torch.Tensor | None = None,
+        model_type: str | None = None,
+        alone: bool = False,
+        recomputes: bool = True,
+    ) -> None:
+        self.batch_size, self.length, self.padding = batch_size, length, padding
+        self.window, self.chunk, self.position_ids = window, chunk, position_ids
+        self.model_type, self.alone, self.recomputes = model_type, alone, recomputes
+        self.work: dict[PlanKey, Work] = {}
+        self.group: AttentionGroup | None = None
+        self.documents: Documents | None = None
+        self.nano = 0
+        self.nano_batches: NanoBatches | None = None
+        self.handover: Handover | None = None
+        self.second: AttentionHandle | None = None
+
+    def of_nano_batch(self, nano: int, shape: tuple[int, int], documents: Documents, handover: Handover) -> AttentionHandle:
+        """The handle of a nano-batch, 1 or 2, of (rows, tokens)."""
+        handle = AttentionHandle(
+            *shape,
+            window=self.window,
+            chunk=self.chunk,
+            model_type=self.model_type,
+            alone=self.alone,
+            recomputes=self.recomputes,
+        )
+        handle.nano, handle.documents, handle.handover, handle.group = nano, documents, handover, self.group
+        return handle
 
     @property
     def planned_together(self) -> list[AttentionHandle]:
         """The handles that get their work at once: of the first nano-batch both, so that ranks meet once, else this one."""
         return [self] if self.second is None else [self, self.second]
 
-    def read_documents(self, arguments: Mapping[str, Any], *, span_ranks: bool) -> LocalDocuments:
-        """The documents of the batch, from the keyword arguments of a layer or of attention."""
-        positions = arguments.get("position_ids")
-        local = read_documents(
-            self.batch_size,
-            self.length,
-            packed=arguments.get("distca_documents"),
-            cu_seq_lens=arguments.get("cu_seq_lens_q"),
-            position_ids=self.position_ids if positions is None else positions,
-            padding=self.padding,
-            span_ranks=span_ranks,
-        )
-        if len(local.rows) > self.batch_size:
-            warn_of_packing(self.model_type)
-        return local.in_chunks(self.chunk)
+    def key(self, shape: AttentionShape, device: str, window: int | None) -> PlanKey:
+        """Which plan a layer has that tells this window to the attention function; the mask's own window goes first."""
+        return PlanKey(shape, device, window if self.window is None else self.window, self.chunk, self.nano)
+
+    def read(self, arguments: Mapping[str, Any], *, span_ranks: bool, training: bool) -> Documents:
+        """The documents of the batch, from the keyword arguments of a layer or of attention; read once."""
+        if self.documents is None:
+            positions = arguments.get("position_ids")
+            documents = read_documents(
+                self.batch_size,
+                self.length,
+                packed=arguments.get("distca_documents"),
+                cu_seq_lens=arguments.get("cu_seq_lens_q"),
+                position_ids=self.position_ids if positions is None else positions,
+                padding=self.padding,
+                span_ranks=span_ranks,
+                training=training,
+            )
+            if len(documents.rows) > self.batch_size:
+                warn_of_packing(self.model_type)
+            self.documents = documents.in_chunks(self.chunk)
+        return self.documents
 
     def contiguous(self) -> AttentionHandle:
         """The handle itself."""

@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_distca.integration.families import PING_PONG
-from hf_distca.integration.halves import Halves
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.pingpong import run_halves
 
@@ -30,7 +30,7 @@ _seen: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def cut_layers(model: torch.nn.Module) -> None:
-    """Let the decoder layers of a model run as two halves where a micro-batch gains by it. Again has no effect."""
+    """Let the decoder layers of a model run as two nano-batches where a micro-batch gains by it. Again has no effect."""
     if model in _seen:
         return
     _seen.add(model)
@@ -44,18 +44,18 @@ def cut_layers(model: torch.nn.Module) -> None:
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in layers:
         if not hasattr(type(module), "_distca_whole"):
-            module.__class__ = _in_halves(type(module))  # type: ignore[arg-type]  # a class is hashable
+            module.__class__ = _in_nano_batches(type(module))  # type: ignore[arg-type]  # a class is hashable
 
 
 @cache
-def _in_halves(base: Any) -> Any:
-    """The class of layers like `base` that run as halves."""
+def _in_nano_batches(base: Any) -> Any:
+    """The class of layers like `base` that run as nano-batches."""
 
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         whole = partial(base.forward, self)
-        halves = _halves_for(self, args, kwargs)
-        return whole(*args, **kwargs) if halves is None else _run(whole, halves, args, kwargs)
+        cut = _nano_batches_for(self, args, kwargs)
+        return whole(*args, **kwargs) if cut is None else _run(whole, cut, args, kwargs)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
         # Copies and pickles are of the class that has an address; their first forward makes them like this one again.
@@ -72,20 +72,20 @@ def _blank(kind: Any, *arguments: Any) -> Any:
     return kind.__new__(kind, *arguments)
 
 
-def _run(whole: Callable[..., Any], halves: Halves, args: Any, kwargs: Any) -> Any:
-    first, second = (partial(whole, *halves.part(half, args), **halves.part(half, kwargs)) for half in (0, 1))
+def _run(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) -> Any:
+    first, second = (partial(whole, *cut.part(nano, args), **cut.part(nano, kwargs)) for nano in (1, 2))
     device = next(one.device for one in _flat((args, kwargs)) if isinstance(one, torch.Tensor))
     trace = current_session().trace
     if trace is not None:
         trace.border(device)
-    output = halves.join(*run_halves(first, second, device.type))
+    output = cut.join(*run_halves(first, second, device.type))
     grown = next((one for one in _flat((output,)) if isinstance(one, torch.Tensor) and one.requires_grad), None)
     if trace is not None and grown is not None:
         grown.register_hook(lambda _: trace.border(device))  # type: ignore[no-untyped-call]
     return output
 
 
-def _halves_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Halves | None:
+def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NanoBatches | None:
     """How to cut this call of a layer; None to run it whole."""
     flat = list(_flat((args, kwargs)))
     handles = {id(one): one for one in flat if isinstance(one, AttentionHandle)}
@@ -93,24 +93,24 @@ def _halves_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Ha
         return None
     handle = next(iter(handles.values()))
     if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - a recompute, which must do what the forward did
-        return handle.halves if handle.halves is not None and id(layer) in handle.halves.layers else None
-    # Halves fill no cache. Who trains does not read it; who generates does, also with a model in training mode.
+        found = handle.nano_batches
+        return found if found is not None and id(layer) in found.layers else None
+    # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model in training mode.
     if any(isinstance(one, Cache) for one in flat) and not (layer.training and torch.is_grad_enabled()):
         return None
     session = current_session()
-    if handle.local is not None or not (session.config.ping_pong and session.takes_part(layer.training, alone=handle.alone)):
+    if handle.nano or not (session.config.ping_pong and session.shares(handle, layer.training)):
         return None
-    if handle.halves is None:
-        with session.reporting(layer.training, "reading documents"):
-            local = handle.read_documents(kwargs, span_ranks=session.config.documents_span_ranks)
-        if local.spans:
+    if handle.nano_batches is None:
+        documents = session.documents(handle, kwargs, layer.training)
+        if documents.spans:
             _warn_of_spans()
             return None
-        handle.halves = Halves.of(handle, local, session.config.tile)
-    if handle.halves.pointless:
+        handle.nano_batches = NanoBatches.of(handle, documents, session.config.tile)
+    if handle.nano_batches.pointless:
         return None
-    handle.halves.layers.add(id(layer))
-    return handle.halves
+    handle.nano_batches.layers.add(id(layer))
+    return handle.nano_batches
 
 
 @cache

@@ -83,7 +83,19 @@ def distca_mask(
     _prepare_model(creator)
     # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
     alone = _calling_frame(lambda frame: frame.f_code is _GENERATE, creator) is not None
-    return AttentionHandle(batch_size, q_length, padding, window, chunk, _positions(creator), model_type, alone)
+    return AttentionHandle(
+        batch_size,
+        q_length,
+        padding,
+        window=window,
+        chunk=chunk,
+        position_ids=_positions(creator),
+        model_type=model_type,
+        alone=alone,
+        # Only what is computed while gradients are recorded can be recomputed. Layers under reentrant checkpointing record none
+        # in their first forward, but their mask is made before.
+        recomputes=torch.is_grad_enabled(),
+    )
 
 
 def _prepare_model(creator: FrameType | None) -> None:

@@ -6,32 +6,33 @@ Plans and routes are not among them; those live in the handle of their micro-bat
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_distca.agreement.announce import Kind
-from hf_distca.agreement.documents import LocalDocuments
+from hf_distca.agreement.announce import PlanKey, Stated, layout_of
+from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planned, Planner
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.integration.handle import Work
+from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.mesh import data_parallel_group, find_members
 from hf_distca.kernels import Kernel, Scores, select_kernel
 from hf_distca.runtime.calibrate import calibrate
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.route import Route
+from hf_distca.runtime.outputs import OutputStore
+from hf_distca.runtime.route import Route, _on
 from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Trace, Tracer
-from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
@@ -41,17 +42,30 @@ _ALONE = AttentionGroup()
 
 
 class Session:
-    """One process's side of core attention. Use `current_session`; `configure` makes a new one."""
+    """One process's side of core attention. Use `current_session`; `configure` makes a new one.
+
+    Attributes:
+        meter: counts what the process does.
+        planner: the plans of its micro-batches, the settings they are made under, and the figures.
+        trace: where a timeline is recorded, None for no timeline.
+    """
 
     def __init__(self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None) -> None:
-        self.config = config
         self.meter = Meter()
-        self.planner = Planner(self.meter)
+        self.planner = Planner(config, self.meter)
         self.trace: Trace | None = None
         self._members = members
         self._group: AttentionGroup | None = None
         self._world: object = None
-        self._costs: dict[tuple[AttentionShape, str], CostModel] = {}
+
+    @property
+    def config(self) -> DistCAConfig:
+        """The settings."""
+        return self.planner.config
+
+    @config.setter
+    def config(self, config: DistCAConfig) -> None:
+        self.planner.config = config
 
     @property
     def group(self) -> AttentionGroup:
@@ -74,62 +88,72 @@ class Session:
         """Take the attention group from the mesh of a model."""
         self._members = mesh
 
-    def takes_part(self, training: bool, *, alone: bool = False) -> bool:
-        """Whether other ranks take part in the attention of a module that trains, or does not; never if it is to be alone."""
-        # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
-        return not alone and (training or self.config.balance_evaluation) and self.group.size > 1
+    def group_for(self, handle: AttentionHandle, training: bool) -> AttentionGroup:
+        """The ranks that take part in a forward: this one alone where the others need not run it. Asked once a handle."""
+        if handle.group is None:
+            # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
+            together = not handle.alone and (training or self.config.balance_evaluation)
+            handle.group = self.group if together else _ALONE
+        return handle.group
+
+    def shares(self, handle: AttentionHandle, training: bool) -> bool:
+        """Whether other ranks take part in a forward."""
+        return self.group_for(handle, training).size > 1
+
+    def documents(self, handle: AttentionHandle, arguments: Mapping[str, Any], training: bool) -> Documents:
+        """The documents of a batch, from the keyword arguments of a layer or of attention."""
+        with self._reporting(self.group_for(handle, training), "reading documents"):
+            return handle.read(arguments, span_ranks=self.config.documents_span_ranks, training=training)
 
     def work_for(
-        self,
-        parts: Sequence[LocalDocuments],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        training: bool,
-        alone: bool = False,
-        window: int | None = None,
-    ) -> list[Work]:
-        """Plan a micro-batch for one kind of layer: together with the other ranks in training, alone otherwise.
+        self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey, *, training: bool
+    ) -> Work:
+        """Plan one kind of layer of a micro-batch: together with the other ranks, or alone.
 
         Args:
-            parts: this rank's documents, whole or of both nano-batches.
-            query, key, value: (batch, heads, length, width), for their shapes, dtype and device.
+            handle: of the micro-batch. It gets the work, and so do those that are planned with it.
+            arguments: keyword arguments of attention, which tell documents apart.
+            query: (batch, heads, length, width) in the dtype that attention computes in.
+            key: which plan.
             training: whether the module is in training mode on this rank, and so on all.
-            alone: whether this forward is one that the other ranks need not run, whatever the mode.
-            window: keys that a row sees at most, None for all.
-
-        Returns:
-            The work of each part.
         """
-        if not self.takes_part(training, alone=alone):
-            return [self._work_alone(local, query.device, window, evaluating=alone or not training) for local in parts]
-        with self.group.reporting(f"measuring costs for micro-batch {self.planner.next_number}"):
-            cost = self._cost(query, key, value, window)
-        kinds = [Kind(cost, local.chunk, local.half, self.config) for local in parts]
-        plans = self.planner.plan(list(zip(parts, kinds, strict=True)), self.group)
-        with self.reporting(training, "taking up a plan", alone=alone):
-            return [self._work(local, planned, query.device) for local, planned in zip(parts, plans, strict=True)]
+        group, handles = self.group_for(handle, training), handle.planned_together
+        keys = [key._replace(nano=one.nano) for one in handles]
+        requests = [(self.documents(one, arguments, training), key) for one, key in zip(handles, keys, strict=True)]
+        if group.size == 1:
+            evaluating = handle.alone or not training
+            made = [self._work_alone(one, key, query.device, evaluating) for one, key in requests]
+        else:
+            with group.reporting(f"measuring costs for micro-batch {self.planner.next_number}"):
+                self._learn_cost(key, query, group)
+            plans = self.planner.plan(requests, group)
+            with self._reporting(group, "taking up a plan"):
+                made = [self._work(one, planned, group, query.device) for (one, _), planned in zip(requests, plans, strict=True)]
+        for one, key, work in zip(handles, keys, made, strict=True):
+            one.work[key] = work if one.recomputes and training else replace(work, outputs=None)
+        return handle.work[keys[0]]
 
-    def _work_alone(self, local: LocalDocuments, device: torch.device, window: int | None, *, evaluating: bool) -> Work:
-        if local.spans and evaluating and (local.rows[:, 1] > 0).any():
+    def _work_alone(self, documents: Documents, key: PlanKey, device: torch.device, evaluating: bool) -> Work:
+        try:
+            layout = layout_of(Stated.of(documents))
+        except LayoutError as error:
+            if not (evaluating and documents.spans):
+                raise
             raise UnsupportedError(
                 "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
                 "set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
-            )
-        layout = Layout.from_lengths([local.rows[:, 2].tolist()])
-        window = _effective(window, layout)
-        return Work(Route.build(Plan.local(layout, window), 0, device), _keep(local, device), window, False, Meter(self.meter))
+            ) from error
+        plan = Plan.local(layout, None if key.window is None or key.window >= layout.longest else key.window)
+        route = Route.build(plan, 0, device)
+        return Work(_ALONE, route, _keep(documents, device), plan.window, Meter(self.meter), key.nano, OutputStore())
 
-    def _work(self, local: LocalDocuments, planned: Planned, device: torch.device) -> Work:
-        meter = self.planner.use(planned, local)
-        plan, cost = planned.plan, planned.kind.cost
-        waves = Waves.of(plan, cost.shape, self.config.tile, self.config.max_transient_bytes)
-        self._warn_above_bound(waves)
-        route = Route.build(plan, self.group.rank, device, waves)
-        name = f"micro-batch {self.planner.number}" + (f", nano-batch {local.half}" if local.half else "")
-        window = _effective(cost.window, plan.layout)
-        return Work(route, _keep(local, device), window, True, meter, local.half, name=name)
+    def _work(self, documents: Documents, planned: Planned, group: AttentionGroup, device: torch.device) -> Work:
+        meter, nano = self.planner.use(planned, documents), planned.key.nano
+        waves = Waves.of(planned.plan, planned.key.shape, self.config.tile, self.config.max_transient_bytes)
+        self._warn_above_bound(waves, group)
+        route = Route.build(planned.plan, group.rank, device, waves)
+        name = f"micro-batch {self.planner.number}" + (f", nano-batch {nano}" if nano else "")
+        return Work(group, route, _keep(documents, device), planned.plan.window, meter, nano, OutputStore(), name)
 
     def attend(
         self,
@@ -143,13 +167,13 @@ class Session:
         context: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens, whose keys `context` is in front of."""
-        group = self.group if work.collective else _ALONE
+        group = work.group
         place = f"layer {getattr(module, 'layer_idx', work.meter.calls)} of {work.name}"
         if group.data is not None:
             group = replace(group, data=group.data.at(place, 2 * len(work.route.waves)))
         reporting = partial(group.reporting, f"computing {place}")
-        outputs = work.outputs.of(module) if module.training else None
-        tracer = Tracer(self.trace, work.half, work.meter.calls + 1, q_THD.device)
+        outputs = None if work.outputs is None else work.outputs.of(module)
+        tracer = Tracer(self.trace, work.nano, work.meter.calls + 1, q_THD.device)
         with reporting():
             server = AttentionServer(self._kernel(q_THD, v_TKV, scores), scores, work.meter, tracer, reporting)
             return core_attention(
@@ -165,9 +189,8 @@ class Session:
             )
 
     @contextmanager
-    def reporting(self, training: bool, doing: str, *, alone: bool = False) -> Iterator[None]:
+    def _reporting(self, group: AttentionGroup, doing: str) -> Iterator[None]:
         """Name this rank in what is wrong with its batch, and tell the ranks that would wait for it."""
-        group = self.group if self.takes_part(training, alone=alone) else _ALONE
         try:
             with group.reporting(f"{doing} for micro-batch {self.planner.next_number}"):
                 yield
@@ -179,40 +202,35 @@ class Session:
     def _kernel(self, query: torch.Tensor, value: torch.Tensor, scores: Scores) -> Kernel:
         return select_kernel(self.config.kernel, query.device, query.dtype, query.shape[-1], value.shape[-1], scores)
 
-    def _cost(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None) -> CostModel:
-        shape = AttentionShape(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], query.element_size())
-        kind = query.device.type
-        if (shape, kind) not in self._costs:
-            source = self.config.cost_model
-            if isinstance(source, CostModel):
-                cost = replace(source, shape=shape)
-            else:
-                cost = CostModel.analytic(shape, device_type=kind, tile=self.config.tile)
-            if source == "calibrated":
-                kernel = self._kernel(query, value, Scores(1.0))
-                cost = calibrate(cost, kernel, query.dtype, query.device, self.group)
-            self._costs[shape, kind] = cost
-        return replace(self._costs[shape, kind], window=window)
+    def _learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
+        """Make the cost model of a shape, at its first layer."""
+        if (key.shape, key.device) in self.planner.costs:
+            return
+        source, shape = self.config.cost_model, key.shape
+        if isinstance(source, CostModel):
+            cost = replace(source, shape=shape)
+        else:
+            cost = CostModel.analytic(shape, device_type=key.device, tile=self.config.tile)
+        if source == "calibrated":
+            widths = shape.head_dim, shape.value_head_dim
+            kernel = select_kernel(self.config.kernel, query.device, query.dtype, *widths, Scores(1.0))
+            cost = calibrate(cost, kernel, query.dtype, query.device, group)
+        self.planner.costs[shape, key.device] = cost
 
-    def _warn_above_bound(self, waves: Waves) -> None:
+    def _warn_above_bound(self, waves: Waves, group: AttentionGroup) -> None:
         """A document over ranks needs its keys wherever its rows are. Exact anyway, and most likely it fits: no error."""
-        bound, rank = self.config.max_transient_bytes, self.group.rank
+        bound, rank = self.config.max_transient_bytes, group.rank
         if bound is not None and waves.bytes is not None and waves.bytes[rank] > bound:
             warnings.warn(
-                f"rank {self.group.ranks[rank]} needs about {waves.bytes[rank]} transient bytes for a tile of rows of a document "
+                f"rank {group.ranks[rank]} needs about {waves.bytes[rank]} transient bytes for a tile of rows of a document "
                 f"that spans ranks, more than max_transient_bytes={bound}; it is computed in {waves.count} waves of that size. "
                 "Raise the bound, or cut documents so that each lies on one rank.",
                 stacklevel=2,
             )
 
 
-def _effective(window: int | None, layout: Layout) -> int | None:
-    """The window, if any document is longer than it."""
-    return None if window is None or window >= layout.longest else window
-
-
-def _keep(local: LocalDocuments, device: torch.device) -> torch.Tensor | None:
-    return None if local.keep is None else torch.from_numpy(local.keep).to(device)
+def _keep(documents: Documents, device: torch.device) -> torch.Tensor | None:
+    return None if documents.keep is None else _on(device, documents.keep)
 
 
 _session: Session | None = None

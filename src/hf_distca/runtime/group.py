@@ -125,6 +125,13 @@ class AttentionGroup:
         self.watch.met = doing
         return rows
 
+    @property
+    def checksum(self) -> int:
+        return 0
+
+    def same(self, numbers: IntArray, *, doing: str) -> bool:
+        return all(np.array_equal(numbers, row) for row in self.gather(numbers, doing=doing))
+
     def _gather_rows(self, row: IntArray, control: dist.ProcessGroup) -> list[IntArray]:
         first = self._gather_fixed(np.concatenate([[len(row)], row])[: _CAPACITY + 1], _CAPACITY + 1, control)
         longest = int(first[:, 0].max())

@@ -76,3 +76,8 @@ class Meter:
             begin, end = self._pending.popleft()
             self._seconds += begin.elapsed_time(end) / 1e3
         return self._seconds
+
+    @property
+    def finished(self) -> bool:
+        """Whether no kernel of it is still running."""
+        return not self._pending

@@ -1,8 +1,8 @@
-"""The two nano-batches of a batch: where it is cut, what each half of a layer gets, and how its outputs are joined.
+"""The two nano-batches of a batch: where it is cut, what each of them gets of a layer's arguments, and how outputs are joined.
 
 One row is cut among its tokens, between documents if a document starts near the middle. Several rows are cut among the rows.
-A document that crosses the cut needs, in the second half, the keys that the first half made: they are handed over inside the
-layer, with their gradient.
+A document that crosses the cut needs, in the second nano-batch, the keys that the first one made: they are handed over inside
+the layer, with their gradient.
 """
 
 from __future__ import annotations
@@ -14,48 +14,48 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from hf_distca.agreement.documents import LocalDocuments
+from hf_distca.agreement.documents import Documents
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.handle import AttentionHandle
 
-__all__ = ["Halves", "Handover", "cut"]
+__all__ = ["Handover", "NanoBatches", "cut"]
 
-# A cut between documents is taken if the smaller half then has at least this part of the tokens.
+# A cut between documents is taken if the smaller nano-batch then has at least this part of the tokens.
 _SMALLEST = 3 / 8
 
 
 @dataclass(eq=False)
 class Handover:
-    """Keys and values that the second half reads of the first: those of its last `tokens` tokens."""
+    """Keys and values that the second nano-batch reads of the first: those of its last `tokens` tokens."""
 
     tokens: int
     given: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def context(self, half: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What a half attends to in front of its own keys and values, which are given."""
+    def context(self, nano: int, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What a nano-batch attends to in front of its own keys and values, which are given."""
         if not self.tokens:
             return None
-        if half == 1:
+        if nano == 1:
             self.given = k_TKD[-self.tokens :], v_TKV[-self.tokens :]
             return None
         if self.given is None:
-            raise UnsupportedError("the second half of a layer called attention before the first: set ping_pong=False.")
+            raise UnsupportedError("the second nano-batch of a layer called attention before the first: set ping_pong=False.")
         given, self.given = self.given, None
         return given
 
 
 @dataclass(eq=False)
-class Halves:
-    """How one batch is cut, for one kind of layer.
+class NanoBatches:
+    """How one batch is cut, for one kind of layer. Nano-batches have the numbers 1 and 2.
 
     Attributes:
         batch_size, length: shape of the batch.
         axis: 0 if rows are cut, 1 if tokens are.
-        at: index on that axis where the second half begins. At 0, which is a batch of one token, the first half computes that
-            token as padding and its output is dropped: it takes part in every exchange, as on the other ranks.
-        sizes: of the halves on that axis.
-        handles: what stands for the mask in each half.
-        layers: ids of the layers that ran as halves, for a recompute to do the same.
+        at: index on that axis where the second nano-batch begins.
+        sizes: of both on that axis. A batch of one token is all in the second; the first computes that token as padding, and its
+            output is dropped: so it takes part in every exchange, as on the other ranks.
+        handles: what stands for the mask in each.
+        layers: ids of the layers that ran so, for a recompute to do the same.
     """
 
     batch_size: int
@@ -67,51 +67,44 @@ class Halves:
     layers: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(cls, handle: AttentionHandle, local: LocalDocuments, tile: int) -> Halves:
+    def of(cls, handle: AttentionHandle, documents: Documents, tile: int) -> NanoBatches:
         """Cut a batch whose documents each lie on one rank."""
         rows, length = handle.batch_size, handle.length
-        axis, at, parts = cut(rows, length, local, tile)
+        axis, at, parts = cut(rows, length, documents, tile)
         sizes = max(at, 1), (length if axis else rows) - at
         handover = Handover(parts[1].context)
         first, second = (
-            replace(
-                handle,
-                batch_size=size if axis == 0 else rows,
-                length=size if axis else length,
-                work={},
-                local=part,
-                handover=handover,
-            )
-            for size, part in zip(sizes, parts, strict=True)
+            handle.of_nano_batch(nano, (rows, size) if axis else (size, length), part, handover)
+            for nano, (size, part) in enumerate(zip(sizes, parts, strict=True), 1)
         )
         first.second = second
         return cls(rows, length, axis, at, sizes, (first, second))
 
     @property
     def pointless(self) -> bool:
-        """Whether both halves are planned and neither exchanges anything: there is nothing to hide."""
+        """Whether both are planned and neither exchanges anything: there is nothing to hide."""
         work = [work for handle in self.handles for work in handle.work.values()]
         return len(work) > 1 and not any(one.route.exchanges for one in work)
 
-    def part(self, half: int, value: Any) -> Any:
-        """The part of an argument of a layer, or of several in a tuple, list or dictionary, that a half (0 or 1) gets."""
+    def part(self, nano: int, value: Any) -> Any:
+        """The part of an argument of a layer, or of several in a tuple, list or dictionary, that a nano-batch gets."""
         if isinstance(value, torch.Tensor):
             dim = self._dim(value)
             if dim is None:
                 return value
-            return value.narrow(dim, self.at if half else 0, self.sizes[half])
+            return value.narrow(dim, 0 if nano == 1 else self.at, self.sizes[nano - 1])
         if isinstance(value, AttentionHandle):
-            return self.handles[half]
+            return self.handles[nano - 1]
         if isinstance(value, Cache):
             return None  # as under activation checkpointing: a cache would be filled twice
         if isinstance(value, dict):
-            return {name: self.part(half, one) for name, one in value.items()}
+            return {name: self.part(nano, one) for name, one in value.items()}
         if type(value) in (tuple, list):
-            return type(value)(self.part(half, one) for one in value)
+            return type(value)(self.part(nano, one) for one in value)
         return value
 
     def join(self, first: Any, second: Any) -> Any:
-        """The output of a layer from those of its halves.
+        """The output of a layer from those of its nano-batches.
 
         Raises:
             UnsupportedError: if an output is not made of tensors that have the cut axis.
@@ -120,7 +113,7 @@ class Halves:
             shapes = tuple(first.shape), tuple(second.shape)
             if tuple(shape[self.axis] if len(shape) > self.axis else 0 for shape in shapes) != self.sizes:
                 raise UnsupportedError(
-                    f"a decoder layer returned tensors of shapes {shapes[0]} and {shapes[1]} for halves of {self.sizes} "
+                    f"a decoder layer returned tensors of shapes {shapes[0]} and {shapes[1]} for nano-batches of {self.sizes} "
                     f"{'tokens' if self.axis else 'rows'}, which ping-pong cannot join: set DistCAConfig(ping_pong=False)."
                 )
             return torch.cat([first.narrow(self.axis, 0, self.at), second], self.axis)
@@ -129,8 +122,8 @@ class Halves:
         if type(first) in (tuple, list) and type(second) is type(first) and len(first) == len(second):
             return type(first)(self.join(*pair) for pair in zip(first, second, strict=True))
         raise UnsupportedError(
-            f"a decoder layer returned {type(first).__name__} and {type(second).__name__} for its halves, which ping-pong cannot "
-            "join: set DistCAConfig(ping_pong=False)."
+            f"a decoder layer returned {type(first).__name__} and {type(second).__name__} for its nano-batches, which "
+            "ping-pong cannot join: set DistCAConfig(ping_pong=False)."
         )
 
     def _dim(self, tensor: torch.Tensor) -> int | None:
@@ -138,23 +131,25 @@ class Halves:
         shape = tuple(tensor.shape)
         if self.axis == 0:
             return next((d for d in range(len(shape) - 1) if shape[d : d + 2] == (self.batch_size, self.length)), None)
+        if len(shape) == 1 and tensor.is_floating_point():
+            return None  # a vector of the layer's width may be as long as the batch; what tokens have one by one are integers
         return next((d for d in range(len(shape)) if shape[d] == self.length and (d == 0 or shape[d - 1] == 1)), None)
 
 
-def cut(batch_size: int, length: int, local: LocalDocuments, tile: int) -> tuple[int, int, tuple[LocalDocuments, LocalDocuments]]:
-    """Where a (batch_size, length) batch is cut: axis and index as in `Halves`, and the documents of its nano-batches."""
+def cut(batch_size: int, length: int, documents: Documents, tile: int) -> tuple[int, int, tuple[Documents, Documents]]:
+    """Where a (batch_size, length) batch is cut: axis and index as in `NanoBatches`, and the documents of both."""
     axis = 0 if batch_size > 1 else 1
-    at = batch_size // 2 if axis == 0 else _middle(length, local, tile)
-    first, second = local.halves(at if axis else at * length)
+    at = batch_size // 2 if axis == 0 else _middle(length, documents, tile)
+    first, second = documents.cut(at if axis else at * length)
     if not at:
         first = replace(first, keep=np.zeros(0, dtype=np.int64))
     return axis, at, (first, second)
 
 
-def _middle(length: int, local: LocalDocuments, tile: int) -> int:
+def _middle(length: int, documents: Documents, tile: int) -> int:
     """The token to cut a row at."""
-    starts = np.cumsum(local.rows[:-1, 2])
-    tokens = starts if local.keep is None else local.keep[starts]
+    starts = np.cumsum(documents.rows[:-1, 2])
+    tokens = starts if documents.keep is None else documents.keep[starts]
     near = tokens[np.minimum(tokens, length - tokens) >= _SMALLEST * length]
     if len(near):
         return int(near[np.abs(near - length / 2).argmin()])

@@ -1,0 +1,142 @@
+"""What planning promised and what ranks measured, per micro-batch, and the figures made of both.
+
+The imbalance of several micro-batches is sum(max over ranks) / sum(mean over ranks): the ranks wait in every micro-batch, so
+the slowest of each counts. Ranks announce their measured seconds with their next documents; the figures lag one micro-batch, and
+on a GPU, where the host runs ahead of the kernels, two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from hf_distca.schedule.cost import CostModel, FloatArray
+from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.plan import Plan
+
+__all__ = ["Estimate", "History", "Tally"]
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """The attention seconds that a plan of a micro-batch is to take.
+
+    Attributes:
+        ranks: how many there are.
+        home, server: (tasks,) of each CA-task.
+        seconds: (tasks,) estimated, forward and backward.
+        planning_ms: milliseconds of planning, exchange of the documents included, up to the plan.
+    """
+
+    ranks: int
+    home: IntArray
+    server: IntArray
+    seconds: FloatArray
+    planning_ms: float
+
+    @classmethod
+    def of(cls, plan: Plan, cost: CostModel, planning_ms: float) -> Estimate:
+        """The estimate of a plan's tasks."""
+        seconds = cost.seconds(plan.end - plan.start, plan.end)
+        return cls(plan.layout.world_size, plan.home, plan.server, seconds, planning_ms)
+
+    @property
+    def before(self) -> FloatArray:
+        """(ranks,) seconds if every rank computed its own attention."""
+        return self._sum(self.home, self.seconds)
+
+    @property
+    def after(self) -> FloatArray:
+        """(ranks,) seconds of every server."""
+        return self._sum(self.server, self.seconds)
+
+    def given_back(self, measured: FloatArray) -> FloatArray:
+        """Measured seconds of servers, given back to the home ranks of the tasks in proportion to their estimates."""
+        served = self.after
+        rate = np.divide(measured, served, out=np.zeros_like(served), where=served > 0)
+        return self._sum(self.home, self.seconds * rate[self.server])
+
+    def _sum(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
+        return np.bincount(rank, weights=seconds, minlength=self.ranks).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Sums over micro-batches. Seconds are those of attention on one rank: the slowest, or the mean of all.
+
+    The difference of two tallies of a session is the tally of what lies between them.
+    """
+
+    micro_batches: int = 0
+    planning_ms: float = 0.0
+    estimated_before: float = 0.0
+    estimated_after: float = 0.0
+    estimated_mean: float = 0.0
+    measured_before: float = 0.0
+    measured_after: float = 0.0
+    measured_mean: float = 0.0
+    busiest_bytes: float = 0.0
+    layers: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Tally) -> Tally:
+        return Tally(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def figures(self) -> dict[str, float]:
+        """The figures to log; those without data are left out."""
+        figures: dict[str, float] = {}
+        if self.estimated_mean > 0:
+            figures["distca/imbalance_estimated_before"] = self.estimated_before / self.estimated_mean
+            figures["distca/imbalance_estimated_after"] = self.estimated_after / self.estimated_mean
+        if self.measured_mean > 0:
+            figures["distca/imbalance_measured_before"] = self.measured_before / self.measured_mean
+            figures["distca/imbalance_measured_after"] = self.measured_after / self.measured_mean
+        if self.layers:
+            figures["distca/exchanged_mb_per_layer"] = self.busiest_bytes / self.layers / 1e6
+        if self.micro_batches:
+            figures["distca/planning_ms"] = self.planning_ms / self.micro_batches
+        return figures
+
+
+class History:
+    """Adds up micro-batches and measurements.
+
+    Attributes:
+        total: since the start. It only grows; whoever reports keeps the one it reported last and takes the difference.
+    """
+
+    def __init__(self) -> None:
+        self.total = Tally()
+        self._number = 0
+
+    def planned(self, estimate: Estimate, number: int) -> None:
+        """A plan of micro-batch `number` was made: one of several, where kinds of layers or nano-batches have their own."""
+        before = estimate.before
+        self.total += Tally(
+            micro_batches=int(number != self._number),
+            planning_ms=estimate.planning_ms,
+            estimated_before=float(before.max()),
+            estimated_after=float(estimate.after.max()),
+            estimated_mean=float(before.mean()),
+        )
+        self._number = number
+
+    def measured(self, estimate: Estimate, seconds: FloatArray, sent_bytes: IntArray, calls: int) -> None:
+        """What all ranks did for a micro-batch.
+
+        Args:
+            estimate: what the plan was to take.
+            seconds: attention kernel seconds of each rank.
+            sent_bytes: bytes each rank sent.
+            calls: attention layers that ran.
+        """
+        self.total += Tally(
+            measured_before=float(estimate.given_back(seconds).max()),
+            measured_after=float(seconds.max()),
+            measured_mean=float(seconds.mean()),
+            busiest_bytes=float(sent_bytes.max()),
+            layers=calls,
+        )
