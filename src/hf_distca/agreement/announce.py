@@ -138,10 +138,10 @@ class Announcements:
         return measured
 
     def stated(self) -> list[Stated]:
-        """The documents for each plan. Ranks must ask for equally many."""
+        """The documents for each plan that all ranks ask for."""
         at = self.offsets + _HEADER + 2 * self.header[:, _MEASURED]
         found = []
-        for _ in range(int(self.header[0, _REQUESTS])):
+        for _ in range(int(self.header[:, _REQUESTS].min())):
             spans, nano, context, count = self.numbers[at[:, None] + np.arange(_REQUEST)].T
             sizes = count * np.where(spans, 3, 1)
             begin = at + _REQUEST
@@ -165,11 +165,11 @@ def agree(announced: Announcements, common: Common, group: AttentionGroup, place
     check_equal(group, header[:, _COUNT], "numbers of plans asked for", place, forwards)
     if (header[:, _SETTINGS] != header[0, _SETTINGS]).any():
         raise _settings_differ(common, group, place)
-    check_equal(group, header[:, _REQUESTS], "numbers of plans at once", place, "give every rank as many micro-batches a step")
     stated = announced.stated()
     for one in stated:
         check_equal(group, one.spans, "ways of giving documents", place, "use the same collator on every rank")
         check_equal(group, one.nano, "nano-batches (0 is a whole batch)", place, "give every rank the same model")
+    check_equal(group, header[:, _REQUESTS], "numbers of plans at once", place, "give every rank as many micro-batches a step")
     layers = "run the same layers on every rank"
     check_equal(group, header[:, _EXCHANGES], "numbers of exchanges up to here", place, layers)
     check_equal(group, header[:, _CHECKSUM], "layers in their exchanges up to here (as checksums)", place, layers)

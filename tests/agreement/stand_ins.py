@@ -1,0 +1,29 @@
+"""Attention groups without processes: announcements of other ranks are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.schedule.layout import IntArray
+
+Rows = Callable[[IntArray], list[IntArray]]
+
+
+class MadeUpGroup(AttentionGroup):
+    """A group in which `others` says what is gathered when this rank gives a row."""
+
+    def __init__(self, ranks: int, others: Rows | None = None) -> None:
+        super().__init__(ranks=tuple(range(ranks)))
+        object.__setattr__(self, "others", others or (lambda row: [row] * ranks))
+        object.__setattr__(self, "gathered", [])
+
+    def gather(self, row: IntArray, *, doing: str) -> list[IntArray]:
+        self.gathered.append(doing)
+        return self.others(row)
+
+    def same(self, numbers: IntArray, *, doing: str) -> bool:
+        self.gathered.append(doing)
+        return all(np.array_equal(numbers, row) for row in self.others(numbers))

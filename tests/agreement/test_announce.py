@@ -1,0 +1,113 @@
+"""Announcements: what ranks say is what is read, in few numbers, and a difference ends in an error that names it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stand_ins import MadeUpGroup
+
+from hf_distca.agreement.announce import Announcement, Announcements, PlanKey, agree, fingerprint, layout_of
+from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import DistCADesyncError
+from hf_distca.integration.nano_batches import cut
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+
+SHAPE = AttentionShape(4, 2, 16, 16, 2)
+KEY = PlanKey(SHAPE, "cpu")
+COMMON = (DistCAConfig(), (CostModel.pairs(SHAPE),))
+LENGTHS = st.lists(st.lists(st.integers(1, 50), max_size=6), min_size=1, max_size=6)
+
+
+def announcement(*documents: Documents, key: PlanKey = KEY, **changes: int) -> Announcement:
+    numbers = {"count": 1, "settings": 7, "exchanges": 4, "checksum": 9, **changes}
+    return Announcement(**numbers, figures=[(5, 6)], requests=[(one, key) for one in documents])
+
+
+def packed(lengths: list[int]) -> Documents:
+    return read_documents(1, sum(lengths), packed=PackedDocuments(lengths))
+
+
+@given(LENGTHS, LENGTHS)
+def test_documents_of_all_ranks_are_read_as_they_were_announced(first: list[list[int]], second: list[list[int]]) -> None:
+    ranks = min(len(first), len(second))
+    rows = [announcement(packed(a), packed(b)).row() for a, b in zip(first[:ranks], second[:ranks], strict=True)]
+    read = Announcements.read(rows)
+    assert read.measured.tolist() == [[[5, 6]]] * ranks
+    for stated, lengths in zip(read.stated(), (first, second), strict=True):
+        layout, wanted = layout_of(stated), Layout.from_lengths(lengths[:ranks])
+        for column in ("document", "start", "length", "offsets", "context"):
+            assert getattr(layout, column).tolist() == getattr(wanted, column).tolist()
+
+
+@given(LENGTHS)
+def test_a_document_on_one_rank_is_announced_as_one_number(ranks: list[list[int]]) -> None:
+    sizes = {len(announcement(packed(lengths)).row()) - len(lengths) for lengths in ranks}
+    assert sizes == {6 + 2 + 4}
+
+
+def test_documents_over_ranks_are_announced_with_number_and_start() -> None:
+    parts = [PackedDocuments((10, 4), (0, 0), (7, 8)), PackedDocuments((6, 5), (10, 4), (7, 8))]
+    rows = [announcement(read_documents(1, sum(one.lengths), packed=one)).row() for one in parts]
+    (stated,) = Announcements.read(rows).stated()
+    assert [list(map(tuple, layout_of(stated).segments(rank))) for rank in (0, 1)] == [
+        [(7, 0, 10), (8, 0, 4)],
+        [(7, 10, 6), (8, 4, 5)],
+    ]
+
+
+@given(LENGTHS)
+def test_context_of_the_second_nano_batch_is_of_the_document_that_crosses_the_cut(ranks: list[list[int]]) -> None:
+    ranks = [lengths or [1] for lengths in ranks]
+    second = [cut(1, sum(lengths), packed(lengths), 1)[2][1] for lengths in ranks]
+    (stated,) = Announcements.read([announcement(one, key=KEY._replace(nano=2)).row() for one in second]).stated()
+    layout = layout_of(stated)
+    assert layout.context_tokens.tolist() == [one.context for one in second]
+    assert layout.query_tokens.tolist() == [int(one.rows[:, 2].sum()) - one.context for one in second]
+    for rank, one in enumerate(second):
+        if one.context:
+            before, rest = layout.segments(rank)[:2]
+            assert (before.document, before.end) == (rest.document, rest.start)
+
+
+@pytest.mark.parametrize(
+    ("odd", "text"),
+    [
+        ({"count": 2}, "different numbers of plans asked for in here: rank 0: 1, rank 1: 2"),
+        ({"exchanges": 6}, "different numbers of exchanges up to here in here: rank 0: 4, rank 1: 6"),
+        ({"checksum": 8}, "different layers in their exchanges up to here (as checksums) in here: rank 0: 9, rank 1: 8"),
+    ],
+)
+def test_differences_are_named(odd: dict[str, int], text: str) -> None:
+    rows = [announcement(packed([3])).row(), announcement(packed([3]), **odd).row()]
+    with pytest.raises(DistCADesyncError) as caught:
+        agree(Announcements.read(rows), COMMON, MadeUpGroup(2), "here")
+    assert text in str(caught.value)
+
+
+def test_a_rank_that_asks_for_more_plans_is_named() -> None:
+    rows = [announcement(packed([3])).row(), announcement(packed([3]), packed([4])).row()]
+    with pytest.raises(DistCADesyncError, match="different numbers of plans at once in here: rank 0: 1, rank 1: 2"):
+        agree(Announcements.read(rows), COMMON, MadeUpGroup(2), "here")
+
+
+def test_settings_and_costs_are_in_the_fingerprint() -> None:
+    config, costs = COMMON
+    others = {
+        fingerprint((DistCAConfig(tolerance=0.5), costs)),
+        fingerprint((config, (CostModel.analytic(SHAPE),))),
+        fingerprint(COMMON),
+    }
+    assert len(others) == 3
+    assert all(0 <= one < 2**63 for one in others)
+
+
+def test_one_rank_with_many_documents_makes_no_other_row_longer() -> None:
+    many, few = announcement(packed([1] * 1024)).row(), announcement(packed([1024])).row()
+    assert (len(many), len(few)) == (12 + 1024, 12 + 1)
+    (stated,) = Announcements.read([many, few]).stated()
+    assert stated.counts.tolist() == [1024, 1]
+    assert np.array_equal(layout_of(stated).offsets, [0, 1024, 1025])

@@ -1,0 +1,154 @@
+"""The planner with made-up ranks: collectives, plans made beside training, and what becomes of measurements."""
+
+from __future__ import annotations
+
+import threading
+import time
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from stand_ins import MadeUpGroup
+
+from hf_distca.agreement import planner as planner_module
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.documents import Documents, PackedDocuments, PlansAhead, read_documents
+from hf_distca.agreement.figures import Estimate
+from hf_distca.agreement.planner import Planner
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import DistCADesyncError
+from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
+
+SHAPE = AttentionShape(4, 2, 16, 16, 2)
+KEY = PlanKey(SHAPE, "cpu")
+
+
+def planner(device: str = "cpu", **settings: float) -> Planner:
+    made = Planner(DistCAConfig(tile=1, min_gain=0.0, **settings), Meter())
+    made.costs[SHAPE, device] = CostModel.pairs(SHAPE)
+    return made
+
+
+def documents(*lengths: int) -> Documents:
+    return read_documents(1, sum(lengths), packed=PackedDocuments(lengths))
+
+
+def test_a_plan_takes_two_collectives_and_several_at_once_take_the_same_two() -> None:
+    for count in (1, 5):
+        group = MadeUpGroup(2)
+        plans = planner().plan([(documents(96), KEY)] * count, group)
+        assert len(plans) == count
+        assert group.gathered == ["planning micro-batch 1", "comparing plans of micro-batch 1"]
+
+
+def test_plans_are_made_beside_what_the_caller_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, thread = threading.Event(), []
+
+    def slow(layout: Layout, *_: object) -> Plan:
+        thread.append(threading.current_thread())
+        waits.wait(10)
+        return Plan.local(layout)
+
+    monkeypatch.setattr(planner_module, "balance", slow)
+    group, ours = MadeUpGroup(2), planner()
+    planning = ours.begin([(documents(96), KEY)], group, beside=True)
+    assert group.gathered == ["planning micro-batch 1"]
+    assert not planning.plans.done()
+    waits.set()
+    (planned,) = ours.finish(planning, group)
+    assert thread[0] is not threading.current_thread()
+    assert len(group.gathered) == 2
+    assert planned.plan.layout.world_size == 2
+
+
+def test_what_goes_wrong_beside_is_raised_where_plans_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> Plan:
+        raise ValueError("no plan today")
+
+    monkeypatch.setattr(planner_module, "balance", broken)
+    ours, group = planner(), MadeUpGroup(2)
+    planning = ours.begin([(documents(96), KEY)], group, beside=True)
+    with pytest.raises(ValueError, match="no plan today"):
+        ours.finish(planning, group)
+
+
+def test_plans_that_differ_are_named_by_rank() -> None:
+    def others(row: np.ndarray) -> list[np.ndarray]:
+        return [row, row] if len(row) > 1 else [row, row + 1]  # only digests are single numbers
+
+    with pytest.raises(DistCADesyncError, match="different plans for the same documents in micro-batch 1: rank 0: "):
+        planner().plan([(documents(96), KEY)], MadeUpGroup(2, others))
+
+
+def test_plans_made_ahead_are_taken_once_and_only_under_the_same_settings() -> None:
+    ours, group = planner(), MadeUpGroup(2)
+    for other_settings in (False, True):
+        (planned,) = ours.plan([(documents(96), KEY)], group)
+        batch = replace(documents(96), ahead=PlansAhead({KEY: planned}))
+        if other_settings:
+            ours.config = replace(ours.config, balance=False)
+        before = len(group.gathered)
+        (taken,) = ours.plan([(batch, KEY)], group)
+        assert (taken is planned, len(group.gathered) == before) == (not other_settings, not other_settings)
+        assert ours.plan([(batch, KEY)], group)[0] is not planned
+
+
+def run(ours: Planner, group: MadeUpGroup, key: PlanKey, seconds: float) -> Meter:
+    """Plan a micro-batch and pretend to compute it."""
+    (planned,) = ours.plan([(documents(96), key)], group)
+    meter = ours.use(planned, documents(96))
+    meter.add_seconds(seconds)
+    return meter
+
+
+def test_on_a_gpu_the_newest_measurement_waits_for_its_kernels() -> None:
+    for device, expected in (("cpu", [0.0, 1.0, 3.0]), ("cuda", [0.0, 0.0, 1.0])):
+        ours, group, key = planner(device), MadeUpGroup(2), KEY._replace(device=device)
+        seen = []
+        for seconds in (1.0, 2.0, 4.0):
+            run(ours, group, key, seconds)
+            seen.append(ours.history.total.measured_mean)
+        assert seen == pytest.approx(expected)
+
+
+def test_a_measurement_with_kernels_that_still_run_is_left_out_on_all_ranks() -> None:
+    unfinished = []
+
+    def others(row: np.ndarray) -> list[np.ndarray]:
+        other = row.copy()
+        if len(row) > 8 and row[5]:  # one measured plan: this rank is done, the other is not
+            other[6] = -1
+            unfinished.append(row[6])
+        return [row, other]
+
+    ours, group = planner(), MadeUpGroup(2, others)
+    run(ours, group, KEY, 1.0)
+    run(ours, group, KEY, 1.0)
+    assert len(unfinished) == 1
+    assert ours.history.total.measured_mean == 0.0
+
+
+def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
+    ranks = 4096
+    layout = Layout.from_lengths([[64, 64, 128]] * ranks)
+    plan, cost = Plan.local(layout), CostModel.pairs(SHAPE)
+    tracemalloc.start()
+    estimate = Estimate.of(plan, cost, 1.0)
+    estimate.given_back(np.ones(ranks))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 * ranks * ranks / 20
+    started = time.perf_counter()
+    estimate.given_back(np.ones(ranks))
+    assert time.perf_counter() - started < 0.05
+
+
+def test_measured_seconds_go_home_in_proportion() -> None:
+    estimate = Estimate(2, np.array([0, 0, 1]), np.array([0, 1, 1]), np.array([2.0, 1.0, 1.0]), 5.0)
+    assert estimate.before.tolist() == [3.0, 1.0]
+    assert estimate.after.tolist() == [2.0, 2.0]
+    assert estimate.given_back(np.array([2.0, 3.0])).tolist() == [3.5, 1.5]

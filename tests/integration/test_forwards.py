@@ -1,0 +1,130 @@
+"""What a forward plans, keeps and computes where engines, modes and dtypes are not the plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from test_parity import PAIRS, model_for
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import hf_distca
+from hf_distca.integration import session as session_module
+from hf_distca.integration.session import current_session
+from hf_distca.runtime.group import AttentionGroup
+from live_bytes import LiveBytes
+from ranks import RankPool
+
+LAYERS = 2
+
+
+def batch(*lengths: int) -> dict[str, Any]:
+    return hf_distca.PackingCollator()([{"documents": [[7 + n % 5 for n in range(length)] for length in lengths]}])
+
+
+def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ahead: bool, ping_pong: bool) -> tuple[int, int, int]:
+    """Collectives of planning ahead and of one micro-batch under FSDP2, and how many micro-batches were counted."""
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, ping_pong=ping_pong))
+    model = model_for(2, "distca", torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    data = batch(*([96], [16, 16, 16])[rank])
+    if ahead:  # what there is to plan is known from the micro-batch before
+        model(**data, use_cache=False).loss.backward()
+    before = current_session().planner.number
+    counts = []
+    with (
+        patch.object(AttentionGroup, "gather", autospec=True, side_effect=AttentionGroup.gather) as gather,
+        patch.object(AttentionGroup, "same", autospec=True, side_effect=AttentionGroup.same) as same,
+    ):
+        planned = hf_distca.plan_ahead([data])[0] if ahead else data
+        counts.append(gather.call_count + same.call_count)
+        model(**planned, use_cache=False).loss.backward()
+        counts.append(gather.call_count + same.call_count - counts[0])
+    return counts[0], counts[1], current_session().planner.number - before
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_fsdp2_plans_a_micro_batch_once_in_any_precision(
+    rank_pool: Callable[[int], RankPool], dtype: torch.dtype | None, ahead: bool, ping_pong: bool
+) -> None:
+    expected = (2, 0, 1) if ahead else (0, 2, 1)
+    assert rank_pool(2)(collectives_of_a_step, dtype, ahead, ping_pong) == [expected] * 2
+
+
+def bytes_after_layers(training: bool) -> list[int]:
+    """Bytes alive after each layer of a forward without gradients."""
+    hf_distca.configure()
+    model = model_for(2, "distca", torch.float32).train(training)
+    alive: list[int] = []
+    with LiveBytes() as live, torch.no_grad():
+        hooks = [layer.register_forward_hook(lambda *_: alive.append(live.settle())) for layer in model.model.layers]
+        model(**batch(64, 64), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return alive
+
+
+def test_a_training_forward_without_gradients_keeps_nothing() -> None:
+    training, evaluating = bytes_after_layers(training=True), bytes_after_layers(training=False)
+    assert training == evaluating
+    assert len(training) == LAYERS
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_segments_of_one_document_are_joined_on_a_rank_that_works_alone(training: bool) -> None:
+    hf_distca.configure()
+    model = model_for(2, "distca", torch.float64).train(training)
+    ids = torch.arange(20)[None] % 11
+    whole = model(input_ids=ids, use_cache=False).logits
+    positions = {"input_ids": ids, "position_ids": torch.arange(20)[None]}
+    pieces = hf_distca.PackedDocuments((10, 10), (0, 10), (7, 7))
+    torch.testing.assert_close(model(**positions, distca_documents=pieces, use_cache=False).logits, whole)
+
+
+def test_segments_whose_beginning_is_missing_are_refused_on_a_rank_that_works_alone() -> None:
+    hf_distca.configure()
+    model = model_for(2, "distca", torch.float64)
+    positions = {"input_ids": torch.ones(1, 10, dtype=torch.long), "position_ids": torch.arange(10, 20)[None]}
+    pieces = hf_distca.PackedDocuments((10,), (10,), (7,))
+    with pytest.raises(hf_distca.LayoutError, match="must cover it from 0"):
+        model(**positions, distca_documents=pieces, use_cache=False)
+    with pytest.raises(hf_distca.UnsupportedError, match="balance_evaluation=True"):
+        model.eval()(**positions, distca_documents=pieces, use_cache=False)
+
+
+def costs_under_autocast(rank: int) -> tuple[list[int], list[torch.dtype]]:
+    """Element bytes that plans were made with, and the dtypes that kernels were timed in."""
+    timed: list[torch.dtype] = []
+
+    def calibrate(analytic: Any, kernel: Any, dtype: torch.dtype, *_: object) -> Any:
+        timed.append(dtype)
+        return analytic
+
+    hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
+    with patch.object(session_module, "calibrate", calibrate), torch.autocast("cpu", torch.bfloat16):
+        model_for(2, "distca", torch.float32)(**batch(*([96], [16])[rank]), use_cache=False).loss.backward()
+    return [shape.element_bytes for shape, _ in current_session().planner.costs], timed
+
+
+def test_costs_are_those_of_the_dtype_that_is_computed_in(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2)(costs_under_autocast) == [([2], [torch.bfloat16])] * 2
+
+
+def refused(rank: int, positions: list[int]) -> str:
+    hf_distca.configure()
+    ids = torch.ones(1, len(positions), dtype=torch.long)
+    with pytest.raises(hf_distca.UnsupportedError) as caught:
+        model_for(2, "distca", torch.float32)(input_ids=ids, position_ids=torch.tensor([positions]), use_cache=False)
+    return str(caught.value)
+
+
+def test_a_row_that_another_tool_cut_over_ranks_is_refused_by_rank(rank_pool: Callable[[int], RankPool]) -> None:
+    for rank, message in enumerate(rank_pool(2)(refused, [4, 5, 6, 0, 1])):
+        assert message.startswith(f"rank {rank}: row 0 of a training batch begins at position 4")

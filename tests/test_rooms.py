@@ -1,0 +1,78 @@
+"""Which room may import which, read from the sources: the arrows of docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "hf_distca"
+
+# What each room may import besides itself, `config`, `errors` and what lies above all rooms. A module stands for itself alone.
+ARROWS = {
+    "config": {"schedule.cost"},
+    "errors": set(),
+    "schedule": set(),
+    "kernels": set(),
+    "runtime": {"kernels", "schedule"},
+    "agreement": {"schedule", "runtime.group", "runtime.meter"},
+    "integration": {"agreement", "runtime", "kernels", "schedule"},
+    "cli": {"schedule"},
+    "run": set(),
+}
+FREE_OF = {
+    "schedule": {"torch", "transformers", "accelerate"},
+    "kernels": {"transformers", "accelerate"},
+    "runtime": {"transformers", "accelerate"},
+    "agreement": {"transformers", "accelerate"},
+    "cli": {"transformers", "accelerate", "torch"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_room_imports_only_what_its_arrows_say(path: Path) -> None:
+    room = room_of(path)
+    for name in sorted(imports(path)):
+        if not name.startswith("hf_distca."):
+            continue
+        inner = name.removeprefix("hf_distca.")
+        allowed = {room, "config", "errors", *ARROWS[room]}
+        assert any(inner == one or inner.startswith(f"{one}.") for one in allowed), f"{room} must not import {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_room_is_free_of_what_it_does_not_know(path: Path) -> None:
+    packages = {name.partition(".")[0] for name in imports(path)}
+    assert not packages & FREE_OF.get(room_of(path), set())
+
+
+def test_schedule_runs_without_torch() -> None:
+    """Not only no import of its own: nothing that it imports brings torch in."""
+    code = (
+        "import sys, types\n"
+        f"package = types.ModuleType('hf_distca'); package.__path__ = [{str(SOURCE)!r}]; sys.modules['hf_distca'] = package\n"
+        "import hf_distca.schedule.balance, hf_distca.schedule.placement\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
