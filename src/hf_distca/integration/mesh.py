@@ -7,38 +7,71 @@ from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from hf_distca.errors import UnsupportedError
+from hf_distca.runtime.group import Members
+
 __all__ = ["data_parallel_group", "find_members", "mesh_of"]
 
-# Names of the dimensions along which ranks hold different tokens: the first two are accelerate's, the last is transformers'.
-_DATA_DIMENSIONS = ("dp_replicate", "dp_shard", "fsdp")
+# Names of the dimensions along which ranks hold different tokens: the first two are accelerate's, the third is transformers'.
+_DATA_DIMENSIONS = ("dp_replicate", "dp_shard", "fsdp", "dp")
+_MODEL_DIMENSIONS = ("tp", "pp")  # along which they hold the same tokens, and other heads or layers
+_SEQUENCE_DIMENSIONS = ("cp", "sp", "ulysses")  # along which they hold parts of the same documents
 
 
-def find_members() -> dist.ProcessGroup | None:
-    """The data-parallel ranks of accelerate's device mesh if it has one, else None for the world."""
+def find_members() -> Members | None:
+    """The data-parallel ranks of accelerate's device mesh if it has one, else None for the world.
+
+    Raises:
+        UnsupportedError: if accelerate cuts sequences over ranks.
+    """
     if not AcceleratorState._shared_state:  # noqa: SLF001 - constructing one would initialise it
         return None
-    mesh: DeviceMesh | None = getattr(AcceleratorState(), "device_mesh", None)
-    return None if mesh is None else data_parallel_group(mesh)
+    state = AcceleratorState()
+    mesh: DeviceMesh | None = getattr(state, "device_mesh", None)
+    if mesh is not None:
+        return data_parallel_group(mesh)
+    parallelism = getattr(state, "parallelism_config", None)  # where DeepSpeed cuts sequences, accelerate makes no mesh
+    if parallelism is not None:
+        _check_dimensions({"cp": parallelism.cp_size, "sp": parallelism.sp_size})
+    return None
 
 
 def mesh_of(model: object) -> DeviceMesh | None:
     """The mesh on which transformers laid out a model that was loaded with a `DistributedConfig`, None for other objects."""
     manager = getattr(model, "_mesh_manager", None) if isinstance(model, PreTrainedModel) else None
-    return None if manager is None else manager.get_mesh(("pp", "dp_replicate", "fsdp", "tp"))
+    if manager is None:
+        return None
+    mesh: DeviceMesh = manager.get_mesh(("pp", "dp_replicate", "fsdp", "tp"))
+    return mesh._get_root_mesh()  # noqa: SLF001 - with dimensions that were not asked for, if it has any
 
 
-def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks of `mesh` that differ in their data-parallel coordinates only.
+def data_parallel_group(mesh: DeviceMesh) -> Members:
+    """The ranks of `mesh` that differ from this one in their data-parallel coordinates only: this rank alone if there are none.
 
-    A mesh without the names "dp_replicate", "dp_shard" and "fsdp" is taken whole, so pass the part of it that is data-parallel.
+    A mesh without any dimension whose name is known (those of data, and "tp", "pp", "cp", "sp", "ulysses") is taken whole.
+
+    Raises:
+        UnsupportedError: if ranks of a mesh with such names also differ in something else.
     """
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    data = tuple(name for name in _DATA_DIMENSIONS if name in sizes)
-    part = mesh[tuple(name for name in data if sizes[name] > 1) or data[:1]] if data else mesh
-    if part.ndim == 1:
-        return part.get_group()
-    # Joining dimensions by the mesh itself needs all ranks of the world at once; those of another pipeline stage come later.
-    backend = dist.get_backend(part.get_group(0))
-    ranks = part.mesh.flatten().tolist()
-    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-    return group
+    part = mesh
+    if sizes.keys() & {*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS, *_SEQUENCE_DIMENSIONS}:
+        _check_dimensions(sizes)
+        data = tuple(name for name in _DATA_DIMENSIONS if sizes.get(name, 1) > 1)
+        if not data:
+            return Members((dist.get_rank(),), dist.get_backend())
+        part = mesh[data]
+    return Members(tuple(part.mesh.flatten().tolist()), dist.get_backend(part.get_group(0)))
+
+
+def _check_dimensions(sizes: dict[str, int]) -> None:
+    """Raise if ranks differ in something that is neither data nor the model's heads and layers."""
+    for name, size in sizes.items():
+        if size > 1 and name not in (*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS):
+            raise UnsupportedError(
+                f'the device mesh has a dimension "{name}" of {size} ranks; distca knows {_DATA_DIMENSIONS} for data and '
+                f"{_MODEL_DIMENSIONS} for the model, and would take the part of a sequence that each of these ranks holds for "
+                f'documents of its own. Make it 1 (for "cp" and "sp": cp_size=1, sp_size=1 in accelerate\'s ParallelismConfig): '
+                "distca does what context and sequence parallelism are used for, by sharing the attention of long documents "
+                "between data-parallel ranks."
+            )

@@ -4,29 +4,47 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import hashlib
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.watch import Watch, patience
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["AttentionGroup"]
+__all__ = ["AttentionGroup", "Members"]
 
-# Integers a rank can announce in one collective; longer rows need a second one. 512 of them are about 250 documents.
-_CAPACITY = 512
+# Numbers of a row that travel in the first step of `gather`, whether a rank has them or not; those beyond need a second.
+_FIRST = 128
 
 # How late a thread of gloo may be when the interpreter ends: what one has to do takes it microseconds, once it has a processor.
 _LATE_SECONDS = 0.1
 
-_made: dict[tuple[tuple[int, ...], str, float], AttentionGroup] = {}  # by ranks, backend and timeout
-_made_in: object = None  # the world they are part of
+
+@dataclass(frozen=True)
+class Members:
+    """Who is in a group, where no process group of these ranks exists.
+
+    Attributes:
+        ranks: global ranks.
+        backend: what tensors travel over, as `torch.distributed` names it.
+    """
+
+    ranks: tuple[int, ...]
+    backend: str
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Members:
+        """Those of a process group, the world if None."""
+        return cls(tuple(dist.get_process_group_ranks(group or dist.GroupMember.WORLD)), dist.get_backend(group))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,46 +72,65 @@ class AttentionGroup:
         """Number of ranks."""
         return len(self.ranks)
 
-    @classmethod
-    def of(cls, members: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> AttentionGroup:
-        """The group of the ranks in `members`, as `create` makes it; the one made before, if no rank has left it.
+    @property
+    def checksum(self) -> int:
+        """Of what was exchanged so far: equal on ranks that exchanged the same things. 0 in a group of one."""
+        return 0 if self.data is None else self.data.checksum
 
-        Communicators cost threads and connections, and torch cannot replace one by another of the same ranks.
+    @classmethod
+    def of(
+        cls, members: dist.ProcessGroup | Members | None = None, *, timeout_seconds: float = 600.0, agree: bool = False
+    ) -> AttentionGroup:
+        """The group of these ranks, as `create` makes it; the one made before, if this rank has not left it.
+
+        Communicators cost threads and connections, and torch cannot replace one by another of the same ranks. A group that was
+        asked for just before comes back in a few microseconds.
+
+        Args:
+            members: as for `create`.
+            timeout_seconds: how long a rank waits for the others. Groups that wait differently are different groups.
+            agree: all members ask now, and are to agree: the group is made again on all of them if any has left it. Without
+                it a rank that has not heard of one that left gets the old group, and the error that says so at its next use.
         """
-        global _made_in
-        world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
-        if world is not _made_in:
-            _made.clear()
-            _made_in = world
-        if world is None:
+        made = _made.of_this_world()
+        if made.world is None:
             return cls(timeout_seconds=timeout_seconds)
-        key = tuple(dist.get_process_group_ranks(members or world)), dist.get_backend(members), timeout_seconds
-        made = _made.get(key)
-        if made is None or (made.watch is not None and made.watch.anyone_left()):
-            made = _made[key] = cls.create(members, timeout_seconds=timeout_seconds)
-        return made
+        if not agree and made.asked == (members, timeout_seconds) and not made.last.left:
+            return made.last
+        who = members if isinstance(members, Members) else Members.of(members)
+        group = made.groups.get((who, timeout_seconds))
+        if group is None or group.left or (agree and not _stands(group)):
+            group = made.groups[who, timeout_seconds] = cls.create(who, timeout_seconds=timeout_seconds)
+        made.asked, made.last = (members, timeout_seconds), group
+        return group
 
     @classmethod
-    def create(cls, members: dist.ProcessGroup | None = None, *, timeout_seconds: float = 600.0) -> AttentionGroup:
-        """Build the group of the ranks in `members` (default: the world). Every member must call it at the same point.
+    def create(cls, members: dist.ProcessGroup | Members | None = None, *, timeout_seconds: float = 600.0) -> AttentionGroup:
+        """Build the group of these ranks. Every member must call it at the same point; other ranks have no part in it.
 
         The group gets communicators of its own, so its exchanges never mix with those of DDP, FSDP or the user.
         Without torch.distributed, or in a world of one, the group is this process alone.
+
+        Args:
+            members: the ranks of a process group or those named, by default the world.
+            timeout_seconds: how long a rank waits for the others.
+
+        Raises:
+            ConfigError: if this rank is not among them.
+            DistCADesyncError: if not all of them come in time.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls(timeout_seconds=timeout_seconds)
-        ranks = tuple(dist.get_process_group_ranks(members or dist.GroupMember.WORLD))
-        own = dist.get_rank()
+        who = members if isinstance(members, Members) else Members.of(members)
+        ranks, own = tuple(sorted(who.ranks)), dist.get_rank()
         if own not in ranks:
             raise ConfigError(f"rank {own} is not in its attention group {ranks}: pass each rank the group it belongs to.")
         if len(ranks) == 1:
             return cls(ranks, 0, timeout_seconds=timeout_seconds)
         timeout = datetime.timedelta(seconds=timeout_seconds - patience(timeout_seconds))
-        backend = dist.get_backend(members)
-        # Local synchronization: only members take part, so groups of different ranks may be built at different times.
         try:
-            data = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True, group_desc="distca-data")
-            control = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True, group_desc="distca-control")
+            data = _communicator(ranks, who.backend, timeout, "distca-data")
+            control = _communicator(ranks, "gloo", timeout, "distca-control")
         except RuntimeError as error:
             raise DistCADesyncError(
                 f"rank {own} waited up to {timeout_seconds:g} s for ranks {ranks} while making their attention group, and not "
@@ -101,6 +138,11 @@ class AttentionGroup:
             ) from error
         watch = Watch(ranks, ranks.index(own), timeout_seconds, (data, control))
         return cls(ranks, ranks.index(own), Channel(data, watch, timeout_seconds), control, watch, timeout_seconds)
+
+    @property
+    def left(self) -> bool:
+        """Whether this rank has left the group: it failed, or heard that another did."""
+        return self.watch is not None and self.watch.left
 
     def reporting(self, doing: str) -> AbstractContextManager[None]:
         """A context that tells the other ranks of an exception inside, so that they do not wait for this one."""
@@ -125,28 +167,117 @@ class AttentionGroup:
         self.watch.met = doing
         return rows
 
-    @property
-    def checksum(self) -> int:
-        return 0
-
     def same(self, numbers: IntArray, *, doing: str) -> bool:
-        return all(np.array_equal(numbers, row) for row in self.gather(numbers, doing=doing))
+        """Whether every rank has equal numbers, in one collective of twice their size.
+
+        Args:
+            numbers: flat int64 array, of one length on all ranks.
+            doing: as for `gather`.
+
+        Raises:
+            DistCADesyncError: if not every rank comes in time.
+        """
+        if self.control is None or self.watch is None:
+            return True
+        try:
+            least = _least(np.concatenate([numbers, ~numbers]), self.control)  # ~x = -x - 1 turns the order round
+        except RuntimeError as error:
+            raise self.watch.give_up(doing, error) from error
+        self.watch.met = doing
+        return bool((least[: len(numbers)] == ~least[len(numbers) :]).all())
 
     def _gather_rows(self, row: IntArray, control: dist.ProcessGroup) -> list[IntArray]:
-        first = self._gather_fixed(np.concatenate([[len(row)], row])[: _CAPACITY + 1], _CAPACITY + 1, control)
-        longest = int(first[:, 0].max())
-        rows = first[:, 1:]
-        if longest > _CAPACITY:
-            rest = self._gather_fixed(row[_CAPACITY:], longest - _CAPACITY, control)
-            rows = np.concatenate([rows, rest], axis=1)
-        return [rows[r, : first[r, 0]] for r in range(self.size)]
+        first = self._gather_padded(torch.tensor([len(row), *row[:_FIRST]], dtype=torch.int64), 1 + _FIRST, control)
+        rows, more = [part[1 : 1 + part[0]] for part in first], np.maximum(first[:, 0] - _FIRST, 0)
+        longest, rest = int(more.max()), torch.tensor(row[_FIRST:], dtype=torch.int64)
+        if not longest:
+            return rows
+        if self.size * longest <= 2 * int(more.sum()):  # of about one length
+            rests = self._gather_padded(rest, longest, control)
+            return [np.concatenate([rows[r], rests[r, :length]]) for r, length in enumerate(more)]
+        for rank in np.flatnonzero(more).tolist():
+            part = rest if rank == self.rank else torch.empty(more[rank], dtype=torch.int64)
+            dist.broadcast(part, group=control, group_src=rank)
+            rows[rank] = np.concatenate([rows[rank], part.numpy()])
+        return rows
 
-    def _gather_fixed(self, row: IntArray, width: int, control: dist.ProcessGroup) -> IntArray:
+    def _gather_padded(self, row: torch.Tensor, width: int, control: dist.ProcessGroup) -> IntArray:
+        """Rows of at most `width` numbers, as (ranks, width). Over gloo an all-to-all is one step, an all-gather one a rank."""
         padded = torch.zeros(width, dtype=torch.int64)
-        padded[: len(row)] = torch.from_numpy(np.ascontiguousarray(row))
-        rows = torch.empty(self.size, width, dtype=torch.int64)
-        dist.all_gather(list(rows.unbind()), padded, group=control)
-        return rows.numpy()
+        padded[: len(row)] = row
+        rows = torch.empty(self.size * width, dtype=torch.int64)
+        dist.all_to_all_single(rows, padded.repeat(self.size), group=control)
+        return rows.view(self.size, width).numpy()
+
+
+@dataclass(eq=False)
+class _Made:
+    """The groups that `AttentionGroup.of` made in one world, and what it was asked for last."""
+
+    world: dist.ProcessGroup | None = None
+    groups: dict[tuple[Members, float], AttentionGroup] = field(default_factory=dict)
+    asked: tuple[dist.ProcessGroup | Members | None, float] | None = None
+    last: AttentionGroup = field(default_factory=AttentionGroup)
+
+    def of_this_world(self) -> _Made:
+        """This object, empty if torch.distributed has stopped or started since."""
+        world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
+        if world is not self.world:
+            self.world, self.groups, self.asked, self.last = world, {}, None, AttentionGroup()
+        return self
+
+
+_made = _Made()
+
+
+def _communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str) -> dist.ProcessGroup:
+    """A process group that its members make by themselves, at any time.
+
+    `dist.new_group` has two reasons to wait for ranks that need not come. If the world is bound to a device, it splits the
+    communicator of the world, for which NCCL needs all its ranks: here the world is not bound meanwhile. And it names a group
+    after the number of groups that a rank is in, so members in different numbers of groups wait for each other in vain.
+    """
+    world, taken = c10d._get_default_group(), set(c10d._world.pg_names.values())  # noqa: SLF001
+    stem = f"{purpose} {hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+    name = next(c10d.GroupName(one) for number in count(1) if (one := f"{stem} {number}") not in taken)
+    device, world.bound_device_id = world.bound_device_id, None
+    group: dist.ProcessGroup
+    try:
+        group, _ = c10d._new_process_group_helper(  # noqa: SLF001
+            len(ranks),
+            ranks.index(world.rank()),
+            list(ranks),
+            c10d.Backend(backend),
+            c10d._world.pg_map[world][1],  # noqa: SLF001
+            name,
+            timeout=timeout,
+            group_desc=purpose,
+        )
+    finally:
+        world.bound_device_id = device
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}  # noqa: SLF001
+    return group
+
+
+def _stands(group: AttentionGroup) -> bool:
+    """Whether no rank has left the group, which all ranks ask at once."""
+    if group.control is None or group.watch is None:
+        return True
+    try:
+        _least(np.zeros(1, dtype=np.int64), group.control)
+    except RuntimeError as error:
+        if not group.watch.others_left():
+            raise group.watch.give_up("making the attention group again", error) from error
+        group.watch.follow()
+        return False
+    return True
+
+
+def _least(numbers: IntArray, control: dist.ProcessGroup) -> IntArray:
+    """The least of all ranks at each place."""
+    least = torch.from_numpy(numbers)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=control)
+    return least.numpy()
 
 
 @atexit.register
@@ -156,5 +287,5 @@ def _wait_for_threads() -> None:
     One that does it later aborts the process, under any attention (https://github.com/pytorch/pytorch/issues/190489), and the
     Trainer's own last collective comes about a millisecond before a script ends that stops after `train()`.
     """
-    if any(group.control is not None for group in _made.values()):
+    if any(group.control is not None for group in _made.groups.values()):
         time.sleep(_LATE_SECONDS)

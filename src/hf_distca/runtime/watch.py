@@ -24,8 +24,10 @@ from hf_distca.errors import DistCADesyncError
 
 __all__ = ["Watch", "patience"]
 
+_COUNT = "distca words"  # the key that counts them; the only one that ranks look at while they wait
 _LONGEST_WORD = 400  # characters
 _BREAK_TAG = 2**31 - 1  # no message has it
+_ALL_CLOSED = ("Timed out", "Application timeout")  # in gloo's errors: now, or before; other errors are of one connection
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -71,12 +73,21 @@ class Watch:
         """When `patience` that begins now ends, as `time.monotonic()` counts."""
         return time.monotonic() + patience(self._timeout_seconds)
 
-    def anyone_left(self) -> bool:
-        """Whether a rank has left the group, as far as is known now."""
+    @property
+    def left(self) -> bool:
+        """Whether this rank has left the group."""
+        return self._word is not None
+
+    def others_left(self) -> bool:
+        """Whether any rank has left the group, as far as is known now."""
         try:
-            return any(self._store.check([_key(rank)]) for rank in self._ranks)
+            return self._store.add(_COUNT, 0) > 0
         except RuntimeError:
             return True  # the store was on a rank that died
+
+    def follow(self) -> None:
+        """Leave the group because another rank has left it."""
+        self._leave("left because another rank had", self.deadline())
 
     def give_up(self, doing: str, error: Exception) -> DistCADesyncError:
         """Leave the group because others did not come. Takes up to `patience` seconds.
@@ -106,39 +117,52 @@ class Watch:
             return
         self._word = word if len(word) <= _LONGEST_WORD else word[:_LONGEST_WORD] + "..."
         with suppress(RuntimeError):  # if the store was on a rank that died
-            self._store.set(_key(self._ranks[self._rank]), self._word)
+            self._store.set(_entry(self._store.add(_COUNT, 1)), f"{self._ranks[self._rank]} {self._word}")
         for message in tuple(self.under_way):
             message.see_through(deadline)
         for link in self._links:
             _break(link)
 
     def _words(self, deadline: float) -> dict[int, str]:
+        """The words of the ranks that have left, this one's among them, by rank; all of them, or those known at the deadline."""
         words: dict[int, str] = {}
-        silent = [rank for rank in self._ranks if rank != self._ranks[self._rank]]
-        while silent:
+        known, unread, pause = 0, list[int](), 0.02
+        while True:
             try:
-                heard = [rank for rank in silent if self._store.check([_key(rank)])]
-                words.update((rank, self._store.get(_key(rank)).decode(errors="replace")) for rank in heard)
+                count = self._store.add(_COUNT, 0)
+                unread = [number for number in [*unread, *range(known + 1, count + 1)] if not self._read(number, words)]
             except RuntimeError:
                 break  # as above
-            silent = [rank for rank in silent if rank not in words]
-            if time.monotonic() >= deadline:
+            known = count
+            if len(words) == len(self._ranks) or time.monotonic() >= deadline:
                 break
-            time.sleep(0.02)
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.25)
         return words
 
+    def _read(self, number: int, words: dict[int, str]) -> bool:
+        """Read the word that is the number-th to be written, if it is there: ranks count before they write."""
+        key = _entry(number)
+        if not self._store.check([key]):
+            return False
+        rank, word = self._store.get(key).decode(errors="replace").split(" ", 1)
+        words[int(rank)] = word
+        return True
 
-def _key(rank: int) -> str:
-    return f"distca word of rank {rank}"
+
+def _entry(number: int) -> str:
+    return f"distca word {number}"
 
 
 def _break(link: dist.ProcessGroup) -> None:
     """Close the connections of a gloo group: a wait that times out does it, and nothing else does while messages travel."""
     if link.name() != "gloo":
         return
-    # All are closed after the first wait; there is none for a rank whose connection is closed already.
     for peer in range(link.size()):
-        with suppress(RuntimeError):
+        try:
             never = None if peer == link.rank() else dist.irecv(_NOTHING, group=link, group_src=peer, tag=_BREAK_TAG)
             if never is not None:
                 never.wait(datetime.timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if any(text in str(error) for text in _ALL_CLOSED):
+                return

@@ -1,0 +1,153 @@
+"""Which ranks share core attention on a mesh: read off it, without making process groups, and refused where sequences are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed.utils import TransformersDeviceMesh
+
+import hf_distca
+from hf_distca import UnsupportedError
+from hf_distca.integration.mesh import data_parallel_group, find_members, mesh_of
+from hf_distca.integration.session import current_session
+from ranks import RankPool
+
+
+def groups_made(rank: int, names: tuple[str, ...]) -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    counts = []
+    for _ in range(3):
+        before = len(c10d._world.pg_map)
+        hf_distca.configure(hf_distca.DistCAConfig(timeout_seconds=47.0), group=mesh)
+        assert current_session().group.size == (2 if "tp" in names else 4)
+        counts.append(len(c10d._world.pg_map) - before)
+    return counts
+
+
+@pytest.mark.parametrize("names", [("dp_replicate", "fsdp"), ("dp", "tp")])
+def test_configuring_again_makes_no_groups(rank_pool: Callable[[int], RankPool], names: tuple[str, ...]) -> None:
+    for counts in rank_pool(4)(groups_made, names):
+        assert counts == [2, 0, 0]  # dispatch and return, and planning
+
+
+def members(rank: int, shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], str]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    before = len(c10d._world.pg_map)
+    found = data_parallel_group(mesh)
+    assert len(c10d._world.pg_map) == before
+    return found.ranks, found.backend
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "groups"),
+    [
+        ((2, 2), ("dp", "tp"), [(0, 2), (1, 3), (0, 2), (1, 3)]),
+        ((2, 2), ("pp", "dp"), [(0, 1), (0, 1), (2, 3), (2, 3)]),
+        ((2, 2, 1), ("dp_replicate", "dp_shard", "cp"), [(0, 1, 2, 3)] * 4),
+        ((4,), ("tp",), [(0,), (1,), (2,), (3,)]),
+        ((1, 2, 2), ("dp_shard", "tp", "pp"), [(0,), (1,), (2,), (3,)]),
+        ((2, 2), ("one", "other"), [(0, 1, 2, 3)] * 4),
+    ],
+)
+def test_members_are_read_off_a_mesh(
+    rank_pool: Callable[[int], RankPool], shape: tuple[int, ...], names: tuple[str, ...], groups: list[tuple[int, ...]]
+) -> None:
+    assert rank_pool(4)(members, shape, names) == [(ranks, "gloo") for ranks in groups]
+
+
+def group_of_an_uneven_mesh(rank: int) -> tuple[int, ...]:
+    mesh = DeviceMesh("cpu", torch.tensor([[3, 0], [1, 2]]), mesh_dim_names=("dp", "tp"))
+    hf_distca.configure(group=mesh)
+    return current_session().group.ranks
+
+
+def test_ranks_of_a_mesh_in_another_order(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(4)(group_of_an_uneven_mesh) == [(0, 2), (1, 3), (0, 2), (1, 3)]
+
+
+def refusal_of_a_mesh(rank: int, names: tuple[str, ...]) -> str:
+    with pytest.raises(UnsupportedError) as caught:
+        data_parallel_group(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("names", [("dp_shard", "cp"), ("tp", "ulysses"), ("fsdp", "strange"), ("sp", "unknown")])
+def test_other_dimensions_are_refused_by_name(rank_pool: Callable[[int], RankPool], names: tuple[str, ...]) -> None:
+    name = next(name for name in names if name not in ("dp_shard", "tp", "fsdp"))
+    for message in rank_pool(4)(refusal_of_a_mesh, names):
+        assert f'the device mesh has a dimension "{name}" of 2 ranks' in message
+
+
+@contextmanager
+def accelerated(sizes: dict[str, int]) -> Iterator[None]:
+    """A process that accelerate has set up, with its mesh, as for accelerators: accelerate refuses meshes of CPUs."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    try:
+        with patch.object(ParallelismConfig, "_validate_accelerator"):
+            Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def refusal_in_a_loop(rank: int, sizes: dict[str, int]) -> str:
+    """That of the first training forward, which asks for the group."""
+    hf_distca.configure()
+    with accelerated(sizes), pytest.raises(UnsupportedError) as caught:
+        _ = current_session().group
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({"dp_shard_size": 2, "cp_size": 2}, "cp"),
+        ({"cp_size": 4}, "cp"),
+        ({"dp_shard_size": 2, "sp_size": 2}, "sp"),  # by DeepSpeed, for which accelerate makes no mesh
+    ],
+)
+def test_an_accelerate_loop_that_cuts_sequences_is_refused(
+    rank_pool: Callable[[int], RankPool], sizes: dict[str, int], name: str
+) -> None:
+    for message in rank_pool(4)(refusal_in_a_loop, sizes):
+        assert f'a dimension "{name}" of {sizes[f"{name}_size"]} ranks' in message
+        assert "cp_size=1, sp_size=1 in accelerate's ParallelismConfig" in message
+
+
+def refusal_of_a_model(rank: int) -> str:
+    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    model = LlamaForCausalLM(config)
+    mesh = init_device_mesh("cpu", (1, 1, 2, 1, 2), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp", "cp"))
+    model._mesh_manager = TransformersDeviceMesh(mesh, mesh)
+    found = mesh_of(model)
+    assert found is not None
+    with pytest.raises(UnsupportedError) as caught:
+        data_parallel_group(found)
+    return str(caught.value)
+
+
+def test_a_model_whose_mesh_cuts_sequences_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
+    for message in rank_pool(4)(refusal_of_a_model):
+        assert 'a dimension "cp" of 2 ranks' in message
+
+
+def members_in_a_loop(rank: int) -> tuple[int, ...]:
+    with accelerated({"dp_shard_size": 2, "tp_size": 2}):
+        found = find_members()
+    assert found is not None
+    return found.ranks
+
+
+def test_an_accelerate_loop_shares_between_data_parallel_ranks(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(4)(members_in_a_loop) == [(0, 2), (1, 3), (0, 2), (1, 3)]

@@ -1,0 +1,288 @@
+"""What making a group and talking in it costs, and whom it waits for."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_distca import DistCADesyncError
+from hf_distca.runtime.group import AttentionGroup, Members
+from hf_distca.runtime.watch import Watch
+from ranks import RankPool
+
+SHORT, LONG = 60, 4 + 3 * 1024  # numbers that a rank announces with 20 documents, and with 1024
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read from anything, sockets among it."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def bytes_of_gathers(rank: int, lengths: list[int]) -> int:
+    group = AttentionGroup.of(timeout_seconds=30)
+    row = np.arange(lengths[rank]) - 2**40
+    expected = [(np.arange(length) - 2**40).tolist() for length in lengths]
+    assert [row.tolist() for row in group.gather(row, doing="testing")] == expected
+    before = bytes_read()
+    for _ in range(10):
+        group.gather(row, doing="testing")
+    return (bytes_read() - before) // 10
+
+
+@pytest.mark.parametrize("lengths", [[SHORT, LONG, SHORT, SHORT], [LONG, LONG - 300, LONG - 9, LONG], [0, LONG, 1, 5 * LONG]])
+def test_rows_are_not_padded_to_the_longest(rank_pool: Callable[[int], RankPool], lengths: list[int]) -> None:
+    received = rank_pool(4)(bytes_of_gathers, lengths)
+    # The first step is of 129 numbers a rank; a broadcast may send what a rank has already. Padded to the longest it were 98 KB.
+    allowed = 8 * (4 * 129 + sum(max(length - 128, 0) for length in lengths)) * 1.2 + 1000
+    assert max(received) <= allowed
+
+
+def compared(rank: int) -> list[bool]:
+    group, ends = AttentionGroup.of(timeout_seconds=30), [np.iinfo(np.int64).min, np.iinfo(np.int64).max]
+    sizes = []
+
+    def all_reduce(tensor: torch.Tensor, original: Callable[..., Any] = dist.all_reduce, **options: Any) -> None:
+        sizes.append(tensor.numel())
+        original(tensor, **options)
+
+    with patch.object(dist, "all_reduce", all_reduce):
+        same = [
+            group.same(np.array(numbers), doing="testing")
+            for numbers in ([7], [rank], [0, *ends], [7, 0, 7 - (rank == 1)], [ends[rank % 2]], [-rank // 3, 0])
+        ]
+    assert sizes == [2, 2, 6, 6, 2, 4]  # one collective each, however many ranks there are
+    return same
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_numbers_are_compared_in_one_collective(rank_pool: Callable[[int], RankPool], world: int) -> None:
+    assert rank_pool(world)(compared) == [[True, False, True, False, False, False]] * world
+
+
+def test_a_rank_alone_agrees_with_itself() -> None:
+    assert AttentionGroup().same(np.array([1, 2]), doing="testing")
+
+
+def one_compares(rank: int) -> str:
+    group = AttentionGroup.create(timeout_seconds=3)
+    if rank == 1:
+        return ""
+    with pytest.raises(DistCADesyncError) as caught:
+        group.same(np.array([1]), doing="comparing plans of micro-batch 7")
+    return str(caught.value)
+
+
+def test_a_comparison_that_a_rank_misses_says_so(rank_pool: Callable[[int], RankPool]) -> None:
+    message = rank_pool(2)(one_compares)[0]
+    assert "while comparing plans of micro-batch 7, and not all came" in message
+    assert "rank 1 is silent" in message
+
+
+class CountedStore:
+    """A store that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.store, self.calls = dist.HashStore(), Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self.store, name)
+
+    def link(self) -> Any:
+        return SimpleNamespace(name=lambda: "no gloo", get_group_store=lambda: self)
+
+
+def gives_up(watch: Watch) -> str:
+    return str(watch.give_up("planning", RuntimeError("lost")))
+
+
+def test_a_rank_that_waits_for_words_looks_at_one_key() -> None:
+    store, ranks = CountedStore(), tuple(range(512))
+    watch = Watch(ranks, 3, 5.0, (store.link(),))  # 0.5 s for the words of others
+    assert not watch.others_left()
+    store.calls.clear()
+    assert gives_up(watch).count("is silent") == 511
+    assert sum(store.calls.values()) < 30  # 25 looks at 20 ms; asking for each rank took 511 each
+
+
+def test_every_word_is_read_once() -> None:
+    store, ranks = CountedStore(), tuple(range(100, 140))
+    for rank in range(39):
+        Watch(ranks, rank, 0.0, (store.link(),)).give_up(f"thing {rank}", RuntimeError())
+    store.calls.clear()
+    message = gives_up(Watch(ranks, 39, 20.0, (store.link(),)))
+    assert all(f"rank {100 + rank} waited in vain while thing {rank};" in message for rank in range(38))
+    assert sum(store.calls.values()) == 3 + 2 * 40  # counts, writes, counts again; then two for each word
+
+
+def test_a_rank_that_counted_and_did_not_write_hides_no_other() -> None:
+    store, ranks = CountedStore(), (0, 1, 2)
+    store.add("distca words", 1)  # then it died
+    Watch(ranks, 1, 0.0, (store.link(),)).give_up("saving", RuntimeError())
+    message = gives_up(Watch(ranks, 2, 1.0, (store.link(),)))
+    assert "rank 0 is silent" in message
+    assert "rank 1 waited in vain while saving" in message
+
+
+def receives_of_breaking(rank: int) -> int:
+    group = AttentionGroup.create(timeout_seconds=10)
+    assert group.watch is not None
+    with patch.object(dist, "irecv", wraps=dist.irecv) as irecv:
+        if rank == 0:
+            group.watch.follow()
+    if rank:
+        with pytest.raises(DistCADesyncError, match="rank 0 left because another rank had"):
+            group.gather(np.array([1]), doing="testing")
+    return irecv.call_count
+
+
+def test_breaking_connections_does_not_walk_the_ranks(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(4)(receives_of_breaking) == [2, 0, 0, 0]  # one for each of two communicators
+
+
+# NCCL makes the communicator of a subset from that of a world which is bound to a device, and all ranks of the world take part.
+# This stand-in is gloo that does the same.
+SPLITTING = "splitting"
+
+
+def splitting_communicator(options: Any, _: object) -> Any:
+    if dist.GroupMember.WORLD.bound_device_id is not None:
+        dist.all_reduce(torch.zeros(1))
+    return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timedelta(seconds=5))
+
+
+def register_splitting() -> None:
+    if not hasattr(dist.Backend, SPLITTING.upper()):
+        dist.Backend.register_backend(SPLITTING, splitting_communicator, extended_api=True, devices=["cpu", "cuda"])
+
+
+@contextmanager
+def bound_world() -> Iterator[None]:
+    world = dist.GroupMember.WORLD
+    world.bound_device_id = torch.device("cuda", 0)
+    try:
+        yield
+    finally:
+        world.bound_device_id = None
+
+
+def token(source: int, destination: int) -> None:
+    if dist.get_rank() == source:
+        dist.send(torch.zeros(1), destination)
+    if dist.get_rank() == destination:
+        dist.recv(torch.zeros(1), source)
+
+
+def stages(rank: int, members: str) -> list[int]:
+    """Ranks 2 and 3 make their group after 0 and 1 have used theirs, as stages of a pipeline do that wait for activations."""
+    ranks = (0, 1) if rank < 2 else (2, 3)
+    register_splitting()
+    groups = [dist.new_group(ranks, backend=SPLITTING) for ranks in ((0, 1), (2, 3))]
+    given: Any = groups[rank // 2] if members == "process group" else Members(ranks, SPLITTING)
+    with bound_world():
+        if rank < 2:
+            group = AttentionGroup.create(given, timeout_seconds=10)
+            rows = group.gather(np.array([rank]), doing="testing")
+        token(0, 2), token(1, 3)
+        if rank >= 2:
+            group = AttentionGroup.create(given, timeout_seconds=10)
+            rows = group.gather(np.array([rank]), doing="testing")
+        assert dist.GroupMember.WORLD.bound_device_id == torch.device("cuda", 0)
+        sent, received = torch.full((2,), rank, dtype=torch.uint8), torch.empty(2, dtype=torch.uint8)
+        assert group.data is not None
+        group.data.start(received, sent, [1, 1], [1, 1]).wait()
+    assert received.tolist() == list(ranks)
+    return [int(row[0]) for row in rows]
+
+
+@pytest.mark.parametrize("members", ["ranks", "process group"])
+def test_groups_of_a_world_bound_to_a_device_are_made_by_their_members_alone(members: str) -> None:
+    pool = RankPool(4)  # of its own: if it fails, ranks hang
+    try:
+        assert pool(stages, members, timeout=200) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    finally:
+        pool.close()
+
+
+def beside_other_groups(rank: int) -> list[list[int]]:
+    for ranks in ([0], [0], [1, 2], [0]):
+        dist.new_group(ranks)
+    group = AttentionGroup.create(timeout_seconds=10)
+    return [row.tolist() for row in group.gather(np.array([rank]), doing="testing")]
+
+
+def test_members_may_be_in_different_numbers_of_groups(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(3)(beside_other_groups) == [[[0], [1], [2]]] * 3
+
+
+def unsorted(rank: int) -> tuple[tuple[int, ...], int, list[list[int]]]:
+    group = AttentionGroup.create(Members((2, 0, 1), "gloo"), timeout_seconds=30)
+    return group.ranks, group.rank, [row.tolist() for row in group.gather(np.array([10 * rank]), doing="testing")]
+
+
+def test_ranks_of_a_group_are_in_order(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(3)(unsorted) == [((0, 1, 2), rank, [[0], [10], [20]]) for rank in range(3)]
+
+
+def fails_late(rank: int) -> list[bool]:
+    first = AttentionGroup.of(timeout_seconds=20)
+    again = AttentionGroup.of(timeout_seconds=20, agree=True)
+    if rank == 1:  # the others ask for the group before they can know
+        time.sleep(0.5)
+        with pytest.raises(ValueError, match="unlucky"), first.reporting("testing"):
+            raise ValueError("unlucky")
+    made = AttentionGroup.of(timeout_seconds=20, agree=True)
+    rows = made.gather(np.array([rank]), doing="testing again")
+    return [again is first, made is first, len(rows) == dist.get_world_size()]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_ranks_agree_that_a_group_is_made_again(rank_pool: Callable[[int], RankPool], world: int) -> None:
+    assert rank_pool(world)(fails_late) == [[True, False, True]] * world
+
+
+def nobody_else_asks(rank: int) -> str:
+    AttentionGroup.of(timeout_seconds=3.5)
+    if rank == 1:
+        return ""
+    with pytest.raises(DistCADesyncError) as caught:
+        AttentionGroup.of(timeout_seconds=3.5, agree=True)
+    return str(caught.value)
+
+
+def test_a_rank_that_asks_alone_whether_the_group_stands_says_so(rank_pool: Callable[[int], RankPool]) -> None:
+    message = rank_pool(2)(nobody_else_asks)[0]
+    assert "while making the attention group again, and not all came" in message
+
+
+def asked_in_every_layer(rank: int) -> list[int]:
+    members = dist.new_group([0, 1])
+    group = AttentionGroup.of(members, timeout_seconds=30)
+    assert group.watch is not None
+    with (
+        patch.object(dist, "get_process_group_ranks", wraps=dist.get_process_group_ranks) as ranks,
+        patch.object(group.watch, "_store") as store,
+    ):
+        assert all(AttentionGroup.of(members, timeout_seconds=30) is group for _ in range(64))
+    return [ranks.call_count, len(store.mock_calls)]
+
+
+def test_asking_again_for_a_group_reads_no_ranks_and_no_store(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2)(asked_in_every_layer) == [[0, 0]] * 2
+
+
+def test_checksum_is_that_of_the_exchanges() -> None:
+    data: Any = SimpleNamespace(checksum=5)
+    assert (AttentionGroup().checksum, AttentionGroup(data=data).checksum) == (0, 5)
