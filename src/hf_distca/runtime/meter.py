@@ -61,7 +61,7 @@ class Meter:
     def __init__(self, whole: Meter | None = None) -> None:
         self.whole = whole
         self.kernel_calls = self.dispatches = self.returns = self.sent_bytes = self.calls = 0
-        self.running = _Running() if whole is None else whole.running
+        self.running: _Running = _Running() if whole is None else whole.running
         self._seconds = 0.0
         self._unfinished = 0
 
