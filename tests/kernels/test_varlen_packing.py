@@ -99,3 +99,19 @@ def test_a_window_that_hides_nothing_is_none(window: int | None, seen: int | Non
     op, tasks = StrictVarlenOp(), TaskBatch((0, 20), (20, 30), (0, 20), (20, 150))
     run_kernel(VarlenKernel(op), random_pools(Case(tasks, 50, 170), SHAPES["MQA"], torch.float32), tasks, Scores(0.1, window))
     assert op.windows == [seen, seen]
+
+
+def test_index_tensors_reach_a_gpu_without_a_wait_of_the_host() -> None:
+    class Index:
+        """Knows only the way that does not stop the host."""
+
+        def __init__(self, pinned: bool = False) -> None:
+            self.pinned = pinned
+
+        def pin_memory(self) -> Index:
+            return Index(pinned=True)
+
+        def to(self, device: torch.device, *, non_blocking: bool = False) -> tuple[bool, torch.device, bool]:
+            return self.pinned, device, non_blocking
+
+    assert varlen._to_device(Index(), torch.device("cuda")) == (True, torch.device("cuda"), True)

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed._composable import checkpoint as by_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
-from hf_distca.runtime.pingpong import run_halves, take_turns
+from hf_distca.runtime.pingpong import checkpointed_parts, run_halves, take_turns
 
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 
@@ -50,6 +54,101 @@ def test_each_half_has_its_own_modes_and_sees_the_callers_context() -> None:
     assert run_halves(half, half, "cpu") == (expected, expected)
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_each_half_has_its_own_hooks_on_saved_tensors() -> None:
+    """As activation checkpointing sets them, nested and around attention; those of the caller are under them all the time."""
+    packed: list[str] = []
+
+    def hooks(name: str) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(name) or t, lambda t: t)
+
+    def save() -> None:
+        torch.ones((), requires_grad=True).exp()
+
+    def half(name: str) -> Callable[[], None]:
+        def run() -> None:
+            save()
+            take_turns()
+            with hooks(f"{name} outer"):
+                with hooks(f"{name} inner"):
+                    take_turns()
+                    save()
+                    take_turns()
+                take_turns()
+                save()
+            take_turns()
+            save()
+
+        return run
+
+    with hooks("the caller's"):
+        run_halves(half("a"), half("b"), "cpu")
+        save()
+    save()
+    both = [f"{name} {place}" for place in ("inner", "outer") for name in "ab"]
+    assert packed == ["the caller's"] * 2 + both + ["the caller's"] * 3
+
+
+def test_a_half_that_forbids_hooks_forbids_them_to_itself() -> None:
+    def allowed() -> bool:
+        return torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+    def forbids() -> list[bool]:
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            take_turns()
+            seen = [allowed()]
+        take_turns()
+        return [*seen, allowed()]
+
+    def checkpoints() -> list[bool]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            seen = [allowed()]
+            take_turns()
+        return [*seen, allowed()]
+
+    assert run_halves(forbids, checkpoints, "cpu") == ([False, True], [True, True])
+    assert allowed()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_halves_may_checkpoint_between_their_turns(reentrant: bool) -> None:
+    weight = torch.tensor([2.0], requires_grad=True)
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        y = (x * weight).exp()
+        take_turns()
+        return y * weight
+
+    def half(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            return checkpoint(attention, x, use_reentrant=reentrant).sin() * x
+
+        return run
+
+    def gradients(in_turns: bool) -> list[torch.Tensor]:
+        inputs = [torch.tensor([n], requires_grad=True) for n in (0.3, 0.4)]
+        first, second = (half(x) for x in inputs)
+        results = run_halves(first, second, "cpu") if in_turns else (first(), second())
+        weight.grad = None
+        (results[0] + results[1] * 3).backward()
+        return [weight.grad, *(x.grad for x in inputs)]
+
+    assert gradients(True) == gradients(False)
+
+
+def test_parts_of_a_layer_that_checkpoint() -> None:
+    layer = torch.nn.Module()
+    layer.attention, layer.mlp, layer.norm = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    assert checkpointed_parts(layer) == []
+    layer.attention = checkpoint_wrapper(layer.attention)
+    by_hooks(layer.mlp)
+    assert checkpointed_parts(layer) == [layer.attention, layer.mlp]
+    assert checkpointed_parts(layer.mlp) == []
+    assert checkpointed_parts(torch.nn.Sequential(checkpoint_wrapper(layer))[0]._checkpoint_wrapped_module) == [
+        layer.attention,
+        layer.mlp,
+    ]
 
 
 @pytest.mark.parametrize("failing", [0, 1])

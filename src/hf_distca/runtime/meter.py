@@ -6,14 +6,46 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 __all__ = ["Meter"]
 
+# Kernel calls on CUDA whose times are not known yet, at most. A stream takes about a thousand launches before it makes the host
+# wait, and a call is several of them: a host is hardly ever this far ahead.
+_MOST_RUNNING = 1024
 
-@dataclass
+
+class _Call(NamedTuple):
+    """A kernel call on a CUDA stream that may not have finished."""
+
+    meter: Meter
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class _Running:
+    """Calls that may not have finished, oldest first. A meter and its parts share them, so that each is held once."""
+
+    def __init__(self) -> None:
+        self._calls: deque[_Call] = deque()
+
+    def add(self, call: _Call) -> None:
+        """Take in a call."""
+        self._calls.append(call)
+        self.read()
+        if len(self._calls) > _MOST_RUNNING:  # the device has the others to go on with
+            self._calls[0].end.synchronize()
+            self.read()
+
+    def read(self) -> None:
+        """Tell the meters of calls that have finished."""
+        while self._calls and self._calls[0].end.query():  # type: ignore[no-untyped-call]
+            meter, begin, end = self._calls.popleft()
+            meter.add(begin.elapsed_time(end) / 1e3, running=-1)
+
+
 class Meter:
     """Counters of one rank that only grow. What a part counts, the whole counts too.
 
@@ -23,16 +55,15 @@ class Meter:
         dispatches, returns: exchanges launched, forward and backward.
         sent_bytes: bytes sent to other ranks.
         calls: calls of core attention, which is layers times forward passes.
+        running: kernel calls of this meter, its parts and its whole whose times are not known yet.
     """
 
-    whole: Meter | None = None
-    kernel_calls: int = 0
-    dispatches: int = 0
-    returns: int = 0
-    sent_bytes: int = 0
-    calls: int = 0
-    _seconds: float = 0.0
-    _pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque)
+    def __init__(self, whole: Meter | None = None) -> None:
+        self.whole = whole
+        self.kernel_calls = self.dispatches = self.returns = self.sent_bytes = self.calls = 0
+        self.running: _Running = _Running() if whole is None else whole.running
+        self._seconds = 0.0
+        self._unfinished = 0
 
     def count(self, *, kernel_calls: int = 0, dispatches: int = 0, returns: int = 0, sent_bytes: int = 0, calls: int = 0) -> None:
         """Add to the counters of this meter and of the whole."""
@@ -48,36 +79,38 @@ class Meter:
 
     @contextmanager
     def kernel(self, device: torch.device) -> Iterator[None]:
-        """Times the kernel call inside: by the clock on the CPU, by events on the current CUDA stream."""
+        """Times the kernel call inside: by the clock on the CPU, by events on the current CUDA stream.
+
+        On CUDA the host waits here only where it is more than a thousand calls ahead of the device, for the oldest of them.
+        """
         self.count(kernel_calls=1)
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             yield
             end.record()
-            self.add_seconds(0.0, (begin, end))
+            self.add(0.0, running=1)
+            self.running.add(_Call(self, begin, end))
         else:
             started = time.perf_counter()
             yield
-            self.add_seconds(time.perf_counter() - started)
+            self.add(time.perf_counter() - started)
 
-    def add_seconds(self, seconds: float, events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None) -> None:
-        """Add kernel seconds, or events on CUDA that will tell them."""
+    def add(self, seconds: float, *, running: int = 0) -> None:
+        """Add kernel seconds, and calls that run, to this meter and to the whole."""
         self._seconds += seconds
-        if events is not None:
-            self._pending.append(events)
+        self._unfinished += running
         if self.whole is not None:
-            self.whole.add_seconds(seconds, events)
+            self.whole.add(seconds, running=running)
 
     @property
     def seconds(self) -> float:
         """Seconds in attention kernels. On CUDA, of those calls that have finished by now."""
-        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
-            begin, end = self._pending.popleft()
-            self._seconds += begin.elapsed_time(end) / 1e3
+        self.running.read()
         return self._seconds
 
     @property
     def finished(self) -> bool:
-        """Whether no kernel of it is still running."""
-        return not self._pending
+        """Whether no kernel call is running any more, so that `seconds` has all of them."""
+        self.running.read()
+        return not self._unfinished

@@ -8,16 +8,27 @@ backward in the reverse order of forward: the halves take turns there by themsel
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _saved_tensors_hooks_disable,
+    _saved_tensors_hooks_enable,
+    _saved_tensors_hooks_get_disabled_error_message,
+    _top_saved_tensors_default_hooks,
+)
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-__all__ = ["run_halves", "take_turns"]
+__all__ = ["checkpointed_parts", "run_halves", "take_turns"]
 
 T = TypeVar("T")
+_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class _Half(greenlet):
@@ -77,6 +88,19 @@ def take_turns() -> None:
         current.parent.switch()
 
 
+def checkpointed_parts(layer: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules below a layer that checkpoint their activations by themselves, by a wrapper or by hooks.
+
+    Halves of a layer may hand tensors from inside such a part to each other. Backward repeats the part of the second half first,
+    when what the first one gives it is not there yet.
+    """
+    return [
+        module
+        for module in layer.modules()
+        if module is not layer and (isinstance(module, CheckpointWrapper) or "checkpoint" in (_get_registry(module) or ()))
+    ]
+
+
 class _Modes(NamedTuple):
     """What torch keeps per thread and layers may change around attention."""
 
@@ -84,12 +108,14 @@ class _Modes(NamedTuple):
     autocast: bool
     autocast_dtype: torch.dtype
     dispatch: tuple[TorchDispatchMode, ...]
+    saved: _SavedTensors
 
     @classmethod
     def current(cls, device_type: str) -> _Modes:
         autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type)
-        return cls(torch.is_grad_enabled(), autocast, dtype, tuple(_get_current_dispatch_mode_stack()))
+        dispatch = tuple(_get_current_dispatch_mode_stack())
+        return cls(torch.is_grad_enabled(), autocast, dtype, dispatch, _SavedTensors.current())
 
     def set(self, device_type: str) -> None:
         torch.set_grad_enabled(self.grad)
@@ -101,3 +127,41 @@ class _Modes(NamedTuple):
                 _pop_mode()
             for mode in self.dispatch:
                 _push_mode(mode)
+        self.saved.set()
+
+
+class _SavedTensors(NamedTuple):
+    """What happens to tensors that are saved for backward: activation checkpointing and offloading work by such hooks.
+
+    Attributes:
+        hooks: pairs that pack and unpack a tensor; the last one is in force.
+        forbidden: if hooks may not be set, the error that says so.
+    """
+
+    hooks: tuple[_Hooks, ...]
+    forbidden: str | None
+
+    @classmethod
+    def current(cls) -> _SavedTensors:
+        found = cls(tuple(reversed(list(_taken_off()))), _saved_tensors_hooks_get_disabled_error_message())
+        found._put_on()
+        return found
+
+    def set(self) -> None:
+        for _ in _taken_off():
+            pass
+        self._put_on()
+
+    def _put_on(self) -> None:
+        _saved_tensors_hooks_enable()
+        for pack, unpack in self.hooks:
+            _push_saved_tensors_default_hooks(pack, unpack)
+        if self.forbidden is not None:
+            _saved_tensors_hooks_disable(self.forbidden, False)
+
+
+def _taken_off() -> Iterator[_Hooks]:
+    """The hooks in force, the last one first, which are in force no more. Only the last one can be seen."""
+    while (hooks := _top_saved_tensors_default_hooks(True)) is not None:
+        _pop_saved_tensors_default_hooks()
+        yield hooks

@@ -1,0 +1,58 @@
+"""A stand-in for CUDA events: a device that works when it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+
+class Device:
+    """Its host records events; each kernel takes a time. Nothing has happened until `finish` or until somebody waits."""
+
+    def __init__(self) -> None:
+        self.launched = 0.0  # seconds of work that the host has launched
+        self.done = 0.0
+        self.waits: list[float] = []
+        self.events = 0
+
+    def launch(self, seconds: float) -> None:
+        """Work for the device."""
+        self.launched += seconds
+
+    def finish(self, until: float | None = None) -> None:
+        """Let the device work until this many seconds of work are done, by default all."""
+        self.done = max(self.done, self.launched if until is None else until)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let `torch.cuda.Event` make events of this device."""
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                assert enable_timing
+                device.events += 1
+                self.at: float | None = None
+
+            def __del__(self) -> None:
+                device.events -= 1
+
+            def record(self) -> None:
+                self.at = device.launched
+
+            def query(self) -> bool:
+                return self.at is not None and self.at <= device.done
+
+            def synchronize(self) -> None:
+                assert self.at is not None
+                device.waits.append(self.at)
+                device.finish(self.at)
+
+            def elapsed_time(self, end: Event) -> float:
+                assert self.query()
+                assert end.query()
+                return (end.at - self.at) * 1e3
+
+        with patch("torch.cuda.Event", Event):
+            yield

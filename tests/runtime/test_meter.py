@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from device_events import Device
+from hf_distca.runtime import meter as meters
+from hf_distca.runtime.meter import Meter
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    made = Device()
+    with made.installed():
+        yield made
+
+
+def run(meter: Meter, device: Device, *seconds: float) -> None:
+    """Kernel calls of these lengths, with a second of something else before each."""
+    for one in seconds:
+        device.launch(1.0)
+        with meter.kernel(CUDA):
+            device.launch(one)
+
+
+def test_seconds_on_the_cpu_are_known_at_once() -> None:
+    whole = Meter()
+    part = Meter(whole)
+    with part.kernel(CPU):
+        pass
+    assert part.finished
+    assert part.seconds == whole.seconds > 0
+    assert part.kernel_calls == whole.kernel_calls == 1
+
+
+def test_seconds_are_those_of_finished_calls_and_nobody_waits(device: Device) -> None:
+    meter = Meter()
+    run(meter, device, 2.0, 3.0, 4.0)
+    assert (meter.seconds, meter.finished) == (0.0, False)
+    device.finish(until=1 + 2 + 1 + 3 + 1)
+    assert (meter.seconds, meter.finished) == (5.0, False)
+    device.finish()
+    assert (meter.finished, meter.seconds) == (True, 9.0)
+    assert device.waits == []
+
+
+def test_parts_and_the_whole_tell_their_own(device: Device) -> None:
+    """In whatever order they are read, and whether they still exist."""
+    whole = Meter()
+    first, second = Meter(whole), Meter(whole)
+    run(first, device, 2.0)
+    run(second, device, 4.0, 8.0)
+    run(Meter(whole), device, 16.0)
+    device.finish(until=3.0)
+    assert (first.seconds, first.finished) == (2.0, True)
+    assert (second.seconds, second.finished, whole.finished) == (0.0, False, False)
+    device.finish()
+    assert (second.seconds, whole.seconds, first.seconds) == (12.0, 30.0, 2.0)
+    assert second.finished
+    assert whole.finished
+    assert device.events == 0
+
+
+def test_events_do_not_pile_up_where_nobody_reads(device: Device) -> None:
+    whole = Meter()
+    for _ in range(200):
+        run(Meter(whole), device, *[0.5] * 8)
+        device.finish()
+    assert device.events <= 2 * 8
+    assert device.waits == []
+    assert whole.seconds == 200 * 8 * 0.5
+
+
+def test_events_are_bounded_where_the_device_does_not_keep_up(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for the oldest call alone, with the device busy for all others; no second is lost."""
+    monkeypatch.setattr(meters, "_MOST_RUNNING", 10)
+    whole = Meter()
+    run(Meter(whole), device, *[0.5] * 100)
+    assert device.events == 2 * 10
+    assert device.waits == [1.5 * (n + 1) for n in range(90)]
+    assert whole.seconds == 90 * 0.5
+    device.finish()
+    assert whole.seconds == 100 * 0.5
+
+
+def test_a_call_that_raises_is_not_timed(device: Device) -> None:
+    meter = Meter()
+    with pytest.raises(ZeroDivisionError), meter.kernel(CUDA):
+        _ = 1 / 0
+    assert meter.finished
+    assert device.events == 0
+    assert meter.kernel_calls == 1
