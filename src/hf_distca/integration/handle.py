@@ -6,7 +6,8 @@ argument, it is the same object in the recompute of activation checkpointing and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -38,6 +39,7 @@ class Work:
         half: 0 if the batch is whole, 1 and 2 for its nano-batches.
         outputs: outputs of the layers, for activation checkpointing.
         name: of the micro-batch, for errors.
+        numbers: counts the calls of attention, those of recomputes among them.
     """
 
     route: Route
@@ -48,6 +50,7 @@ class Work:
     half: int = 0
     outputs: OutputStore = field(default_factory=OutputStore)
     name: str = "a micro-batch"
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
 
 @dataclass(eq=False)

@@ -24,6 +24,7 @@ from hf_distca.integration.handle import Work
 from hf_distca.integration.mesh import data_parallel_group, find_members
 from hf_distca.kernels import Kernel, Scores, select_kernel
 from hf_distca.runtime.calibrate import calibrate
+from hf_distca.runtime.call import Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -119,14 +120,14 @@ class Session:
             )
         layout = Layout.from_lengths([local.rows[:, 2].tolist()])
         window = _effective(window, layout)
-        return Work(Route.build(Plan.local(layout, window), 0, device), _keep(local, device), window, False, Meter(self.meter))
+        return Work(Route.build(Plan.local(layout, window), 0), _keep(local, device), window, False, Meter(self.meter))
 
     def _work(self, local: LocalDocuments, planned: Planned, device: torch.device) -> Work:
         meter = self.planner.use(planned, local)
         plan, cost = planned.plan, planned.kind.cost
         waves = Waves.of(plan, cost.shape, self.config.tile, self.config.max_transient_bytes)
         self._warn_above_bound(waves)
-        route = Route.build(plan, self.group.rank, device, waves)
+        route = Route.build(plan, self.group.rank, waves)
         name = f"micro-batch {self.planner.number}" + (f", nano-batch {local.half}" if local.half else "")
         window = _effective(cost.window, plan.layout)
         return Work(route, _keep(local, device), window, True, meter, local.half, name=name)
@@ -144,25 +145,16 @@ class Session:
     ) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens, whose keys `context` is in front of."""
         group = self.group if work.collective else _ALONE
-        place = f"layer {getattr(module, 'layer_idx', work.meter.calls)} of {work.name}"
+        number = next(work.numbers)
+        place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
         if group.data is not None:
             group = replace(group, data=group.data.at(place, 2 * len(work.route.waves)))
         reporting = partial(group.reporting, f"computing {place}")
         outputs = work.outputs.of(module) if module.training else None
-        tracer = Tracer(self.trace, work.half, work.meter.calls + 1, q_THD.device)
+        tracer = Tracer(self.trace, work.half, number + 1, q_THD.device)
         with reporting():
             server = AttentionServer(self._kernel(q_THD, v_TKV, scores), scores, work.meter, tracer, reporting)
-            return core_attention(
-                q_THD,
-                k_TKD,
-                v_TKV,
-                route=work.route,
-                group=group,
-                server=server,
-                context=context,
-                sink_H=sink_H,
-                outputs=outputs,
-            )
+            return core_attention(Inputs(q_THD, k_TKD, v_TKV, context, sink_H), Call(work.route, group, server, outputs))
 
     @contextmanager
     def reporting(self, training: bool, doing: str, *, alone: bool = False) -> Iterator[None]:
