@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Scores, select_kernel
+from hf_distca.runtime.call import Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -79,14 +80,14 @@ def measure(rank: int, ranks: int, group: AttentionGroup, arguments: argparse.Na
     waves = Waves.of(balance(layout, CostModel.analytic(shape, device_type="cpu"), config), shape, config.tile, bound)
     scores, meter = Scores(DIM**-0.5), Meter()
     server = AttentionServer(select_kernel("auto", torch.device("cpu"), torch.float32, DIM, DIM, scores), scores, meter)
-    route = Route.build(waves.plan, rank, torch.device("cpu"), waves)
+    route = Route.build(waves.plan, rank, waves)
     heads = (shape.query_heads, shape.key_value_heads, shape.key_value_heads)
     leaves = [torch.randn(arguments.tokens, n, DIM).requires_grad_() for n in heads]
     gradient = torch.randn(arguments.tokens, shape.query_heads, DIM)
     dist.barrier()
     started, live = time.perf_counter(), LiveBytes()
     with live:
-        out = core_attention(*leaves, route=route, group=group, server=server)
+        out = core_attention(Inputs(*leaves), Call(route, group, server))
         time.sleep(0.05)  # gloo's thread holds the last message for a moment
         kept, peak = live.alive(), live.peak
         live.peak = 0

@@ -86,12 +86,12 @@ def batch_of(sizes: Sequence[tuple[int, int]]) -> Batch:
 
 
 def server_batches(plan: Plan, rank: int, device: torch.device) -> list[Batch]:
-    """What the attention server of a rank runs in one layer: its local tasks, then those that arrive."""
-    route, layout = Route.build(plan, rank, device), plan.layout
+    """What the attention server of a rank runs in one layer: its own tasks, then those that arrive."""
+    route, layout = Route.build(plan, rank), plan.layout
     tokens = int(layout.query_tokens[rank] + layout.context_tokens[rank])
-    batches = [Batch(route.local, int(layout.query_tokens[rank]), tokens)]
+    batches = [Batch(route.own, int(layout.query_tokens[rank]), tokens)]
     for wave in route.waves:
-        batches.append(Batch(wave.arrived, len(wave.home_queries) + sum(wave.queries.receive), wave.pool.size))
+        batches.append(Batch(wave.arrived, wave.own_rows + sum(wave.queries.receive.values()), wave.pool.size))
     return [batch for batch in batches if len(batch.tasks)]
 
 

@@ -20,6 +20,7 @@ from gpu_setting import Setting, free
 from gpu_workloads import Batch, Variant, batch_of, variants
 from hf_distca.kernels import Kernel, Scores, TaskBatch
 from hf_distca.kernels.reference import ReferenceKernel
+from hf_distca.runtime.call import Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -67,9 +68,9 @@ def results(kernel: Kernel, pools: list[torch.Tensor], tasks: TaskBatch, scores:
 def with_sinks(kernel: Kernel, pools: list[torch.Tensor], sink_H: torch.Tensor) -> dict[str, torch.Tensor]:
     """The same through a call of core attention on one rank, whose tokens are one document, with attention sinks."""
     *leaves, sink_H = (x.detach().clone().requires_grad_() for x in (*pools[:3], sink_H))
-    route = Route.build(Plan.local(Layout.from_lengths([[len(leaves[0])]])), 0, leaves[0].device)
+    route = Route.build(Plan.local(Layout.from_lengths([[len(leaves[0])]])), 0)
     server = AttentionServer(kernel, Scores(leaves[0].shape[2] ** -0.5), Meter())
-    o_THV = core_attention(*leaves, route=route, group=AttentionGroup(), server=server, sink_H=sink_H)
+    o_THV = core_attention(Inputs(*leaves, sink_H=sink_H), Call(route, AttentionGroup(), server))
     grads = torch.autograd.grad(o_THV, [*leaves, sink_H], pools[3])
     return {"o": o_THV.detach(), **dict(zip(("dq", "dk", "dv", "dsink"), grads, strict=True))}
 

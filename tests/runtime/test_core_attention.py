@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_distca.kernels import Scores, select_kernel
+from hf_distca.runtime.call import Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -84,8 +85,8 @@ def run_plan(
     meter = Meter()
     kernel = select_kernel("auto", q.device, dtype, DIM, VALUE_DIM, scores)
     shape = AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, q.element_size())
-    route = Route.build(plan, rank, q.device, Waves.of(plan, shape, TILE, bound))
-    out = core_attention(*leaves, route=route, group=group, server=AttentionServer(kernel, scores, meter), sink_H=sink)
+    route = Route.build(plan, rank, Waves.of(plan, shape, TILE, bound))
+    out = core_attention(Inputs(*leaves, sink_H=sink), Call(route, group, AttentionServer(kernel, scores, meter)))
     out.backward(do)
 
     worst, before = 0.0, sum(length for *_, length in ranks[rank][: context[rank]])

@@ -33,19 +33,21 @@ def send_and_return(rank: int, world: int) -> None:
     for dtype, width in kinds:
         ordered = torch.cat([payload(rank, to, rows, width, dtype) for to, rows in enumerate(send)])
         shuffled = torch.randperm(len(ordered))
-        home = torch.empty_like(ordered)
-        home[shuffled] = ordered
-        parts.append(Part(home, Rows(shuffled, send, receive)))
+        own = torch.empty_like(ordered)
+        own[shuffled] = ordered
+        to = (rank for rank, rows in enumerate(send) for _ in range(rows))
+        runs = [(rank, start, 1) for rank, start in zip(to, shuffled.tolist(), strict=True)]
+        parts.append(Part(own, Rows.of(runs, ((rank, rows) for rank, rows in enumerate(receive) if rows))))
     first, second = launch(group.data, parts), launch(group.data, parts)  # two may be under way
     for pending in (first, second):
-        received = pending.wait()
+        received = [torch.cat([part.tensor[:0], *came]) for part, came in zip(parts, pending.sections(), strict=True)]
         for got, (dtype, width) in zip(received, kinds, strict=True):
             expected = torch.cat([payload(source, rank, rows, width, dtype) for source, rows in enumerate(receive)])
             assert torch.equal(got, expected)
-    back = launch(group.data, [Part(t, part.rows.way_back) for t, part in zip(received, parts, strict=True)]).wait()
-    for got, part in zip(back, parts, strict=True):
-        assert part.rows.index is not None
-        assert torch.equal(got, part.tensor[part.rows.index])
+    back = launch(group.data, [Part(t, part.rows.way_back) for t, part in zip(received, parts, strict=True)]).sections()
+    for sections, part in zip(back, parts, strict=True):
+        sent = [part.tensor[run.start : run.start + run.rows] for run in part.rows.runs]
+        assert torch.equal(torch.cat([part.tensor[:0], *sections]), torch.cat([part.tensor[:0], *sent]))
 
 
 def staged_send_and_return(rank: int, world: int) -> None:
@@ -65,9 +67,10 @@ def test_uneven_rows_of_several_dtypes_travel_there_and_back(rank_pool: Callable
 
 
 def test_a_group_of_one_needs_no_torch_distributed() -> None:
-    rows = Rows(torch.tensor([2, 0]), (2,), (2,))
+    rows = Rows.of([(0, 2, 1), (0, 0, 1)], [(0, 2)])
     tensor = torch.arange(6.0).view(3, 2)
-    assert torch.equal(launch(None, [Part(tensor, rows)]).wait()[0], tensor[[2, 0]])
+    ((section,),) = launch(None, [Part(tensor, rows)]).sections()
+    assert torch.equal(section, tensor[[2, 0]])
     group = AttentionGroup.create()
     assert (group.size, group.rank, group.data) == (1, 0, None)
     assert group.gather(np.array([4, 5]), doing="testing")[0].tolist() == [4, 5]
@@ -123,8 +126,8 @@ def test_a_group_is_made_again_only_if_a_rank_has_left_it() -> None:
 def exchanges_or_raises(rank: int, table: list[list[int]], starts: list[float | None], culprit: int) -> tuple[str, float]:
     group = AttentionGroup.create(timeout_seconds=20)
     assert group.data is not None
-    sizes, start = table[rank], starts[rank]
-    sent, received = torch.zeros(2, sum(sizes), dtype=torch.uint8)
+    sizes, start = dict(enumerate(table[rank])), starts[rank]
+    sent, received = torch.zeros(2, sum(table[rank]), dtype=torch.uint8)
     group.gather(np.array([0]), doing="testing")
     began = time.monotonic()
     try:

@@ -15,6 +15,8 @@ from test_core_attention import random_case
 
 from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Scores, select_kernel
+from hf_distca.runtime import call as runtime
+from hf_distca.runtime.call import Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
@@ -57,7 +59,7 @@ class Call:
         if group.data is not None:  # a place of its own: calls that ended early have left messages in the others
             group = replace(group, data=group.data.at(f"call {next(_CALLS)}", 2 * self.waves.count))
         self.arguments = {
-            "route": Route.build(plan, rank, torch.device("cpu"), self.waves),
+            "route": Route.build(plan, rank, self.waves),
             "group": group,
             "server": AttentionServer(self.kernel, scores, self.meter),
         }
@@ -69,7 +71,7 @@ class Call:
             leaf.requires_grad_()
 
     def forward(self) -> torch.Tensor:
-        return core_attention(*self.leaves, **self.arguments)
+        return core_attention(Inputs(*self.leaves), runtime.Call(**self.arguments))
 
     def grads(self, out: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(out, self.leaves, self.do, **options)

@@ -6,8 +6,9 @@ argument, it is the same object in the recompute of activation checkpointing and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -41,6 +42,7 @@ class Work:
         nano: 0 if the batch is whole, 1 and 2 for its nano-batches.
         outputs: outputs of the layers, for activation checkpointing; None where no recompute can follow.
         name: of the micro-batch, for errors.
+        numbers: counts the calls of attention, those of recomputes among them.
     """
 
     group: AttentionGroup
@@ -51,6 +53,7 @@ class Work:
     nano: int = 0
     outputs: OutputStore | None = None
     name: str = "a micro-batch"
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
 
 class AttentionHandle:

@@ -24,12 +24,14 @@ from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.mesh import data_parallel_group, find_members
 from hf_distca.kernels import Kernel, Scores, select_kernel
+from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.calibrate import calibrate
+from hf_distca.runtime.call import Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
-from hf_distca.runtime.route import Route, _on
+from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.cost import CostModel
@@ -144,14 +146,14 @@ class Session:
                 "set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
             ) from error
         plan = Plan.local(layout, None if key.window is None or key.window >= layout.longest else key.window)
-        route = Route.build(plan, 0, device)
+        route = Route.build(plan, 0)
         return Work(_ALONE, route, _keep(documents, device), plan.window, Meter(self.meter), key.nano, OutputStore())
 
     def _work(self, documents: Documents, planned: Planned, group: AttentionGroup, device: torch.device) -> Work:
         meter, nano = self.planner.use(planned, documents), planned.key.nano
         waves = Waves.of(planned.plan, planned.key.shape, self.config.tile, self.config.max_transient_bytes)
         self._warn_above_bound(waves, group)
-        route = Route.build(planned.plan, group.rank, device, waves)
+        route = Route.build(planned.plan, group.rank, waves)
         name = f"micro-batch {self.planner.number}" + (f", nano-batch {nano}" if nano else "")
         return Work(group, route, _keep(documents, device), planned.plan.window, meter, nano, OutputStore(), name)
 
@@ -167,26 +169,16 @@ class Session:
         context: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens, whose keys `context` is in front of."""
-        group = work.group
-        place = f"layer {getattr(module, 'layer_idx', work.meter.calls)} of {work.name}"
+        group, number = work.group, next(work.numbers)
+        place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
         if group.data is not None:
             group = replace(group, data=group.data.at(place, 2 * len(work.route.waves)))
         reporting = partial(group.reporting, f"computing {place}")
         outputs = None if work.outputs is None else work.outputs.of(module)
-        tracer = Tracer(self.trace, work.nano, work.meter.calls + 1, q_THD.device)
+        tracer = Tracer(self.trace, work.nano, number + 1, q_THD.device)
         with reporting():
             server = AttentionServer(self._kernel(q_THD, v_TKV, scores), scores, work.meter, tracer, reporting)
-            return core_attention(
-                q_THD,
-                k_TKD,
-                v_TKV,
-                route=work.route,
-                group=group,
-                server=server,
-                context=context,
-                sink_H=sink_H,
-                outputs=outputs,
-            )
+            return core_attention(Inputs(q_THD, k_TKD, v_TKV, context, sink_H), Call(work.route, group, server, outputs))
 
     @contextmanager
     def _reporting(self, group: AttentionGroup, doing: str) -> Iterator[None]:
@@ -230,7 +222,7 @@ class Session:
 
 
 def _keep(documents: Documents, device: torch.device) -> torch.Tensor | None:
-    return None if documents.keep is None else _on(device, documents.keep)
+    return None if documents.keep is None else to_device(torch.from_numpy(documents.keep), device)
 
 
 _session: Session | None = None

@@ -23,7 +23,7 @@ import torch
 from hf_distca.kernels.base import Scores, TaskBatch
 from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
 
-__all__ = ["Sequences", "VarlenKernel", "VarlenOp"]
+__all__ = ["Sequences", "VarlenKernel", "VarlenOp", "to_device"]
 
 _HEAD_DIM_MULTIPLE = 8
 
@@ -224,8 +224,8 @@ def _wave(tasks: TaskBatch, members: list[int], device: torch.device) -> _Wave:
         rows=_run([tasks.query_start[i] for i in members], row_lengths, device),
         keys=_run([tasks.key_start[i] for i in members], key_lengths, device),
         sequences=Sequences(
-            cu_rows=_to_device(torch.tensor([0, *accumulate(row_lengths)], dtype=torch.int32), device),
-            cu_keys=_to_device(torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32), device),
+            cu_rows=to_device(torch.tensor([0, *accumulate(row_lengths)], dtype=torch.int32), device),
+            cu_keys=to_device(torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32), device),
             max_rows=max(row_lengths),
             max_keys=max(key_lengths),
         ),
@@ -237,9 +237,9 @@ def _run(starts: Sequence[int], lengths: Sequence[int], device: torch.device) ->
     if all(start == want for start, want in zip(starts, expected, strict=True)):
         return _Run(starts[0], sum(lengths), None)
     index = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
-    return _Run(0, sum(lengths), _to_device(index, device))
+    return _Run(0, sum(lengths), to_device(index, device))
 
 
-def _to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy that does not make the host wait; that takes page-locked memory."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

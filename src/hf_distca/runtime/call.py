@@ -1,135 +1,187 @@
-"""What the autograd functions of one call of core attention hand on: messages under way and tensors in use."""
+"""What the autograd functions of one call of core attention hand on: messages under way and tensors in use.
+
+Everywhere here, *own* is what belongs to this rank's tokens: what it is the home of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from hf_distca.runtime.exchange import Part, Pending, launch
+from hf_distca.runtime.exchange import Part, Pending, Run, launch
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import Route, Wave
-from hf_distca.runtime.server import AttentionServer
+from hf_distca.runtime.server import AttentionServer, Grads, Operands, Outputs, Saved
 
-__all__ = ["Call"]
+__all__ = ["Call", "Inputs"]
+
+T = TypeVar("T")
+
+
+class Inputs(NamedTuple):
+    """What a layer gives.
+
+    Attributes:
+        q_THD, k_TKD, v_TKV: this rank's tokens in layout order, T >= 0; k and v un-repeated for GQA.
+        context: keys and values of the route's context, in front of k and v; with gradient. Kept as they are, so that context
+            which is kept elsewhere anyway takes no memory.
+        sink_H: logit of the attention sink of each head; it may require a gradient.
+    """
+
+    q_THD: torch.Tensor
+    k_TKD: torch.Tensor
+    v_TKV: torch.Tensor
+    context: tuple[torch.Tensor, torch.Tensor] | None = None
+    sink_H: torch.Tensor | None = None
+
+    @property
+    def operands(self) -> Operands:
+        """Queries, and keys and values with their context in front."""
+        if self.context is None:
+            return Operands(self.q_THD, self.k_TKD, self.v_TKV)
+        context_k, context_v = self.context
+        return Operands(self.q_THD, torch.cat([context_k, self.k_TKD]), torch.cat([context_v, self.v_TKV]))
+
+
+class Held(Generic[T]):
+    """Holds one thing from one autograd function to the next. It is taken once: an exception leaves nothing behind."""
+
+    def __init__(self) -> None:
+        self._thing: T | None = None
+
+    def put(self, thing: T) -> None:
+        """Hold it."""
+        self._thing = thing
+
+    def take(self) -> T:
+        """Hand it over."""
+        thing, self._thing = self._thing, None
+        if thing is None:
+            raise RuntimeError("core attention ran out of order: what its next step needs was never made")
+        return thing
 
 
 class Call:
-    """One call. What is taken is handed over: an exception leaves none of it behind."""
+    """One call.
 
-    def __init__(self, route: Route, group: AttentionGroup, server: AttentionServer, outputs: LayerOutputs | None) -> None:
-        self.route, self.group, self.server, self.outputs = route, group, server, outputs
-        # In a recompute the outputs are here already: nothing is launched and no kernel runs.
-        self.kept = None if outputs is None else outputs.take()
-        self.home: Sequence[torch.Tensor] = ()
-        self.grads: Sequence[torch.Tensor] = ()
-        self.dispatch: Pending | None = None
-        self.returned: Pending | None = None
+    Attributes:
+        route, group, server: this rank's route, the attention group of the route, and what runs the tasks.
+        kept: where the outputs are kept for a recompute; None to keep nothing.
+        recalled: the outputs in a recompute that finds them there: nothing is launched and no kernel runs.
+        operands, outputs, saved, grads: this rank's own. Outputs and gradients are still without those that come back.
+        dispatch, returned: the messages under way.
+    """
+
+    def __init__(self, route: Route, group: AttentionGroup, server: AttentionServer, kept: LayerOutputs | None = None) -> None:
+        self.route, self.group, self.server, self.kept = route, group, server, kept
+        recalled = None if kept is None else kept.take()
+        self.recalled = None if recalled is None else Outputs(*recalled)
+        self.operands, self.outputs, self.saved, self.grads = Held[Operands](), Held[Outputs](), Held[Saved](), Held[Grads]()
+        self.dispatch, self.returned = Held[Pending](), Held[Pending]()
 
     @property
     def last(self) -> Wave:
         """The last wave."""
         return self.route.waves[-1]
 
+    def finish(self, outputs: Outputs) -> Outputs:
+        """The outputs as they are, kept for a recompute."""
+        if self.kept is not None:
+            self.kept.keep(*outputs)
+        return outputs
+
+    def recall(self) -> Outputs:
+        """Hand over what is recalled."""
+        recalled, self.recalled = self.recalled, None
+        if recalled is None:
+            raise RuntimeError("core attention has no outputs of an earlier forward to recall")
+        return Outputs(*(tensor.detach() for tensor in recalled))
+
     def begin_backward(self) -> None:
         """The outputs of the forward are not needed for a recompute any more."""
         self.server.tracer.backward = True
-        if self.outputs is not None:
-            self.outputs.drop()
+        if self.group.data is not None:
+            self.group.data.begin_backward()
+        if self.kept is not None:
+            self.kept.drop()
 
-    def launch_dispatch(self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]) -> None:
-        """Send rows of home to the servers of a wave."""
-        parts = [Part(t, wave.queries) for t in queries] + [Part(t, wave.keys) for t in keys]
+    def launch_dispatch(self, wave: Wave, own: Operands | Saved) -> None:
+        """Send rows of this rank's own to the servers of a wave."""
+        parts = [Part(t, wave.queries) for t in own.query_rows] + [Part(t, wave.keys) for t in own.key_rows]
         self.server.meter.count(dispatches=1)
-        self.dispatch = self._launch(parts, "dispatch")
+        self.dispatch.put(self._launch(wave, parts, "dispatch"))
 
     def launch_return(self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()) -> None:
-        """Send what was computed for other ranks back."""
+        """Send what was computed for the rows of other ranks back: rows of received queries, and of the key pool."""
         parts = [Part(t.contiguous(), wave.queries.way_back) for t in queries]
-        parts += [Part(t.contiguous(), wave.keys.way_back) for t in keys]
+        parts += [Part(t.contiguous(), wave.pool.way_back) for t in keys]
         self.server.meter.count(returns=1)
-        self.returned = self._launch(parts, "return")
+        self.returned.put(self._launch(wave, parts, "return"))
 
-    def take_dispatch(self) -> Pending:
-        """The dispatch under way."""
-        pending, self.dispatch = self.dispatch, None
-        return _launched(pending)
+    def serve(self, wave: Wave, own: Operands, outputs: Outputs, dispatch: Pending) -> None:
+        """Serve a wave whose dispatch is under way, launch its return, and put rows of this rank's own into `outputs`."""
+        pools = self.server.serve(wave, own, dispatch)
+        self.launch_return(wave, [pool[wave.own_rows :] for pool in pools])
+        for whole, pool in zip(outputs, pools, strict=True):
+            _put(whole, wave.own_queries, [pool])
 
-    def take_return(self) -> Pending:
-        """The return under way."""
-        pending, self.returned = self.returned, None
-        return _launched(pending)
-
-    def take_home(self) -> Sequence[torch.Tensor]:
-        """The rank's own tensors that the next function needs."""
-        home, self.home = self.home, ()
-        return home
-
-    def take_grads(self) -> Sequence[torch.Tensor]:
-        """Gradients of the rank's own tensors, still without those that come back."""
-        grads, self.grads = self.grads, ()
-        return grads
-
-    def serve(self, wave: Wave, home: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], dispatch: Pending) -> None:
-        """Serve a wave whose dispatch is under way, launch its return, and put rows of home into the outputs."""
-        at_home, received = self.server.serve(wave, home, dispatch)
-        self.launch_return(wave, received)
-        for whole, rows in zip(wholes, at_home, strict=True):
-            whole.index_copy_(0, wave.home_queries, rows)
-
-    def land(self, wave: Wave, wholes: Sequence[torch.Tensor]) -> None:
-        """Wait for a return and put what came into the outputs."""
-        came = self.take_return().sections()
+    def land(self, wave: Wave, outputs: Outputs) -> None:
+        """Wait for a return and put what came into `outputs`."""
+        came = self.returned.take().sections()
         with self.server.tracer.span("unpack"):
-            for whole, sections in zip(wholes, came, strict=True):
-                _put(whole, wave, sections)
+            for whole, sections in zip(outputs, came, strict=True):
+                _put(whole, wave.queries.runs, sections)
 
-    def serve_backward(
-        self, wave: Wave, home: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], dispatch: Pending
-    ) -> list[torch.Tensor]:
-        """As `serve` for dq, dk, dv of home. Returns them; those of keys may be new ones, wide enough for sums."""
-        dq_THD, *sums = grads
-        home_dq, received_dq, pools = self.server.serve_backward(wave, home, dispatch)
-        dq_THD.index_copy_(0, wave.home_queries, home_dq[0])
-        keys = []
-        for place, own in enumerate(home[-2:]):
+    def serve_backward(self, wave: Wave, own: Saved, grads: Grads, dispatch: Pending) -> Grads:
+        """As `serve`, for gradients of this rank's own. Returns them; those of keys may be new ones, wide enough for sums."""
+        dq_THD, *pools = self.server.serve_backward(wave, own, dispatch)
+        _put(grads.dq_THD, wave.own_queries, [dq_THD])
+        sums, keys = [], []
+        for total, tensor in zip(grads[1:], own.key_rows, strict=True):
             pool = pools.pop(0)
-            sums[place] = _add_home(sums[place], pool, wave)
+            sums.append(_add_own(total, pool, wave))
             # Copies travel in the dtype of k and v; sums of them do not.
-            keys.append(wave.pool.received_rows(pool.to(own.dtype)))
+            keys.append(pool.to(tensor.dtype))
             del pool
-        self.launch_return(wave, received_dq, keys)
-        return [dq_THD, *sums]
+        self.launch_return(wave, [dq_THD[wave.own_rows :]], keys)
+        return Grads(grads.dq_THD, *sums)
 
-    def land_backward(self, wave: Wave, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As `land` for dq, dk, dv of home. Returns them; those of keys may be new ones, wide enough for sums."""
-        dq_THD, *sums = grads
-        came_dq, *copies = self.take_return().sections()
+    def land_backward(self, wave: Wave, grads: Grads) -> Grads:
+        """As `land`, for gradients of this rank's own. Returns them; those of keys may be new ones, wide enough for sums."""
+        came_dq, *copies = self.returned.take().sections()
         with self.server.tracer.span("unpack"):
-            _put(dq_THD, wave, came_dq)
-            return [dq_THD, *(_sum_copies(total, sections, wave) for total, sections in zip(sums, copies, strict=True))]
+            _put(grads.dq_THD, wave.queries.runs, came_dq)
+            sums = (_sum_copies(total, sections, wave) for total, sections in zip(grads[1:], copies, strict=True))
+            return Grads(grads.dq_THD, *sums)
 
-    def _launch(self, parts: Sequence[Part], name: str) -> Pending:
-        self.server.meter.count(sent_bytes=sum(sum(part.rows.send) * part.row_bytes for part in parts))
+    def _launch(self, wave: Wave, parts: Sequence[Part], name: str) -> Pending:
         tracer = self.server.tracer
         with tracer.span("pack"):
-            pending = launch(self.group.data, parts)
+            pending = launch(self.group.data, parts, wave.formats)
+        self.server.meter.count(sent_bytes=pending.sent_bytes)
         pending.watch(tracer, name)
         return pending
 
 
-def _launched(pending: Pending | None) -> Pending:
-    if pending is None:
-        raise RuntimeError("core attention ran backward out of order: its exchange was never launched")
-    return pending
+def _pieces(runs: Sequence[Run], sections: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The rows of each run, which lie one after another in sections. No run is in two of them."""
+    left, rest = iter(sections), 0
+    for run in runs:
+        if not rest:
+            section = next(left)
+            rest = len(section)
+        yield section.narrow(0, len(section) - rest, run.rows)
+        rest -= run.rows
 
 
-def _put(whole: torch.Tensor, wave: Wave, sections: Sequence[torch.Tensor]) -> None:
-    """Write the rows that came back where they were sent from; a rank that was sent none sent no section."""
-    indices = [index for index in wave.queries.index_per_rank or () if len(index)]
-    for index, section in zip(indices, sections, strict=True):
-        whole.index_copy_(0, index, section)
+def _put(whole: torch.Tensor, runs: Sequence[Run], sections: Sequence[torch.Tensor]) -> None:
+    """Write the rows in sections where the runs say, by one operation."""
+    if runs:
+        places = [whole.narrow(0, run.start, run.rows) for run in runs]
+        torch._foreach_copy_(places, list(_pieces(runs, sections)))
 
 
 def _accumulator(grad_TKD: torch.Tensor) -> torch.Tensor:
@@ -142,15 +194,16 @@ def _sum_copies(grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor], wave: 
     if not sections:
         return grad_TKD
     total = _accumulator(grad_TKD)
-    indices = [index for index in wave.keys.index_per_rank or () if len(index)]
-    for index, section in zip(indices, sections, strict=True):
-        total.index_add_(0, index, section.to(total.dtype))
+    for run, piece in zip(wave.keys.runs, _pieces(wave.keys.runs, sections), strict=True):
+        total.narrow(0, run.start, run.rows).add_(piece)
     return total
 
 
-def _add_home(grad_TKD: torch.Tensor, pool_TKD: torch.Tensor, wave: Wave) -> torch.Tensor:
-    """Add the gradients of home keys that were read in the pool."""
-    if not len(wave.pool.home):
+def _add_own(grad_TKD: torch.Tensor, pool_TKD: torch.Tensor, wave: Wave) -> torch.Tensor:
+    """Add the gradients of this rank's own keys that were read in the pool."""
+    if not wave.pool.own:
         return grad_TKD
     total = _accumulator(grad_TKD)
-    return total.index_add_(0, wave.pool.from_home, pool_TKD.index_select(0, wave.pool.home).to(total.dtype))
+    for at, start, rows in wave.pool.own:
+        total.narrow(0, start, rows).add_(pool_TKD.narrow(0, at, rows))
+    return total

@@ -13,9 +13,10 @@ from __future__ import annotations
 import datetime
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,18 @@ import torch.distributed as dist
 from hf_distca.runtime.watch import Watch, patience
 
 __all__ = ["Channel", "Transfer"]
+
+
+@dataclass
+class _Sum:
+    """A checksum that goes on."""
+
+    value: int = 0
+
+    def add(self, text: str) -> int:
+        """Take in a text. Returns the checksum of it alone."""
+        self.value = zlib.crc32(text.encode(), self.value)
+        return zlib.crc32(text.encode())
 
 
 @dataclass(eq=False)
@@ -44,19 +57,38 @@ class Channel:
     place: str = "core attention"
     forward: int | None = None
     launched: int = 0
+    _sum: _Sum = field(default_factory=_Sum)
+
+    @property
+    def checksum(self) -> int:
+        """A number below 2**32 that tells what was launched so far, here and in all calls of `at`, apart from sizes.
+
+        Equal on two ranks that launched the same exchanges in the same order. Layers of one micro-batch have messages of equal
+        sizes: where they have no tags, nothing else shows that two ranks exchanged those of different layers.
+        """
+        return self._sum.value
 
     def at(self, place: str, forward: int) -> Channel:
         """The channel of a call at `place` with this many exchanges in forward."""
         return replace(self, place=place, forward=forward, launched=0)
 
+    def begin_backward(self) -> None:
+        """What is launched from now on belongs to backward; in a recompute nothing was launched in forward."""
+        self.launched = max(self.launched, self.forward or 0)
+
     def start(
-        self, received: torch.Tensor, sent: torch.Tensor, receive_bytes: Sequence[int], send_bytes: Sequence[int]
+        self, received: torch.Tensor, sent: torch.Tensor, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> Transfer:
-        """Start to send the sections of `sent`, and to receive those of `received`, to and from each rank. Both are uint8."""
+        """Start to send and to receive messages, which lie one after another in `sent` and `received`, both uint8.
+
+        Args:
+            received, sent: the messages of all ranks, in the order of ranks.
+            receive_bytes, send_bytes: size of the message by rank, in the order of ranks; those without one may be left out.
+        """
         kind = "dispatch" if self.launched % 2 == 0 else "return"
         direction = "" if self.forward is None else " in forward" if self.launched < self.forward else " in backward"
         doing = f"waiting for the {kind}{direction} of {self.place}"
-        tag = zlib.crc32(f"{doing} {self.launched}".encode()) >> 1
+        tag = self._sum.add(f"{doing} {self.launched}") >> 1
         self.launched += 1
         deadline = time.monotonic() + self.timeout_seconds - patience(self.timeout_seconds)
         landing = None
@@ -65,7 +97,7 @@ class Channel:
         transfer = Transfer(self, [], (received, sent), doing, deadline, landing)
         self.watch.under_way.add(transfer)
         try:
-            for work in self._works(received, sent, list(receive_bytes), list(send_bytes), tag):
+            for work in self._works(received, sent, receive_bytes, send_bytes, tag):
                 transfer.works.append(work)
         except RuntimeError as error:
             raise self.watch.give_up(doing, error) from error
@@ -80,23 +112,27 @@ class Channel:
         return self.over_gloo and message.device.type != "cpu"
 
     def _works(
-        self, received: torch.Tensor, sent: torch.Tensor, receive_bytes: list[int], send_bytes: list[int], tag: int
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive_bytes: Mapping[int, int],
+        send_bytes: Mapping[int, int],
+        tag: int,
     ) -> Iterator[dist.Work | None]:
         """Start one message after another: if a rank has left, those that were started before must be seen through."""
         group = self.process_group
         if not self.over_gloo:
-            yield dist.all_to_all_single(received, sent, receive_bytes, send_bytes, group=group, async_op=True)
+            arriving, leaving = ([sizes.get(rank, 0) for rank in range(group.size())] for sizes in (receive_bytes, send_bytes))
+            yield dist.all_to_all_single(received, sent, arriving, leaving, group=group, async_op=True)
             return
-        own = group.rank()
-        sections = zip(torch.split(received, receive_bytes), torch.split(sent, send_bytes), strict=True)
-        for rank, (section, to) in enumerate(sections):
-            if rank == own:
-                section.copy_(to)
-                continue
-            if len(section):
-                yield dist.irecv(section, group=group, group_src=rank, tag=tag)
-            if len(to):
-                yield dist.isend(to, group=group, group_dst=rank, tag=tag)
+        own, incoming, outgoing = group.rank(), _messages(received, receive_bytes), _messages(sent, send_bytes)
+        if own in outgoing:
+            incoming.pop(own).copy_(outgoing.pop(own))
+        for rank in sorted({*incoming, *outgoing}):
+            if rank in incoming:
+                yield dist.irecv(incoming[rank], group=group, group_src=rank, tag=tag)
+            if rank in outgoing:
+                yield dist.isend(outgoing[rank], group=group, group_dst=rank, tag=tag)
 
 
 @dataclass(eq=False)
@@ -140,6 +176,12 @@ class Transfer:
     def __del__(self) -> None:
         if self.works:  # after an exception nobody waits
             self.see_through(self.channel.watch.deadline())
+
+
+def _messages(buffer: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
+    """The message of each rank that has one, as views of the buffer."""
+    starts = accumulate(sizes.values(), initial=0)
+    return {rank: buffer[start : start + size] for (rank, size), start in zip(sizes.items(), starts, strict=False) if size}
 
 
 def _until(deadline: float) -> datetime.timedelta:

@@ -2,78 +2,57 @@
 
 ::
 
-    forward    Dispatch: launch q, k, v  ->  Serve: local, wait, arrived, launch o, lse  ->  Return: wait
-    backward   Dispatch: wait  <-  Serve: local, wait, arrived, launch dq, dk, dv  <-  Return: launch q, k, v, o, lse, dO
+    forward    Dispatch: launch q, k, v  ->  Serve: own, wait, arrived, launch o, lse  ->  Return: wait
+    backward   Dispatch: wait  <-  Serve: own, wait, arrived, launch dq, dk, dv  <-  Return: launch dO, q, o, lse, k, v
 
 Each launch and its wait are in different functions, so other work can be recorded, forward and backward, while a message
-travels; the local tasks always are. A route of several waves repeats what follows the local tasks inside Serve: all returns but
-the last are waited for, and all dispatches but the first are launched there, so that one wave at a time is here.
+travels; the rank's own tasks always are. A route of several waves repeats what follows the own tasks inside Serve: all returns
+but the last are waited for, and all dispatches but the first are launched there, so that one wave at a time is here.
 
 Only `_Return` saves for backward, and only what plain flash attention saves: the rank's own q, k, v, o and lse. Servers keep
 nothing: what was received never outlives the call. What one function hands to the next is taken before it is used, so that an
 exception leaves none of it behind. The functions are chained by an anchor, a scalar without meaning.
 
-Attention sinks (a learned logit per head that takes weight and gives no value, as in gpt-oss) are merged at home, after the
-outputs came back: lse' = log(exp(lse) + exp(sink)), o' = o exp(lse - lse'). Backward with o' and lse' is then exact for q, k and
-v, and d sink = -sum over rows of exp(sink - lse') rowsum(dO o'). So every kernel has them, and servers know nothing of it.
+Attention sinks (a learned logit per head that takes weight and gives no value, as in gpt-oss) are merged by the home rank, after
+the outputs came back: lse' = log(exp(lse) + exp(sink)), o' = o exp(lse - lse'). Backward with o' and lse' is then exact for q, k
+and v, and d sink = -sum over rows of exp(sink - lse') rowsum(dO o'). So every kernel has them, and servers know nothing of it.
 
 Shape suffixes: T tokens, H query heads, K key/value heads, D head dim, V value head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from hf_distca.runtime.call import Call
-from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.outputs import LayerOutputs
+from hf_distca.runtime.call import Call, Inputs
 from hf_distca.runtime.pingpong import take_turns
-from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
+from hf_distca.runtime.route import Wave
+from hf_distca.runtime.server import Grads, Outputs, Saved
 
 __all__ = ["core_attention"]
 
+_Optional = torch.Tensor | None
 
-def core_attention(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKV: torch.Tensor,
-    *,
-    route: Route,
-    group: AttentionGroup,
-    server: AttentionServer,
-    context: tuple[torch.Tensor, torch.Tensor] | None = None,
-    sink_H: torch.Tensor | None = None,
-    outputs: LayerOutputs | None = None,
-) -> torch.Tensor:
-    """Causal attention within documents, for the tokens of this rank, computed where the route says.
 
-    Every rank of `group` must call it with routes of the same plan, the same number of times in the same order, forward and
-    backward. A route without exchanges is a plain local call.
+def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
+    """Causal attention within documents, for the tokens of this rank, computed where the call's route says.
 
-    Args:
-        q_THD, k_TKD, v_TKV: this rank's tokens in layout order, T >= 0; k and v un-repeated for GQA.
-        route: this rank's route.
-        group: the attention group of the route.
-        server: kernel, scores and meter.
-        context: keys and values of the route's context, in front of k and v; with gradient. Kept as they are, so that context
-            which is kept elsewhere anyway takes no memory.
-        sink_H: logit of the attention sink of each head; it may require a gradient.
-        outputs: where the layer's outputs are kept for recompute; None to keep nothing.
+    Every rank of the call's group must call it with routes of the same plan, the same number of times in the same order, forward
+    and backward. A route without exchanges is a plain call of the kernel.
 
     Returns:
         o_THV in q's dtype.
     """
-    server.meter.count(calls=1)
-    q_THD, k_TKD, v_TKV = q_THD.contiguous(), k_TKD.contiguous(), v_TKV.contiguous()
-    call = Call(route, group, server, outputs)
-    keys = (*(context or (None, None)), k_TKD, v_TKV)
-    if not route.exchanges:
-        o_THV = _apply(_Local, call, q_THD, *keys, sink_H)
+    if call.recalled is None:
+        call.server.meter.count(calls=1)
+    q_THD, k_TKD, v_TKV = (tensor.contiguous() for tensor in inputs[:3])
+    keys = k_TKD, v_TKV, *(inputs.context or (None, None))
+    if not call.route.exchanges:
+        o_THV = _apply(_Unmoved, call, q_THD, *keys, inputs.sink_H)
         take_turns()  # to the other half, whose messages have had time to travel
         return o_THV
     # In ping-pong, the other half computes while these messages travel.
@@ -81,148 +60,137 @@ def core_attention(
     take_turns()
     anchor = _apply(_Serve, call, anchor)
     take_turns()
-    detached = (None if one is None else one.detach() for one in keys)
-    return _apply(_Return, call, anchor, q_THD.detach(), *detached, sink_H)
+    # Their gradients leave through `_Dispatch`.
+    detached = (None if tensor is None else tensor.detach() for tensor in (q_THD, *keys))
+    return _apply(_Return, call, anchor, *detached, inputs.sink_H)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, q_THD: torch.Tensor, *keys: torch.Tensor | None) -> torch.Tensor:
-        ctx.call, ctx.context = call, keys[0]
-        if call.kept is None:
-            k_TKD, v_TKV = _with_context(*keys)
-            call.home = (q_THD, k_TKD, v_TKV)
-            call.launch_dispatch(call.route.waves[0], [q_THD], [k_TKD, v_TKV])
+    def forward(ctx: Any, call: Call, q_THD: torch.Tensor, *keys: Any) -> torch.Tensor:
+        inputs = _inputs(q_THD, *keys)
+        ctx.call, ctx.context_tokens = call, _context_tokens(inputs)
+        if call.recalled is None:
+            own = inputs.operands
+            call.operands.put(own)
+            call.launch_dispatch(call.route.waves[0], own)
         return q_THD.new_zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
-        dq_THD, dk_TKD, dv_TKV = call.land_backward(call.last, call.take_grads())
-        return None, dq_THD, *_without_context(ctx.context, dk_TKD.to(dq_THD.dtype), dv_TKV.to(dq_THD.dtype))
+        grads = call.land_backward(call.last, call.grads.take())
+        return None, *_input_gradients(grads, ctx.context_tokens)
 
 
 class _Serve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: torch.Tensor) -> torch.Tensor:
         ctx.call = call
-        if call.kept is not None:
+        if call.recalled is not None:
             return anchor.clone()
-        route, server = call.route, call.server
-        q_THD, k_TKD, v_TKV = home = call.take_home()
-        dispatch = call.take_dispatch()
-        outputs = server.forward(q_THD, k_TKD, v_TKV, route.local)
-        for before, wave in zip((None, *route.waves), route.waves, strict=False):
+        own, dispatch = call.operands.take(), call.dispatch.take()
+        outputs = call.server.forward(own, call.route.own)
+        for before, wave in _in_turn(call):
             if before is not None:
                 call.land(before, outputs)
-                call.launch_dispatch(wave, [q_THD], [k_TKD, v_TKV])
-                dispatch = call.take_dispatch()
-            call.serve(wave, home, outputs, dispatch)
-        call.home = outputs
+                call.launch_dispatch(wave, own)
+                dispatch = call.dispatch.take()
+            call.serve(wave, own, outputs, dispatch)
+        call.outputs.put(outputs)
         return anchor.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, anchor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
-        route, server = call.route, call.server
-        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = home = call.take_home()
-        dispatch = call.take_dispatch()
-        grads: Sequence[torch.Tensor] = server.backward((do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH), route.local)
-        for before, wave in zip((None, *route.waves), route.waves, strict=False):
+        own, dispatch = call.saved.take(), call.dispatch.take()
+        grads = call.server.backward(own, call.route.own)
+        for before, wave in _in_turn(call):
             if before is not None:
                 grads = call.land_backward(before, grads)
-                call.launch_dispatch(wave, home[:4], home[4:])
-                dispatch = call.take_dispatch()
-            grads = call.serve_backward(wave, home, grads, dispatch)
-        call.grads = grads
+                call.launch_dispatch(wave, own)
+                dispatch = call.dispatch.take()
+            grads = call.serve_backward(wave, own, grads, dispatch)
+        call.grads.put(grads)
         return None, torch.zeros_like(anchor)
 
 
 class _Return(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: Call,
-        _anchor: torch.Tensor,
-        q_THD: torch.Tensor,
-        *keys_and_sink: torch.Tensor | None,
-    ) -> torch.Tensor:
-        ctx.call = call
-        *keys, sink_H = keys_and_sink
-        if call.kept is None:
-            o_THV, lse_TH = call.take_home()
-            call.land(call.last, (o_THV, lse_TH))
-            o_THV, lse_TH = _finish(call, (o_THV, lse_TH), sink_H)
-        else:
-            o_THV, lse_TH = (t.detach() for t in call.kept)
-            call.kept = None
-        ctx.save_for_backward(q_THD, o_THV, lse_TH, sink_H, *keys)
-        return o_THV
+    def forward(ctx: Any, call: Call, _anchor: torch.Tensor, *tensors: Any) -> torch.Tensor:
+        inputs = _inputs(*tensors)
+        if call.recalled is not None:
+            return _save(ctx, call, inputs, call.recall())
+        outputs = call.outputs.take()
+        call.land(call.last, outputs)
+        return _save(ctx, call, inputs, call.finish(_with_sink(*outputs, inputs.sink_H)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
-        q_THD, o_THV, lse_TH, sink_H, *keys = ctx.saved_tensors
-        call.begin_backward()
+    def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
+        call, inputs, outputs = _begin_backward(ctx)
         # Without it nobody would take what is launched: only the sinks are trained.
         if ctx.needs_input_grad[1]:
-            call.home = (do_THV.contiguous(), q_THD, o_THV, lse_TH, *_with_context(*keys))
-            call.launch_dispatch(call.route.waves[0], call.home[:4], call.home[4:])
-        d_sink_H = _sink_gradient(do_THV, o_THV, lse_TH, sink_H)
-        return None, do_THV.new_zeros(()), None, None, None, None, None, d_sink_H
+            saved = _saved(do_THV, inputs, outputs)
+            call.saved.put(saved)
+            call.launch_dispatch(call.route.waves[0], saved)
+        d_sink_H = _sink_gradient(do_THV, *outputs, inputs.sink_H)
+        return None, do_THV.new_zeros(()), *[None] * 5, d_sink_H
 
 
-class _Local(torch.autograd.Function):
+class _Unmoved(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: Call,
-        q_THD: torch.Tensor,
-        *keys_and_sink: torch.Tensor | None,
-    ) -> torch.Tensor:
-        ctx.call = call
-        *keys, sink_H = keys_and_sink
-        if call.kept is None:
-            o_THV, lse_TH = _finish(call, call.server.forward(q_THD, *_with_context(*keys), call.route.local), sink_H)
-        else:
-            o_THV, lse_TH = (t.detach() for t in call.kept)
-            call.kept = None
-        ctx.save_for_backward(q_THD, o_THV, lse_TH, sink_H, *keys)
-        return o_THV
+    def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
+        inputs = _inputs(*tensors)
+        if call.recalled is not None:
+            return _save(ctx, call, inputs, call.recall())
+        outputs = call.server.forward(inputs.operands, call.route.own)
+        return _save(ctx, call, inputs, call.finish(_with_sink(*outputs, inputs.sink_H)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
-        q_THD, o_THV, lse_TH, sink_H, *keys = ctx.saved_tensors
-        call.begin_backward()
-        saved = (do_THV.contiguous(), q_THD, *_with_context(*keys), o_THV, lse_TH)
-        dq_THD, dk_TKD, dv_TKV = call.server.backward(saved, call.route.local)
-        d_sink_H = _sink_gradient(do_THV, o_THV, lse_TH, sink_H)
-        return None, dq_THD, *_without_context(keys[0], dk_TKD.to(q_THD.dtype), dv_TKV.to(q_THD.dtype)), d_sink_H
+    def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
+        call, inputs, outputs = _begin_backward(ctx)
+        grads = call.server.backward(_saved(do_THV, inputs, outputs), call.route.own)
+        d_sink_H = _sink_gradient(do_THV, *outputs, inputs.sink_H)
+        return None, *_input_gradients(grads, _context_tokens(inputs)), d_sink_H
 
 
-def _with_context(*keys: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values with their context in front, from (k, v of the context, k, v)."""
-    context_k, context_v, k_TKD, v_TKV = keys
-    if k_TKD is None or v_TKV is None:
-        raise TypeError("k and v are missing")
-    if context_k is None or context_v is None:
-        return k_TKD, v_TKV
-    return torch.cat([context_k, k_TKD]), torch.cat([context_v, v_TKV])
+def _inputs(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKV: torch.Tensor,
+    context_k: _Optional,
+    context_v: _Optional,
+    sink_H: _Optional = None,
+) -> Inputs:
+    """The inputs from single tensors, as autograd functions take them."""
+    context = None if context_k is None or context_v is None else (context_k, context_v)
+    return Inputs(q_THD, k_TKD, v_TKV, context, sink_H)
 
 
-def _without_context(
-    context_k: torch.Tensor | None, dk_TKD: torch.Tensor, dv_TKV: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Gradients in the order of `_with_context`."""
-    if context_k is None:
-        return None, None, dk_TKD, dv_TKV
-    tokens = len(context_k)
-    return dk_TKD[:tokens], dv_TKV[:tokens], dk_TKD[tokens:], dv_TKV[tokens:]
+def _context_tokens(inputs: Inputs) -> int | None:
+    return None if inputs.context is None else len(inputs.context[0])
+
+
+def _input_gradients(grads: Grads, context_tokens: int | None) -> tuple[_Optional, ...]:
+    """Gradients in the order of `_inputs`, without that of the sinks."""
+    dq_THD, dk_TKD, dv_TKV = (grad.to(grads.dq_THD.dtype) for grad in grads)
+    if context_tokens is None:
+        return dq_THD, dk_TKD, dv_TKV, None, None
+    return dq_THD, dk_TKD[context_tokens:], dv_TKV[context_tokens:], dk_TKD[:context_tokens], dv_TKV[:context_tokens]
+
+
+def _saved(do_THV: torch.Tensor, inputs: Inputs, outputs: Outputs) -> Saved:
+    q_THD, k_TKD, v_TKV = inputs.operands
+    return Saved(do_THV.contiguous(), q_THD, *outputs, k_TKD, v_TKV)
+
+
+def _in_turn(call: Call) -> Iterator[tuple[Wave | None, Wave]]:
+    """Each wave with the one before it."""
+    return zip((None, *call.route.waves), call.route.waves, strict=False)
 
 
 def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tensor:
@@ -230,22 +198,26 @@ def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tenso
     return result
 
 
-def _finish(
-    call: Call, outputs: tuple[torch.Tensor, torch.Tensor], sink_H: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o_THV and lse_TH with the sinks merged in, kept for a recompute."""
-    o_THV, lse_TH = _with_sink(*outputs, sink_H)
-    if call.outputs is not None:
-        call.outputs.keep(o_THV, lse_TH)
-    return o_THV, lse_TH
+def _save(ctx: Any, call: Call, inputs: Inputs, outputs: Outputs) -> torch.Tensor:
+    """Save for backward. Returns o_THV."""
+    ctx.call = call
+    ctx.save_for_backward(*inputs[:3], *(inputs.context or (None, None)), inputs.sink_H, *outputs)
+    return outputs.o_THV
 
 
-def _with_sink(o_THV: torch.Tensor, lse_TH: torch.Tensor, sink_H: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp with the weight of the sinks taken away."""
+def _begin_backward(ctx: Any) -> tuple[Call, Inputs, Outputs]:
+    """The call, its inputs and its outputs, the sinks merged in."""
+    *tensors, o_THV, lse_TH = ctx.saved_tensors
+    ctx.call.begin_backward()
+    return ctx.call, _inputs(*tensors), Outputs(o_THV, lse_TH)
+
+
+def _with_sink(o_THV: torch.Tensor, lse_TH: torch.Tensor, sink_H: _Optional) -> Outputs:
+    """Outputs with the weight of the sinks taken away."""
     if sink_H is None:
-        return o_THV, lse_TH
+        return Outputs(o_THV, lse_TH)
     merged_TH = torch.logaddexp(lse_TH, sink_H.to(lse_TH.dtype))
-    return (o_THV * (lse_TH - merged_TH).exp().unsqueeze(-1)).to(o_THV.dtype), merged_TH
+    return Outputs((o_THV * (lse_TH - merged_TH).exp().unsqueeze(-1)).to(o_THV.dtype), merged_TH)
 
 
 def _sink_gradient(

@@ -1,74 +1,160 @@
 """Rows of several tensors from every rank to every rank, as one asynchronous all-to-all.
 
-`launch` packs and starts, `Pending.wait` finishes. A message to one rank holds the rows of each part one after another, each
+`launch` packs and starts, `Pending.sections` finishes. A message to one rank holds the rows of each part one after another, each
 part padded to 16 bytes so that float32 and bfloat16 can share it::
 
     to rank 0: | part 0 rows | part 1 rows | ...   to rank 1: | part 0 rows | part 1 rows | ...
+
+Rows travel in runs, which slices of documents are. All messages are packed by one operation whatever the number of ranks and
+parts, and nothing here takes time for ranks that neither send nor receive. Where a run lies in its message is worked out once
+for all layers (`Format`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
 from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.runtime.trace import Mark, Tracer
 
-__all__ = ["Part", "Pending", "Rows", "launch"]
+__all__ = ["Format", "Formats", "Part", "Pending", "Rows", "Run", "joined", "launch"]
 
 _ALIGNMENT = 16
 
 
+class Run(NamedTuple):
+    """Rows [start, start + rows) of a tensor, and the rank that they go to."""
+
+    rank: int
+    start: int
+    rows: int
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Which rows of a tensor go to which rank, and how many come back from each.
+    """Which rows of a tensor go to which rank, and how many come from each.
 
     Attributes:
-        index: int64 row numbers on the tensor's device, those for rank 0 first; None for all rows in order.
-        send, receive: rows to and from each rank, one number per rank.
+        runs: the rows that are sent, in the order in which they arrive; runs for one rank are neighbours, and ranks in order.
+        receive: rows that come from each rank that sends any, in the order of ranks.
     """
 
-    index: torch.Tensor | None
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
+    runs: tuple[Run, ...]
+    receive: Mapping[int, int]
+
+    @classmethod
+    def of(cls, runs: Iterable[tuple[int, int, int]], receive: Iterable[tuple[int, int]]) -> Rows:
+        """From runs (rank, start, rows) in their order, neighbours to be joined, and (rank, rows) in any order."""
+        joined: list[Run] = []
+        for rank, start, rows in runs:
+            if joined and joined[-1].rank == rank and joined[-1].start + joined[-1].rows == start:
+                rows += joined[-1].rows
+                start = joined.pop().start
+            joined.append(Run(rank, start, rows))
+        counts: dict[int, int] = {}
+        for rank, rows in sorted(receive):
+            counts[rank] = counts.get(rank, 0) + rows
+        return cls(tuple(joined), counts)
+
+    @cached_property
+    def runs_by_rank(self) -> dict[int, list[Run]]:
+        """`runs` by the rank that they go to, in the order of ranks."""
+        return {rank: list(runs) for rank, runs in groupby(self.runs, key=lambda run: run.rank)}
+
+    @cached_property
+    def send(self) -> dict[int, int]:
+        """Rows to each rank that is sent any, in the order of ranks."""
+        return {rank: sum(run.rows for run in runs) for rank, runs in self.runs_by_rank.items()}
 
     @cached_property
     def way_back(self) -> Rows:
         """The rows that travel when what was received goes back where it came from, in the order it came."""
-        return Rows(None, self.receive, self.send)
+        runs, start = [], 0
+        for rank, rows in self.receive.items():
+            runs.append(Run(rank, start, rows))
+            start += rows
+        return Rows(tuple(runs), self.send)
 
-    @cached_property
-    def index_per_rank(self) -> tuple[torch.Tensor, ...] | None:
-        """`index`, cut by destination."""
-        return None if self.index is None else torch.split(self.index, list(self.send))
 
-
-@dataclass(frozen=True, eq=False)
-class Part:
+class Part(NamedTuple):
     """One tensor of a message, (rows, ...), and where its rows go. It must be contiguous."""
 
     tensor: torch.Tensor
     rows: Rows
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return math.prod(self.tensor.shape[1:]) * self.tensor.element_size()
+
+class _Piece(NamedTuple):
+    """Bytes of a message: of a part, or zeros if `part` is None."""
+
+    part: int | None
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Format:
+    """Where everything lies in the messages of an exchange; in bytes unless said otherwise.
+
+    Attributes:
+        pieces: what is sent, in its order.
+        sections: of each part, where the rows of each rank that sends any begin among what is received, and how many there are.
+        send, receive: size of the message to and from each rank that has one.
+        payload: size of all that is sent, without padding.
+    """
+
+    pieces: tuple[_Piece, ...]
+    sections: tuple[tuple[tuple[int, int], ...], ...]
+    send: dict[int, int]
+    receive: dict[int, int]
+    payload: int
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Rows, int]]) -> Format:
+        """Of parts given by their rows and the bytes of a row."""
+        pieces: list[_Piece] = []
+        for rank in sorted({rank for rows, _ in parts for rank in rows.send}):
+            for number, (rows, row_bytes) in enumerate(parts):
+                runs = rows.runs_by_rank.get(rank, [])
+                pieces += [_Piece(number, run.start * row_bytes, run.rows * row_bytes) for run in runs]
+                if padding := -rows.send.get(rank, 0) * row_bytes % _ALIGNMENT:
+                    pieces.append(_Piece(None, 0, padding))
+        sections: list[list[tuple[int, int]]] = [[] for _ in parts]
+        offset = 0
+        for rank in sorted({rank for rows, _ in parts for rank in rows.receive}):
+            for found, (rows, row_bytes) in zip(sections, parts, strict=True):
+                if count := rows.receive.get(rank, 0):
+                    found.append((offset, count))
+                    offset += _padded(count * row_bytes)
+        send, receive = (_sizes(parts, [getattr(rows, name) for rows, _ in parts]) for name in ("send", "receive"))
+        payload = sum(sum(rows.send.values()) * row_bytes for rows, row_bytes in parts)
+        return cls(tuple(pieces), tuple(map(tuple, sections)), send, receive, payload)
+
+
+Formats = dict[tuple[tuple[Rows, int], ...], Format]
 
 
 class Pending:
-    """An exchange under way. Holds what it sends and receives until it is waited for, and nothing afterwards."""
+    """An exchange under way. Holds what it sends and receives until it is waited for, and nothing afterwards.
 
-    def __init__(self, transfer: Transfer | None, parts: Sequence[Part], sent: torch.Tensor, received: torch.Tensor) -> None:
-        self._transfer, self._buffers = transfer, (sent, received)
+    Attributes:
+        sent_bytes: bytes sent to other ranks, without padding.
+    """
+
+    def __init__(
+        self, transfer: Transfer | None, parts: Sequence[Part], form: Format, sent: torch.Tensor, received: torch.Tensor
+    ) -> None:
+        self.sent_bytes = form.payload
+        self._transfer, self._buffers, self._sections = transfer, (sent, received), form.sections
         self._watch: tuple[Tracer, str, Mark | None] | None = None
         # Dtypes and row shapes are all that is needed of the parts: what was packed may go.
-        self._parts = [Part(part.tensor.new_empty((0, *part.tensor.shape[1:])), part.rows) for part in parts]
+        self._kinds = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
 
     def watch(self, tracer: Tracer, name: str) -> None:
         """Let `tracer` record how long the message travels, under this name, and how long it is waited for."""
@@ -88,73 +174,67 @@ class Pending:
             tracer.since(launched, name)
         _, received = self._buffers
         del self._transfer, self._buffers
-        return _unpack(self._parts, received)
-
-    def wait(self) -> list[torch.Tensor]:
-        """The received rows of each part, (sum of `receive`, ...), those of rank 0 first. Once only."""
-        return [_joined(found, part.tensor) for found, part in zip(self.sections(), self._parts, strict=True)]
+        return [_views(received, *kind, found) for kind, found in zip(self._kinds, self._sections, strict=True)]
 
 
-def launch(channel: Channel | None, parts: Sequence[Part]) -> Pending:
+def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | None = None) -> Pending:
     """Start an exchange. Every rank of the channel must launch the same exchanges in the same order; None is a group of one.
 
     The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive nothing.
+
+    Args:
+        channel: where the messages travel.
+        parts: what travels.
+        formats: formats made before for parts with these rows; a new one is added.
     """
-    device = parts[0].tensor.device
-    send_bytes = _message_bytes(parts, [part.rows.send for part in parts])
-    receive_bytes = _message_bytes(parts, [part.rows.receive for part in parts])
-    sent = _pack(parts, send_bytes)
-    received = torch.empty(sum(receive_bytes), dtype=torch.uint8, device=device)
+    key = tuple((part.rows, _row_bytes(part.tensor)) for part in parts)
+    form = None if formats is None else formats.get(key)
+    if form is None:
+        form = Format.of(key)
+        if formats is not None:
+            formats[key] = form
+    sent = _pack([part.tensor for part in parts], form.pieces)
     if channel is None:
-        return Pending(None, parts, sent, received.copy_(sent))
-    return Pending(channel.start(received, sent, receive_bytes, send_bytes), parts, sent, received)
+        return Pending(None, parts, form, sent, sent)
+    received = sent.new_empty(sum(form.receive.values()))
+    return Pending(channel.start(received, sent, form.receive, form.send), parts, form, sent, received)
+
+
+def joined(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Rows of several tensors one after another in a new tensor; without any, none of those of `like`."""
+    return torch.cat(list(pieces)) if pieces else like.new_empty((0, *like.shape[1:]))
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape[1:]) * tensor.element_size()
 
 
 def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _message_bytes(parts: Sequence[Part], counts: Sequence[tuple[int, ...]]) -> list[int]:
-    sizes = [[_padded(n * part.row_bytes) for n in rows] for part, rows in zip(parts, counts, strict=True)]
-    return [sum(column) for column in zip(*sizes, strict=True)]
+def _sizes(parts: Sequence[tuple[Rows, int]], counts: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    """Bytes of the message of each rank that has one, in the order of ranks."""
+    sizes: dict[int, int] = {}
+    for (_, row_bytes), rows in zip(parts, counts, strict=True):
+        for rank, count in rows.items():
+            sizes[rank] = sizes.get(rank, 0) + _padded(count * row_bytes)
+    return dict(sorted(sizes.items()))
 
 
-def _pack(parts: Sequence[Part], send_bytes: Sequence[int]) -> torch.Tensor:
-    sent = torch.empty(sum(send_bytes), dtype=torch.uint8, device=parts[0].tensor.device)
-    offset = 0
-    starts = [list(accumulate(part.rows.send, initial=0)) for part in parts]
-    for rank in range(len(send_bytes)):
-        for part, start in zip(parts, starts, strict=True):
-            count = part.rows.send[rank]
-            if not count:
-                continue
-            section = _section(sent, offset, count, part)
-            if part.rows.index_per_rank is None:
-                section.copy_(part.tensor[start[rank] : start[rank] + count])
-            else:
-                torch.index_select(part.tensor, 0, part.rows.index_per_rank[rank], out=section)
-            offset += _padded(count * part.row_bytes)
-    return sent
+def _pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece]) -> torch.Tensor:
+    """The messages, one after another, uint8."""
+    if not pieces:
+        return tensors[0].new_empty(0, dtype=torch.uint8)
+    flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+    padding = flat[0].new_zeros(_ALIGNMENT) if any(piece.part is None for piece in pieces) else flat[0]
+    return torch.cat([(padding if part is None else flat[part]).narrow(0, start, size) for part, start, size in pieces])
 
 
-def _unpack(parts: Sequence[Part], received: torch.Tensor) -> list[list[torch.Tensor]]:
-    sections: list[list[torch.Tensor]] = [[] for _ in parts]
-    offset = 0
-    for rank in range(len(parts[0].rows.receive)):
-        for part, found in zip(parts, sections, strict=True):
-            if count := part.rows.receive[rank]:
-                found.append(_section(received, offset, count, part))
-                offset += _padded(count * part.row_bytes)
-    return sections
-
-
-def _section(buffer: torch.Tensor, offset: int, count: int, part: Part) -> torch.Tensor:
-    """`count` rows shaped and typed as those of `part`, as a view of the bytes from `offset`."""
-    size = count * part.row_bytes
-    return buffer[offset : offset + size].view(part.tensor.dtype).view(count, *part.tensor.shape[1:])
-
-
-def _joined(sections: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    if not sections:
-        return like.new_empty((0, *like.shape[1:]))
-    return sections[0] if len(sections) == 1 else torch.cat(sections)
+def _views(
+    message: torch.Tensor, dtype: torch.dtype, row: tuple[int, ...], sections: Sequence[tuple[int, int]]
+) -> list[torch.Tensor]:
+    """Sections of a message, given by first byte and number of rows, as tensors."""
+    typed = message.view(dtype)
+    strides = [math.prod(row[place:]) for place in range(len(row) + 1)]
+    return [typed.as_strided((rows, *row), strides, start // dtype.itemsize) for start, rows in sections]

@@ -1,134 +1,150 @@
 """One rank's view of a plan: which rows it sends, which it receives, and the tasks it runs on them.
 
-A server runs its tasks in two batches. *Local* tasks have their whole key prefix in one run of this rank's own tokens: they
-read the home tensors in place and run while the dispatch is under way. *Arrived* tasks need something from elsewhere: they
-read pools made of received rows and, where a document spans ranks, of home rows. They come in one wave or, where transient
-bytes are bounded, in several, one after another.
+A server runs its tasks in two batches. Its *own* tasks are those that it is the home of, with their whole key prefix in one run
+of its tokens: they read its tensors in place and run while the dispatch is under way. *Arrived* tasks need something from
+elsewhere: they read pools made of received rows and, where a document spans ranks, of this rank's own. They come in one wave or,
+where transient bytes are bounded, in several, one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hf_distca.kernels.base import TaskBatch
-from hf_distca.runtime.exchange import Rows
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.runtime.exchange import Formats, Rows, Run, joined
+from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, KeyTransfers, Plan
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["KeyPool", "Route", "Wave"]
+__all__ = ["KeyPool", "Piece", "Route", "Wave"]
+
+
+class Piece(NamedTuple):
+    """Keys [start, start + rows) of a section of the message, or of this rank's own if `section` is None."""
+
+    section: int | None
+    start: int
+    rows: int
 
 
 @dataclass(frozen=True, eq=False)
 class KeyPool:
-    """How received keys and home keys make the pool in which every document's prefix is one run.
+    """How received keys and this rank's own make the pool in which every document's prefix is one run.
 
     Attributes:
-        size: tokens of the pool.
-        received: int64 pool row of each received row; None if the pool is the received rows as they are.
-        home, from_home: int64 pool rows that are filled from home, and the home rows they are filled with.
+        pieces: what the pool is made of, in its order.
+        way_back: rows of the pool that came from other ranks, in the order they came, and how many copies come back from each.
     """
 
-    size: int
-    received: torch.Tensor | None
-    home: torch.Tensor
-    from_home: torch.Tensor
+    pieces: tuple[Piece, ...]
+    way_back: Rows
 
-    def assemble(self, home_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The pool of keys or of values, (size, key/value heads, width), from home rows and the message's sections."""
-        pool = home_TKD.new_empty((self.size, *home_TKD.shape[1:]))
-        if self.received is None:
-            return torch.cat(list(sections), out=pool) if sections else pool
-        lengths = [len(section) for section in sections]
-        for index, section in zip(torch.split(self.received, lengths), sections, strict=True):
-            pool.index_copy_(0, index, section)
-        return pool.index_copy_(0, self.home, home_TKD.index_select(0, self.from_home))
+    @cached_property
+    def size(self) -> int:
+        """Tokens of the pool."""
+        return sum(piece.rows for piece in self.pieces)
 
-    def received_rows(self, pool_TKD: torch.Tensor) -> torch.Tensor:
-        """The rows of a pool that came from other ranks, in the order they came."""
-        return pool_TKD if self.received is None else pool_TKD.index_select(0, self.received)
+    @cached_property
+    def own(self) -> list[tuple[int, int, int]]:
+        """Runs of this rank's own keys: (row of the pool, row of its own keys, rows)."""
+        at = itertools.accumulate((piece.rows for piece in self.pieces), initial=0)
+        rows = zip(at, self.pieces, strict=False)
+        return [(first, piece.start, piece.rows) for first, piece in rows if piece.section is None]
+
+    def assemble(self, own_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The pool of keys or of values, (size, key/value heads, width), from own rows and the message's sections."""
+        return joined(
+            [(own_TKD if at is None else sections[at]).narrow(0, start, rows) for at, start, rows in self.pieces], own_TKD
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Wave:
-    """One dispatch and one return, and what this rank serves in between. Index tensors as in `Route`.
+    """One dispatch and one return, and what this rank serves in between.
 
     Attributes:
-        queries, keys: rows of home q and of home k, v that go to other ranks and come from them.
-        home_queries: home rows of q that join the query pool in front of the received ones.
+        queries, keys: rows of this rank's q and of its k, v that go to other ranks, and of theirs that come.
+        own_queries: rows of this rank's q that join the query pool in front of the received ones.
         pool: how the key pool is made.
         arrived: tasks on the pools.
+        formats: formats of the messages, by what travels: made by the first layer.
     """
 
     queries: Rows
     keys: Rows
-    home_queries: torch.Tensor
+    own_queries: tuple[Run, ...]
     pool: KeyPool
     arrived: TaskBatch
+    formats: Formats = field(default_factory=dict)
+
+    @cached_property
+    def own_rows(self) -> int:
+        """Rows of `own_queries`."""
+        return sum(run.rows for run in self.own_queries)
+
+    @cached_property
+    def as_received(self) -> bool:
+        """Whether both pools are what one rank sent, as it is."""
+        return not self.own_queries and len(self.queries.receive) == len(self.pool.pieces) == len(self.keys.receive) == 1
 
     @classmethod
-    def build(
-        cls, plan: Plan, token: _TokenIndex, tasks: Sequence[CATask], transfers: KeyTransfers | None, device: torch.device
-    ) -> Wave:
+    def build(cls, plan: Plan, token: _TokenIndex, tasks: Sequence[CATask], transfers: KeyTransfers | None) -> Wave:
         """Derive a wave from those of its `tasks` that a rank sends or serves on pools, and from the runs of keys they need."""
-        layout, rank = plan.layout, token.rank
+        rank = token.rank
         pooled = sorted(
             (task for task in tasks if task.server == rank),
             key=lambda task: (task.home != rank, task.home, task.document, task.start),
         )
         sent = [task for task in tasks if task.home == rank != task.server]
         sent.sort(key=lambda task: (task.server, task.document, task.start))
-        at_home = [task for task in pooled if task.home == rank]
-        queries = Rows(
-            _on(device, _ranges([token.query(t) for t in sent], [t.end - t.start for t in sent])),
-            _counts(layout, [t.server for t in sent], [t.end - t.start for t in sent]),
-            _counts(layout, *_home_lengths([t for t in pooled if t.home != rank])),
+        queries = Rows.of(
+            ((task.server, token.query(task), task.end - task.start) for task in sent),
+            ((task.home, task.end - task.start) for task in pooled if task.home != rank),
         )
-        keys, pool, place = _key_routes(transfers, {t.document for t in pooled}, token, device)
-        return cls(
-            queries=queries,
-            keys=keys,
-            home_queries=_on(device, _ranges([token.query(t) for t in at_home], [t.end - t.start for t in at_home])),
-            pool=pool,
-            arrived=_batch(plan, _starts([t.end - t.start for t in pooled]), pooled, place),
-        )
+        own = Rows.of(((rank, token.query(task), task.end - task.start) for task in pooled if task.home == rank), ())
+        keys, pool, place = _key_routes(transfers, {t.document for t in pooled}, token)
+        arrived = _batch(plan, _starts([t.end - t.start for t in pooled]), pooled, place)
+        return cls(queries, keys, own.runs, pool, arrived)
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """What one rank does to carry out a plan. Index tensors are int64, on the device of q, k and v.
+    """What one rank does to carry out a plan. All of it is on the host.
 
     Attributes:
-        local: tasks on home tensors.
+        own: tasks that this rank, which is their home, runs on its own tensors.
         waves: exchanges, at least one, and what is served in each; as many on every rank.
-        exchanges: whether any rank moves anything; false means that the call is local on every rank.
+        exchanges: whether any rank moves anything; false means that no rank sends or receives.
     """
 
-    local: TaskBatch
+    own: TaskBatch
     waves: tuple[Wave, ...]
     exchanges: bool
 
     @classmethod
-    def build(cls, plan: Plan, rank: int, device: torch.device, waves: Waves | None = None) -> Route:
+    def build(cls, plan: Plan, rank: int, waves: Waves | None = None) -> Route:
         """Derive the route of `rank`. Reads only tasks and segments that concern this rank. `waves` are those of the plan."""
         if waves is not None:
             plan = waves.plan
         token = _TokenIndex(plan.layout, rank)
         tasks = _tasks_of(plan, rank)
-        local = [t for t in tasks if t.server == t.home == rank and token.run(t.document, _first_key(plan, t), t.end) is not None]
-        others = set(tasks) - set(local)
+        own = [t for t in tasks if t.server == t.home == rank and token.run(t.document, _first_key(plan, t), t.end) is not None]
+        others = set(tasks) - set(own)
         built = []
         for number in range(1 if waves is None else waves.count):
             among = None if waves is None else waves.number == number
             mine = others if among is None else others & set(_tasks_of(plan, rank, among))
             transfers = plan.key_transfers(rank, among) if plan.moved else None
-            built.append(Wave.build(plan, token, sorted(mine), transfers, device))
-        return cls(_batch(plan, [token.query(t) for t in local], local, token.of), tuple(built), plan.moved)
+            built.append(Wave.build(plan, token, sorted(mine), transfers))
+        return cls(_batch(plan, [token.query(t) for t in own], own, token.of), tuple(built), plan.moved)
 
 
 class _TokenIndex:
@@ -185,40 +201,47 @@ def _tasks_of(plan: Plan, rank: int, among: npt.NDArray[np.bool_] | None = None)
 
 
 def _key_routes(
-    transfers: KeyTransfers | None, pooled: set[int], token: _TokenIndex, device: torch.device
+    transfers: KeyTransfers | None, pooled: set[int], token: _TokenIndex
 ) -> tuple[Rows, KeyPool, Callable[[int, int], int]]:
     """Rows of k and v to send and receive, the pool they make, and where in it a document position lies."""
-    rank, layout = token.rank, token.layout
+    rank = token.rank
     rows = list(zip(*(column.tolist() for column in transfers), strict=True)) if transfers else []
     out = sorted((to, d, a, b) for d, a, b, source, to in rows if source == rank != to)
+    # In the order of the message: by source, with this rank's own among them.
     arriving = sorted((source, d, a, b) for d, a, b, source, to in rows if to == rank and d in pooled)
-    place: dict[tuple[int, int], int] = {}
+    starts: dict[int, int] = {}  # of the next run in the section of a source
+    found = []
+    for source, document, start, end in arriving:
+        at = token.of(document, start) if source == rank else starts.get(source, 0)
+        starts[source] = starts.get(source, 0) + end - start
+        found.append((document, start, end, source, at))
+    found.sort()
+    place = {row[:2]: first for row, first in zip(found, _starts([b - a for _, a, b, *_ in found]), strict=True)}
+    sections = {source: number for number, source in enumerate(source for source in starts if source != rank)}
+    sent = ((to, token.of(d, a), b - a) for to, d, a, b in out)
+    keys = Rows.of(sent, ((source, rows) for source, rows in starts.items() if source != rank))
+    back = ((source, place[d, a], b - a) for source, d, a, b in arriving if source != rank)
+    pieces = _pieces((sections.get(source), at, b - a) for _, a, b, source, at in found)
+    pool = KeyPool(pieces, Rows.of(back, keys.send.items()))
     runs: dict[int, list[tuple[int, int, int]]] = {}
-    size = 0
-    for _, document, start, end in sorted(arriving, key=lambda row: row[1:]):
-        place[document, start] = size
-        runs.setdefault(document, []).append((start, end, size))
-        size += end - start
-    incoming = [row for row in arriving if row[0] != rank]
-    own = [row for row in arriving if row[0] == rank]
-    received = _ranges([place[d, a] for _, d, a, _ in incoming], [b - a for _, _, a, b in incoming])
-    keys = Rows(
-        _on(device, _ranges([token.of(d, a) for _, d, a, _ in out], [b - a for _, _, a, b in out])),
-        _counts(layout, [to for to, *_ in out], [b - a for _, _, a, b in out]),
-        _counts(layout, [source for source, *_ in incoming], [b - a for _, _, a, b in incoming]),
-    )
-    identity = not own and bool((received == np.arange(len(received))).all())
-    pool = KeyPool(
-        size,
-        None if identity else _on(device, received),
-        _on(device, _ranges([place[d, a] for _, d, a, _ in own], [b - a for _, _, a, b in own])),
-        _on(device, _ranges([token.of(d, a) for _, d, a, _ in own], [b - a for _, _, a, b in own])),
-    )
+    for document, start, end, *_ in found:
+        runs.setdefault(document, []).append((start, end, place[document, start]))
 
     def row(document: int, position: int) -> int:
-        return next(at + position - start for start, end, at in runs[document] if start <= position < end)
+        return next(first + position - start for start, end, first in runs[document] if start <= position < end)
 
     return keys, pool, row
+
+
+def _pieces(rows: Iterable[tuple[int | None, int, int]]) -> tuple[Piece, ...]:
+    """Pieces, neighbours joined that continue each other."""
+    pieces: list[Piece] = []
+    for section, start, length in rows:
+        if pieces and pieces[-1].section == section and pieces[-1].start + pieces[-1].rows == start:
+            before = pieces.pop()
+            start, length = before.start, before.rows + length
+        pieces.append(Piece(section, start, length))
+    return tuple(pieces)
 
 
 def _batch(plan: Plan, query_starts: Sequence[int], tasks: Sequence[CATask], key_row: Callable[[int, int], int]) -> TaskBatch:
@@ -232,43 +255,18 @@ def _batch(plan: Plan, query_starts: Sequence[int], tasks: Sequence[CATask], key
         if last is not None and merged[-1][0] + merged[-1][1] == query and last[1] == origin:
             before = last[0]
             if (before.document, before.end) == (task.document, task.start):
-                query, rows, key, keys = _joined(merged.pop(), rows)
+                query, rows, key, keys = _extended(merged.pop(), rows)
         merged.append((query, rows, key, keys))
         last = task, origin
     columns = tuple(zip(*merged, strict=True)) or ((), (), (), ())
     return TaskBatch(*columns)
 
 
-def _joined(task: tuple[int, int, int, int], rows: int) -> tuple[int, int, int, int]:
+def _extended(task: tuple[int, int, int, int], rows: int) -> tuple[int, int, int, int]:
     """A task of a batch with as many rows and keys more."""
     return task[0], task[1] + rows, task[2], task[3] + rows
-
-
-def _home_lengths(tasks: Sequence[CATask]) -> tuple[list[int], list[int]]:
-    return [task.home for task in tasks], [task.end - task.start for task in tasks]
-
-
-def _counts(layout: Layout, ranks: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
-    counts = [0] * layout.world_size
-    for rank, length in zip(ranks, lengths, strict=True):
-        counts[rank] += length
-    return tuple(counts)
 
 
 def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
     """Where each of several runs starts when they lie one after another."""
     return tuple((np.cumsum(lengths, dtype=np.int64) - np.asarray(lengths, dtype=np.int64)).tolist())
-
-
-def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> IntArray:
-    """The runs [start, start + length) one after another."""
-    length = np.asarray(lengths, dtype=np.int64)
-    shift = np.asarray(starts, dtype=np.int64) - (np.cumsum(length) - length)
-    return np.asarray(np.repeat(shift, length) + np.arange(length.sum()), dtype=np.int64)
-
-
-def _on(device: torch.device, index: IntArray) -> torch.Tensor:
-    tensor = torch.from_numpy(index)
-    if device.type == "cuda":  # pinned, so that the copy does not stop the host
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)

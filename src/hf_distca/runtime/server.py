@@ -5,24 +5,79 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from hf_distca.kernels.base import Kernel, Scores, TaskBatch
-from hf_distca.runtime.exchange import Pending
+from hf_distca.runtime.exchange import Pending, joined
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Wave
 from hf_distca.runtime.trace import Tracer
 
-__all__ = ["AttentionServer"]
+__all__ = ["AttentionServer", "Grads", "Operands", "Outputs", "Saved"]
+
+
+class Operands(NamedTuple):
+    """What a task reads in forward: rows of queries first, then rows of keys, as in `Saved` and in every message."""
+
+    q_THD: torch.Tensor
+    k_TKD: torch.Tensor
+    v_TKV: torch.Tensor
+
+    @property
+    def query_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each query."""
+        return self[:1]
+
+    @property
+    def key_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each key."""
+        return self[1:]
+
+
+class Outputs(NamedTuple):
+    """What a task gives in forward: output and log-sum-exp."""
+
+    o_THV: torch.Tensor
+    lse_TH: torch.Tensor
+
+
+class Saved(NamedTuple):
+    """What a task reads in backward: rows of queries first, then rows of keys."""
+
+    do_THV: torch.Tensor
+    q_THD: torch.Tensor
+    o_THV: torch.Tensor
+    lse_TH: torch.Tensor
+    k_TKD: torch.Tensor
+    v_TKV: torch.Tensor
+
+    @property
+    def query_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each query."""
+        return self[:4]
+
+    @property
+    def key_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each key."""
+        return self[4:]
+
+
+class Grads(NamedTuple):
+    """What a task gives in backward; dk and dv may be wider than k and v, for they are sums."""
+
+    dq_THD: torch.Tensor
+    dk_TKD: torch.Tensor
+    dv_TKV: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionServer:
     """Runs the tasks of a route with one kernel. Keeps nothing between calls, and nothing received beyond one.
 
-    Shape suffixes as in `hf_distca.kernels.base`. A first tensor axis of "home" tensors is the rank's own tokens, that of
-    "received" tensors the rows that other ranks sent, in rank order.
+    Shape suffixes as in `hf_distca.kernels.base`. The first axis of a rank's own tensors is its tokens; that of pools is the own
+    rows that its tasks read with those of others, then the rows that other ranks sent, in rank order.
 
     Attributes:
         kernel: the attention kernel.
@@ -38,70 +93,47 @@ class AttentionServer:
     tracer: Tracer = field(default_factory=Tracer)
     reporting: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def forward(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """o_THV and lse_TH of a batch; zeros in rows that no task covers."""
-        with self.reporting(), self.meter.kernel(q_THD.device), self.tracer.span("server"):
-            return self.kernel.forward(q_THD, k_TKD, v_TKV, tasks, self.scores)
+    def forward(self, pools: Operands, tasks: TaskBatch) -> Outputs:
+        """Outputs of a batch; zeros in rows that no task covers."""
+        with self.reporting(), self.meter.kernel(pools.q_THD.device), self.tracer.span("server"):
+            return Outputs(*self.kernel.forward(*pools, tasks, self.scores))
 
-    def backward(self, saved: Sequence[torch.Tensor], tasks: TaskBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv of a batch from ``(do, q, k, v, o, lse)``."""
-        do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH = saved
+    def backward(self, pools: Saved, tasks: TaskBatch) -> Grads:
+        """Gradients of a batch."""
+        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
         with self.reporting(), self.meter.kernel(q_THD.device), self.tracer.span("server"):
-            return self.kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, self.scores)
+            return Grads(*self.kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, self.scores))
 
-    def serve(
-        self, wave: Wave, home: Sequence[torch.Tensor], dispatch: Pending
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    def serve(self, wave: Wave, own: Operands, dispatch: Pending) -> Outputs:
         """Run the arrived tasks of a wave forward.
 
         Args:
             wave: the wave that arrives.
-            home: q, k, v of this rank's tokens.
+            own: this rank's.
             dispatch: the same of the rows that come.
 
         Returns:
-            (o, lse) for ``wave.home_queries`` and (o, lse) for the received query rows.
+            Those of ``wave.own_queries``, then those of the received query rows.
         """
-        q_THD, k_TKD, v_TKV = _pools(wave, 1, home, dispatch)
-        return _cut(wave, self.forward(q_THD, k_TKD, v_TKV, wave.arrived))
+        return self.forward(Operands(*_pools(wave, own, dispatch)), wave.arrived)
 
-    def serve_backward(
-        self, wave: Wave, home: Sequence[torch.Tensor], dispatch: Pending
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[torch.Tensor]]:
-        """Run the arrived tasks of a wave backward.
-
-        Args:
-            wave: the wave that arrives.
-            home: do, q, o, lse, k, v of this rank's tokens.
-            dispatch: the same of the rows that come.
-
-        Returns:
-            (dq,) for ``wave.home_queries``, (dq,) for the received query rows, and the gradients [dk, dv] of the key pool.
-        """
-        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = _pools(wave, 4, home, dispatch)
-        dq_THD, dk_TKD, dv_TKV = self.backward((do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH), wave.arrived)
-        home_dq, received_dq = _cut(wave, (dq_THD,))
-        return home_dq, received_dq, [dk_TKD, dv_TKV]
+    def serve_backward(self, wave: Wave, own: Saved, dispatch: Pending) -> Grads:
+        """As `serve`, backward: dq has rows as the outputs there, dk and dv those of the key pool."""
+        return self.backward(Saved(*_pools(wave, own, dispatch)), wave.arrived)
 
 
-def _pools(wave: Wave, query_like: int, home: Sequence[torch.Tensor], dispatch: Pending) -> list[torch.Tensor]:
-    """Pools of the first `query_like` tensors (rows of queries) and of the others (rows of keys).
+def _pools(wave: Wave, own: Operands | Saved, dispatch: Pending) -> list[torch.Tensor]:
+    """Pools of what a wave's tasks read.
 
     Rows go from the message straight to their pools and the message is gone afterwards; or it is the pools as it is. Not in part:
     one pool that is a view of the message would keep all of it.
     """
     received = dispatch.sections()
-    if wave.pool.received is None and not len(wave.home_queries) and all(len(sections) == 1 for sections in received):
-        return [sections[0] for sections in received]
-    pools = [
-        torch.cat([own.index_select(0, wave.home_queries), *came]) for own, came in zip(home, received[:query_like], strict=False)
+    if wave.as_received:
+        return [section for (section,) in received]
+    cut = len(own.query_rows)
+    queries = [
+        joined([*(tensor.narrow(0, run.start, run.rows) for run in wave.own_queries), *sections], tensor)
+        for tensor, sections in zip(own.query_rows, received[:cut], strict=True)
     ]
-    return pools + [wave.pool.assemble(own, came) for own, came in zip(home[query_like:], received[query_like:], strict=True)]
-
-
-def _cut(wave: Wave, pools: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Pools of query rows, cut into the home rows in front and the received rows behind them."""
-    front = len(wave.home_queries)
-    return [pool[:front] for pool in pools], [pool[front:] for pool in pools]
+    return queries + [wave.pool.assemble(*each) for each in zip(own.key_rows, received[cut:], strict=True)]
