@@ -59,8 +59,9 @@ def train(rank: int, ahead: bool, kind: str, wrapper: str) -> tuple[list[float],
     elif wrapper == "fsdp1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, figures, gathers = [], [], []
+    losses, figures, gathers, history = [], [], [], current_session().planner.history
     for step in range(STEPS):
+        before = history.total
         with patch.object(AttentionGroup, "gather", autospec=True, side_effect=AttentionGroup.gather) as gather:
             micro_batches = hf_distca.plan_ahead(batches(rank, step)) if ahead else batches(rank, step)
             for batch in micro_batches:
@@ -70,7 +71,7 @@ def train(rank: int, ahead: bool, kind: str, wrapper: str) -> tuple[list[float],
         optimizer.step()
         optimizer.zero_grad()
         gathers.append(gather.call_count)
-        figures.append(current_session().planner.history.take().figures())
+        figures.append((history.total - before).figures())
     return losses, figures, gathers, current_session().planner.number
 
 

@@ -101,12 +101,13 @@ def test_calibration_gives_all_ranks_the_same_costs(rank_pool: Callable[[int], R
     assert first[0] == "calibrated cpu"
 
 
-def test_figures_of_a_window() -> None:
+def test_figures_of_a_tally() -> None:
     history = History()
     micro = Micro(np.array([[2.0, 1.0], [0.0, 1.0]]), 5.0)
     history.planned(micro, 1)
     history.measured(micro, np.array([2.0, 3.0]), np.array([4_000_000, 1_000_000]), 2)
-    figures = history.take().figures()
+    first = history.total
+    figures = first.figures()
     assert figures["distca/imbalance_estimated_before"] == pytest.approx(3 / 2)
     assert figures["distca/imbalance_estimated_after"] == pytest.approx(1.0)
     # Rank 1 spent 3 s, half of it for rank 0: 2 + 1.5 against a mean of 2.5.
@@ -114,7 +115,15 @@ def test_figures_of_a_window() -> None:
     assert figures["distca/imbalance_measured_after"] == pytest.approx(3 / 2.5)
     assert figures["distca/exchanged_mb_per_layer"] == pytest.approx(2.0)
     assert figures["distca/planning_ms"] == pytest.approx(5.0)
-    assert history.take().figures() == {}
+    assert (history.total - first).figures() == {}
+    history.planned(micro, 2)
+    assert (history.total - first).figures().keys() == {
+        "distca/imbalance_estimated_before",
+        "distca/imbalance_estimated_after",
+        "distca/planning_ms",
+    }
+    assert history.total.micro_batches == 2
+    assert first.micro_batches == 1, "a total is not changed by what comes after it"
 
 
 def test_collator_packs_documents_and_hides_first_labels() -> None:

@@ -6,7 +6,7 @@ the slowest of each counts. Ranks announce their measured seconds with their nex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["History", "Micro", "Window"]
+__all__ = ["History", "Micro", "Tally"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -41,9 +41,12 @@ class Micro:
         return cls(work.reshape(ranks, ranks), planning_ms)
 
 
-@dataclass
-class Window:
-    """Sums over the micro-batches since the last report; seconds of attention per rank unless said otherwise."""
+@dataclass(frozen=True)
+class Tally:
+    """Sums over micro-batches; seconds of attention per rank unless said otherwise.
+
+    The difference of two is what lies between them.
+    """
 
     micro_batches: int = 0
     planning_ms: float = 0.0
@@ -55,6 +58,12 @@ class Window:
     measured_mean: float = 0.0
     busiest_bytes: float = 0.0
     layers: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, earlier: Tally) -> Tally:
+        return Tally(*(one - two for one, two in zip(astuple(self), astuple(earlier), strict=True)))
 
     def figures(self) -> dict[str, float]:
         """The figures to log; those without data are left out."""
@@ -73,21 +82,26 @@ class Window:
 
 
 class History:
-    """Collects micro-batches and measurements into a window."""
+    """Collects micro-batches and measurements.
+
+    Attributes:
+        total: sums over all of them so far; never changed in place.
+    """
 
     def __init__(self) -> None:
-        self._window = Window()
+        self.total = Tally()
         self._number = 0
 
     def planned(self, micro: Micro, number: int) -> None:
         """A plan of micro-batch `number` was made: one of several, where kinds of layers or nano-batches have their own."""
-        window = self._window
-        window.micro_batches += number != self._number
+        self.total += Tally(
+            micro_batches=int(number != self._number),
+            planning_ms=micro.planning_ms,
+            estimated_before=float(micro.work.sum(axis=1).max()),
+            estimated_after=float(micro.work.sum(axis=0).max()),
+            estimated_mean=float(micro.work.sum() / len(micro.work)),
+        )
         self._number = number
-        window.planning_ms += micro.planning_ms
-        window.estimated_before += float(micro.work.sum(axis=1).max())
-        window.estimated_after += float(micro.work.sum(axis=0).max())
-        window.estimated_mean += float(micro.work.sum() / len(micro.work))
 
     def measured(self, micro: Micro, seconds: FloatArray, sent_bytes: IntArray, calls: int) -> None:
         """What all ranks did for a micro-batch.
@@ -98,17 +112,13 @@ class History:
             sent_bytes: bytes each rank sent.
             calls: attention layers that ran.
         """
-        window = self._window
-        window.measured_after += float(seconds.max())
-        window.measured_mean += float(seconds.mean())
-        window.measured_before += float(_by_home(micro.work, seconds).max())
-        window.busiest_bytes += float(sent_bytes.max())
-        window.layers += calls
-
-    def take(self) -> Window:
-        """The window so far; the next one starts empty."""
-        window, self._window = self._window, Window()
-        return window
+        self.total += Tally(
+            measured_before=float(_by_home(micro.work, seconds).max()),
+            measured_after=float(seconds.max()),
+            measured_mean=float(seconds.mean()),
+            busiest_bytes=float(sent_bytes.max()),
+            layers=calls,
+        )
 
 
 def _by_home(work: FloatArray, spent: FloatArray) -> FloatArray:

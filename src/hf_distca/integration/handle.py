@@ -61,6 +61,7 @@ class AttentionHandle:
         chunk: length of the chunks that documents are cut into in this kind of layer, None for no cuts.
         position_ids: those the mask was made with, for models that pass none to attention.
         alone: whether no other rank may be asked to take part, because this forward is one of `generate`.
+        grad: whether gradients were enabled when the mask was made, outside of what checkpointing runs without them.
         model_type: of the model that made the mask, for what there is to say about packed documents in it.
         work: filled by the first layer, by window: some models tell the window only to the attention function.
         halves: the handles of the two nano-batches, once a layer has run as halves.
@@ -77,6 +78,7 @@ class AttentionHandle:
     position_ids: torch.Tensor | None = None
     model_type: str | None = None
     alone: bool = False
+    grad: bool = True
     work: dict[int | None, Work] = field(default_factory=dict, repr=False)
     halves: Halves | None = field(default=None, repr=False)
     local: LocalDocuments | None = field(default=None, repr=False)
