@@ -38,6 +38,12 @@ def test_settings_are_checked_on_construction(changes: dict[str, Any], named: st
         hf_distca.DistCAConfig(**changes)
 
 
+@pytest.mark.parametrize("given", [{"tolerance": 0.1}, hf_distca.DistCAConfig, "distca"])
+def test_configure_takes_settings_only(given: Any) -> None:
+    with pytest.raises(hf_distca.ConfigError, match="give it a DistCAConfig"):
+        hf_distca.configure(given)
+
+
 def test_balancing_is_switched_for_a_while() -> None:
     hf_distca.configure(hf_distca.DistCAConfig(tile=64))
     with hf_distca.balancing(False):
