@@ -10,8 +10,9 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from hf_distca.runtime.channel import Channel
+from hf_distca.runtime.group import AttentionGroup
 
-COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast", "barrier")
+COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "barrier")
 
 
 @contextmanager
@@ -31,3 +32,21 @@ def recorded() -> Iterator[list[str]]:
             undo.enter_context(patch.object(dist, name, spy(name, getattr(dist, name))))
         undo.enter_context(patch.object(Channel, "start", spy("exchange", Channel.start)))
         yield names
+
+
+@contextmanager
+def counted_planning() -> Iterator[list[str]]:
+    """What the collectives of planning are for, in the order in which this rank calls them inside."""
+    seen: list[str] = []
+
+    def spy(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: AttentionGroup, *args: Any, doing: str) -> Any:
+            seen.append(f"{name} for {doing}")
+            return original(self, *args, doing=doing)
+
+        return call
+
+    with ExitStack() as undo:
+        for name in ("gather", "same"):
+            undo.enter_context(patch.object(AttentionGroup, name, spy(name, getattr(AttentionGroup, name))))
+        yield seen

@@ -15,14 +15,15 @@ from hf_distca.errors import (
     PlanError,
     UnsupportedError,
 )
-from hf_distca.integration.ahead import PlanAheadMixin, plan_ahead
+from hf_distca.integration.ahead import plan_ahead
 from hf_distca.integration.attention import distca_attention
-from hf_distca.integration.callback import DistCACallback
 from hf_distca.integration.data import PackingCollator
-from hf_distca.integration.figures import balance_figures
+from hf_distca.integration.figures import Metrics, balance_figures, metrics
 from hf_distca.integration.mask import distca_mask
+from hf_distca.integration.prepare import prepare
 from hf_distca.integration.profile import profile
 from hf_distca.integration.session import attention_seconds, balancing, configure
+from hf_distca.integration.trainer import DistCACallback, DistCATrainerMixin, PlanAheadMixin
 
 __all__ = [
     "ConfigError",
@@ -30,8 +31,10 @@ __all__ = [
     "DistCAConfig",
     "DistCADesyncError",
     "DistCAError",
+    "DistCATrainerMixin",
     "KernelError",
     "LayoutError",
+    "Metrics",
     "PackedDocuments",
     "PackingCollator",
     "PlanAheadMixin",
@@ -41,7 +44,9 @@ __all__ = [
     "balance_figures",
     "balancing",
     "configure",
+    "metrics",
     "plan_ahead",
+    "prepare",
     "profile",
 ]
 

@@ -220,3 +220,23 @@ def test_no_graph_is_kept_without_gradients() -> None:
         out = model_for("distca").train()(input_ids=tokens(1, 8)).logits
     assert out.grad_fn is None
     assert current_session().meter.dispatches == 0
+
+
+@pytest.mark.parametrize("reentrant", [None, True])
+def test_a_handle_says_whether_its_forward_has_gradients(reentrant: bool | None) -> None:
+    """Under reentrant checkpointing layers first run without: the mask is made outside of that."""
+    handles: list[AttentionHandle] = []
+    model = model_for("distca").train()
+    if reentrant:
+        model.activation_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _module, _args, kwargs: handles.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    model(input_ids=tokens(1, 8), use_cache=False)
+    assert [handle.grad for handle in handles] == [True, True]
+    if not reentrant:  # which warns of it
+        with torch.no_grad():
+            model(input_ids=tokens(1, 8), use_cache=False)
+        assert [handle.grad for handle in handles[2:]] == [False, False]

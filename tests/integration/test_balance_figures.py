@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from test_parity import PAIRS, model_for
 from test_trainer import FIGURES
@@ -49,3 +50,32 @@ def test_figures_since_the_last_call(rank_pool: Callable[[int], RankPool]) -> No
 
 def test_no_figures_under_another_attention(rank_pool: Callable[[int], RankPool]) -> None:
     assert rank_pool(2)(loop, "sdpa") == [[{}] * 4] * 2
+
+
+def readings(rank: int) -> list[hf_distca.Metrics]:
+    """Before the first step, after two, right after that with another reader in between, and after two more."""
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    seen = [hf_distca.metrics()]
+    two_steps(rank, "distca")
+    seen.append(hf_distca.metrics())
+    hf_distca.balance_figures()
+    seen.append(hf_distca.metrics())
+    two_steps(rank, "distca")
+    return [*seen, hf_distca.metrics()]
+
+
+def test_metrics_are_sums_that_reading_does_not_change(rank_pool: Callable[[int], RankPool]) -> None:
+    for before, trained, again, more in rank_pool(2)(readings):
+        assert before.figures() == {}
+        assert trained.balance == again.balance
+        assert trained.figures().keys() == FIGURES
+        assert (again - trained).figures() == {}
+        assert (trained.balance.micro_batches, more.balance.micro_batches) == (2, 4)
+        assert (more - again).figures().keys() == FIGURES
+        assert 0 < (more - again).figures()[SHARE] < 1
+        assert more.elapsed_seconds > again.elapsed_seconds >= trained.elapsed_seconds > 0
+        # The first two micro-batches and the last two are alike.
+        for figures in (more - again, more):
+            for name in ("before", "after"):
+                key = f"distca/imbalance_estimated_{name}"
+                assert figures.figures()[key] == pytest.approx(trained.figures()[key])

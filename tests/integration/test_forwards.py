@@ -14,9 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import hf_distca
 from hf_distca.integration import session as session_module
 from hf_distca.integration.session import current_session
-from hf_distca.runtime.group import AttentionGroup
 from live_bytes import LiveBytes
 from ranks import RankPool
+from recorded import counted_planning
 
 LAYERS = 2
 
@@ -37,14 +37,11 @@ def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ahead: bool, pin
         model(**data, use_cache=False).loss.backward()
     before = current_session().planner.number
     counts = []
-    with (
-        patch.object(AttentionGroup, "gather", autospec=True, side_effect=AttentionGroup.gather) as gather,
-        patch.object(AttentionGroup, "same", autospec=True, side_effect=AttentionGroup.same) as same,
-    ):
+    with counted_planning() as seen:
         planned = hf_distca.plan_ahead([data])[0] if ahead else data
-        counts.append(gather.call_count + same.call_count)
+        counts.append(len(seen))
         model(**planned, use_cache=False).loss.backward()
-        counts.append(gather.call_count + same.call_count - counts[0])
+        counts.append(len(seen) - counts[0])
     return counts[0], counts[1], current_session().planner.number - before
 
 

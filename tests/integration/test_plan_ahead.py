@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
+from accelerate.state import GradientState
 from test_parity import PAIRS
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Trainer
+from torch.utils.data import Dataset
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+)
 
 import hf_distca
 from hf_distca.integration.session import current_session
-from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
+from recorded import counted_planning
+from tiny_runs import losses as logged_losses
 from tiny_runs import make_trainer
 
 STEPS, MICRO_BATCHES = 3, 3
@@ -59,10 +71,10 @@ def train(rank: int, ahead: bool, kind: str, wrapper: str) -> tuple[list[float],
     elif wrapper == "fsdp1":
         model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, figures, gathers = [], [], []
-    before = current_session().planner.history.total
+    losses, figures, gathers, history = [], [], [], current_session().planner.history
     for step in range(STEPS):
-        with patch.object(AttentionGroup, "gather", autospec=True, side_effect=AttentionGroup.gather) as gather:
+        before = history.total
+        with counted_planning() as gather:
             micro_batches = hf_distca.plan_ahead(batches(rank, step)) if ahead else batches(rank, step)
             for batch in micro_batches:
                 loss = model(**batch, use_cache=False).loss
@@ -70,9 +82,8 @@ def train(rank: int, ahead: bool, kind: str, wrapper: str) -> tuple[list[float],
                 losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-        gathers.append(gather.call_count)
-        figures.append((current_session().planner.history.total - before).figures())
-        before = current_session().planner.history.total
+        gathers.append(len(gather))
+        figures.append((history.total - before).figures())
     return losses, figures, gathers, current_session().planner.number
 
 
@@ -140,8 +151,12 @@ def test_batches_without_documents_and_ranks_alone_are_left_as_they_are() -> Non
     assert [one is other for one, other in zip(hf_distca.plan_ahead(packed), packed, strict=True)] == [True] * MICRO_BATCHES
 
 
-class PlanningTrainer(hf_distca.PlanAheadMixin, Trainer):
+class PlanningTrainer(hf_distca.DistCATrainerMixin, Trainer):
     pass
+
+
+def test_the_mixin_keeps_its_first_name() -> None:
+    assert hf_distca.PlanAheadMixin is hf_distca.DistCATrainerMixin
 
 
 def train_with(rank: int, ahead: bool) -> tuple[list[dict[str, float]], int, int]:
@@ -154,9 +169,9 @@ def train_with(rank: int, ahead: bool) -> tuple[list[dict[str, float]], int, int
         num_train_epochs=2,  # of 8 micro-batches a rank: the last step of an epoch has two
         train_sampling_strategy="sequential",
     )
-    with patch.object(AttentionGroup, "gather", autospec=True, side_effect=AttentionGroup.gather) as gather:
+    with counted_planning() as gather:
         trainer.train()
-    return trainer.state.log_history, current_session().planner.number, gather.call_count
+    return trainer.state.log_history, current_session().planner.number, len(gather)
 
 
 def test_a_trainer_plans_its_steps_ahead(rank_pool: Callable[[int], RankPool]) -> None:
@@ -167,3 +182,114 @@ def test_a_trainer_plans_its_steps_ahead(rank_pool: Callable[[int], RankPool]) -
         for one, other in zip(history, same, strict=True):
             for name in ("loss", "grad_norm", "distca/imbalance_estimated_after"):
                 assert one.get(name) == other.get(name)
+
+
+def order(rank: int) -> list[int]:
+    """Rows exchanged for planning before the first forward of each step: at its start, or while the one before ran."""
+    trainer = make_trainer(
+        "distca",
+        [{"documents": [[7] * n for n in LENGTHS[at % 2][at // 2 % MICRO_BATCHES]]} for at in range(2 * 4 * 2)],
+        kind=PlanningTrainer,
+        gradient_accumulation_steps=3,
+        num_train_epochs=2,
+        train_sampling_strategy="sequential",
+    )
+    at_start: list[int] = []
+    original = trainer.training_step
+
+    def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if trainer.state.global_step == len(at_start):
+            at_start.append(len(gather))
+        return original(*args, **kwargs)
+
+    trainer.training_step = training_step
+    with counted_planning() as gather:
+        trainer.train()
+    return at_start
+
+
+def test_a_trainer_announces_a_step_when_the_one_before_begins(rank_pool: Callable[[int], RankPool]) -> None:
+    # A step that is planned as it runs takes two collectives a micro-batch, and so does the first of an epoch for all of them. Any
+    # other one is announced, with one, when the one before begins, and its plans are compared, with another, at its own beginning.
+    for at_start in rank_pool(2)(order, timeout=120):
+        assert at_start == [0, 6 + 3, 10, 10 + 3, 13 + 2, 16]
+
+
+class Stop(TrainerCallback):
+    """Ends the first epoch early."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = state.global_step == 2
+
+
+class Counted(Dataset[dict[str, Any]]):
+    """Rows of documents with labels on some of their tokens; counts what is asked for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, at: int) -> dict[str, Any]:
+        self.asked += 1
+        ids = torch.randint(2, 61, (20 + 7 * at,), generator=torch.Generator().manual_seed(at))
+        labels = ids.clone()
+        labels[: at * 5] = -100  # so that the number of items in a step matters
+        return {"input_ids": ids, "labels": labels}
+
+
+class Ends(TrainerCallback):
+    """Whether accelerate took the loader to be at its end, after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(GradientState().end_of_dataloader)
+
+
+def dropping(
+    rank: int, ahead: bool, folder: str, resume_from: str | None, changes: dict[str, Any]
+) -> tuple[list[float], int, list[bool]]:
+    """What a model with dropout logs, how many rows were read, and `Ends`: rows in random order, two epochs of 3 + 3 + 2."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=61, n_positions=256, n_embd=64, n_layer=2, n_head=4, attn_pdrop=0.0, resid_pdrop=0.2, embd_pdrop=0.2
+    )
+    config._attn_implementation = "distca"
+    data, ends = Counted(), Ends()
+    trainer = make_trainer(
+        "distca",
+        data,
+        folder=folder,
+        kind=PlanningTrainer if ahead else Trainer,
+        model=GPT2LMHeadModel(config),
+        callbacks=[ends, *([Stop()] if changes.pop("stop", False) else [])],
+        gradient_accumulation_steps=3,
+        **{"num_train_epochs": 2, **changes},
+    )
+    trainer.train(resume_from_checkpoint=resume_from)
+    return logged_losses(trainer), data.asked, ends.seen
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_steps": 2}, {"stop": True}], ids=["epochs", "max_steps", "epoch stopped"])
+def test_drawing_early_changes_no_batch_and_no_random_number(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    plain, ahead = (rank_pool(2)(dropping, early, str(tmp_path), None, changes, timeout=120) for early in (False, True))
+    for (wanted, read, ends), (seen, read_early, ends_early) in zip(plain, ahead, strict=True):
+        assert seen == wanted
+        assert all(early or not late for late, early in zip(ends, ends_early, strict=True)), "the end is told early, not hidden"
+        assert len(wanted) == 2 * {"max_steps": 2, "stop": 5}.get(next(iter(changes), ""), 6)
+        assert read_early == read or "stop" in changes, "nothing is read past the end"
+
+
+def test_a_run_planned_ahead_is_resumed(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    whole = rank_pool(2)(dropping, True, str(tmp_path), None, saving, timeout=120)
+    for step in (1, 3, 4):  # within an epoch, at its end, within the next one
+        checkpoint = str(tmp_path / f"checkpoint-{step}")
+        resumed = rank_pool(2)(dropping, True, str(tmp_path / "again"), checkpoint, {}, timeout=120)
+        for (wanted, *_), (seen, *_) in zip(whole, resumed, strict=True):
+            assert seen == pytest.approx(wanted, rel=1e-6)

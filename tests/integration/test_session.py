@@ -38,6 +38,12 @@ def test_settings_are_checked_on_construction(changes: dict[str, Any], named: st
         hf_distca.DistCAConfig(**changes)
 
 
+@pytest.mark.parametrize("given", [{"tolerance": 0.1}, hf_distca.DistCAConfig, "distca"])
+def test_configure_takes_settings_only(given: Any) -> None:
+    with pytest.raises(hf_distca.ConfigError, match="give it a DistCAConfig"):
+        hf_distca.configure(given)
+
+
 def test_balancing_is_switched_for_a_while() -> None:
     hf_distca.configure(hf_distca.DistCAConfig(tile=64))
     with hf_distca.balancing(False):
@@ -101,7 +107,7 @@ def test_calibration_gives_all_ranks_the_same_costs(rank_pool: Callable[[int], R
     assert first[0] == "calibrated cpu"
 
 
-def test_figures_of_a_window() -> None:
+def test_figures_of_a_tally() -> None:
     history = History()
     estimate = Estimate(2, np.array([0, 0, 1]), np.array([0, 1, 1]), np.array([2.0, 1.0, 1.0]), 5.0)
     history.planned(estimate, 1)
@@ -116,6 +122,13 @@ def test_figures_of_a_window() -> None:
     assert figures["distca/exchanged_mb_per_layer"] == pytest.approx(2.0)
     assert figures["distca/planning_ms"] == pytest.approx(5.0)
     assert (history.total - before).figures() == {}
+    history.planned(estimate, 2)
+    assert (history.total - before).figures().keys() == {
+        "distca/imbalance_estimated_before",
+        "distca/imbalance_estimated_after",
+        "distca/planning_ms",
+    }
+    assert (before.micro_batches, history.total.micro_batches) == (1, 2), "a total is not changed by what comes after it"
 
 
 def test_collator_packs_documents_and_hides_first_labels() -> None:

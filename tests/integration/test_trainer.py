@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from transformers import TrainerCallback
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Trainer, TrainerCallback
 
+import hf_distca
+from hf_distca.integration import trainer as ours
+from hf_distca.integration.session import current_session
 from ranks import RankPool
-from tiny_runs import make_trainer, rows, settings
+from tiny_runs import dispatches, make_trainer, rows, settings
 
 FIGURES = {
     "distca/imbalance_estimated_before",
@@ -81,3 +90,162 @@ def test_same_losses_as_sdpa_and_balance_in_the_logs(
         assert all(row["distca/exchanged_mb_per_layer"] > 0 for row in logs)
         assert [row.keys() >= FIGURES for row in seen if "loss" in row] == [True] * len(logs)
     assert not any(row.keys() & FIGURES for row in theirs[0][0]), "nothing to report where distca did not run"
+
+
+class LoggingTrainer(hf_distca.DistCATrainerMixin, Trainer):
+    pass
+
+
+def report(rank: int, how: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str], list[str]]:
+    """The log history, what a reporter saw, the order of the callbacks before and after, with the figures logged in some way."""
+    reporter = Reporter()
+    trainer = make_trainer(
+        "distca",
+        rows(8),
+        kind=Trainer if how == "late" else LoggingTrainer,
+        callbacks=[reporter],
+        max_steps=4,
+        logging_steps=2,
+        train_sampling_strategy="sequential",
+    )
+    if how != "mixin":  # tiny_runs gives one
+        trainer.remove_callback(hf_distca.DistCACallback)
+        hf_distca.configure(settings())
+    if how == "late":
+        trainer.add_callback(hf_distca.DistCACallback(settings()))
+    names = [type(one).__name__ for one in trainer.callback_handler.callbacks]
+    with patch.object(ours, "calling_handler", side_effect=ours.calling_handler) as looked:
+        trainer.train()
+    assert looked.called == (how == "late"), "the mixin asks nobody who called"
+    return trainer.state.log_history, reporter.seen, names, [type(one).__name__ for one in trainer.callback_handler.callbacks]
+
+
+@pytest.mark.parametrize("how", ["mixin", "mixin alone", "late"])
+def test_reporters_see_the_figures(rank_pool: Callable[[int], RankPool], how: str) -> None:
+    for history, seen, before, after in rank_pool(2)(report, how):
+        logs = [row for row in history if "loss" in row]
+        assert len(logs) == 2
+        assert all(row.keys() >= FIGURES for row in logs)
+        seen = [row for row in seen if "loss" in row]
+        for row, reported in zip(logs, seen, strict=True):
+            assert {name: row[name] for name in FIGURES} == {name: reported[name] for name in FIGURES}
+        assert sorted(before) == sorted(after)
+        assert (before == after) == (how != "late"), "order is changed only where that is the only way"
+
+
+def test_a_callback_that_finds_no_handler_says_what_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+    hf_distca.DistCACallback().on_train_begin(None, None, None)
+    assert "but not the reporters" in caplog.text
+    assert "DistCATrainerMixin" in caplog.text
+
+
+def own_reader(rank: int, reads: bool) -> list[dict[str, Any]]:
+    """The log history of a run in which somebody else reads figures after each step, or does not."""
+    read: list[float] = []
+
+    class Reader(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if reads:
+                figures = hf_distca.balance_figures()
+                assert hf_distca.metrics().figures().keys() >= figures.keys()
+                read.append(figures["distca/imbalance_estimated_before"])
+
+    trainer = make_trainer(
+        "distca", rows(12), callbacks=[Reader()], max_steps=6, logging_steps=3, train_sampling_strategy="sequential"
+    )
+    trainer.train()
+    assert len(read) == (6 if reads else 0)
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def test_readers_of_the_balance_take_nothing_from_each_other(rank_pool: Callable[[int], RankPool]) -> None:
+    timed = {"distca/planning_ms", "distca/server_time_share"} | {f"distca/imbalance_measured_{at}" for at in ("before", "after")}
+    compared = FIGURES - timed
+    for alone, read in zip(*(rank_pool(2)(own_reader, reads) for reads in (False, True)), strict=True):
+        assert len(alone) == len(read) == 2
+        for one, other in zip(alone, read, strict=True):
+            assert other.keys() >= FIGURES
+            assert {name: one[name] for name in compared} == {name: other[name] for name in compared}
+
+
+def evaluate_first(rank: int, when: str) -> tuple[int, int, int, str, bool]:
+    """Exchanges of evaluation before training and of prediction after it, and whether the same settings held throughout."""
+    callback = hf_distca.DistCACallback(settings(balance_evaluation=True))
+    hf_distca.configure()  # what another run left
+    trainer = make_trainer("distca", rows(4), eval_dataset=rows(4), max_steps=2, train_sampling_strategy="sequential")
+    if when == "late":
+        trainer.remove_callback(hf_distca.DistCACallback)
+        hf_distca.configure()
+        trainer.add_callback(callback)
+    else:
+        trainer = make_trainer(
+            "distca", rows(4), eval_dataset=rows(4), max_steps=2, config=callback.config, train_sampling_strategy="sequential"
+        )
+    with capture() as said:
+        trainer.evaluate()
+    evaluated, session = dispatches(), current_session()
+    trainer.train()
+    trained = dispatches()
+    trainer.predict(rows(2))
+    return evaluated, trained - evaluated, dispatches() - trained, said.getvalue(), current_session() is session
+
+
+@contextmanager
+def capture() -> Iterator[io.StringIO]:
+    """What hf_distca logs inside."""
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("hf_distca").addHandler(handler)
+    yield said
+    logging.getLogger("hf_distca").removeHandler(handler)
+
+
+def test_settings_hold_for_evaluation_before_training(rank_pool: Callable[[int], RankPool]) -> None:
+    layers = 2
+    for evaluated, trained, predicted, said, same in rank_pool(2)(evaluate_first, "in time"):
+        assert (evaluated, trained, predicted) == (2 * layers, 2 * 2 * layers, layers)
+        assert said == ""
+        assert same, "figures and costs stay, while settings do"
+
+
+def test_a_callback_added_later_says_what_its_settings_missed(rank_pool: Callable[[int], RankPool]) -> None:
+    layers = 2
+    for evaluated, trained, predicted, said, _ in rank_pool(2)(evaluate_first, "late"):
+        assert (evaluated, trained, predicted) == (layers, 2 * 2 * layers, layers), "all but the first batch"
+        assert "its settings hold from now on, not for what has run" in said
+
+
+def groups(rank: int) -> list[tuple[int, ...]]:
+    """The ranks that share attention, as settings and groups are given in turns."""
+    own = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp_shard"))["dp_shard"].get_group()
+    found = []
+
+    def begin(callback: hf_distca.DistCACallback) -> None:
+        callback.on_init_end(None, None, None)
+        callback.on_train_begin(None, None, None)
+        found.append(current_session().group.ranks)
+
+    hf_distca.configure(group=own)
+    begin(hf_distca.DistCACallback(settings()))
+    assert current_session().config == settings()
+    begin(hf_distca.DistCACallback(group=dist.group.WORLD))
+    assert current_session().config == settings(), "those that were there"
+    hf_distca.configure()
+    begin(hf_distca.DistCACallback(settings(), group=own))
+    hf_distca.configure()
+    begin(hf_distca.DistCACallback(settings()))
+    return found
+
+
+def test_groups_given_to_the_callback_and_to_configure(rank_pool: Callable[[int], RankPool]) -> None:
+    for rank, found in enumerate(rank_pool(2)(groups)):
+        assert found == [(rank,), (0, 1), (rank,), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "said"), [("sdpa", "no part of this LlamaForCausalLM"), ("distca", "this process alone")]
+)
+def test_a_callback_with_nothing_to_do_says_so(implementation: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    make_trainer(implementation, rows(1), max_steps=1).train()
+    assert said in caplog.text
+    assert caplog.text.count("DistCACallback has nothing to") == 1

@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 import pytest
 from torch.utils.data import IterableDataset
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, Trainer
 
 import hf_distca
 from ranks import RankPool
@@ -26,8 +26,15 @@ class Stream(IterableDataset[Row]):
         yield from single_documents()
 
 
-def train(rank: int, implementation: str, stream: bool, arguments: dict[str, Any]) -> tuple[list[float], int, float]:
-    trainer = make_trainer(implementation, Stream() if stream else single_documents(), **arguments)
+class PlanningTrainer(hf_distca.DistCATrainerMixin, Trainer):
+    pass
+
+
+def train(
+    rank: int, implementation: str, stream: bool, arguments: dict[str, Any], ahead: bool = False
+) -> tuple[list[float], int, float]:
+    kind = PlanningTrainer if ahead else Trainer
+    trainer = make_trainer(implementation, Stream() if stream else single_documents(), kind=kind, **arguments)
     trainer.train()
     return losses(trainer), dispatches(), trainer.state.epoch
 
@@ -50,6 +57,7 @@ def test_ragged_epochs(rank_pool: Callable[[int], RankPool], stream: bool, argum
         assert epoch == plain_epoch
         assert len(run) >= 4
         assert run == pytest.approx(plain, rel=1e-4)
+    assert pool(train, "distca", stream, arguments, True) == ours, "planned ahead it is the same run"
 
 
 def dispatched(rank: int, arguments: dict[str, Any]) -> str:

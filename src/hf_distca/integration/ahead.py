@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import PackedDocuments, PlansAhead, read_documents
-from hf_distca.agreement.planner import Request
+from hf_distca.agreement.planner import Planning, Request
 from hf_distca.integration.nano_batches import cut
 from hf_distca.integration.session import current_session
 
-__all__ = ["PlanAheadMixin", "plan_ahead"]
+__all__ = ["Announced", "announce", "have_documents", "plan_ahead"]
 
 
 def plan_ahead(batches: Sequence[Any]) -> list[Any]:
@@ -31,22 +32,69 @@ def plan_ahead(batches: Sequence[Any]) -> list[Any]:
     Raises:
         DistCADesyncError: if ranks do not agree, or do not all call it.
     """
-    session = current_session()
-    keys = session.planner.recent_keys()
+    announced = announce(batches, current_session().planner.recent_keys())
+    return list(batches) if announced is None else announced.planned()
+
+
+@dataclass(frozen=True, eq=False)
+class Announced:
+    """The micro-batches of an optimizer step whose documents all ranks know, and whose plans are being made.
+
+    Attributes:
+        batches: as they were announced.
+        documents: those of each batch.
+        keys: the plans that each batch gets.
+        planning: of each batch, those of all keys.
+    """
+
+    batches: list[Any]
+    documents: list[PackedDocuments]
+    keys: list[PlanKey]
+    planning: Planning
+
+    def are(self, batches: Sequence[Any]) -> bool:
+        """Whether these batches are the announced ones."""
+        return len(batches) == len(self.batches) and all(one is other for one, other in zip(batches, self.batches, strict=True))
+
+    def planned(self) -> list[Any]:
+        """Copies of the batches, with their plans, once these are made and all ranks have the same."""
+        session, planned = current_session(), []
+        with session.group.reporting(f"planning {self.planning.place}"):
+            plans = iter(session.planner.finish(self.planning, session.group))
+        for batch, one in zip(self.batches, self.documents, strict=True):
+            planned.append(copy(batch))
+            planned[-1]["distca_documents"] = one.planned(PlansAhead({key: next(plans) for key in self.keys}))
+        return planned
+
+
+def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, beside: bool = False) -> Announced | None:
+    """Announce the documents of micro-batches to the other ranks, which must do so with as many at the same point.
+
+    Args:
+        batches: micro-batches in the order in which they will run.
+        keys: the plans that each needs, as the planner knows them from the micro-batches before.
+        after: micro-batches that will run before these, for errors.
+        beside: let plans be made while the caller goes on.
+
+    Returns:
+        None if there is nothing to plan, or a batch has no documents.
+    """
     documents = _documents(batches)
     if not keys or not documents or len(documents) < len(batches):
-        return list(batches)
-    first = session.planner.next_number
+        return None
+    session = current_session()
+    first = session.planner.next_number + after
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
     with session.group.reporting(f"planning {place}"):
         shapes = [batch["input_ids"].shape for batch in batches]
         requests = [_requests(shape, one, keys, session.config.tile) for shape, one in zip(shapes, documents, strict=True)]
-        plans = iter(session.planner.plan(list(chain.from_iterable(requests)), session.group, place))
-    planned = []
-    for batch, one in zip(batches, documents, strict=True):
-        planned.append(copy(batch))
-        planned[-1]["distca_documents"] = one.planned(PlansAhead({key: next(plans) for key in keys}))
-    return planned
+        planning = session.planner.begin(list(chain.from_iterable(requests)), session.group, place, beside=beside)
+    return Announced(list(batches), documents, keys, planning)
+
+
+def have_documents(batches: Sequence[Any]) -> bool:
+    """Whether each of these batches says on the host which documents it has."""
+    return bool(batches) and len(_documents(batches)) == len(batches)
 
 
 def _documents(batches: Sequence[Any]) -> list[PackedDocuments]:
@@ -56,20 +104,8 @@ def _documents(batches: Sequence[Any]) -> list[PackedDocuments]:
 
 
 def _requests(shape: tuple[int, int], documents: PackedDocuments, keys: Sequence[PlanKey], tile: int) -> list[Request]:
-    """The documents of a batch of (batch, length) tokens, as the attention of each kind will find them."""
+    """The documents of a batch of (batch, length) tokens, as the attention of each key will find them."""
     whole = read_documents(*shape, packed=documents)
     chunked = {chunk: whole.in_chunks(chunk) for chunk in {key.chunk for key in keys}}
     nano = {chunk: cut(*shape, chunked[chunk], tile)[2] for chunk in {key.chunk for key in keys if key.nano}}
     return [(nano[key.chunk][key.nano - 1] if key.nano else chunked[key.chunk], key) for key in keys]
-
-
-class PlanAheadMixin:
-    """Plans every optimizer step ahead in a Trainer: ``class MyTrainer(hf_distca.PlanAheadMixin, Trainer)``.
-
-    It pays with gradient accumulation and many ranks: each micro-batch planned by itself waits for all ranks.
-    """
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The micro-batches of the next optimizer step, planned, and what the Trainer returns beside them."""
-        batches, *rest = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        return (plan_ahead(batches), *rest)

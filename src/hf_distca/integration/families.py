@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+from transformers import PreTrainedConfig
+
 from hf_distca.errors import UnsupportedError
 
-__all__ = ["EQUAL", "FAMILIES", "PING_PONG", "REASONS", "check_family", "warn_of_packing"]
+__all__ = ["EQUAL", "FAMILIES", "PING_PONG", "REASONS", "check_family", "check_layerdrop", "warn_of_packing"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -141,6 +143,25 @@ def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> No
         raise UnsupportedError(
             f'distca does not support {model_type} models: {reason}. Use attn_implementation="sdpa" or "eager".'
         )
+
+
+# LayerDrop's names in the configs of transformers.
+_LAYERDROP = ("layerdrop", "layer_drop", "decoder_layerdrop", "encoder_layerdrop")
+
+
+def check_layerdrop(config: PreTrainedConfig | None) -> None:
+    """Refuse a model that is to train with LayerDrop: ranks share the attention of each layer, and each would skip others.
+
+    Raises:
+        UnsupportedError: names the attribute of the config and its value.
+    """
+    for name in _LAYERDROP:
+        value = getattr(config, name, None)
+        if isinstance(value, (int, float)) and value > 0:
+            raise UnsupportedError(
+                f"the config of this {getattr(config, 'model_type', None)} model has {name}={value}: in training each rank would "
+                f"skip layers at random, and ranks share the attention of every layer. Set {name}=0.0 in the model's config."
+            )
 
 
 @cache

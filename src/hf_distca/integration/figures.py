@@ -1,4 +1,4 @@
-"""`balance_figures`: what to log of the balance, for training loops of your own and for the callback."""
+"""What was planned and measured since `configure`, and what to log of it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,75 @@ from dataclasses import dataclass
 from hf_distca.agreement.figures import Tally
 from hf_distca.integration.session import Session, current_session
 
-__all__ = ["balance_figures"]
+__all__ = ["Metrics", "Reading", "balance_figures", "metrics"]
+
+_SHARE = "distca/server_time_share"
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """When the figures were taken last, and the attention seconds of the session at that time."""
+class Metrics:
+    """Sums since `configure`. The difference of two readings is what lies between them.
 
-    session: weakref.ref[Session]
-    clock: float
-    seconds: float
-    total: Tally
+    Attributes:
+        balance: sums over the micro-batches that were planned with other ranks.
+        attention_seconds: that this rank spent in attention kernels, for itself and for others.
+        elapsed_seconds: that have passed.
+    """
+
+    balance: Tally
+    attention_seconds: float
+    elapsed_seconds: float
+
+    def __sub__(self, earlier: Metrics) -> Metrics:
+        return Metrics(
+            self.balance - earlier.balance,
+            self.attention_seconds - earlier.attention_seconds,
+            self.elapsed_seconds - earlier.elapsed_seconds,
+        )
+
+    def figures(self) -> dict[str, float]:
+        """The figures that `DistCACallback` logs and explains; those without data are left out."""
+        figures = self.balance.figures()
+        if figures:
+            figures[_SHARE] = self.attention_seconds / max(self.elapsed_seconds, 1e-9)
+        return figures
 
 
-_last: _Reading | None = None
+def metrics() -> Metrics:
+    """What was planned and measured since `configure`: a read that changes nothing, and that each rank may do alone.
+
+    For loggers of your own: ``before = metrics()``, and later ``(metrics() - before).figures()``.
+    """
+    return _read(current_session())
+
+
+def _read(session: Session) -> Metrics:
+    return Metrics(session.planner.history.total, session.meter.seconds, time.perf_counter() - session.started)
+
+
+class Reading:
+    """Figures since its own last reading: of several loggers, each has one."""
+
+    def __init__(self) -> None:
+        self._session: weakref.ref[Session] | None = None
+        self._last: Metrics | None = None
+
+    def figures(self) -> dict[str, float]:
+        """The figures since the last call; since `configure` in the first one after it, without the share of time."""
+        session = current_session()
+        now, last = _read(session), self._last
+        known = last is not None and self._session is not None and self._session() is session
+        self._session, self._last = weakref.ref(session), now
+        if known and last is not None:
+            return (now - last).figures()
+        return {name: value for name, value in now.figures().items() if name != _SHARE}
+
+    def rounded(self) -> dict[str, float]:
+        """The figures since the last call, for a log."""
+        return {name: round(value, 4) for name, value in self.figures().items()}
+
+
+_reading = Reading()
 
 
 def balance_figures() -> dict[str, float]:
@@ -33,16 +88,7 @@ def balance_figures() -> dict[str, float]:
     What a micro-batch measured comes in with the documents of the next one, and is in the figures after that.
 
     Figures without data are left out: all of them where nothing was planned, as with one rank or another attention
-    implementation, and the share of time in the first call after `configure`. Each micro-batch is in the figures of one call
-    only, so under the Trainer leave the calling to `DistCACallback`.
+    implementation, and the share of time in the first call after `configure`. Other readers, such as `metrics` and
+    `DistCACallback`, take nothing away from it.
     """
-    global _last
-    session, last = current_session(), _last
-    now, seconds = time.perf_counter(), session.meter.seconds
-    total = session.planner.history.total
-    _last = _Reading(weakref.ref(session), now, seconds, total)
-    same = last is not None and last.session() is session
-    figures = (total - last.total if last is not None and same else total).figures()
-    if figures and last is not None and same:
-        figures["distca/server_time_share"] = (seconds - last.seconds) / max(now - last.clock, 1e-9)
-    return figures
+    return _reading.figures()

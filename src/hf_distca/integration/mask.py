@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, create_causal_mask, sdpa_mask
+from transformers import PreTrainedConfig
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from hf_distca.integration.families import check_family
+from hf_distca.integration.callers import MaskCall
+from hf_distca.integration.families import check_family, check_layerdrop
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
 from hf_distca.integration.layers import cut_layers
 from hf_distca.integration.mesh import mesh_of
@@ -19,7 +19,6 @@ from hf_distca.integration.session import current_session
 
 __all__ = ["distca_mask"]
 
-_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 # The parts that transformers builds causal masks from. Anything else changes who sees whom.
 _CHUNKS = "chunked_overlay"
 _BLOCKS = "blockwise_overlay"
@@ -53,7 +52,7 @@ def distca_mask(
     A mask that is not causal, or has an overlay, comes back as a `ForeignMask`.
 
     Raises:
-        UnsupportedError: if the model is of a family that is refused.
+        UnsupportedError: if the model is of a family that is refused, or drops layers while it trains.
     """
     if isinstance(attention_mask, (AttentionHandle, ForeignMask)):
         return attention_mask
@@ -79,56 +78,47 @@ def distca_mask(
         return torch.Tensor.as_subclass(mask, CachedMask)  # type: ignore[arg-type]  # never None without skips
     padding = None if attention_mask is None else attention_mask[:, :q_length]
     chunk, window = (local_size, None) if _CHUNKS in parts else (None, local_size)
-    creator = _calling_frame(lambda frame: frame.f_globals.get("__name__") == create_causal_mask.__module__)
-    _prepare_model(creator)
+    call = MaskCall()
+    if _trains(call):
+        check_layerdrop(config)
+    _prepare_caller(call)
     # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
-    alone = _calling_frame(lambda frame: frame.f_code is _GENERATE, creator) is not None
     return AttentionHandle(
         batch_size,
         q_length,
         padding,
         window=window,
         chunk=chunk,
-        position_ids=_positions(creator),
+        position_ids=call.position_ids,
         model_type=model_type,
-        alone=alone,
+        alone=call.generating,
         # Only what is computed while gradients are recorded can be recomputed. Layers under reentrant checkpointing record none
         # in their first forward, but their mask is made before.
         recomputes=torch.is_grad_enabled(),
     )
 
 
-def _prepare_model(creator: FrameType | None) -> None:
-    """Take from the model that asks for a mask what only it knows: the mesh, and the layers that may run as halves."""
+def _trains(call: MaskCall) -> bool:
+    """Whether the model that asks for a mask is in training mode; if it is none of transformers', whether it has gradients."""
+    model = next(call.models(), None)
+    return torch.is_grad_enabled() if model is None else model.training
+
+
+def _prepare_caller(call: MaskCall) -> None:
+    """Do for a model that nobody prepared what `prepare` does: it tells of the mesh, and has the layers that run as nano-batches.
+
+    After `prepare` there is nothing left to do here.
+    """
     session = current_session()
     if session.looks_for_mesh:
         # Of the models whose forwards led here, from the inside out, the mesh is on the one that was loaded.
-        owner = _calling_frame(lambda frame: mesh_of(frame.f_locals.get("self")) is not None, creator)
-        mesh = None if owner is None else mesh_of(owner.f_locals["self"])
+        mesh = next((mesh for model in call.models() if (mesh := mesh_of(model)) is not None), None)
         if mesh is not None:
             session.found_mesh(mesh)
     if session.config.ping_pong:
-        caller = _calling_frame(lambda frame: isinstance(frame.f_locals.get("self"), PreTrainedModel), creator)
-        if caller is not None:
-            cut_layers(caller.f_locals["self"])
-
-
-def _calling_frame(wanted: Callable[[FrameType], bool], frame: FrameType | None = None) -> FrameType | None:
-    """The innermost wanted frame among the callers."""
-    frame = frame or inspect.currentframe()
-    while frame is not None and not wanted(frame):
-        frame = frame.f_back
-    return frame
-
-
-def _positions(creator: FrameType | None) -> torch.Tensor | None:
-    """The position ids given to the `create_..._mask` that called the mask function.
-
-    With a padding mask or a cache, transformers looks for no packed documents and hands its mask functions no positions. Some
-    models pass none to attention either (Llama 4, Persimmon): the caller's argument is then all that tells documents apart.
-    """
-    positions = None if creator is None else creator.f_locals.get("position_ids")
-    return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
+        for model in call.models():
+            cut_layers(model)
+            break
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[str]:

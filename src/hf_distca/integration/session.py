@@ -5,6 +5,7 @@ Plans and routes are not among them; those live in the handle of their micro-bat
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from hf_distca.agreement.announce import PlanKey, Stated, layout_of
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planned, Planner
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import LayoutError, UnsupportedError
+from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.mesh import data_parallel_group, find_members
 from hf_distca.kernels import Kernel, Scores, select_kernel
@@ -50,12 +51,16 @@ class Session:
         meter: counts what the process does.
         planner: the plans of its micro-batches, the settings they are made under, and the figures.
         trace: where a timeline is recorded, None for no timeline.
+        started: when the session was made, by `time.perf_counter`.
+        given: the group that the user gave, None if it is to be found.
     """
 
     def __init__(self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None) -> None:
         self.meter = Meter()
         self.planner = Planner(config, self.meter)
         self.trace: Trace | None = None
+        self.started = time.perf_counter()
+        self.given = members
         self._members = members
         self._group: AttentionGroup | None = None
         self._world: object = None
@@ -246,8 +251,13 @@ def configure(config: DistCAConfig | None = None, *, group: dist.ProcessGroup | 
 
     Returns:
         The settings now in use.
+
+    Raises:
+        ConfigError: if `config` is no `DistCAConfig`.
     """
     global _session
+    if config is not None and not isinstance(config, DistCAConfig):
+        raise ConfigError(f"configure() got {config!r}: give it a DistCAConfig, such as DistCAConfig(tolerance=0.02).")
     _session = Session(config or DistCAConfig(), group)
     return _session.config
 

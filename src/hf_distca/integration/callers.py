@@ -1,0 +1,75 @@
+"""What is read from the call stack: questions to which transformers gives no other answer, or not in every case.
+
+Read against transformers 5.23.0. Each question has its public way beside it, and that is tried first:
+
+- Which model asks for a mask, for its device mesh and its layers: `hf_distca.prepare`, which `DistCACallback` calls for the model
+  of a Trainer. The stack is for those who change one argument and call nothing.
+- Which `CallbackHandler` calls a callback, to stand in front of the reporters: `DistCATrainerMixin`, which overrides
+  `Trainer.log`.
+- Which position ids a ``create_..._mask`` was given: no public way. Mask functions get the config and no positions.
+- Whether a forward is one of `generate`: no public way. A model in training mode can generate, too.
+
+Where a frame is not found, as under another version or compiled, the answer is None or False and nothing fails here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+from transformers import GenerationMixin, PreTrainedModel, TrainerCallback
+from transformers.masking_utils import create_causal_mask
+from transformers.trainer_callback import CallbackHandler
+
+__all__ = ["MaskCall", "calling_handler"]
+
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
+
+class MaskCall:
+    """The call of a ``create_..._mask`` of transformers from inside which this is made; keep it no longer than that call."""
+
+    def __init__(self) -> None:
+        masking = create_causal_mask.__module__
+        self._creator = next((frame for frame in _callers() if frame.f_globals.get("__name__") == masking), None)
+
+    @property
+    def position_ids(self) -> torch.Tensor | None:
+        """The (batch, length) position ids it was given.
+
+        With a padding mask or a cache, transformers looks for no packed documents. Some models pass no positions to attention
+        either (Llama 4, Persimmon): the caller's argument is then all that tells documents apart.
+        """
+        positions = None if self._creator is None else self._creator.f_locals.get("position_ids")
+        return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
+
+    @property
+    def generating(self) -> bool:
+        """Whether `generate` led here."""
+        return any(frame.f_code is _GENERATE for frame in _callers(self._creator))
+
+    def models(self) -> Iterator[PreTrainedModel]:
+        """The models whose forwards led here, from the inside out."""
+        for frame in _callers(self._creator):
+            model = frame.f_locals.get("self")
+            if isinstance(model, PreTrainedModel):
+                yield model
+
+
+def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
+    """The handler that is calling a callback."""
+    for frame in _callers():
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            return handler
+    return None
+
+
+def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """A frame, the one that asks by default, and those that called it, from the inside out."""
+    frame = frame or inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

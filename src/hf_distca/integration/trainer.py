@@ -1,0 +1,251 @@
+"""The Trainer's side: `DistCACallback` sets distca up and logs the balance, `DistCATrainerMixin` plans steps ahead, too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.ahead import Announced, announce, have_documents
+from hf_distca.integration.callers import calling_handler
+from hf_distca.integration.data import check_loader
+from hf_distca.integration.figures import Reading
+from hf_distca.integration.prepare import distca_configs, prepare
+from hf_distca.integration.profile import write_trace
+from hf_distca.integration.session import Session, configure, current_session
+from hf_distca.runtime.trace import Trace
+
+__all__ = ["DistCACallback", "DistCATrainerMixin", "PlanAheadMixin"]
+
+_log = logging.getLogger("hf_distca")
+_TRACED_STEP = 3  # the first ones make buffers and caches
+
+
+class DistCACallback(TrainerCallback):
+    """Adds the balance of core attention to the logs of a Trainer: console, ``state.log_history`` and every reporter.
+
+    Figures, since the last log:
+
+    - ``distca/imbalance_estimated_before``, ``..._after``: slowest rank / mean of all ranks, by the scheduler's estimate, if
+      every rank computed its own attention, and as planned.
+    - ``distca/imbalance_measured_after``: the same of measured kernel seconds; ``..._measured_before`` gives each server's
+      measured seconds back to the home ranks of its tasks, in proportion to their estimates.
+    - ``distca/planning_ms``: milliseconds of planning per micro-batch, exchange of the documents included.
+    - ``distca/exchanged_mb_per_layer``: megabytes the busiest rank sends per layer and micro-batch, forward and backward.
+    - ``distca/server_time_share``: share of this rank's time spent in attention kernels, for itself and for others.
+
+    TensorBoard, W&B and trackio show them with the ``train/`` that transformers puts before the names of all training logs:
+    ``train/distca/imbalance_measured_after``. They hold the figures of rank 0.
+
+    It works best in ``Trainer(callbacks=[...])``. Added later, its settings hold from the first event that it sees. In a Trainer
+    that has `DistCATrainerMixin`, that logs the figures; any other calls reporters in an order which this callback changes, so
+    that it comes before them.
+
+    Args:
+        config: settings, used from when the Trainer is made; leave it out if you call `hf_distca.configure` yourself.
+        trace_path: folder into which each rank writes a timeline of the third optimizer step, as `hf_distca.profile` does.
+        group: the ranks that share core attention, as `hf_distca.configure` takes them; by default those given there.
+    """
+
+    def __init__(
+        self,
+        config: DistCAConfig | None = None,
+        trace_path: str | Path | None = None,
+        *,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+    ) -> None:
+        self.config, self.trace_path, self.group = config, trace_path, group
+        self.reports = True  # unless the Trainer does
+        self._session: Session | None = None  # the one with these settings
+        self._reading = Reading()
+        self._steps = 0
+        self._calls: int | None = None  # of attention before the first step, until that has run
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Apply the settings: they hold for evaluation before training, too."""
+        self._apply_settings()
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Apply the settings, refuse a model or a loader that distca is not for, and start counting.
+
+        Raises:
+            UnsupportedError: if the model is refused by `hf_distca.prepare`, or rank 0 reads packed documents for all ranks.
+        """
+        check_loader(kwargs.get("train_dataloader"))
+        self._apply_settings()
+        self._come_first()
+        model = kwargs.get("model")
+        if model is not None:
+            prepare(model)
+            _say_what_is_missing(model)
+        self._calls, self._steps = current_session().meter.calls, 0
+        self._reading = Reading()
+        self._reading.figures()  # what came before is not of this training
+
+    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Apply the settings if the callback was added too late to see an earlier event."""
+        self._catch_up()
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Start recording the step that is traced."""
+        if not self._steps:
+            self._catch_up()
+            self._come_first()
+        self._steps += 1
+        if self.trace_path is not None and self._steps == _TRACED_STEP:
+            current_session().trace = Trace()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After the first step, make sure that attention was called; after the traced one, write the trace.
+
+        Raises:
+            UnsupportedError: if the model took the name "distca" and computes its attention without calling it.
+        """
+        session, model = current_session(), kwargs.get("model")
+        if self.trace_path is not None and self._steps == _TRACED_STEP and session.trace is not None:
+            write_trace(session.trace, self.trace_path)
+            session.trace = None
+        calls, self._calls = self._calls, None
+        if session.meter.calls == calls and distca_configs(model):
+            raise UnsupportedError(
+                f'{type(model).__name__} was loaded with attn_implementation="distca" and never called it in a training step: it '
+                'does not use the attention interface of transformers. Load it with attn_implementation="eager".'
+            )
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Add the figures to the logs of a training step."""
+        logs: dict[str, Any] | None = kwargs.get("logs")
+        if not self.reports or not logs or "loss" not in logs:
+            return
+        figures = self._reading.rounded()
+        logs.update(figures)
+        if state.log_history:  # the Trainer has already put a copy of the logs there
+            state.log_history[-1].update(figures)
+
+    @property
+    def _has_settings(self) -> bool:
+        return self.config is not None or self.group is not None
+
+    def _apply_settings(self) -> None:
+        """Make the settings those of the process, unless they are."""
+        current = current_session()
+        if self._has_settings and current is not self._session:
+            configure(self.config or current.config, group=current.given if self.group is None else self.group)
+            self._session = current_session()
+
+    def _catch_up(self) -> None:
+        if self._session is None and self._has_settings:
+            _log.warning(
+                "DistCACallback was added while its Trainer was at work: its settings hold from now on, not for what has run. "
+                "Give it to the Trainer's `callbacks`, or call hf_distca.configure before."
+            )
+            self._apply_settings()
+
+    def _come_first(self) -> None:
+        """Move in front of the reporters: a callback behind them changes the logs too late for them to see."""
+        if not self.reports:
+            return
+        handler = calling_handler(self)
+        if handler is None:
+            _log.warning(
+                "DistCACallback does not find who calls it: balance figures reach log_history, but not the reporters. With "
+                "hf_distca.DistCATrainerMixin they reach all of them."
+            )
+        elif handler.callbacks[0] is not self:
+            handler.callbacks.remove(self)
+            handler.callbacks.insert(0, self)
+
+
+def _say_what_is_missing(model: torch.nn.Module) -> None:
+    """Warn of what makes distca do nothing."""
+    if not distca_configs(model):
+        _log.warning(
+            'DistCACallback has nothing to do now: no part of this %s has attn_implementation="distca". Load the model with it.',
+            type(model).__name__,
+        )
+    elif current_session().group.size == 1:
+        _log.warning("DistCACallback has nothing to balance: the attention group is this process alone.")
+
+
+class DistCATrainerMixin:
+    """Plans optimizer steps ahead and logs the balance: ``class MyTrainer(hf_distca.DistCATrainerMixin, Trainer)``.
+
+    While a step runs, the documents of the next one are known to all ranks already, so no forward waits for the others to plan.
+    It pays with gradient accumulation and many ranks, and needs the documents of `PackingCollator`. For that, batches are drawn
+    from the loader one optimizer step early, never past the end of an epoch or of training. Batches, their order and the number
+    of items in each step stay what they were; only data that is made up in the training process itself with the global random
+    numbers (no worker processes) comes out differently, as it is made at another time.
+
+    Figures go into the logs before the Trainer hands these to ``state.log_history`` and to reporters; `DistCACallback` says what
+    they mean, and beside this class is still what gives settings and checks the model.
+    """
+
+    _figures: Reading | None = None
+    _iterator: Iterator[Any] | None = None  # of this epoch
+    _drawn: Iterator[Any] = iter(())  # batches that the next step begins with
+    _announced: Announced | None = None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does."""
+        for callback in self.callback_handler.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, DistCACallback):
+                callback.reports = False
+        self._figures = None
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._forget()  # worker processes end with their iterator
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of the next optimizer step, planned, and what the Trainer returns beside them."""
+        if self._figures is None:
+            self._figures = Reading()
+            self._figures.figures()
+        if epoch_iterator is not self._iterator:
+            self._forget()
+        source = chain(self._drawn, epoch_iterator)
+        batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
+        keys, announced, self._announced = current_session().planner.recent_keys(), self._announced, None
+        if announced is None or not announced.are(batches):
+            announced = announce(batches, keys)
+        planned = batches if announced is None else announced.planned()
+        if keys and have_documents(batches) and not self._is_last_step():
+            self._iterator = epoch_iterator
+            drawn = list(self._drawn)
+            drawn += islice(self._up_to_the_end(epoch_iterator), max(0, num_batches - len(drawn)))
+            self._drawn, self._announced = iter(drawn), announce(drawn[:num_batches], keys, after=len(batches), beside=True)
+        return (planned, *rest)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as the Trainer does, with the figures of the balance in the logs of training steps."""
+        if "loss" in logs and self._figures is not None:
+            logs.update(self._figures.rounded())
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _is_last_step(self) -> bool:
+        state: TrainerState = self.state  # type: ignore[attr-defined]
+        return state.global_step + 1 >= state.max_steps
+
+    def _up_to_the_end(self, epoch_iterator: Iterator[Any]) -> Iterator[Any]:
+        """The batches of an epoch, without asking for one after the last: that would tell accelerate that the epoch is over."""
+        gradient_state = self.accelerator.gradient_state  # type: ignore[attr-defined]
+        while not gradient_state.end_of_dataloader:
+            try:
+                yield next(epoch_iterator)
+            except StopIteration:
+                return
+
+    def _forget(self) -> None:
+        self._iterator, self._drawn, self._announced = None, iter(()), None
+
+
+PlanAheadMixin = DistCATrainerMixin  # its first name

@@ -1,0 +1,123 @@
+"""What `PackingCollator` takes, what it refuses, and that it does no work in Python for each token."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hf_distca
+
+FORMS: dict[str, Callable[[list[int]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "iterator": iter,
+    "numpy": np.array,
+    "numpy, small": lambda numbers: np.array(numbers, dtype=np.int16),
+    "torch": torch.tensor,
+    "torch, small": lambda numbers: torch.tensor(numbers, dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_documents_come_as_lists_arrays_and_tensors(form: str) -> None:
+    made = FORMS[form]
+    features = [
+        {"input_ids": made([5, 6, 7]), "labels": made([5, -100, 7]), "attention_mask": made([1, 1, 1])},
+        {"documents": [made([8]), made([9, 4])]},
+        {"input_ids": made([3, 2])},
+    ]
+    batch = hf_distca.PackingCollator()(features)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4, 3, 2]]
+    assert batch["labels"].tolist() == [[-100, -100, 7, -100, -100, 4, -100, 2]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 0, 1]]
+    assert batch["distca_documents"] == hf_distca.PackedDocuments((3, 1, 2, 2))
+    assert {batch[name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
+
+
+def test_what_was_given_is_not_changed_by_the_batch_or_with_it() -> None:
+    tokens = torch.tensor([5, 6, 7])
+    batch = hf_distca.PackingCollator()([{"input_ids": tokens}])
+    batch["input_ids"].add_(1)
+    assert tokens.tolist() == [5, 6, 7]
+    assert batch["labels"].tolist() == [[-100, 6, 7]]
+
+
+@pytest.mark.parametrize("made", [list, np.array, torch.tensor], ids=["list", "numpy", "torch"])
+def test_padding_is_cut_off_at_both_ends(made: Callable[[list[int]], Any]) -> None:
+    ids, masks = [0, 0, 5, 6, 7, 0], [[0, 0, 1, 1, 1, 0], [False, False, True, True, True, False], [0] * 6, [1] * 6]
+    features = [{"input_ids": made(ids), "attention_mask": made(mask)} for mask in masks]
+    batch = hf_distca.PackingCollator()(features)
+    assert batch["distca_documents"].lengths == (3, 3, 6)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 5, 6, 7, *ids]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100, 6, 7, -100, *ids[1:]]]
+
+
+@pytest.mark.parametrize(
+    ("feature", "named"),
+    [
+        (
+            {"input_ids": [5, 6, 7, 8], "attention_mask": [1, 0, 0, 1]},
+            r"attention_mask\[1\] .* is 0, between tokens 0 and 3",
+        ),
+        ({"input_ids": [5, 6], "attention_mask": [1]}, "2 input_ids and 1 numbers in its attention_mask"),
+        ({"input_ids": [5, 6], "attention_mask": [[1, 1]]}, "the attention_mask of a document must be a flat list"),
+        ({"input_ids": torch.ones(1, 2, dtype=torch.long)}, r"flat list of integers; here they are int64 of shape \(1, 2\)"),
+        ({"input_ids": torch.ones(2)}, "here they are float32"),
+        ({"input_ids": np.array([True, False])}, "here they are bool"),
+        ({"input_ids": [True, False]}, "they are bool"),
+        ({"input_ids": [1.5, 2.0]}, "flat list of integers"),
+        ({"input_ids": ["a"]}, "flat list of integers"),
+        ({"input_ids": [2**63]}, "flat list of integers"),
+        ({"input_ids": np.array([2**63], dtype=np.uint64)}, "here they are uint64"),
+        ({"input_ids": 7}, "flat list of integers"),
+    ],
+)
+def test_what_is_no_document_is_refused(feature: dict[str, Any], named: str) -> None:
+    with pytest.raises(hf_distca.LayoutError, match=named):
+        hf_distca.PackingCollator()([feature])
+
+
+def lines_run(features: list[dict[str, Any]]) -> int:
+    """Lines of Python that run while a batch is packed."""
+    count = 0
+
+    def trace(*_: object) -> Any:
+        nonlocal count
+        count += 1
+        return trace
+
+    sys.settrace(trace)
+    try:
+        hf_distca.PackingCollator()(features)
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@pytest.mark.parametrize("form", ["list", "numpy", "torch"])
+def test_no_python_runs_for_each_token(form: str) -> None:
+    def features(length: int) -> list[dict[str, Any]]:
+        return [{"input_ids": FORMS[form]([7] * length), "attention_mask": FORMS[form]([1] * length)} for _ in range(4)]
+
+    assert lines_run(features(20_000)) == lines_run(features(20))
+
+
+def test_tensors_cost_no_more_than_arrays() -> None:
+    """131,072 tokens. As lists of tensors of one token each they took three times as long as numpy's, and 600 ms."""
+    documents = [np.full(4096, 7)] * 32
+
+    def seconds(features: list[dict[str, Any]]) -> float:
+        started = time.perf_counter()
+        hf_distca.PackingCollator()(features)
+        return time.perf_counter() - started
+
+    arrays, tensors = [{"input_ids": one} for one in documents], [{"input_ids": torch.from_numpy(one)} for one in documents]
+    best = {name: min(seconds(features) for _ in range(9)) for name, features in (("numpy", arrays), ("torch", tensors))}
+    assert best["torch"] < 3 * best["numpy"]
+    assert best["torch"] < 0.1

@@ -1,0 +1,128 @@
+"""`prepare`: what a loop of one's own tells distca of its model, so that nothing has to be read from the call stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from transformers import MambaConfig, MambaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
+
+import hf_distca
+from hf_distca.integration.callers import MaskCall
+from hf_distca.integration.session import current_session
+from hf_distca.runtime.group import AttentionGroup
+from ranks import RankPool
+from tiny_runs import dispatches, rows, settings, tiny_llama
+
+
+@contextmanager
+def unseen_callers() -> Iterator[None]:
+    """A world in which no model is found on the call stack, as where frames look otherwise."""
+    with patch.object(MaskCall, "models", lambda _: iter(())):
+        yield
+
+
+class OnAMesh:
+    """Stands for what a model loaded with a `DistributedConfig` has of its mesh."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+
+    def get_mesh(self, _names: tuple[str, ...]) -> Any:
+        return self.mesh
+
+
+def prepared(rank: int, prepares: bool) -> tuple[int, bool, int, int]:
+    """In a world of two, each rank in a mesh of its own: the size of the group, and whether layers are cut."""
+    hf_distca.configure(settings(ping_pong=True))
+    model = tiny_llama("distca")
+    model._mesh_manager = OnAMesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp")))
+    wrapped = DistributedDataParallel(model)
+    with unseen_callers(), patch.object(AttentionGroup, "of", side_effect=AttentionGroup.of) as made:
+        if prepares:
+            assert hf_distca.prepare(hf_distca.prepare(wrapped)) is wrapped
+        before = made.call_count
+        wrapped(**hf_distca.PackingCollator()([rows(2)[rank]]), use_cache=False).loss.backward()
+    cut = hasattr(type(model.model.layers[0]), "_distca_whole")
+    return current_session().group.size, cut, before, made.call_count
+
+
+def test_a_prepared_model_needs_no_call_stack(rank_pool: Callable[[int], RankPool]) -> None:
+    for size, cut, before, after in rank_pool(2)(prepared, True):
+        assert (size, cut) == (1, True), "the ranks of one data-parallel coordinate share nothing"
+        assert before == after == 1, "the group is made once, where all ranks are together"
+    for size, cut, before, _ in rank_pool(2)(prepared, False):
+        assert (size, cut, before) == (2, False, 0), "the world, and whole layers: nothing said otherwise"
+
+
+def shares(rank: int) -> int:
+    hf_distca.configure(settings(ping_pong=True))
+    with unseen_callers():
+        model = hf_distca.prepare(tiny_llama("distca"))
+        plain = tiny_llama("sdpa")
+        for one in (model, plain):
+            one(**hf_distca.PackingCollator()([rows(2)[rank]]), use_cache=False).loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    return dispatches()
+
+
+def test_a_prepared_model_shares_its_attention_in_halves(rank_pool: Callable[[int], RankPool]) -> None:
+    layers, directions, halves = 2, 2, 2
+    assert rank_pool(2)(shares) == [layers * directions * halves] * 2
+
+
+def opt(implementation: str = "distca", **layerdrop: float) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "word_embed_proj_dim": 32}
+    config = OPTConfig(**sizes, vocab_size=61, attention_dropout=0.0, max_position_embeddings=64, **layerdrop)
+    config._attn_implementation = implementation
+    return OPTForCausalLM(config)
+
+
+IDS = torch.arange(2, 10)[None]
+
+
+def test_layerdrop_is_refused_before_the_first_layer() -> None:
+    hf_distca.configure()
+    model = opt(layerdrop=0.1)
+    for refused in (lambda: hf_distca.prepare(model), lambda: model.train()(IDS, labels=IDS, use_cache=False)):
+        with pytest.raises(hf_distca.UnsupportedError, match=r"opt model has layerdrop=0\.1: .* Set layerdrop=0\.0"):
+            refused()
+    assert current_session().meter.calls == 0
+
+
+@pytest.mark.parametrize("name", ["decoder_layerdrop", "encoder_layerdrop"])
+def test_layerdrop_is_refused_under_its_other_names(name: str) -> None:
+    model = opt()
+    setattr(model.config, name, 0.25)
+    with pytest.raises(hf_distca.UnsupportedError, match=f"{name}=0.25"):
+        hf_distca.prepare(model)
+
+
+def test_layerdrop_is_nothing_to_a_model_that_evaluates_or_does_not_drop() -> None:
+    hf_distca.configure()
+    ours, theirs = (opt(name, layerdrop=0.1).eval()(IDS, use_cache=False).logits for name in ("distca", "sdpa"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    hf_distca.prepare(opt(layerdrop=0.0)).train()(IDS, labels=IDS, use_cache=False).loss.backward()
+    hf_distca.prepare(opt("sdpa", layerdrop=0.1))
+
+
+def test_a_refused_family_is_refused_by_prepare() -> None:
+    config = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=16, attn_implementation="distca")
+    with pytest.raises(hf_distca.UnsupportedError, match="mamba"):
+        hf_distca.prepare(MambaForCausalLM(config))
+
+
+def test_a_model_of_another_attention_makes_no_group() -> None:
+    hf_distca.configure()
+    with patch.object(AttentionGroup, "of", side_effect=AssertionError("asked for a group")):
+        assert hf_distca.prepare(tiny_llama("sdpa")).training
+    assert not dist.is_initialized()
