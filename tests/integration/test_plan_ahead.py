@@ -209,8 +209,8 @@ def order(rank: int) -> list[int]:
 
 
 def test_a_trainer_announces_a_step_when_the_one_before_begins(rank_pool: Callable[[int], RankPool]) -> None:
-    # A step that is planned as it runs takes two collectives a micro-batch, and so does the first of an epoch for all of them. Any
-    # other one is announced, with one, when the one before begins, and its plans are compared, with another, at its own beginning.
+    # A step that is planned as it runs takes two collectives a micro-batch; the first of an epoch, two for all of them. Any other
+    # one is announced, with one, when the step before begins, and its plans are compared, with another, when it begins itself.
     for at_start in rank_pool(2)(order, timeout=120):
         assert at_start == [0, 6 + 3, 10, 10 + 3, 13 + 2, 16]
 
