@@ -1,6 +1,6 @@
 """Write the placements of this folder: made-up document lengths with a long tail, dealt to ranks in the order they were drawn.
 
-    python benchmarks/placements/make.py
+python benchmarks/placements/make.py
 """
 
 from __future__ import annotations
