@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_distca.agreement.documents import PackedDocuments
@@ -40,6 +42,7 @@ __all__ = [
     "PlanAheadMixin",
     "PlanError",
     "UnsupportedError",
+    "__version__",
     "attention_seconds",
     "balance_figures",
     "balancing",
@@ -49,6 +52,8 @@ __all__ = [
     "prepare",
     "profile",
 ]
+
+__version__ = version("hf-distca")
 
 AttentionInterface.register("distca", distca_attention)
 AttentionMaskInterface.register("distca", distca_mask)
