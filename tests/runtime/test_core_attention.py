@@ -3,17 +3,22 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from hf_distca.kernels import Scores, select_kernel
 from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.cost import AttentionShape
@@ -134,6 +139,59 @@ def random_case(random_: random.Random, world: int) -> tuple[Segments, list[int]
     unread = {segment[:2] for row, count in zip(ranks, context, strict=True) for segment in row[:count]}
     inside = {(d, a + i): (d, a) for row in ranks for d, a, n in row for i in range(n)}
     return ranks, context, [task for task in tasks if inside[task.document, task.start] not in unread]
+
+
+def run_untagged(rank: int, *arguments: Any, **options: Any) -> tuple[float, torch.Tensor, list[int]]:
+    """As `run_plan`, over a channel without tags: the branch of NCCL, which gloo can run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "over_gloo", property(lambda channel: False))
+        return run_plan(rank, *arguments, **options)
+
+
+@pytest.mark.parametrize("bound", [None, 10_000])
+def test_plans_are_exact_without_tags(rank_pool: Callable[[int], RankPool], bound: int | None) -> None:
+    pool = rank_pool(2)
+    for seed in range(20):
+        ranks, context, tasks = random_case(random.Random(seed), 2)
+        scores = Scores(DIM**-0.5, (None, 9)[seed % 2])
+        results = pool(run_untagged, ranks, context, tasks, torch.float64, scores, True, bound)
+        assert max(error for error, *_ in results) < 1e-9, (ranks, context, tasks)
+        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (ranks, context, tasks)
+
+
+def recomputed(rank: int, tasks: Tasks, kept: bool, reentrant: bool) -> tuple[list[int], int, list[float]]:
+    """Counts of a checkpointed layer: its calls, dispatches and returns; and the largest error of its gradients."""
+    plan = Plan.from_tasks(Layout.from_lengths([[40], [24]]), tasks)
+    group, meter, store, layer = AttentionGroup.of(timeout_seconds=60), Meter(), OutputStore(), torch.nn.Identity()
+    if group.data is not None:
+        place = f"layer 0, kept {kept}, reentrant {reentrant}, moved {plan.moved}"
+        group = replace(group, data=group.data.at(place, 2))
+    server = AttentionServer(select_kernel("auto", torch.device("cpu"), torch.float64, DIM, DIM, Scores(1.0)), Scores(1.0), meter)
+    q, k, v, do = document_tensors(rank, (40, 24)[rank], torch.float64)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+
+    def forward(*inputs: torch.Tensor) -> torch.Tensor:
+        return core_attention(Inputs(*inputs), Call(Route.build(plan, rank), group, server, store.of(layer) if kept else None))
+
+    checkpoint(forward, *leaves, use_reentrant=reentrant).backward(do)
+    whole = [t.clone().requires_grad_() for t in (q, k, v)]
+    dense(*whole, None, Scores(1.0)).backward(do)
+    errors = [float((leaf.grad - exact.grad).abs().max()) for leaf, exact in zip(leaves, whole, strict=True)]
+    return [meter.calls, meter.dispatches, meter.returns], len(store.kept), errors
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_recompute_that_finds_its_outputs_is_no_call(
+    rank_pool: Callable[[int], RankPool], moved: bool, reentrant: bool
+) -> None:
+    tasks = [CATask(0, 0, 20, 0, 0), CATask(0, 20, 40, 0, int(moved)), CATask(1, 0, 24, 1, 1)]
+    for kept in (True, False):
+        for counts, left, errors in rank_pool(2)(recomputed, tasks, kept, reentrant):
+            calls = 1 if kept else 2
+            assert counts == [calls, (calls + 1) * moved, (calls + 1) * moved]
+            assert left == 0
+            assert max(errors) < 1e-9
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

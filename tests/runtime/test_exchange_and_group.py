@@ -57,6 +57,62 @@ def staged_send_and_return(rank: int, world: int) -> None:
         send_and_return(rank, world)
 
 
+def untagged_send_and_return(rank: int, world: int) -> None:
+    """As over NCCL: an exchange is one all-to-all, which gloo has as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "over_gloo", property(lambda channel: False))
+        send_and_return(rank, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_uneven_and_empty_messages_travel_as_one_all_to_all(rank_pool: Callable[[int], RankPool], world: int) -> None:
+    rank_pool(world)(untagged_send_and_return, world)
+
+
+def checksums(rank: int, skipped: list[int]) -> list[int]:
+    """Of launches in three layers of one micro-batch, of which this rank skips one, by number of layers; -1 for none."""
+    group = AttentionGroup.create(timeout_seconds=30)
+    assert group.data is not None
+    found = [group.data.checksum]
+    nothing = torch.empty(0, dtype=torch.uint8)
+    for layer in range(3):
+        channel = group.data.at(f"layer {layer} of micro-batch 1", 2)
+        for _ in range(4 if layer != skipped[rank] else 0):
+            channel.start(nothing, nothing, {}, {}).wait()
+        found.append(group.data.checksum)
+    return found
+
+
+def test_checksums_tell_layers_apart_that_messages_do_not(rank_pool: Callable[[int], RankPool]) -> None:
+    pool = rank_pool(2)
+    one, other = pool(checksums, [1, 2])
+    assert one[:2] == other[:2]
+    assert one[3] != other[3], "as many exchanges of the same sizes, of other layers"
+    one, other = pool(checksums, [1, 1])
+    assert one == other
+    assert len(set(one)) == 3, "each layer that ran changed it"
+    assert all(0 <= value < 2**63 for value in one)
+
+
+def directions(rank: int) -> list[str]:
+    """What is waited for in a backward that follows a forward, and in one that follows a recompute, which launches nothing."""
+    group = AttentionGroup.create(timeout_seconds=30)
+    assert group.data is not None
+    nothing, found = torch.empty(0, dtype=torch.uint8), []
+    for launched in (2, 0):
+        channel = group.data.at("layer 1", 2)
+        for _ in range(launched):
+            channel.start(nothing, nothing, {}, {})
+        channel.begin_backward()
+        found += [channel.start(nothing, nothing, {}, {}).doing for _ in range(2)]
+    return found
+
+
+def test_exchanges_of_backward_are_named_so_after_a_recompute(rank_pool: Callable[[int], RankPool]) -> None:
+    expected = [f"waiting for the {kind} in backward of layer 1" for kind in ("dispatch", "return")]
+    assert rank_pool(2)(directions) == [2 * expected] * 2
+
+
 def test_messages_of_another_device_go_through_the_host(rank_pool: Callable[[int], RankPool]) -> None:
     rank_pool(2)(staged_send_and_return, 2)
 

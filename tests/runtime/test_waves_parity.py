@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_core_attention import DIM, HEADS, KEY_HEADS, TILE, VALUE_DIM, random_case, run_plan
+from test_core_attention import DIM, HEADS, KEY_HEADS, TILE, VALUE_DIM, random_case, run_plan, run_untagged
 
 from hf_distca.kernels import Scores
 from hf_distca.runtime.route import Route
@@ -47,6 +47,17 @@ def test_random_plans_in_waves_are_exact(rank_pool: Callable[[int], RankPool], w
     check_random()
     waves = [check(random.Random(seed), None, True, 1) for seed in range(5)]
     assert max(waves) > 2, f"some plans take several waves, and these took {waves}"
+
+
+def test_waves_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> None:
+    counts = []
+    for seed in range(10):
+        ranks, context, tasks = random_case(random.Random(seed), 2)
+        counts.append(Waves.of(Plan.from_tasks(Layout.from_segments(ranks, context), tasks), SHAPE, TILE, 1).count)
+        results = rank_pool(2)(run_untagged, ranks, context, tasks, torch.float64, Scores(DIM**-0.5), True, 1)
+        assert max(error for error, *_ in results) < 1e-9, (ranks, context, tasks)
+        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (ranks, context, tasks)
+    assert max(counts) > 2, f"some plans take several waves, and these took {counts}"
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from hf_distca.runtime.exchange import Part, Pending, Run, launch
+from hf_distca.runtime.exchange import Part, Pending, Run, launch, part_of
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import Route, Wave
@@ -79,8 +79,12 @@ class Call:
         self.route, self.group, self.server, self.kept = route, group, server, kept
         recalled = None if kept is None else kept.take()
         self.recalled = None if recalled is None else Outputs(*recalled)
-        self.operands, self.outputs, self.saved, self.grads = Held[Operands](), Held[Outputs](), Held[Saved](), Held[Grads]()
-        self.dispatch, self.returned = Held[Pending](), Held[Pending]()
+        self.operands: Held[Operands] = Held()
+        self.outputs: Held[Outputs] = Held()
+        self.saved: Held[Saved] = Held()
+        self.grads: Held[Grads] = Held()
+        self.dispatch: Held[Pending] = Held()
+        self.returned: Held[Pending] = Held()
 
     @property
     def last(self) -> Wave:
@@ -173,7 +177,7 @@ def _pieces(runs: Sequence[Run], sections: Sequence[torch.Tensor]) -> Iterator[t
         if not rest:
             section = next(left)
             rest = len(section)
-        yield section.narrow(0, len(section) - rest, run.rows)
+        yield part_of(section, len(section) - rest, run.rows)
         rest -= run.rows
 
 

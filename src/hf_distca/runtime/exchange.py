@@ -24,7 +24,7 @@ import torch
 from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.runtime.trace import Mark, Tracer
 
-__all__ = ["Format", "Formats", "Part", "Pending", "Rows", "Run", "joined", "launch"]
+__all__ = ["Format", "Formats", "Part", "Pending", "Rows", "Run", "joined", "launch", "part_of"]
 
 _ALIGNMENT = 16
 
@@ -198,6 +198,11 @@ def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | No
         return Pending(None, parts, form, sent, sent)
     received = sent.new_empty(sum(form.receive.values()))
     return Pending(channel.start(received, sent, form.receive, form.send), parts, form, sent, received)
+
+
+def part_of(tensor: torch.Tensor, start: int, rows: int) -> torch.Tensor:
+    """Rows [start, start + rows) as a view, or the tensor itself if it has no others."""
+    return tensor if rows == tensor.shape[0] else tensor.narrow(0, start, rows)
 
 
 def joined(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

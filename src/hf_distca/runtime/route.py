@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from hf_distca.kernels.base import TaskBatch
-from hf_distca.runtime.exchange import Formats, Rows, Run, joined
+from hf_distca.runtime.exchange import Formats, Rows, Run, joined, part_of
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, KeyTransfers, Plan
 from hf_distca.schedule.waves import Waves
@@ -61,9 +61,8 @@ class KeyPool:
 
     def assemble(self, own_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
         """The pool of keys or of values, (size, key/value heads, width), from own rows and the message's sections."""
-        return joined(
-            [(own_TKD if at is None else sections[at]).narrow(0, start, rows) for at, start, rows in self.pieces], own_TKD
-        )
+        sources = ((own_TKD if at is None else sections[at], start, rows) for at, start, rows in self.pieces)
+        return joined([part_of(*source) for source in sources], own_TKD)
 
 
 @dataclass(frozen=True, eq=False)
