@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_parity import LENGTHS, PAIRS, model_for, oracle, relative, summed_loss, tokens_of
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 import hf_distca
 from hf_distca.agreement.documents import read_documents
@@ -162,6 +163,45 @@ def generated(rank: int, ping_pong: bool) -> list[int]:
 
 def test_generating_in_training_mode_fills_its_cache(rank_pool: Callable[[int], RankPool]) -> None:
     assert rank_pool(3)(generated, True) == rank_pool(3)(generated, False)
+
+
+def checkpointed_attention(rank: int, placement: str, reentrant: bool | None, ping_pong: bool, part: str) -> tuple[Any, ...]:
+    """`step` with a part of each layer checkpointed by itself; its counts, and how often the part ran forward."""
+    configure(kernel="reference", ping_pong=ping_pong)
+    rows = PLACEMENTS[placement][rank]
+    model = model_for(2, "distca", torch.float64)
+    runs: list[int] = []
+    for layer in model.model.layers:
+        inner = getattr(layer, part)
+        inner.register_forward_pre_hook(lambda *_: runs.append(1))
+        if reentrant is not None:
+            kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+            setattr(layer, part, checkpoint_wrapper(inner, kind))
+    logits = model(**batch_of(rows), use_cache=False).logits
+    logits.square().sum().backward()
+    grads = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    meter = current_session().meter
+    return logits.detach(), grads, [meter.calls, meter.dispatches, meter.returns, meter.kernel_calls], len(runs)
+
+
+@pytest.mark.parametrize(
+    ("part", "placement"), [("mlp", "skewed"), ("mlp", "several rows, padded"), ("self_attn", "several rows, padded")]
+)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_parts_of_layers_may_be_checkpointed(
+    rank_pool: Callable[[int], RankPool], part: str, placement: str, reentrant: bool
+) -> None:
+    """Exact, with no second attention and no second exchange."""
+    pool = rank_pool(3)
+    plain = pool(checkpointed_attention, placement, None, True, part)
+    found = pool(checkpointed_attention, placement, reentrant, True, part)
+    for (logits, grads, counts, runs), (plain_logits, plain_grads, plain_counts, plain_runs) in zip(found, plain, strict=True):
+        assert relative(logits, plain_logits) <= 1e-9
+        for name, grad in grads.items():
+            assert relative(grad, plain_grads[name]) <= 1e-9, name
+        assert counts[1:] == plain_counts[1:]
+        assert runs == 2 * plain_runs, "nothing was recomputed, so nothing was tested"
+    assert found[0][2][1] == 2 * 2 * 2
 
 
 def kept_bytes(rank: int, ping_pong: bool) -> tuple[int, int]:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import logging
+from typing import get_args
 
 import pytest
 import torch
 
 import hf_distca.kernels as kernels
+from hf_distca.config import KernelName
 from hf_distca.errors import KernelError
 from hf_distca.kernels import Scores, flash_attn, select_kernel
 from hf_distca.kernels.cuda import flash_attention_unsupported
@@ -64,7 +66,7 @@ def test_a_named_kernel() -> None:
         ("cpu", CPU, torch.float8_e4m3fn, "not in torch.float8_e4m3fn"),
         ("reference", CPU, torch.int32, "torch.int32 is not a floating dtype"),
         ("auto", CPU, torch.int64, "No kernel runs torch.int64 .*cpu: .*reference: "),
-        ("triton", CPU, torch.float32, "no kernel 'triton'; choose one of 'auto', 'reference', 'cpu', 'cuda', 'flash_attn'"),
+        ("triton", CPU, torch.float32, "no kernel 'triton'; choose one of 'auto', 'flash_attn', 'cuda', 'cpu', 'reference'"),
     ],
 )
 def test_refusals(name: str, device: torch.device, dtype: torch.dtype, message: str) -> None:
@@ -74,7 +76,7 @@ def test_refusals(name: str, device: torch.device, dtype: torch.dtype, message: 
 
 def test_flash_attn_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attn, "_installed", lambda: None)
-    with pytest.raises(KernelError, match=r"flash-attn is not installed: pip install hf-distca\[flash\]"):
+    with pytest.raises(KernelError, match=r"flash-attn is not installed: pip install flash-attn"):
         select_kernel("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
 
 
@@ -85,6 +87,40 @@ def test_flash_attention_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not in torch.float32" in str(flash_attention_unsupported(CUDA, torch.float32, 64, 64))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "cuda:0 has 7.5" in str(flash_attention_unsupported(CUDA, torch.bfloat16, 64, 64))
+
+
+@pytest.mark.usefixtures("_one_hopper")
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)])
+def test_head_dims_that_backward_has_on_some_gpus_only(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the others the op raises in backward, after a forward that ran."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8, 3))
+    everywhere = capability in ((8, 0), (9, 0), (10, 0))
+    for head_dim, value_head_dim in ((193, 128), (224, 224), (64, 200)):
+        reason = flash_attention_unsupported(CUDA, torch.bfloat16, head_dim, value_head_dim)
+        assert (reason is None) == everywhere
+        assert everywhere or f"193 to 224 on GPUs of compute capability 8.0, 9 and 10 only, cuda:0 has {capability[0]}." in reason
+        name = select_kernel("auto", CUDA, torch.bfloat16, head_dim, value_head_dim, PLAIN).name
+        assert name == ("flash_attn" if everywhere else "reference")
+    for head_dim in (192, 225, 256):
+        assert flash_attention_unsupported(CUDA, torch.bfloat16, head_dim, head_dim) is None
+
+
+def test_every_kernel_has_a_name_that_can_be_set() -> None:
+    assert sorted(get_args(KernelName)) == sorted(["auto", *(kind.name for kind, _ in kernels._KERNELS)])
+
+
+@pytest.mark.usefixtures("_one_hopper", "_new_log")
+def test_says_how_flash_attention_3_comes_in(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
+    with caplog.at_level(logging.INFO, logger="hf_distca"):
+        select_kernel("auto", CUDA, torch.bfloat16, 64, 64, PLAIN)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        select_kernel("auto", CUDA, torch.float16, 64, 64, PLAIN)
+    hopper, ampere = (record.getMessage() for record in caplog.records)
+    assert hopper.endswith('torch.nn.attention.activate_flash_attention_impl("FA3") makes this kernel run it')
+    assert "FA3" not in ampere
+    assert callable(torch.nn.attention.activate_flash_attention_impl)
 
 
 @pytest.mark.usefixtures("_new_log")
@@ -102,7 +138,7 @@ def test_softcap_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KernelError, match=r"tensors on cpu with window and softcap, .*CPU kernel has no softcap. Set kernel="):
         select_kernel("cpu", CPU, torch.float32, 64, 64, BOTH)
     monkeypatch.setattr("hf_distca.kernels.cuda.flash_attention_unsupported", lambda *args: None)
-    with pytest.raises(KernelError, match=r"no softcap, the flash-attn package has: pip install hf-distca\[flash\]"):
+    with pytest.raises(KernelError, match=r"no softcap, the flash-attn package has: pip install flash-attn"):
         select_kernel("cuda", CUDA, torch.bfloat16, 64, 64, BOTH)
 
 
@@ -136,7 +172,7 @@ def test_warns_of_the_reference_on_a_gpu(caplog: pytest.LogCaptureFixture, monke
     assert "far slower than flash attention (flash_attn: " in both_types
     assert both_types.endswith("To speed it up, train in bfloat16 or float16 (bf16=True or fp16=True).")
     assert "bf16=True" in both_ways
-    assert both_ways.endswith("and install flash-attn, the one fast kernel with softcap (pip install hf-distca[flash]).")
+    assert both_ways.endswith("and install flash-attn, the one fast kernel with softcap (pip install flash-attn).")
     assert "cuda: torch's flash attention has no softcap" in softcap
     assert "bf16=True" not in softcap
     assert width.endswith("for values).")

@@ -42,25 +42,25 @@ def test_tasks_with_gaps_are_gathered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "waves"),
+    ("name", "count"),
     [("whole documents", 1), ("one token tasks", 3), ("shared keys with gaps", 2), ("whole documents out of order", 1)],
 )
-def test_number_of_calls(name: str, waves: int) -> None:
-    assert len(calls(CASES[name])[1]) == 2 * waves
+def test_number_of_calls(name: str, count: int) -> None:
+    assert len(calls(CASES[name])[1]) == 2 * count
 
 
 @given(case=random_cases())
-def test_waves_hold_every_task_once_and_no_key_twice(case: Case) -> None:
+def test_calls_hold_every_task_once_and_no_key_twice(case: Case) -> None:
     tasks = case.tasks
-    waves = varlen._split(tasks)
-    assert sorted(task for wave in waves for task in wave) == list(range(len(tasks)))
-    for wave in waves:
-        ends = [0, *(tasks.key_start[i] + tasks.key_length[i] for i in wave)]
-        assert all(tasks.key_start[i] >= end for i, end in zip(wave, ends, strict=False))
+    found = varlen._split(tasks)
+    assert sorted(task for call in found for task in call) == list(range(len(tasks)))
+    for call in found:
+        ends = [0, *(tasks.key_start[i] + tasks.key_length[i] for i in call)]
+        assert all(tasks.key_start[i] >= end for i, end in zip(call, ends, strict=False))
     readers = torch.zeros(case.keys, dtype=torch.int64)
     for start, length in zip(tasks.key_start, tasks.key_length, strict=True):
         readers[start : start + length] += 1
-    assert len(waves) == (int(readers.max()) if len(tasks) else 0)
+    assert len(found) == (int(readers.max()) if len(tasks) else 0)
 
 
 def test_key_gradients_are_summed_in_float32() -> None:
@@ -87,10 +87,10 @@ def test_index_tensors_are_built_once_and_go_with_their_batch(monkeypatch: pytes
     assert first > 0
     run_kernel(kernel, pools, tasks, PLAIN)
     assert len(built) == first
-    assert len(kernel._waves) == 1
+    assert len(kernel._calls) == 1
     del tasks
     gc.collect()
-    assert len(kernel._waves) == 0
+    assert len(kernel._calls) == 0
 
 
 @pytest.mark.parametrize(("window", "seen"), [(None, None), (1, 1), (149, 149), (150, None), (2**40, None)])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import cache
-from typing import get_args
 
 import torch
 
@@ -21,16 +19,14 @@ __all__ = ["Kernel", "Scores", "TaskBatch", "select_kernel"]
 
 _logger = logging.getLogger("hf_distca")
 
-_KERNELS: dict[str, Callable[[], Kernel]] = {
-    "reference": ReferenceKernel,
-    "cpu": CpuKernel,
-    "cuda": CudaKernel,
-    "flash_attn": FlashAttnKernel,
-}
-
-# Fastest first. Every other kind of device has the reference alone.
-_PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("flash_attn", "cuda", "reference"), "cpu": ("cpu", "reference")}
-
+# Every kernel, the fastest first, and the type of device that "auto" takes it on, None for all. A kernel that joins them needs
+# its name in `KernelName`, too.
+_KERNELS: tuple[tuple[type[Kernel], str | None], ...] = (
+    (FlashAttnKernel, "cuda"),
+    (CudaKernel, "cuda"),
+    (CpuKernel, "cpu"),
+    (ReferenceKernel, None),
+)
 
 # What has been said; a repeated case comes back for every micro-batch and says nothing.
 _said: set[tuple[str, str, torch.dtype, str]] = set()
@@ -52,17 +48,18 @@ def select_kernel(
     Raises:
         KernelError: if the named kernel, or with "auto" every kernel, does not support the case; says why and what to use.
     """
-    if name != "auto" and name not in _KERNELS:
-        raise KernelError(f"There is no kernel {name!r}; choose one of {', '.join(map(repr, get_args(KernelName)))}.")
-    candidates = _PREFERENCE.get(device.type, ("reference",)) if name == "auto" else (name,)
+    candidates = [kind for kind, where in _KERNELS if (where in (device.type, None) if name == "auto" else kind.name == name)]
+    if not candidates:
+        names = ["auto", *(kind.name for kind, _ in _KERNELS)]
+        raise KernelError(f"There is no kernel {name!r}; choose one of {', '.join(map(repr, names))}.")
     refused: list[str] = []
     for candidate in candidates:
-        kernel = _kernel(candidate)
+        kernel = _made(candidate)
         reason = kernel.unsupported(device, dtype, head_dim, value_head_dim, scores)
         if reason is None:
-            _announce(candidate, device, dtype, scores, refused)
+            _announce(kernel.name, device, dtype, scores, refused)
             return kernel
-        refused.append(f"{candidate}: {reason}")
+        refused.append(f"{kernel.name}: {reason}")
     case = f"{dtype} tensors on {device}{_extras(scores)}, with head dim {head_dim} and value head dim {value_head_dim}"
     if name == "auto":
         raise KernelError(f"No kernel runs {case} ({'; '.join(refused)}). Convert q, k and v to a floating dtype.")
@@ -70,8 +67,8 @@ def select_kernel(
 
 
 @cache
-def _kernel(name: str) -> Kernel:
-    return _KERNELS[name]()
+def _made(kind: type[Kernel]) -> Kernel:
+    return kind()
 
 
 def _announce(name: str, device: torch.device, dtype: torch.dtype, scores: Scores, refused: list[str]) -> None:
@@ -85,7 +82,7 @@ def _announce(name: str, device: torch.device, dtype: torch.dtype, scores: Score
     if name == "reference" and refused and device.type == "cuda":
         _logger.warning("%s, far slower than flash attention%s.%s", message, why, _way_out(dtype, scores))
     else:
-        _logger.info("%s%s", message, why)
+        _logger.info("%s%s%s", message, why, _faster(name, device))
 
 
 def _extras(scores: Scores) -> str:
@@ -100,5 +97,12 @@ def _way_out(dtype: torch.dtype, scores: Scores) -> str:
     if dtype not in (torch.bfloat16, torch.float16):
         ways.append("train in bfloat16 or float16 (bf16=True or fp16=True)")
     if scores.softcap is not None:
-        ways.append("install flash-attn, the one fast kernel with softcap (pip install hf-distca[flash])")
+        ways.append("install flash-attn, the one fast kernel with softcap (pip install flash-attn)")
     return f" To speed it up, {' and '.join(ways)}." if ways else ""
+
+
+def _faster(name: str, device: torch.device) -> str:
+    """What would run faster than a kernel on a GPU, "" where nothing is known to."""
+    if name != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+        return ""
+    return '; with FlashAttention 3 installed, torch.nn.attention.activate_flash_attention_impl("FA3") makes this kernel run it'

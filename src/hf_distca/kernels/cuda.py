@@ -21,13 +21,19 @@ def flash_attention_unsupported(device: torch.device, dtype: torch.dtype, head_d
         return f"it runs on CUDA devices, the tensors are on {device.type!r}"
     if dtype not in _HALF:
         return f"it computes in bfloat16 and float16, not in {dtype}: run the model in half precision or under autocast"
-    if max(head_dim, value_head_dim) > _MAX_HEAD_DIM:
+    width = max(head_dim, value_head_dim)
+    if width > _MAX_HEAD_DIM:
         return f"head dimensions go up to {_MAX_HEAD_DIM}, got {head_dim} for queries and keys and {value_head_dim} for values"
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and capability < (8, 0):
         return f"it needs compute capability 8.0 (Ampere) or later, {device} has {capability[0]}.{capability[1]}"
+    if torch.version.hip is None and 192 < width <= 224 and capability != (8, 0) and capability[0] not in (9, 10):
+        return (
+            f"its backward runs head dimensions of 193 to 224 on GPUs of compute capability 8.0, 9 and 10 only, {device} has "
+            f"{capability[0]}.{capability[1]} and the head dimension is {width}"
+        )
     return None
 
 
@@ -113,7 +119,7 @@ class CudaKernel(VarlenKernel):
         """Why the case cannot run, or None; see `Kernel.unsupported`."""
         reason = flash_attention_unsupported(device, dtype, head_dim, value_head_dim)
         if reason is None and scores.softcap is not None:
-            return "torch's flash attention has no softcap, the flash-attn package has: pip install hf-distca[flash]"
+            return "torch's flash attention has no softcap, the flash-attn package has: pip install flash-attn"
         if reason is None and not torch.backends.cuda.is_flash_attention_available():
             return "this build of torch comes without flash attention"
         return reason

@@ -113,7 +113,7 @@ class FlashAttnKernel(VarlenKernel):
         """Why the case cannot run, or None; see `Kernel.unsupported`."""
         installed = _installed()
         if installed is None:
-            return "the package flash-attn is not installed: pip install hf-distca[flash]"
+            return "the package flash-attn is not installed: pip install flash-attn"
         if installed < _OLDEST or installed[0] != _OLDEST[0]:
             # Before 2.6 the log-sum-exp of a varlen call is padded to (sequences, heads, longest); before 2.6.2 backward has
             # no softcap.

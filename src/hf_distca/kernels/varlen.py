@@ -2,9 +2,9 @@
 
 A varlen op takes one run of query rows and one run of keys, cut into sequences by cumulative lengths. Its backward writes the
 gradient of a key once, so a key may be in one sequence of a call only. Slices of one document share keys; a batch is therefore
-split into *waves*, each a set of tasks without a key in common, and one wave is one call. Where a wave's tasks lie one after
-the other in the pool, as packed documents do, the call gets a view of the pool; else it gets a gathered copy, which lives for
-the call only. Single slices of long documents are views, too.
+split into sets of tasks without a key in common, and each set is one call. Where its tasks lie one after the other in the pool,
+as packed documents do, the call gets a view of the pool; else it gets a gathered copy, which lives for the call only. Single
+slices of long documents are views, too.
 
 Index tensors are built once for each batch and device, without a host sync: later calls for the batch find them on the device.
 They are made on the stream that is current in the first call; the caller orders other streams after it.
@@ -72,7 +72,7 @@ class VarlenOp(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Some rows of a pool in the order of a wave: a stretch of the pool, or a gather by `index` (int64, on the device)."""
+    """Some rows of a pool in the order of a call: a stretch of the pool, or a gather by `index` (int64, on the device)."""
 
     start: int
     length: int
@@ -102,7 +102,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wave:
+class _OpCall:
     """One call of the op."""
 
     rows: _Run
@@ -110,7 +110,7 @@ class _Wave:
     sequences: Sequences
 
     def within(self, scores: Scores) -> Scores:
-        """`scores` without a window that hides no key of this wave: ops run plain causal attention faster."""
+        """`scores` without a window that hides no key in this call: ops run plain causal attention faster."""
         return replace(scores, window=scores.window_within(self.sequences.max_keys))
 
 
@@ -121,7 +121,7 @@ class VarlenKernel:
 
     def __init__(self, op: VarlenOp) -> None:
         self._op = op
-        self._waves: WeakKeyDictionary[TaskBatch, dict[torch.device, tuple[_Wave, ...]]] = WeakKeyDictionary()
+        self._calls: WeakKeyDictionary[TaskBatch, dict[torch.device, tuple[_OpCall, ...]]] = WeakKeyDictionary()
 
     def unsupported(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
@@ -137,18 +137,18 @@ class VarlenKernel:
         check_pools(q_THD, k_TKD, v_TKV, tasks)
         value_width, width = v_TKV.shape[2], _width(q_THD, v_TKV)
         padded = tuple(pad_last(x, width) for x in (q_THD, k_TKD, v_TKV))
-        waves = self._waves_of(tasks, q_THD.device)
-        whole = len(waves) == 1 and waves[0].rows.covers(q_THD)
+        calls = self._calls_of(tasks, q_THD.device)
+        whole = len(calls) == 1 and calls[0].rows.covers(q_THD)
         if not whole:
             o_THV = q_THD.new_zeros(*q_THD.shape[:2], value_width)
             lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
-        for wave in waves:
-            q, k, v = wave.rows.take(padded[0]), wave.keys.take(padded[1]), wave.keys.take(padded[2])
-            o, lse_HT = self._op.forward(q, k, v, wave.sequences, wave.within(scores))
+        for call in calls:
+            q, k, v = call.rows.take(padded[0]), call.keys.take(padded[1]), call.keys.take(padded[2])
+            o, lse_HT = self._op.forward(q, k, v, call.sequences, call.within(scores))
             if whole:
                 return o[..., :value_width].contiguous(), lse_HT.T.contiguous()
-            wave.rows.put(o_THV, o[..., :value_width])
-            wave.rows.put(lse_TH, lse_HT.T)
+            call.rows.put(o_THV, o[..., :value_width])
+            call.rows.put(lse_TH, lse_HT.T)
         return o_THV, lse_TH
 
     @torch.no_grad()
@@ -167,29 +167,29 @@ class VarlenKernel:
         check_pools(q_THD, k_TKD, v_TKV, tasks)
         width = _width(q_THD, v_TKV)
         do_THD, q_padded, k_padded, v_padded, o_THD = (pad_last(x, width) for x in (do_THV, q_THD, k_TKD, v_TKV, o_THV))
-        waves = self._waves_of(tasks, q_THD.device)
-        whole = len(waves) == 1 and waves[0].rows.covers(q_THD) and waves[0].keys.covers(k_TKD)
+        calls = self._calls_of(tasks, q_THD.device)
+        whole = len(calls) == 1 and calls[0].rows.covers(q_THD) and calls[0].keys.covers(k_TKD)
         if not whole:
             dtype = key_gradient_dtype(tasks, k_TKD.dtype)
             dq_THD, dk_TKD, dv_TKV = q_THD.new_zeros(q_THD.shape), *(x.new_zeros(x.shape, dtype=dtype) for x in (k_TKD, v_TKV))
-        for wave in waves:
-            do, q, o = (wave.rows.take(x) for x in (do_THD, q_padded, o_THD))
-            k, v = (wave.keys.take(x) for x in (k_padded, v_padded))
-            lse_HT = wave.rows.take(lse_TH).T.contiguous()
-            seen = wave.within(scores)
-            grads = self._op.backward(do.contiguous(), q, k, v, o.contiguous(), lse_HT, wave.sequences, seen)
+        for call in calls:
+            do, q, o = (call.rows.take(x) for x in (do_THD, q_padded, o_THD))
+            k, v = (call.keys.take(x) for x in (k_padded, v_padded))
+            lse_HT = call.rows.take(lse_TH).T.contiguous()
+            seen = call.within(scores)
+            grads = self._op.backward(do.contiguous(), q, k, v, o.contiguous(), lse_HT, call.sequences, seen)
             dq, dk, dv = (dx[..., : x.shape[2]] for dx, x in zip(grads, (q_THD, k_TKD, v_TKV), strict=True))
             if whole:
                 return dq, dk, dv
-            wave.rows.put(dq_THD, dq)
-            wave.keys.add(dk_TKD, dk)
-            wave.keys.add(dv_TKV, dv)
+            call.rows.put(dq_THD, dq)
+            call.keys.add(dk_TKD, dk)
+            call.keys.add(dv_TKV, dv)
         return dq_THD, dk_TKD, dv_TKV
 
-    def _waves_of(self, tasks: TaskBatch, device: torch.device) -> tuple[_Wave, ...]:
-        on_device = self._waves.setdefault(tasks, {})
+    def _calls_of(self, tasks: TaskBatch, device: torch.device) -> tuple[_OpCall, ...]:
+        on_device = self._calls.setdefault(tasks, {})
         if device not in on_device:
-            on_device[device] = tuple(_wave(tasks, members, device) for members in _split(tasks))
+            on_device[device] = tuple(_op_call(tasks, members, device) for members in _split(tasks))
         return on_device[device]
 
 
@@ -199,28 +199,28 @@ def _width(q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
 
 
 def _split(tasks: TaskBatch) -> list[list[int]]:
-    """Task indices by wave, each wave in the order of its keys and without a key in common; as few waves as possible.
+    """Task indices by call, each in the order of their keys and without a key in common; as few calls as possible.
 
-    Tasks join the first wave whose keys end before their own begin. Taken in the order of their first key, that needs no more
-    waves than the most shared key has tasks.
+    Tasks join the first call whose keys end before their own begin. Taken in the order of their first key, that needs no more
+    calls than the most shared key has tasks.
     """
-    waves: list[list[int]] = []
+    calls: list[list[int]] = []
     ends: list[int] = []
     for task in sorted(range(len(tasks)), key=lambda i: (tasks.key_start[i], tasks.query_start[i])):
         start = tasks.key_start[task]
-        wave = next((i for i, end in enumerate(ends) if end <= start), len(waves))
-        if wave == len(waves):
-            waves.append([])
+        call = next((i for i, end in enumerate(ends) if end <= start), len(calls))
+        if call == len(calls):
+            calls.append([])
             ends.append(0)
-        waves[wave].append(task)
-        ends[wave] = start + tasks.key_length[task]
-    return waves
+        calls[call].append(task)
+        ends[call] = start + tasks.key_length[task]
+    return calls
 
 
-def _wave(tasks: TaskBatch, members: list[int], device: torch.device) -> _Wave:
+def _op_call(tasks: TaskBatch, members: list[int], device: torch.device) -> _OpCall:
     row_lengths = [tasks.query_length[i] for i in members]
     key_lengths = [tasks.key_length[i] for i in members]
-    return _Wave(
+    return _OpCall(
         rows=_run([tasks.query_start[i] for i in members], row_lengths, device),
         keys=_run([tasks.key_start[i] for i in members], key_lengths, device),
         sequences=Sequences(
