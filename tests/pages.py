@@ -1,0 +1,32 @@
+"""The pages that a user reads, and the commands in them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md")
+_BASH = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+_INLINE = re.compile(r"`((?:python|hf-distca|accelerate|pytest|make) [^`]*)`")
+
+
+@cache
+def commands() -> frozenset[str]:
+    """Every command, without the remark behind it."""
+    texts = [(ROOT / page).read_text() for page in PAGES]
+    blocks = [line.split(" # ")[0].strip() for text in texts for block in _BASH.findall(text) for line in block.splitlines()]
+    return frozenset(command for command in (*blocks, *(found for text in texts for found in _INLINE.findall(text))) if command)
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command that a page has, with the paths of its files; a test that runs it names it so, word for word.
+
+    Raises:
+        AssertionError: if no page has the command.
+    """
+    if command not in commands():
+        raise AssertionError(f"no page has the command {command!r}")
+    return [str(ROOT / word) if (ROOT / word).is_file() else word for word in shlex.split(command)]
