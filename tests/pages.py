@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md")
 _BASH = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+_FILES = re.compile("(configs|examples|benchmarks|tests)/")
 _INLINE = re.compile(r"`((?:python|hf-distca|accelerate|pytest|make) [^`]*)`")
 
 
@@ -21,12 +22,17 @@ def commands() -> frozenset[str]:
     return frozenset(command for command in (*blocks, *(found for text in texts for found in _INLINE.findall(text))) if command)
 
 
-def words_of(command: str) -> list[str]:
-    """The words of a command that a page has, with the paths of its files; a test that runs it names it so, word for word.
+def on_a_page(command: str) -> str:
+    """The command, word for word that of a page: tests name so what they run.
 
     Raises:
-        AssertionError: if no page has the command.
+        AssertionError: if no page has it.
     """
     if command not in commands():
         raise AssertionError(f"no page has the command {command!r}")
-    return [str(ROOT / word) if (ROOT / word).is_file() else word for word in shlex.split(command)]
+    return command
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command that a page has, with the paths of the repository's files."""
+    return [str(ROOT / word) if _FILES.match(word) else word for word in shlex.split(on_a_page(command))]

@@ -1,4 +1,4 @@
-"""`python SCRIPT ...` and `accelerate launch SCRIPT ...` in forks: the same processes, without the imports."""
+"""Commands in forks: the processes that `python SCRIPT` or `accelerate launch SCRIPT` would start, without the imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from socket import socket
-from typing import Any
 
 import forks
 
@@ -30,7 +29,9 @@ def run(command: Sequence[str], folder: Path, *, timeout: float = 180.0) -> str:
             return _run(script, [{}], folder, timeout)
         case ["accelerate", "launch", *options]:
             return _run(*_launched(options), folder, timeout)
-    raise ValueError(f"neither 'python' nor 'accelerate launch': {command}")
+        case ["hf-distca" | "pytest" as name, *arguments]:
+            return _run([str(Path(sys.executable).with_name(name)), *arguments], [{}], folder, timeout)
+    raise ValueError(f"this cannot be run as a fork: {command}")
 
 
 def _launched(options: list[str]) -> tuple[list[str], list[dict[str, str]]]:

@@ -99,7 +99,7 @@ def _detached_keys(original: Original) -> Original:
     return wrapped
 
 
-_ATTENTION, _DOCUMENTS, _CALL = "integration.attention", "integration.documents", "runtime.call"
+_ATTENTION, _DOCUMENTS, _CALL = "integration.attention", "agreement.documents", "runtime.call"
 # What is replaced, and by what it is replaced, given the original.
 MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "window one key too wide": (_ATTENTION, "_scores", _scores(window=lambda window: window + 1)),
@@ -114,7 +114,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "sink dropped": (_ATTENTION, "_sink", lambda _: lambda *_: None),
     "gradient of the sink dropped": ("runtime.core_attention", "_sink_gradient", _no_gradient),
     "documents of a row leak": ("integration.handle", "read_documents", _one_document_a_row),
-    "documents leak over ranks": ("integration.planning", "layout_of", _one_document_over_ranks),
+    "documents leak over ranks": ("agreement.planner", "layout_of", _one_document_over_ranks),
     "dk of one copy lost": (_CALL, "_sum_copies", _one_copy_lost(0)),
     "dv of one copy lost": (_CALL, "_sum_copies", _one_copy_lost(1)),
     "second half without the keys of the first": (_DOCUMENTS, "LocalDocuments.halves", _no_context),
