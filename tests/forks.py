@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from functools import cache
@@ -43,10 +44,12 @@ def _context() -> ForkServerContext:
 
 def _begin(environment: dict[str, str], function: Callable[..., object], args: tuple[Any, ...]) -> None:
     import torch
+    from tqdm import tqdm
 
     os.environ.clear()
     os.environ.update(environment, OMP_NUM_THREADS="1")  # else accelerate gives every rank more threads than there are cores
     torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # its own is shared by processes, and stays behind where one is killed
     gc.freeze()  # what was imported is for ever: no collection, not even that of the end, has to look at it
     code = 0
     try:

@@ -26,7 +26,7 @@ QUICK = [
     Case("FSDP1", precision="mixed"),
     Case("FSDP2, transformers", "non-reentrant", ping_pong=True),
     Case("FSDP2, accelerate", "non-reentrant", ping_pong=True),
-    Case("FSDP2, accelerate", precision="mixed"),
+    Case("FSDP2, accelerate", "non-reentrant", ping_pong=True, accumulation=2, precision="mixed", ahead=True),
     Case("ZeRO-1"),
     Case("ZeRO-2", ping_pong=True),
     Case("ZeRO-3", "non-reentrant"),
