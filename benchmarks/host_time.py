@@ -36,9 +36,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from hf_distca.agreement.announce import Announcement, Kind, layout_of
-from hf_distca.agreement.documents import LocalDocuments, PackedDocuments
-from hf_distca.agreement.history import History, Micro
+from hf_distca.agreement.announce import Announcement, Announcements, PlanKey, agree, fingerprint, layout_of
+from hf_distca.agreement.documents import PackedDocuments, read_documents
+from hf_distca.agreement.figures import Estimate, History
 from hf_distca.config import DistCAConfig
 from hf_distca.integration import attention
 from hf_distca.integration.handle import AttentionHandle
@@ -151,35 +151,36 @@ def layers(ranks: int, arguments: argparse.Namespace, kind: str) -> dict[str, An
 
 def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of each step, and of all."""
-    config, kind = DistCAConfig(), Kind(COST, None, 0, DistCAConfig())
-    local = []
+    config, key = DistCAConfig(), PlanKey(LLAMA_8B, "cuda")
+    common, group = (config, (COST,)), AttentionGroup(tuple(range(ranks)))
+    rows = []
     for lengths in documents(ranks, arguments.tokens, "long tail"):
-        rows = np.array([(-1, 0, length) for length in lengths], dtype=np.int64)
-        local.append(LocalDocuments(rows, None, spans=False))
-    rows = [Announcement.of([(one, kind)], [(10**6, 10**6)], 1, 0).row() for one in local]
-    plan = balance(layout_of([Announcement.read(row).requests[0] for row in rows]), COST, config)
+        one = read_documents(1, arguments.tokens, packed=PackedDocuments(lengths))
+        figures, settings = [(10**6, 10**6)], fingerprint(common)
+        rows.append(Announcement(1, settings, exchanges=0, checksum=0, figures=figures, requests=[(one, key)]).row())
+    (stated,) = agree(Announcements.read(rows), common, group, "here")
+    plan = balance(layout_of(stated), COST, config)
     waves = Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes)
     seconds, sent, history = np.ones(ranks), np.ones(ranks, dtype=np.int64), History()
 
     def bookkeeping() -> None:
-        micro = Micro.of(plan, COST, 1.0)
-        history.planned(micro, 1)
-        history.measured(micro, seconds, sent, 1)
+        estimate = Estimate.of(plan, COST, 1.0)
+        history.planned(estimate, 1)
+        history.measured(estimate, seconds, sent, 1)
 
     def digest() -> None:
         vars(plan).pop("digest", None)
         _ = plan.digest
 
     steps: dict[str, Callable[[], object]] = {
-        "reading announcements": lambda: [Announcement.read(row) for row in rows],
-        "layout": lambda: layout_of([Announcement.read(row).requests[0] for row in rows]),
+        "reading announcements": lambda: agree(Announcements.read(rows), common, group, "here"),
+        "layout": lambda: layout_of(stated),
         "digest": digest,
         "waves": lambda: Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes),
         "own route": lambda: Route.build(waves.plan, ranks // 2, waves),
         "history": bookkeeping,
     }
     found = {name: median_ms(run, arguments.repeats) for name, run in steps.items()}
-    found["layout"] = max(found["layout"] - found["reading announcements"], 0.0)
     return {**found, "all": sum(found.values())}
 
 

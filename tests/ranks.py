@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+
+import forks
 
 
 class RankPool:
@@ -22,17 +23,13 @@ class RankPool:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world_size, Path(self._folder.name, "store"), theirs), daemon=True
-            )
-            process.start()
+            ours, theirs = Pipe()
+            self._processes.append(forks.start(_serve, rank, world_size, Path(self._folder.name, "store"), theirs))
+            theirs.close()  # else a rank that dies would leave a connection that never ends
             self._pipes.append(ours)
-            self._processes.append(process)
 
     def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Run ``function(rank, *args)`` on every rank; return the results in rank order, or raise the first failure."""
@@ -79,11 +76,7 @@ class RankPool:
 
 
 def _serve(rank: int, world_size: int, store: Path, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"  # else accelerate gives every rank more threads than there are cores
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # never used: the store is a file
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
+    join_world(rank, world_size, store)
     while True:
         try:
             function, args = pipe.recv()
@@ -93,3 +86,10 @@ def _serve(rank: int, world_size: int, store: Path, pipe: Connection) -> None:
             pipe.send((True, function(rank, *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def join_world(rank: int, world_size: int, store: Path) -> None:
+    """Make this process a rank of a gloo world that meets in a file."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # never used: the store is a file
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)

@@ -1,22 +1,23 @@
-"""Every command of the pages is run by a test: here, made small, or in the test that is named beside it."""
+"""Every command of the pages is run: by a test, or by make, whose targets the checks of a change run."""
 
 from __future__ import annotations
 
+import ast
+import configparser
 import json
+import os
 import re
 import shlex
-import sys
+import shutil
+import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from test_example import ROOT, commands, run
-
-PAGES = (
-    *("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/placements/README.md"),
-    *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
-)
-INLINE = re.compile(r"`((?:python|hf-distca|accelerate) [^`]*)`")
+import scripts
+from pages import ROOT, commands, on_a_page, words_of
+from test_example import LAUNCH, OTHERS, run_program
 
 # What makes a command of the pages small enough for a test.
 SMALL = {
@@ -27,56 +28,124 @@ SMALL = {
     "python benchmarks/timeline.py --record traces timeline.png": "--tokens 512 --latency 20",
     "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
 }
-ELSEWHERE = {
-    "accelerate launch --config_file": "tests/test_example.py",
-    "accelerate launch -m hf_distca.run": "tests/lifecycle/test_run.py",
-    "python -m hf_distca.run": "tests/lifecycle/test_run.py",
-    "hf-distca plan": "tests/test_example.py",
-    "echo": "tests/test_example.py",
-    "python tests/models/generate.py": "tests/models/test_families.py",  # the same table
-    "python benchmarks/placements/make.py": "tests/test_commands.py",
-    "python benchmarks/gpu/": "tests/test_gpu_benchmarks.py",
-    "python tests/upstream/run.py": "tests/upstream/test_upstream_sample.py",
-    "pytest": ".ci/run",
-    "python3 -m venv": ".ci/run",
-    "pip install": ".ci/run",
-    "ruff": ".ci/run",
-    "mypy": ".ci/run",
-    "bash .ci/run": ".ci/run",
-    "make example": "tests/test_example.py",  # the same launch command
-    "make test": ".ci/run",
-    "mkdocs": ".ci/run",
-    "pre-commit install": ".pre-commit-config.yaml",  # sets up git for what .ci/run checks
-}
+# One starts as users start it, in an interpreter of its own, and starts its ranks so.
+AS_USERS_DO = "python benchmarks/step_time.py"
+# Runs of pytest, which collect only: these tests are among them.
+COLLECTED = {"pytest tests/models": "test_families.py", 'pytest -m "slow or not slow"': "test_commands.py"}
+# Cannot be run by a test: they start all tests, or never end. The last one writes what tests/models/test_families.py compares.
+NOT_HERE = {"bash .ci/run", "make test", "mkdocs serve", "python tests/models/generate.py"}
 
 
-def all_commands() -> set[str]:
-    inline = {command for page in PAGES for command in INLINE.findall((ROOT / page).read_text())}
-    return inline | {command for page in PAGES for command in commands(page) if command}
+@cache
+def named_in_tests() -> frozenset[str]:
+    """Commands that a test runs: it gives `words_of` the command, word for word."""
+    found = {LAUNCH + name for name in OTHERS}
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("on_a_page", "words_of"):
+                found |= {word.value for word in node.args if isinstance(word, ast.Constant)}
+    return frozenset(found)
 
 
-def test_every_command_is_run_by_a_test() -> None:
-    for command in all_commands():
-        assert command in SMALL or any(command.startswith(start) for start in ELSEWHERE), f"nothing runs {command!r}"
-    assert SMALL.keys() <= all_commands(), "commands that no page has"
-    for place in ELSEWHERE.values():
-        assert (ROOT / place).exists(), place
+@cache
+def run_by_make(target: str) -> list[str]:
+    """The commands that a target runs where nothing is installed yet; pip's output goes through a filter."""
+    path = {"PATH": os.environ["PATH"]}  # and not the settings of a make that runs these tests
+    done = subprocess.run(["make", "-Bn", target], cwd=ROOT, env=path, capture_output=True, text=True, check=True)
+    return [re.sub(r"^set -o pipefail; | \| .*", "", line) for line in done.stdout.splitlines()]
+
+
+def is_run(command: str) -> bool:
+    if command in {*SMALL, *COLLECTED, *NOT_HERE} | named_in_tests() or installed(command) is not None:
+        return True
+    if command == "make example":
+        return run_by_make("example")[-1] in named_in_tests()
+    # make needs no activation: it puts the environment in front of the PATH.
+    parts = [part for part in command.split(" && ") if part != "source .venv/bin/activate"]
+    return set(parts) <= {*run_by_make("test"), *run_by_make("example")}
+
+
+@pytest.mark.parametrize("command", sorted(commands()))
+def test_every_command_is_run(command: str) -> None:
+    assert is_run(command), "nothing runs this command"
+
+
+def test_a_command_that_nothing_runs_is_noticed() -> None:
+    for command in (
+        "pytest tests",
+        "pip install requests",
+        "mypy tests",
+        "ruff check",
+        "python benchmarks/step_time.py --tokens 7",
+    ):
+        assert not is_run(command), command
+
+
+def test_no_command_is_listed_that_no_page_has() -> None:
+    assert {*SMALL, *COLLECTED} <= commands()
+
+
+def installed(command: str) -> list[str] | None:
+    """The extras that a command installs the package with; None if it does something else."""
+    found = re.fullmatch(r'pip install (?:-c constraints\.txt )?-e (?:\.|"\.\[([\w,]+)\]")', command)
+    return None if found is None else (found[1] or "").split(",")
+
+
+def test_extras_that_pages_install_exist() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = {extra for command in commands() for extra in installed(command) or []}
+    assert extras
+    assert extras <= {"", *setup["options.extras_require"]}
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("command", SMALL)
 def test_the_command_runs(command: str, tmp_path: Path) -> None:
-    words = shlex.split(command)
-    inputs = [str(ROOT / word) if (ROOT / word).exists() else word for word in words[1:]]
-    run([sys.executable, *inputs, *shlex.split(SMALL[command])], tmp_path, 180)
+    words = words_of(command)
+    run = run_program if command == AS_USERS_DO else scripts.run
+    run([*words, *shlex.split(SMALL[command])], tmp_path, timeout=180)
     if "--json" in SMALL[command]:
         assert json.loads((tmp_path / "out.json").read_text())
     else:
         assert (tmp_path / words[-1]).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("command", COLLECTED)
+def test_pytest_collects(command: str, tmp_path: Path) -> None:
+    place = [] if "tests/" in command else [str(ROOT / "tests")]  # from another folder it finds them by name
+    options = ["--collect-only", "-q", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "--assert=plain"]
+    assert f"{COLLECTED[command]}::" in scripts.run([*words_of(command), *place, *options], tmp_path)
+
+
 def test_the_placements_are_what_their_script_writes(tmp_path: Path) -> None:
-    run([sys.executable, str(ROOT / "benchmarks/placements/make.py"), "--out", str(tmp_path)], tmp_path, 60)
+    scripts.run([*words_of("python benchmarks/placements/make.py"), "--out", str(tmp_path)], tmp_path, timeout=60)
     shipped = sorted((ROOT / "benchmarks/placements").glob("*.json"))
     assert [path.read_bytes() for path in sorted(tmp_path.glob("*.json"))] == [path.read_bytes() for path in shipped]
     assert len(shipped) == 3
+
+
+def test_the_checks_of_a_change_are_those_of_make() -> None:
+    checks = (ROOT / ".ci" / "run").read_text()
+    assert "make --no-print-directory test " in checks
+    subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=True)
+
+
+def test_make_example_runs_the_example() -> None:
+    assert run_by_make("example")[-1] == LAUNCH + "finetune_long_documents.py"
+
+
+def test_pre_commit_takes_the_configuration(tmp_path: Path) -> None:
+    pytest.importorskip("pre_commit", reason='needs pip install -e ".[dev]"')
+    shutil.copy(ROOT / ".pre-commit-config.yaml", tmp_path)
+    run_program(["git", "init", "--quiet"], tmp_path, 20)
+    run_program(["pre-commit", "validate-config"], tmp_path, 60)
+    run_program(words_of("pre-commit install"), tmp_path, 60)
+    assert "pre-commit" in (tmp_path / ".git" / "hooks" / "pre-commit").read_text()
+
+
+def test_the_plan_command(tmp_path: Path) -> None:
+    write = on_a_page("""echo '{"lengths": [[16384], [2048, 2048, 2048, 2048, 2048, 2048, 2048, 2048]]}' > placement.json""")
+    run_program(["bash", "-c", write], tmp_path, 60)
+    scripts.run(words_of("hf-distca plan placement.json --output plan.json"), tmp_path)
+    assert json.loads((tmp_path / "plan.json").read_text())["tasks"]

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -21,17 +20,15 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-ROOT = Path(__file__).parents[1]
-BASH = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+import scripts
+from pages import PAGES, ROOT, words_of
+
+LAUNCH = "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/"
 BALANCE = ("distca/imbalance_estimated_after", "distca/imbalance_measured_after", "distca/server_time_share")
 
 
-def commands(page: str) -> list[str]:
-    return [line.split(" # ")[0].strip() for block in BASH.findall((ROOT / page).read_text()) for line in block.splitlines()]
-
-
-def run(command: list[str], folder: Path, timeout: float) -> str:
-    """Run a command in a process group of its own, which is killed as a whole if it takes too long."""
+def run_program(command: list[str], folder: Path, timeout: float) -> str:
+    """Run a command as a user does, in a process group of its own, which is killed as a whole if it takes too long."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
     with subprocess.Popen(
@@ -46,24 +43,21 @@ def run(command: list[str], folder: Path, timeout: float) -> str:
     return output
 
 
-def launch(command: str, options: list[str], folder: Path) -> str:
-    """Run a launch command of a page, with more options."""
-    words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in shlex.split(command)]
-    return run([*words, *options], folder, 360)
-
-
 @pytest.mark.timeout(400)
 def test_the_example_trains_compares_and_draws(tmp_path: Path) -> None:
-    command = next(line for line in commands("README.md") if line.startswith("accelerate launch"))
+    """As a user starts it, with accelerate's launcher; scripts like it start as forks."""
+    command = words_of(
+        "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_long_documents.py"
+    )
     small = ["--max_length", "2048", "--tokens_per_batch", "2048", "--max_steps", "2", "--comparison_batches", "1"]
-    output = launch(command, [*small, "--output_dir", "out"], tmp_path)
+    output = run_program([*command, *small, "--output_dir", "out"], tmp_path, 360)
     for text in ("balancing off", "balancing on", "attention imbalance, measured", "distca/imbalance_estimated_after"):
         assert text in output
     assert (tmp_path / "out" / "balance.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-# The other scripts, by what the launch command in examples/README.md ends with: what makes them small, and what they write.
+# The other scripts, by what their launch command ends with: what makes them small, and what they write.
 WHOLE = ["--max_length", "1024", "--tokens_per_batch", "1024"]
 OTHERS = {
     "finetune_lora.py": (WHOLE, ["adapter_config.json", "adapter_model.safetensors"]),
@@ -88,10 +82,10 @@ def train(name: str, folder: Path, *more: str) -> list[dict[str, Any]]:
     """Run an example for two steps, or as many as `more` says, and return what it logged with each loss."""
     if "4bit" in name:
         pytest.importorskip("bitsandbytes", reason='QLoRA needs pip install -e ".[quantization]"')
-    command = next(line for line in commands("examples/README.md") if line.endswith(name))
     corpus = folder / "corpus"
     options = ["--dataset_name", str(corpus) if corpus.exists() else write_corpus(corpus), "--max_steps", "2"]
-    output = launch(command, [*options, "--logging_steps", "1", "--output_dir", "out", *OTHERS[name][0], *more], folder)
+    options += ["--logging_steps", "1", "--output_dir", "out", *OTHERS[name][0], *more]
+    output = scripts.run([*words_of(LAUNCH + name), *options], folder, timeout=360)
     logged = [literal_eval(line) for line in re.findall(r"\{'loss'.*?\}", output)]
     return [{name: float(value) for name, value in row.items()} for row in logged]
 
@@ -254,14 +248,7 @@ def test_options_from_a_file(name: str, example: Callable[[str], Any], tmp_path:
     assert (model.attn_implementation, data.train_file, data.max_length) == ("sdpa", "a.csv", 7)
 
 
-def test_the_plan_command_of_the_readme(tmp_path: Path) -> None:
-    for line in commands("README.md"):
-        if "hf-distca plan" in line or line.startswith("echo"):
-            run(["bash", "-c", line], tmp_path, 60)
-    assert json.loads((tmp_path / "plan.json").read_text())["tasks"]
-
-
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "examples/README.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_every_file_that_a_page_names_exists(page: str) -> None:
     text = (ROOT / page).read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]

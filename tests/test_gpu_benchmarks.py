@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+import scripts
+from pages import words_of
+
 PARTS = ("parity", "profile", "kernels", "emulator", "stack", "memory", "ranks")
+slow = pytest.mark.slow
 
 
-def run_all(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks/gpu/run_all.py"), "--device", "cpu", "--quick", "--out", str(out), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+def run_all(out: Path, *options: str) -> str:
+    command = words_of("python benchmarks/gpu/run_all.py --out gpu_figures --seconds 540")
+    small = ("--device", "cpu", "--quick", "--out", str(out), "--seconds", "240")
+    return scripts.run([*command, *small, *options], out, timeout=280)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("figures")
-    done = run_all(out, "--seconds", "240")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return out
+    """Figures of the parts that were asked for so far."""
+    return tmp_path_factory.mktemp("figures")
 
 
 def figures(folder: Path, part: str) -> dict[str, Any]:
+    """Of a part, which is run if it was not yet."""
+    if not (folder / f"{part}.json").exists():
+        run_all(folder, "--only", part)
     read: dict[str, Any] = json.loads((folder / f"{part}.json").read_text())
     assert (read["part"], read["device"], read["quick"]) == (part, "cpu", True)
     assert "failed" not in read
     return read
-
-
-def test_every_part_ran(folder: Path) -> None:
-    record = json.loads((folder / "run.json").read_text())
-    assert tuple(record["parts"]) == PARTS
-    assert {part["status"] for part in record["parts"].values()} == {"ok"}
-    assert "run_all.py --device cpu" in record["command"]
-    assert {"torch", "transformers", "processor", "date"} <= record["environment"].keys()
 
 
 def test_kernels_agree_with_float32(folder: Path) -> None:
@@ -50,6 +45,7 @@ def test_kernels_agree_with_float32(folder: Path) -> None:
     assert any("sinks" in case["batches"] for case in found["cases"])
 
 
+@slow
 def test_rates_of_slices_and_of_rebatched_tasks(folder: Path) -> None:
     found = figures(folder, "kernels")
     for row in found["rebatched"]:
@@ -86,6 +82,7 @@ def test_the_cost_model_that_was_fitted_can_be_read(folder: Path) -> None:
         assert row["slowest_seconds_after"] <= row["slowest_seconds_before"]
 
 
+@slow
 def test_a_stack_of_layers_computes_the_same_in_both(folder: Path) -> None:
     for row in figures(folder, "stack")["rows"]:
         assert row["difference"] < 1e-5
@@ -93,6 +90,7 @@ def test_a_stack_of_layers_computes_the_same_in_both(folder: Path) -> None:
         assert row["syncs"]["distca"]["profiler"] == row["syncs"]["plain_varlen"]["profiler"]
 
 
+@slow
 def test_memory_is_that_of_plain_attention(folder: Path) -> None:
     rows = figures(folder, "memory")["rows"]
     assert [row["checkpointing"] for row in rows] == [False, True]
@@ -100,6 +98,7 @@ def test_memory_is_that_of_plain_attention(folder: Path) -> None:
     assert rows[1]["distca"]["kept_after_forward"] < rows[0]["distca"]["kept_after_forward"] / 2
 
 
+@slow
 def test_ranks_agree_with_sdpa_in_every_mode(folder: Path) -> None:
     found = figures(folder, "ranks")["ranks"]["2"]
     assert found["passed"]
@@ -109,25 +108,46 @@ def test_ranks_agree_with_sdpa_in_every_mode(folder: Path) -> None:
             assert row["waves"]["exchanges"] > row["balanced"]["exchanges"]
 
 
-def test_the_page_has_every_part(folder: Path) -> None:
-    page = folder / "page.md"
-    command = [sys.executable, str(ROOT / "benchmarks/gpu/report.py"), str(folder), "--output", str(page), "--note", "A note."]
-    subprocess.run(command, check=True, timeout=60)
-    text = page.read_text()
-    assert text.count("\n## ") == len(PARTS)
+@slow
+@pytest.mark.timeout(400)
+def test_every_part_in_one_run_and_on_the_page(tmp_path: Path) -> None:
+    run_all(tmp_path)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert tuple(record["parts"]) == PARTS
+    assert {part["status"] for part in record["parts"].values()} == {"ok"}
+    assert "run_all.py --out gpu_figures --seconds 540 --device cpu" in record["command"]
+    assert {"torch", "transformers", "processor", "date"} <= record["environment"].keys()
+    assert page(tmp_path).count("\n## ") == len(PARTS)
+
+
+def page(folder: Path) -> str:
+    made = folder / "page.md"
+    *command, figures = words_of("python benchmarks/gpu/report.py gpu_figures")
+    scripts.run([*command, str(folder), "--output", str(made), "--note", "A note."], folder)
+    assert figures == "gpu_figures"
+    return made.read_text()
+
+
+def test_the_page_has_the_parts_that_ran(folder: Path) -> None:
+    figures(folder, "parity")
+    text = page(folder)
+    assert "\n## " in text
     assert "A note." in text
-    assert "run_all.py --device cpu" in text
+    assert "run_all.py" in text
 
 
 def test_a_part_that_fails_or_is_stopped_keeps_its_figures_and_harms_no_other(tmp_path: Path) -> None:
     (tmp_path / "wlbllm_raw_r8_t64k_s0.json").write_text("[]")
-    done = run_all(tmp_path, "--only", "profile", "memory", "--placements", str(tmp_path))
-    assert done.returncode == 1
-    parts = json.loads((tmp_path / "run.json").read_text())["parts"]
-    assert {name: part["status"] for name, part in parts.items()} == {"profile": "failed", "memory": "ok"}
+
+    def statuses(*options: str) -> dict[str, str]:
+        with pytest.raises(AssertionError, match=r"run_all.py.* ended with \[1\]"):
+            run_all(tmp_path, *options)
+        parts = json.loads((tmp_path / "run.json").read_text())["parts"]
+        return {name: part["status"] for name, part in parts.items()}
+
+    assert statuses("--only", "profile", "stack", "--placements", str(tmp_path)) == {"profile": "failed", "stack": "ok"}
     read = json.loads((tmp_path / "profile.json").read_text())
     assert "must be a JSON object" in read["failed"]
     assert read["errors"]
-    assert run_all(tmp_path, "--only", "ranks", "--seconds", "1").returncode == 1
-    parts = json.loads((tmp_path / "run.json").read_text())["parts"]
-    assert {name: part["status"] for name, part in parts.items()} == {"profile": "failed", "memory": "ok", "ranks": "stopped"}
+    stopped = {"profile": "failed", "stack": "ok", "ranks": "stopped"}
+    assert statuses("--only", "ranks", "--seconds", "1") == stopped

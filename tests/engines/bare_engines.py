@@ -16,7 +16,7 @@ from case import CHECKPOINTING, Case, NotThisEngineError, Run, evidence_of_dtens
 from tiny_llama import micro_batch, natively_sharded, tiny_llama
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +31,7 @@ def bare(
     case: Case,
     rank: int,
     implementation: str,
-    wrap: Callable[[Any], tuple[Any, str]],
+    wrap: Callable[[Case, Any], tuple[Any, str]],
     make: Callable[[str], PreTrainedModel] = tiny_llama,
 ) -> Run:
     """A training loop as people write them, around a model wrapped by `wrap`, which says what it made.
@@ -43,17 +43,18 @@ def bare(
     if kwargs is not None:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(kwargs)
-    model, engine = wrap(model)
+    model, engine = wrap(case, model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     losses, norms, started = [], [], []
     for step in range(case.steps):
         started.append(time.perf_counter())
         total = 0.0
-        for n in range(case.accumulation):
+        batches = [batch(rank, case, step, n) for n in range(case.accumulation)]
+        for n, one in enumerate(hf_distca.plan_ahead(batches) if case.ahead else batches):
             last = n == case.accumulation - 1
-            with synchronized(model, last), torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
-                loss = model(**batch(rank, case, step, n), use_cache=False).loss / case.accumulation
+            with synchronized(model, last), torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "autocast"):
+                loss = model(**one, use_cache=False).loss / case.accumulation
             with synchronized(model, last):
                 loss.backward()
             total += float(loss.detach())
@@ -90,37 +91,43 @@ def mean_over_ranks(value: float) -> float:
     return float(total) / dist.get_world_size()
 
 
-def ddp(model: Any) -> tuple[Any, str]:
+def ddp(_case: Case, model: Any) -> tuple[Any, str]:
     model = DistributedDataParallel(model)
     return model, f"{type(model).__name__}, {dist.get_world_size()} ranks"
 
 
-def shard(model: Any, mesh: DeviceMesh) -> tuple[Any, str]:
+def shard(case: Case, model: Any, mesh: DeviceMesh) -> tuple[Any, str]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if case.precision == "mixed" else MixedPrecisionPolicy()
     for layer in list(model.modules()):
         if isinstance(layer, LlamaDecoderLayer):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model, evidence_of_dtensors(model)
 
 
-def fully_sharded(model: Any) -> tuple[Any, str]:
-    return shard(model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",)))
+def fully_sharded(case: Case, model: Any) -> tuple[Any, str]:
+    return shard(case, model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",)))
 
 
-def hybrid_sharded(model: Any) -> tuple[Any, str]:
+def hybrid_sharded(case: Case, model: Any) -> tuple[Any, str]:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     hf_distca.configure(current_session().config, group=mesh)
-    return shard(model, mesh)
+    return shard(case, model, mesh)
 
 
-def fsdp1(model: Any) -> tuple[Any, str]:
-    policy = ModuleWrapPolicy({LlamaDecoderLayer})
-    model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
+def fsdp1(case: Case, model: Any) -> tuple[Any, str]:
+    model = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16) if case.precision == "mixed" else None,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
     units = sum(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     return model, f"{type(model).__name__}, {units} units"
 
 
-def compiled(model: Any) -> tuple[Any, str]:
+def compiled(_case: Case, model: Any) -> tuple[Any, str]:
     """Dynamo and AOTAutograd without generated code, which is `trainer_engines.compiled_by_trainer`'s."""
     torch._dynamo.reset()  # it does not notice that a model has other hooks than the one of the run before
     compiled_model = torch.compile(DistributedDataParallel(model), backend="aot_eager")
@@ -133,7 +140,7 @@ def tensor_parallel(case: Case, rank: int, implementation: str) -> Run:
     A bare loop: on CPUs the Trainer refuses this mesh under any attention.
     """
 
-    def wrap(model: nn.Module) -> tuple[nn.Module, str]:
+    def wrap(_case: Case, model: nn.Module) -> tuple[nn.Module, str]:
         evidence = evidence_of_dtensors(model)
         if "tp" not in evidence:
             raise NotThisEngineError(evidence)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tiny_llama import LAYERS, settings
@@ -14,6 +17,7 @@ from transformers import PreTrainedModel
 
 import hf_distca
 from hf_distca.integration.session import current_session
+from hf_distca.runtime.group import AttentionGroup
 
 CHECKPOINTING: dict[str, dict[str, Any] | None] = {
     "off": None,
@@ -24,16 +28,29 @@ CHECKPOINTING: dict[str, dict[str, Any] | None] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how."""
+    """What is trained, and how.
+
+    Attributes:
+        precision: "float32"; "autocast", in which operations take bfloat16; or "mixed", where the engine itself keeps bfloat16
+            parameters for the passes through the model, and hands such inputs to layers.
+        ahead: whether each optimizer step is planned before its first micro-batch.
+    """
 
     engine: str
     checkpointing: str = "off"
     peft: bool = False
     ping_pong: bool = False
     accumulation: int = 1
-    bf16: bool = False
+    precision: str = "float32"
+    ahead: bool = False
     ranks: int = 2
     steps: int = 3
+
+    def __str__(self) -> str:
+        said = [self.checkpointing] * (self.checkpointing != "off") + ["LoRA"] * self.peft + ["ping-pong"] * self.ping_pong
+        said += [f"x{self.accumulation} accumulated"] * (self.accumulation > 1) + ["planned ahead"] * self.ahead
+        said += [f"bf16 {self.precision}"] * (self.precision != "float32")
+        return ", ".join([self.engine, *said, f"{self.ranks} ranks"])
 
     @property
     def settings(self) -> hf_distca.DistCAConfig:
@@ -46,6 +63,16 @@ class Case:
         passes = 1 if self.checkpointing == "off" else 2
         return self.steps * self.accumulation * LAYERS * passes * (2 if self.ping_pong else 1)
 
+    @property
+    def gathers(self) -> int:
+        """The most collectives that planning may take: documents and plans, once for all layers of a micro-batch.
+
+        A step that is planned ahead takes as many for all its micro-batches, and none while they run, but for the first step,
+        in which it is not yet known what there is to plan.
+        """
+        later = 1 if self.ahead else self.accumulation
+        return 2 * (self.accumulation + (self.steps - 1) * later)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -56,6 +83,7 @@ class Run:
         seconds: of a step, the first one left out: it makes groups and buffers.
         engine: what trained.
         calls, sent_bytes: calls of core attention, and bytes sent for it; 0 under sdpa.
+        gathers: collectives of planning that the rank took part in; 0 under sdpa.
     """
 
     losses: list[float]
@@ -64,6 +92,7 @@ class Run:
     engine: str
     calls: int
     sent_bytes: int
+    gathers: int = 0
 
     @classmethod
     def of(cls, losses: list[float], grad_norms: list[float], started: list[float], engine: str) -> Run:
@@ -77,14 +106,36 @@ class NotThisEngineError(AssertionError):
     """Another engine ran than the one that was meant."""
 
 
+@contextmanager
+def counting_gathers() -> Iterator[list[str]]:
+    """The collectives of planning while the block runs, as they come."""
+    seen: list[str] = []
+
+    def counted(name: str, original: Any) -> Any:
+        return lambda *args, **kwargs: (seen.append(name), original(*args, **kwargs))[1]
+
+    with ExitStack() as stack:
+        for name in ("gather", "same"):
+            if hasattr(AttentionGroup, name):
+                stack.enter_context(patch.object(AttentionGroup, name, counted(name, getattr(AttentionGroup, name))))
+        yield seen
+
+
 def prepared(case: Case, model: PreTrainedModel) -> Any:
-    """The model with LoRA if the case asks for it."""
+    """The model with LoRA if the case asks for it; with mixed precision, it proves as it runs that there is some."""
+    if case.precision == "mixed":
+        model.model.layers[-1].mlp.gate_proj.register_forward_pre_hook(_check_weight)
     if not case.peft:
         return model
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False))
+
+
+def _check_weight(module: nn.Module, *_: object) -> None:
+    if module.weight.dtype != torch.bfloat16:
+        raise NotThisEngineError(f"layers run with weights in {module.weight.dtype}: that is no mixed precision")
 
 
 def evidence_of_dtensors(model: nn.Module) -> str:

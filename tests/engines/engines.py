@@ -11,11 +11,12 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 from bare_engines import bare, compiled, ddp, fsdp1, fully_sharded, hybrid_sharded, tensor_parallel
-from case import CHECKPOINTING, Case, Run
+from case import CHECKPOINTING, Case, Run, counting_gathers
 from trainer_engines import accelerate_fsdp2, compiled_by_trainer, hugging_face, native, quantized, trl, wrapped_in_ddp, zero
 
 import hf_distca
@@ -43,6 +44,9 @@ MESHES: dict[str, Callable[[Case, int, str], Run]] = {
 QUANTIZED: dict[str, Callable[[Case, int, str], Run]] = {"DDP, Trainer, base in 4 bits": quantized}
 # Code is generated anew for what each case changes, which takes long.
 GENERATED: dict[str, Callable[[Case, int, str], Run]] = {"DDP, Trainer, torch_compile": compiled_by_trainer}
+# What bfloat16 is under an engine; the others know autocast alone.
+AUTOCAST_AND_MIXED = {"FSDP1", "FSDP2, fully_shard"}
+MIXED = {"FSDP2, accelerate", "ZeRO-1", "ZeRO-2", "ZeRO-3"}
 BY_NAME = ENGINES | QUANTIZED | GENERATED | MESHES
 
 
@@ -53,14 +57,25 @@ def cases() -> Iterator[Case]:
         for peft, checkpointing in product((False, True)[adapters:], CHECKPOINTING):
             yield Case(engine, checkpointing, peft, ping_pong)
         yield Case(engine, "non-reentrant", adapters, ping_pong, accumulation=2)
+        if engine != "DDP, TRL SFT with packing":  # which makes its batches itself, without PackedDocuments
+            yield Case(engine, "non-reentrant", adapters, ping_pong, accumulation=2, ahead=True)
         if not adapters:  # in bf16 the gradients of adapters alone are 5e-3 off those in float32, under any attention
-            yield Case(engine, ping_pong=ping_pong, bf16=True)
+            yield from (Case(engine, ping_pong=ping_pong, precision=one) for one in precisions(engine))
+            if "mixed" in precisions(engine):
+                yield Case(engine, "non-reentrant", ping_pong=ping_pong, accumulation=2, precision="mixed", ahead=True)
     for engine, ping_pong, checkpointing in product(GENERATED, (False, True), ("off", "non-reentrant")):
         yield Case(engine, checkpointing, ping_pong=ping_pong)
     for engine, ping_pong in product(ENGINES, (False, True)):
         yield Case(engine, ping_pong=ping_pong, ranks=4)
     for engine, ping_pong, checkpointing in product(MESHES, (False, True), ("off", "non-reentrant")):
         yield Case(engine, checkpointing, ping_pong=ping_pong, ranks=4)
+    for ping_pong in (False, True):
+        yield Case("HSDP 2 x 2, fully_shard", ping_pong=ping_pong, precision="mixed", ranks=4)
+
+
+def precisions(engine: str) -> list[str]:
+    """The ways of training with bfloat16 that an engine has."""
+    return ["autocast"] * (engine not in MIXED) + ["mixed"] * (engine in AUTOCAST_AND_MIXED | MIXED)
 
 
 def train(rank: int, case: Case, implementation: str) -> Run:
@@ -68,10 +83,10 @@ def train(rank: int, case: Case, implementation: str) -> Run:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)
     _forget_accelerate()
-    # Else accelerate starts a thread for each core in every process, and threads that spin make a busy machine crawl.
-    os.environ["OMP_NUM_THREADS"] = "1"
     hf_distca.configure(case.settings)
-    return BY_NAME[case.engine](case, rank, implementation)
+    with counting_gathers() as gathers:
+        run = BY_NAME[case.engine](case, rank, implementation)
+    return replace(run, gathers=len(gathers))
 
 
 def _forget_accelerate() -> None:

@@ -40,6 +40,7 @@ class Outcome:
     step_seconds: float | None = None
     sdpa_step_seconds: float | None = None
     calls_per_layer: float | None = None
+    gathers_per_micro_batch: float | None = None
     sent_bytes: int = 0
     error: str = ""
 
@@ -63,9 +64,13 @@ def compare(pool: RankPool, case: Case, theirs: list[Run], timeout: float = TIME
     calls = {run.calls for run in ours}
     if calls != {case.calls}:
         raise AssertionError(f"{case}: {calls} calls of core attention on the ranks, not {case.calls}")
+    gathers = {run.gathers for run in ours}
+    if len(gathers) > 1 or max(gathers) > case.gathers:
+        raise AssertionError(f"{case}: {gathers} collectives of planning on the ranks, not {case.gathers}")
     seconds = [max(run.seconds for run in runs) for runs in (ours, theirs)]
-    per_layer = case.calls / (LAYERS * case.steps * case.accumulation)
-    return Outcome(case, engines.pop(), worst("losses"), worst("grad_norms"), *seconds, per_layer, sent)
+    micro_batches = case.steps * case.accumulation
+    counts = case.calls / (LAYERS * micro_batches), gathers.pop() / micro_batches
+    return Outcome(case, engines.pop(), worst("losses"), worst("grad_norms"), *seconds, *counts, sent)
 
 
 class Runs:
@@ -121,22 +126,24 @@ def outcomes(selected: list[Case], progress: Console, timeout: float) -> list[Ou
 
 def show(found: list[Outcome]) -> None:
     table = Table(title="distca against sdpa")
-    switches = ("checkpointing", "LoRA", "ping-pong")
-    for column in ("engine", "ranks", *switches, "loss", "gradient norm", "s/step", "sdpa s/step", "calls/layer", "what ran"):
+    switches, counts = ("checkpointing", "LoRA", "ping-pong"), ("calls/layer", "gathers/micro-batch")
+    for column in ("engine", "ranks", *switches, "loss", "gradient norm", "s/step", "sdpa s/step", *counts, "what ran"):
         table.add_column(column, overflow="fold")
     for one in found:
         case = one.case
-        extras = [f"x{case.accumulation} accumulated"] * (case.accumulation > 1) + ["bf16"] * case.bf16
+        extras = [f"x{case.accumulation} accumulated"] * (case.accumulation > 1) + ["planned ahead"] * case.ahead
+        extras += [f"bf16 {case.precision}"] * (case.precision != "float32")
         switches = (case.checkpointing, "yes" if case.peft else "", "yes" if case.ping_pong else "")
         what = (", ".join([case.engine, *extras]), str(case.ranks), *switches)
         if one.error:
             lines = one.error.splitlines()
             reason = lines[-1] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
-            table.add_row(*what, "", "", "", "", "", f"failed: {reason}", style="red")
+            table.add_row(*what, *[""] * 6, f"failed: {reason}", style="red")
             continue
         figures = (f"{one.loss_difference:.1e}", f"{one.grad_norm_difference:.1e}")
         seconds = (f"{one.step_seconds:.2f}", f"{one.sdpa_step_seconds:.2f}")
-        table.add_row(*what, *figures, *seconds, f"{one.calls_per_layer:g}", one.engine)
+        counted = (f"{one.calls_per_layer:g}", f"{one.gathers_per_micro_batch:.3g}")
+        table.add_row(*what, *figures, *seconds, *counted, one.engine)
     Console(width=170).print(table)
 
 

@@ -22,6 +22,10 @@ import hf_distca
 from tiny_runs import COMMON
 
 
+class TrainerAhead(hf_distca.PlanAheadMixin, Trainer):
+    """Plans each optimizer step before its first micro-batch."""
+
+
 def hugging_face(
     case: Case,
     rank: int,
@@ -35,7 +39,8 @@ def hugging_face(
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_llama(implementation) if make is None else make(implementation, Path(folder, "model"))
         arguments = TrainingArguments(**training_options(case, folder, kwargs), **options)
-        trainer = Trainer(
+        kind = TrainerAhead if case.ahead else Trainer
+        trainer = kind(
             prepared(case, model),
             arguments,
             data_collator=hf_distca.PackingCollator(),
@@ -55,7 +60,7 @@ def training_options(case: Case, folder: str, checkpointing: dict[str, Any] | No
         "gradient_checkpointing_kwargs": checkpointing,
         "train_sampling_strategy": "sequential",
         "learning_rate": 1e-3,
-        "bf16": case.bf16,
+        "bf16": case.precision != "float32",
         "max_grad_norm": 1e9,
     }
 
@@ -138,8 +143,7 @@ def quantized(case: Case, rank: int, implementation: str) -> Run:
     """QLoRA: adapters on a frozen base in 4 bits."""
 
     def make(implementation: str, folder: Path) -> PreTrainedModel:
-        compute = torch.bfloat16 if case.bf16 else torch.float32
-        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
         return loaded(implementation, folder, quantization_config=config)
 
     return hugging_face(case, rank, implementation, frozen_in_4_bits, make)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 from small_llama import PAIRS, llama
 
+import forks
 import hf_distca
 from hf_distca.kernels.cpu import CpuKernel
+from ranks import join_world
 
 TIMEOUT = 20.0
 WORLD = 3
@@ -24,9 +25,7 @@ LIMIT = 120.0
 
 
 def train(rank: int, store: Path, culprit: int, doom: str, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), WORLD), rank=rank, world_size=WORLD)
+    join_world(rank, WORLD, store)
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, kernel="cpu", timeout_seconds=TIMEOUT))
     model = llama()
     batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([96], [16] * 2, [8])[rank]]}])
@@ -47,16 +46,11 @@ def train(rank: int, store: Path, culprit: int, doom: str, pipe: Connection) -> 
 
 def run(doom: str, culprit: int) -> tuple[dict[int, tuple[str, float]], list[int | None]]:
     """What survivors caught and after how many seconds, and the exit codes of all."""
-    context = multiprocessing.get_context("spawn")
     found: dict[int, tuple[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(WORLD)]
-        processes = [
-            context.Process(target=train, args=(rank, Path(folder, "store"), culprit, doom, pipes[rank][1]), daemon=True)
-            for rank in range(WORLD)
-        ]
-        for process in processes:
-            process.start()
+        pipes = [Pipe(duplex=False) for _ in range(WORLD)]
+        store = Path(folder, "store")
+        processes = [forks.start(train, rank, store, culprit, doom, pipes[rank][1]) for rank in range(WORLD)]
         deadline = time.monotonic() + LIMIT
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))

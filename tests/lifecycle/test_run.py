@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+import scripts
+from pages import ROOT, words_of
 
 SCRIPT = """
 import argparse, sys
@@ -54,14 +53,9 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
-
-
 def test_an_unmodified_script_takes_the_name(script: Path, tmp_path: Path) -> None:
     options = ["--attn_implementation", "distca", "--output", str(tmp_path)]
-    ended = run("-m", "hf_distca.run", str(script), *options, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
+    scripts.run([*words_of("python -m hf_distca.run"), str(script), *options], tmp_path)
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["argv"] == [str(script), *options]
     assert seen["attention"] == "distca"
@@ -82,12 +76,10 @@ def test_help_and_a_missing_script(tmp_path: Path, capsys: pytest.CaptureFixture
         assert named in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_under_a_launcher(script: Path, tmp_path: Path) -> None:
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", str(ROOT / "configs/accelerate/cpu_2_processes.yaml"))
-    options = ("--attn_implementation", "distca", "--output", str(tmp_path))
-    ended = run(*launcher, "-m", "hf_distca.run", str(script), *options, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
+    launch, command, *rest = words_of("accelerate launch -m hf_distca.run train.py --attn_implementation distca")
+    config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
+    scripts.run([launch, command, "--config_file", config, *rest, "--output", str(tmp_path)], script.parent)
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["world"] == 2
     assert seen["attention"] == "distca"

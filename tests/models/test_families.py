@@ -1,8 +1,14 @@
-"""Every causal-LM type of transformers: proven equal, or refused by name. With `-m "slow or not slow"` all also on two ranks."""
+"""Every causal-LM type of transformers: proven equal, or refused by name.
+
+A run takes one of each variant and a quarter of the others, another one each day, so that every type runs in four days; with
+`-m "slow or not slow"` all run, also on two ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import date
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +26,21 @@ WORKING = [name for name in MODEL_TYPES if FAMILIES.get(name) in EQUAL]
 # One of each variant: GQA, windows, softcap, sinks, chunks, unequal widths, no RoPE, hybrids, experts.
 FAST = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3", "smollm3")
 FAST += ("qwen3_next", "jamba", "qwen3_moe", "mixtral", "gpt2")
+DAYS = 4
+
+
+def turn(day: int) -> set[str]:
+    """The types whose turn it is on a day."""
+    return {*FAST, *MODEL_TYPES[day % DAYS :: DAYS]}
+
+
+def in_turn(names: Iterable[str], turn: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in turn else pytest.mark.slow) for name in names]
+
+
+def test_every_type_has_its_turn() -> None:
+    today = date.today().toordinal()
+    assert set().union(*(turn(today + n) for n in range(DAYS))) == set(MODEL_TYPES)
 
 
 def test_the_table_names_every_type_and_no_other() -> None:
@@ -27,7 +48,7 @@ def test_the_table_names_every_type_and_no_other() -> None:
     assert len(WORKING) >= 120
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", in_turn(MODEL_TYPES, turn(date.today().toordinal())))
 def test_the_table_says_what_running_shows(model_type: str, census: dict[str, Result]) -> None:
     result = census[model_type] = measure(model_type)
     assert result.status != "wrong", result
@@ -63,13 +84,11 @@ def start(model_type: str) -> None:
     check_family(model_type)  # asked by the Trainer's callback, for those that call nothing of ours
 
 
-@pytest.mark.parametrize("model_type", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in WORKING])
+@pytest.mark.parametrize("model_type", in_turn(WORKING, FAST))
 def test_two_ranks_equal_each_document_alone(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     check_two_ranks(rank_pool(2), model_type)
 
 
-@pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in sorted(PING_PONG)]
-)
+@pytest.mark.parametrize("model_type", in_turn(sorted(PING_PONG), FAST))
 def test_halves_on_two_ranks_equal_each_document_alone(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     check_two_ranks(rank_pool(2), model_type, ping_pong=True)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
 import tarfile
 from importlib.metadata import version
 from pathlib import Path
@@ -14,14 +11,10 @@ import pytest
 from run import Outcome, parse, report
 from sdist import FILES, PACKAGE, STUBS, SdistError, shared_tests
 
-RUN = Path(__file__).parent / "run.py"
+import scripts
+from pages import words_of
+
 SAMPLE = "inference_equivalence or fp32_pad_left or fp32_pad_right or test_training_gradient_checkpointing or shift_labels"
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(RUN), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
 
 
 def archive(folder: Path, release: str) -> Path:
@@ -45,14 +38,21 @@ def sdist() -> Path:
 
 
 @pytest.mark.usefixtures("sdist")
-def test_a_sample_passes_for_a_dense_model_and_one_with_sinks_windows_and_experts() -> None:
-    done = run("--family", "qwen3", "--family", "gpt_oss", "--tests", SAMPLE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {words[0]: words[1:] for line in done.stdout.splitlines() if (words := line.split())}
+def test_a_sample_passes_for_a_dense_model_and_one_with_sinks_windows_and_experts(tmp_path: Path) -> None:
+    options = ["--family", "qwen3", "--family", "gpt_oss", "--tests", SAMPLE]
+    output = scripts.run([*words_of("python tests/upstream/run.py"), *options], tmp_path, timeout=240)
+    rows = {words[0]: words[1:] for line in output.splitlines() if (words := line.split())}
     for family in ("qwen3", "gpt_oss"):
         passed, _, failed, called, _ = map(int, rows[family])
         assert passed == called >= 12
         assert failed == 0
+
+
+def test_the_options_on_the_page() -> None:
+    verbose = parse(words_of("python tests/upstream/run.py --family gemma2 --verbose")[2:])
+    control = parse(words_of("python tests/upstream/run.py --family gemma2 --control")[2:])
+    assert [verbose.family, verbose.verbose, verbose.control] == [["gemma2"], True, False]
+    assert [control.family, control.verbose, control.control] == [["gemma2"], False, True]
 
 
 @pytest.mark.parametrize(

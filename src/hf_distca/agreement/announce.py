@@ -23,7 +23,7 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout
 
-__all__ = ["Announcement", "Announcements", "PlanKey", "Stated", "agree", "check_equal", "layout_of"]
+__all__ = ["Announcement", "Announcements", "PlanKey", "Stated", "agree", "check_equal", "fingerprint", "layout_of"]
 
 # A row holds these numbers, (nanoseconds, bytes) of each measured plan, and then each plan that is asked for: (spans, nano-batch,
 # whether there is context, documents) and its documents. A document is its length, or its row where documents span ranks.

@@ -1,0 +1,47 @@
+# Needs Python 3.11 or newer, and make. What a target installs goes into $(VENV), at its first use; the commands are those of the pages.
+#     make example                  make test                  make test VENV=/tmp/fresh
+
+PYTHON ?= python3
+VENV ?= .venv
+
+SHELL := bash
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+
+ENVIRONMENT := $(VENV)/pyvenv.cfg
+REQUIREMENTS := $(ENVIRONMENT) setup.cfg pyproject.toml constraints.txt
+# Of what pip says: a line for each package, the large downloads, and the end.
+PROGRESS := awk '/^Collecting|Downloading.*MB|^Installing|^Successfully/ { print substr($$0, 1, 100); fflush() }'
+
+.PHONY: help example test lint types docs tests
+
+help: ## these lines
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+
+example: $(VENV)/.installed-examples ## train a small model on two CPU processes, with balancing off and on
+	accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_long_documents.py
+
+test: lint types docs tests ## all that must hold for a change: the four below
+
+lint: $(VENV)/.installed-dev ## lint and format
+	ruff check .
+	ruff format --check .
+
+types: $(VENV)/.installed-dev ## strict types of src/
+	mypy
+
+docs: $(VENV)/.installed-dev ## build the pages, if there are any to build; warnings are errors
+	$(if $(wildcard mkdocs.yml),mkdocs build --strict)
+
+tests: $(VENV)/.installed-dev ## all tests but those marked slow
+	pytest
+
+$(ENVIRONMENT):
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-dev: $(REQUIREMENTS)
+	set -o pipefail; pip install -c constraints.txt -e ".[dev]" | $(PROGRESS)
+	touch $@
+
+$(VENV)/.installed-examples: $(REQUIREMENTS)
+	set -o pipefail; pip install -c constraints.txt -e ".[examples]" | $(PROGRESS)
+	touch $@

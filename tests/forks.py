@@ -1,0 +1,66 @@
+"""Processes that start in a tenth of a second: forks of one process that has imported what tests need, and has run nothing.
+
+An import of hf_distca takes five seconds of a processor, which a fork does not pay. In all else a fork is as fresh as a new
+interpreter: it has the environment of whoever starts it, one thread, and it ends as a program does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
+from unittest.mock import patch
+
+# Libraries that patch others (DeepSpeed, TRL) or read settings when they are imported (trackers) are left to those who use them.
+PRELOADED = ["torch", "hf_distca", "transformers.trainer", "transformers.models.llama.modeling_llama", "pytest"]
+# A fork has the thread that calls it alone, so libraries may start none where these are imported.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+
+
+def start(function: Callable[..., object], *args: Any, daemon: bool = True, **changes: str) -> ForkServerProcess:
+    """Run a module-level function in a process of its own, which ends after it; `changes` are for its environment."""
+    process = _context().Process(target=_begin, args=({**os.environ, **changes}, function, args), daemon=daemon)
+    process.start()
+    return process
+
+
+@cache
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with patch.dict(os.environ, ONE_THREAD):
+        forkserver.ensure_running()
+    return context
+
+
+def _begin(environment: dict[str, str], function: Callable[..., object], args: tuple[Any, ...]) -> None:
+    import torch
+    from tqdm import tqdm
+
+    os.environ.clear()
+    os.environ.update(environment, OMP_NUM_THREADS="1")  # else accelerate gives every rank more threads than there are cores
+    torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # its own is shared by processes, and stays behind where one is killed
+    gc.freeze()  # what was imported is for ever: no collection, not even that of the end, has to look at it
+    code = 0
+    try:
+        function(*args)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)  # noqa: T201
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # A fork would end without the functions registered for the end, and without the end of the interpreter: threads of gloo that
+    # are late, or that wait for ever, would go unnoticed.
+    ctypes.pythonapi.Py_Exit(code)

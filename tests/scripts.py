@@ -1,0 +1,114 @@
+"""Commands in forks: the processes that `python SCRIPT` or `accelerate launch SCRIPT` would start, without the imports."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from socket import socket
+
+import forks
+
+TESTS = Path(__file__).parent
+
+
+def run(command: Sequence[str], folder: Path, *, timeout: float = 180.0) -> str:
+    """Run a command in `folder` and return what it printed.
+
+    Raises:
+        AssertionError: with the output, if the command failed or took longer than `timeout` seconds.
+    """
+    match command:
+        case ["python", *script]:
+            return _run(script, [{}], folder, timeout)
+        case ["accelerate", "launch", *options]:
+            return _run(*_launched(options), folder, timeout)
+        case ["hf-distca" | "pytest" as name, *arguments]:
+            return _run([str(Path(sys.executable).with_name(name)), *arguments], [{}], folder, timeout)
+    raise ValueError(f"this cannot be run as a fork: {command}")
+
+
+def _launched(options: list[str]) -> tuple[list[str], list[dict[str, str]]]:
+    """Script and arguments, and the environment of each rank: accelerate reads its options itself, only torchrun is left out."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    with socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(["--main_process_port", port, *options]))
+    if not arguments.multi_gpu:
+        raise ValueError(f"accelerate would start one process: {options}")
+    size = str(arguments.num_processes)
+    shared = prepare_multi_gpu_env(arguments) | {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    shared |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(int(size))]
+    return ["-m"] * bool(arguments.module) + [arguments.training_script, *arguments.training_script_args], ranks
+
+
+def _run(script: list[str], environments: list[dict[str, str]], folder: Path, timeout: float) -> str:
+    output = folder / "output.txt"
+    output.write_bytes(b"")
+    started = [forks.start(_be_program, script, folder, output, daemon=False, **changes) for changes in environments]
+    try:
+        ended = _wait(started, time.monotonic() + timeout)
+    finally:
+        for process in started:
+            _kill(process)
+    text = output.read_text(errors="replace")
+    if not ended:
+        raise AssertionError(f"{script} took longer than {timeout:g} s:\n{text}")
+    codes = [process.exitcode for process in started]
+    if any(codes):
+        raise AssertionError(f"{script} ended with {codes}:\n{text}")
+    return text
+
+
+def _wait(processes: list[ForkServerProcess], deadline: float) -> bool:
+    """Whether all ended in time; if one fails, the others have no more to do."""
+    while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _kill(process: ForkServerProcess) -> None:
+    """Kill a process that has not ended, with all that it started."""
+    if process.is_alive() and process.pid is not None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has not come to have a group of its own
+            process.kill()
+    process.join()
+
+
+def _be_program(script: list[str], folder: Path, output: Path) -> None:
+    os.setpgid(0, 0)
+    log = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(folder)
+    _keep_caches_in(folder)
+    paths = [path for path in sys.path if not Path(path).is_relative_to(TESTS)]
+    if script[0] == "-m":
+        sys.argv, sys.path = script[1:], [str(folder), *paths]
+        runpy.run_module(script[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path = script, [str(Path(script[0]).parent), *paths]
+        runpy.run_path(script[0], run_name="__main__")
+
+
+def _keep_caches_in(folder: Path) -> None:
+    import datasets
+    import torch.multiprocessing
+
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+    # Of two ways of starting processes the one without imports: what is spawned imports everything again.
+    torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="fork")
