@@ -266,7 +266,7 @@ def _stands(group: AttentionGroup) -> bool:
     try:
         _least(np.zeros(1, dtype=np.int64), group.control)
     except RuntimeError as error:
-        if not group.watch.others_left():
+        if not group.watch.anyone_left():
             raise group.watch.give_up("making the attention group again", error) from error
         group.watch.follow()
         return False
