@@ -219,7 +219,7 @@ def stages(rank: int, members: str) -> list[int]:
         assert dist.GroupMember.WORLD.bound_device_id == torch.device("cuda", 0)
         sent, received = torch.full((2,), rank, dtype=torch.uint8), torch.empty(2, dtype=torch.uint8)
         assert group.data is not None
-        group.data.start(received, sent, [1, 1], [1, 1]).wait()
+        group.data.start(received, sent, {0: 1, 1: 1}, {0: 1, 1: 1}).wait()
     assert received.tolist() == list(ranks)
     return [int(row[0]) for row in rows]
 
