@@ -131,6 +131,9 @@ class AttentionGroup:
         try:
             data = _communicator(ranks, who.backend, timeout, "distca-data")
             control = _communicator(ranks, "gloo", timeout, "distca-control")
+            # One that is done first may fail next and break its connections, while others still make theirs, for which they would
+            # wait in vain.
+            _least(np.zeros(1, dtype=np.int64), control)
         except RuntimeError as error:
             raise DistCADesyncError(
                 f"rank {own} waited up to {timeout_seconds:g} s for ranks {ranks} while making their attention group, and not "
