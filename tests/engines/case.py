@@ -82,7 +82,7 @@ class Run:
         losses, grad_norms: mean loss over ranks and norm of all gradients, by step.
         seconds: of a step, the first one left out: it makes groups and buffers.
         engine: what trained.
-        calls, sent_bytes: calls of core attention, and bytes sent for it; 0 under sdpa.
+        calls, sent_bytes: calls of core attention, those of recomputes among them, and bytes sent for it; 0 under sdpa.
         gathers: collectives of planning that the rank took part in; 0 under sdpa.
     """
 
@@ -99,7 +99,7 @@ class Run:
         """The run that ends now, with the times at which steps began."""
         seconds = (time.perf_counter() - started[1]) / (len(started) - 1)
         meter = current_session().meter
-        return cls(losses, grad_norms, seconds, engine, meter.calls, meter.sent_bytes)
+        return cls(losses, grad_norms, seconds, engine, meter.calls + meter.recalls, meter.sent_bytes)
 
 
 class NotThisEngineError(AssertionError):

@@ -34,7 +34,7 @@ def step(rank: int, switch: str | None, kernel: str, ping_pong: bool) -> Result:
     meter = session.meter
     grads = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
     counts = [meter.kernel_calls, meter.dispatches, meter.returns, meter.sent_bytes]
-    return float(loss.detach()), grads, names, counts, meter.calls - forwards
+    return float(loss.detach()), grads, names, counts, meter.calls - forwards + meter.recalls
 
 
 def recomputed_layers(switch: str) -> int:

@@ -47,8 +47,8 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
     Returns:
         o_THV in q's dtype.
     """
-    if call.recalled is None:
-        call.server.meter.count(calls=1)
+    recalled = int(call.recalled is not None)
+    call.server.meter.count(calls=1 - recalled, recalls=recalled)
     context = inputs.context or (None, None)
     if not call.route.exchanges:
         o_THV = _apply(_Unmoved, call, *inputs[:3], *context, inputs.sink_H)

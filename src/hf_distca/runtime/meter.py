@@ -54,27 +54,43 @@ class Meter:
         kernel_calls: batches of tasks handed to a kernel, empty ones included.
         dispatches, returns: exchanges launched, forward and backward.
         sent_bytes: bytes sent to other ranks.
-        calls: calls of core attention, which is layers times forward passes.
+        calls: calls of core attention that computed it, which is layers times forward passes.
+        recalls: calls in a recompute that found what the first forward computed.
         running: kernel calls of this meter, its parts and its whole whose times are not known yet.
     """
 
     def __init__(self, whole: Meter | None = None) -> None:
         self.whole = whole
-        self.kernel_calls = self.dispatches = self.returns = self.sent_bytes = self.calls = 0
+        self.kernel_calls = self.dispatches = self.returns = self.sent_bytes = self.calls = self.recalls = 0
         self.running: _Running = _Running() if whole is None else whole.running
         self._seconds = 0.0
         self._unfinished = 0
 
-    def count(self, *, kernel_calls: int = 0, dispatches: int = 0, returns: int = 0, sent_bytes: int = 0, calls: int = 0) -> None:
+    def count(
+        self,
+        *,
+        kernel_calls: int = 0,
+        dispatches: int = 0,
+        returns: int = 0,
+        sent_bytes: int = 0,
+        calls: int = 0,
+        recalls: int = 0,
+    ) -> None:
         """Add to the counters of this meter and of the whole."""
         self.kernel_calls += kernel_calls
         self.dispatches += dispatches
         self.returns += returns
         self.sent_bytes += sent_bytes
         self.calls += calls
+        self.recalls += recalls
         if self.whole is not None:
             self.whole.count(
-                kernel_calls=kernel_calls, dispatches=dispatches, returns=returns, sent_bytes=sent_bytes, calls=calls
+                kernel_calls=kernel_calls,
+                dispatches=dispatches,
+                returns=returns,
+                sent_bytes=sent_bytes,
+                calls=calls,
+                recalls=recalls,
             )
 
     @contextmanager
