@@ -269,7 +269,7 @@ def broken_step(rank: int) -> tuple[list[str], bool, torch.Tensor, torch.Tensor]
 def test_an_error_in_one_half_ends_both_and_keeps_its_traceback(rank_pool: Callable[[int], RankPool]) -> None:
     for names, grad_enabled, after, plain in rank_pool(3)(broken_step):
         assert names[-1] == "forward"
-        assert "run_halves" in names
+        assert "run_nano_batches" in names
         assert grad_enabled
         assert relative(after, plain) <= 1e-9
 
