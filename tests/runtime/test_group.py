@@ -255,12 +255,12 @@ def test_ranks_of_a_group_are_in_order(rank_pool: Callable[[int], RankPool]) -> 
 
 def fails_late(rank: int) -> list[bool]:
     first = AttentionGroup.of(timeout_seconds=20)
-    again = AttentionGroup.of(timeout_seconds=20, agree=True)
+    again = AttentionGroup.of(timeout_seconds=20)
     if rank == 1:  # the others ask for the group before they can know
         time.sleep(0.5)
         with pytest.raises(ValueError, match="unlucky"), first.reporting("testing"):
             raise ValueError("unlucky")
-    made = AttentionGroup.of(timeout_seconds=20, agree=True)
+    made = AttentionGroup.of(timeout_seconds=20)
     rows = made.gather(np.array([rank]), doing="testing again")
     return [again is first, made is first, len(rows) == dist.get_world_size()]
 
@@ -275,7 +275,7 @@ def nobody_else_asks(rank: int) -> str:
     if rank == 1:
         return ""
     with pytest.raises(DistCADesyncError) as caught:
-        AttentionGroup.of(timeout_seconds=3.5, agree=True)
+        AttentionGroup.of(timeout_seconds=3.5)
     return str(caught.value)
 
 
@@ -292,7 +292,7 @@ def asked_in_every_layer(rank: int) -> list[int]:
         patch.object(dist, "get_process_group_ranks", wraps=dist.get_process_group_ranks) as ranks,
         patch.object(group.watch, "_store") as store,
     ):
-        assert all(AttentionGroup.of(members, timeout_seconds=30) is group for _ in range(64))
+        assert all(AttentionGroup.of(members, timeout_seconds=30, agree=False) is group for _ in range(64))
     return [ranks.call_count, len(store.mock_calls)]
 
 
