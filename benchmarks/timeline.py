@@ -63,7 +63,7 @@ def spans_of(path: Path, call: int) -> list[dict[str, Any]]:
 def draw(arguments: argparse.Namespace) -> None:
     paths = sorted(arguments.folder.glob("rank_*.json"))
     figure, axes = plt.subplots(len(paths), 2, figsize=(13, 2.1 * len(paths) + 0.8), squeeze=False, sharey=True)
-    lanes = ["half A", "half A, messages", "half B", "half B, messages"]
+    lanes = [f"nano-batch {nano}{what}" for nano in (1, 2) for what in ("", ", messages")]
     for path, row in zip(paths, axes, strict=True):
         for direction, axis in zip(("forward", "backward"), row, strict=True):
             spans = [span for span in spans_of(path, arguments.call) if span["direction"] == direction and span["lane"] in lanes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_distca.runtime.pingpong import run_halves, take_turns
+from hf_distca.runtime.pingpong import run_nano_batches, take_turns
 
 
 def inner(x: torch.Tensor, traced: list[bool]) -> torch.Tensor:
@@ -29,7 +29,7 @@ def test_attention_is_not_compiled_after_a_turn() -> None:
     traced: list[bool] = []
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        first, second = run_halves(lambda: attention(x, traced) * 2, lambda: attention(x, traced) * 3, "cpu")
+        first, second = run_nano_batches(lambda: attention(x, traced) * 2, lambda: attention(x, traced) * 3, "cpu")
         return first + second
 
     x = torch.ones(4)

@@ -269,7 +269,7 @@ def broken_step(rank: int) -> tuple[list[str], bool, torch.Tensor, torch.Tensor]
 def test_an_error_in_one_half_ends_both_and_keeps_its_traceback(rank_pool: Callable[[int], RankPool]) -> None:
     for names, grad_enabled, after, plain in rank_pool(3)(broken_step):
         assert names[-1] == "forward"
-        assert "run_halves" in names
+        assert "run_nano_batches" in names
         assert grad_enabled
         assert relative(after, plain) <= 1e-9
 
@@ -313,3 +313,11 @@ def test_outputs_are_joined_by_rows_or_tokens_and_others_refused(rows: int) -> N
     for pair in (tokens, scalars, (first[0], None), (first[0], [second[0]]), (whole, whole)):
         with pytest.raises(hf_distca.UnsupportedError, match="set DistCAConfig\\(ping_pong=False\\)"):
             halves.join(*pair)
+
+
+def test_a_vector_as_wide_as_the_batch_is_long_is_not_cut() -> None:
+    documents = read_documents(1, 6, packed=hf_distca.PackedDocuments((6,)))
+    cut = NanoBatches.of(AttentionHandle(1, 6), documents, tile=1)
+    width, positions = torch.randn(6), torch.arange(6)
+    assert cut.part(1, width) is width
+    assert [cut.part(nano, positions).tolist() for nano in (1, 2)] == [[0, 1, 2], [3, 4, 5]]

@@ -115,7 +115,7 @@ def test_ping_pong_hides_a_slow_exchange_and_a_single_stream_does_not(rank_pool:
 
 def test_spans_are_the_phases_of_both_halves_in_both_directions(rank_pool: Callable[[int], RankPool]) -> None:
     for spans in rank_pool(2)(slow_step, True):
-        count = Counter((span.name, span.half, span.backward) for span in spans)
+        count = Counter((span.name, span.nano, span.backward) for span in spans)
         for half in (1, 2):
             for backward in (False, True):
                 for name in ("dispatch", "return", "server", "linear"):
@@ -145,10 +145,10 @@ def test_each_rank_writes_a_trace(rank_pool: Callable[[int], RankPool], tmp_path
         assert {event["pid"] for event in events} == {rank}
         assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans)
         lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-        assert sorted(lanes.values()) == ["half A", "half A, messages", "half B", "half B, messages"]
+        assert sorted(lanes.values()) == ["nano-batch 1", "nano-batch 1, messages", "nano-batch 2", "nano-batch 2, messages"]
         dispatches = [event for event in spans if event["name"] == "dispatch"]
         assert len(dispatches) == 2 * 2 * LAYERS
-        assert {lanes[event["tid"]] for event in dispatches} == {"half A, messages", "half B, messages"}
+        assert {lanes[event["tid"]] for event in dispatches} == {"nano-batch 1, messages", "nano-batch 2, messages"}
         assert {event["args"]["direction"] for event in dispatches} == {"forward", "backward"}
 
 

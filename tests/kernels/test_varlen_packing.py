@@ -76,8 +76,8 @@ def test_key_gradients_are_summed_in_float32() -> None:
 
 def test_index_tensors_are_built_once_and_go_with_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[torch.Tensor] = []
-    to_device = varlen._to_device
-    monkeypatch.setattr(varlen, "_to_device", lambda x, device: built.append(x) or to_device(x, device))
+    to_device = varlen.to_device
+    monkeypatch.setattr(varlen, "to_device", lambda x, device: built.append(x) or to_device(x, device))
     shared = CASES["shared keys with gaps"]
     tasks = TaskBatch(shared.tasks.query_start, shared.tasks.query_length, shared.tasks.key_start, shared.tasks.key_length)
     pools = random_pools(shared, SHAPES["GQA"], torch.float32)
@@ -114,4 +114,4 @@ def test_index_tensors_reach_a_gpu_without_a_wait_of_the_host() -> None:
         def to(self, device: torch.device, *, non_blocking: bool = False) -> tuple[bool, torch.device, bool]:
             return self.pinned, device, non_blocking
 
-    assert varlen._to_device(Index(), torch.device("cuda")) == (True, torch.device("cuda"), True)
+    assert varlen.to_device(Index(), torch.device("cuda")) == (True, torch.device("cuda"), True)

@@ -10,7 +10,7 @@ from torch.distributed._composable import checkpoint as by_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from hf_distca.runtime.pingpong import checkpointed_parts, run_halves, take_turns
+from hf_distca.runtime.pingpong import checkpointed_parts, run_nano_batches, take_turns
 
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 
@@ -28,7 +28,7 @@ def walker(name: str, steps: int, seen: list[str]) -> Callable[[], str]:
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (2, 2), (3, 1), (1, 3)])
 def test_halves_take_turns(first: int, second: int) -> None:
     seen: list[str] = []
-    assert run_halves(walker("a", first, seen), walker("b", second, seen), "cpu") == ("a", "b")
+    assert run_nano_batches(walker("a", first, seen), walker("b", second, seen), "cpu") == ("a", "b")
     turns = max(first, second)
     expected = [f"{name}{n}" for n in range(turns) for name, steps in (("a", first), ("b", second)) if n < steps]
     assert seen == expected
@@ -51,7 +51,7 @@ def test_each_half_has_its_own_modes_and_sees_the_callers_context() -> None:
         return [*modes, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")]
 
     expected = ["the caller's", False, True, True, False]
-    assert run_halves(half, half, "cpu") == (expected, expected)
+    assert run_nano_batches(half, half, "cpu") == (expected, expected)
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
 
@@ -83,7 +83,7 @@ def test_each_half_has_its_own_hooks_on_saved_tensors() -> None:
         return run
 
     with hooks("the caller's"):
-        run_halves(half("a"), half("b"), "cpu")
+        run_nano_batches(half("a"), half("b"), "cpu")
         save()
     save()
     both = [f"{name} {place}" for place in ("inner", "outer") for name in "ab"]
@@ -107,7 +107,7 @@ def test_a_half_that_forbids_hooks_forbids_them_to_itself() -> None:
             take_turns()
         return [*seen, allowed()]
 
-    assert run_halves(forbids, checkpoints, "cpu") == ([False, True], [True, True])
+    assert run_nano_batches(forbids, checkpoints, "cpu") == ([False, True], [True, True])
     assert allowed()
 
 
@@ -129,7 +129,7 @@ def test_halves_may_checkpoint_between_their_turns(reentrant: bool) -> None:
     def gradients(in_turns: bool) -> list[torch.Tensor]:
         inputs = [torch.tensor([n], requires_grad=True) for n in (0.3, 0.4)]
         first, second = (half(x) for x in inputs)
-        results = run_halves(first, second, "cpu") if in_turns else (first(), second())
+        results = run_nano_batches(first, second, "cpu") if in_turns else (first(), second())
         weight.grad = None
         (results[0] + results[1] * 3).backward()
         return [weight.grad, *(x.grad for x in inputs)]
@@ -170,7 +170,7 @@ def test_an_error_in_one_half_unwinds_the_other(failing: int) -> None:
         return run
 
     with pytest.raises(ZeroDivisionError) as caught:
-        run_halves(half(0), half(1), "cpu")
+        run_nano_batches(half(0), half(1), "cpu")
     assert unwound == [failing, 1 - failing]
     assert caught.traceback[-1].name == "run"
     assert torch.is_grad_enabled()

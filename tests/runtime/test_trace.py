@@ -46,7 +46,7 @@ def recorded(device: Device) -> Trace:
 def test_spans_are_on_the_clock_of_the_device(device: Device) -> None:
     trace = recorded(device)
     assert device.waits == [], "recording stops nothing"
-    found = {(span.name, span.half): (span.start, span.end) for span in trace.spans}
+    found = {(span.name, span.nano): (span.start, span.end) for span in trace.spans}
     assert device.done == device.launched, "reading waits for the device"
     assert found == {
         ("pack", 1): (0.0, 0.5),

@@ -42,7 +42,7 @@ _NO_POSITIONS = """
     bart blenderbot blenderbot-small marian mbart musicgen musicgen_melody pegasus plbart
 """
 
-# Of those above, the ones whose layers may run as two halves: attention is all that mixes their tokens.
+# Of those above, the ones whose layers may run as two nano-batches: attention is all that mixes their tokens.
 _PING_PONG = """
     afmoe apertus arcee aria_text axk1 bailing_hybrid bamba bart bert bert-generation biogpt bitnet blenderbot
     blenderbot-small camembert cohere cohere2 cohere2_moe cohere_compass_text cwm data2vec-text dbrx deepseek_v2

@@ -21,7 +21,7 @@ from hf_distca.integration.families import PING_PONG
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.session import current_session
-from hf_distca.runtime.pingpong import run_halves
+from hf_distca.runtime.pingpong import run_nano_batches
 
 __all__ = ["cut_layers"]
 
@@ -78,7 +78,7 @@ def _run(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) ->
     trace = current_session().trace
     if trace is not None:
         trace.border(device)
-    output = cut.join(*run_halves(first, second, device.type))
+    output = cut.join(*run_nano_batches(first, second, device.type))
     grown = next((one for one in _flat((output,)) if isinstance(one, torch.Tensor) and one.requires_grad), None)
     if trace is not None and grown is not None:
         grown.register_hook(lambda _: trace.border(device))  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ __all__ = ["profile", "write_trace"]
 
 @contextmanager
 def profile(folder: str | Path | None = None) -> Iterator[Trace]:
-    """Record what core attention does inside: linear, dispatch, server and return spans of both halves, forward and backward.
+    """Record what core attention does inside: linear, dispatch, server and return spans of both nano-batches and directions.
 
     Open the files at ui.perfetto.dev or chrome://tracing. On CUDA, recording puts events on the stream and stops nothing; writing
     waits for the device.

@@ -49,13 +49,15 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
     """
     recalled = int(call.recalled is not None)
     call.server.meter.count(calls=1 - recalled, recalls=recalled)
-    q_THD, k_TKD, v_TKV = (tensor.contiguous() for tensor in inputs[:3])
-    keys = k_TKD, v_TKV, *(inputs.context or (None, None))
+    context = inputs.context or (None, None)
     if not call.route.exchanges:
-        o_THV = _apply(_Unmoved, call, q_THD, *keys, inputs.sink_H)
-        take_turns()  # to the other half, whose messages have had time to travel
+        o_THV = _apply(_Unmoved, call, *inputs[:3], *context, inputs.sink_H)
+        take_turns()  # to the other nano-batch, whose messages have had time to travel
         return o_THV
-    # In ping-pong, the other half computes while these messages travel.
+    # Messages are packed as runs of bytes.
+    q_THD, k_TKD, v_TKV = (tensor.contiguous() for tensor in inputs[:3])
+    keys = k_TKD, v_TKV, *context
+    # In ping-pong, the other nano-batch computes while these messages travel.
     anchor = _apply(_Dispatch, call, q_THD, *keys)
     take_turns()
     anchor = _apply(_Serve, call, anchor)

@@ -79,18 +79,20 @@ class AttentionGroup:
 
     @classmethod
     def of(
-        cls, members: dist.ProcessGroup | Members | None = None, *, timeout_seconds: float = 600.0, agree: bool = False
+        cls, members: dist.ProcessGroup | Members | None = None, *, timeout_seconds: float = 600.0, agree: bool = True
     ) -> AttentionGroup:
-        """The group of these ranks, as `create` makes it; the one made before, if this rank has not left it.
+        """The group of these ranks, as `create` makes it; the one made before, if no rank has left it.
 
-        Communicators cost threads and connections, and torch cannot replace one by another of the same ranks. A group that was
-        asked for just before comes back in a few microseconds.
+        Communicators cost threads and connections, and torch cannot replace one by another of the same ranks.
 
         Args:
             members: as for `create`.
             timeout_seconds: how long a rank waits for the others. Groups that wait differently are different groups.
-            agree: all members ask now, and are to agree: the group is made again on all of them if any has left it. Without
-                it a rank that has not heard of one that left gets the old group, and the error that says so at its next use.
+            agree: every member asks at the same point, as for `create`, and all find out together whether a rank has left.
+                Otherwise this rank goes by what it knows, which takes a microsecond if it asked for the same group just before.
+
+        Raises:
+            ConfigError, DistCADesyncError: as `create`.
         """
         made = _made.of_this_world()
         if made.world is None:
@@ -131,6 +133,9 @@ class AttentionGroup:
         try:
             data = _communicator(ranks, who.backend, timeout, "distca-data")
             control = _communicator(ranks, "gloo", timeout, "distca-control")
+            # One that is done first may fail next and break its connections, while others still make theirs, for which they would
+            # wait in vain.
+            _least(np.zeros(1, dtype=np.int64), control)
         except RuntimeError as error:
             raise DistCADesyncError(
                 f"rank {own} waited up to {timeout_seconds:g} s for ranks {ranks} while making their attention group, and not "
@@ -266,7 +271,7 @@ def _stands(group: AttentionGroup) -> bool:
     try:
         _least(np.zeros(1, dtype=np.int64), group.control)
     except RuntimeError as error:
-        if not group.watch.others_left():
+        if not group.watch.anyone_left():
             raise group.watch.give_up("making the attention group again", error) from error
         group.watch.follow()
         return False

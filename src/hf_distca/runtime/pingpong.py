@@ -1,8 +1,8 @@
 """Two computations in turns, in one thread: ping-pong.
 
-Each *half* is a greenlet. Whenever one has launched an exchange it calls `take_turns`, and the other half computes while the
+Each nano-batch is a greenlet. Whenever one has launched an exchange it calls `take_turns`, and the other one computes while the
 messages travel. Nothing runs at the same time, so there are no locks, and every rank switches at the same places. Autograd runs
-backward in the reverse order of forward: the halves take turns there by themselves.
+backward in the reverse order of forward: the nano-batches take turns there by themselves.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-__all__ = ["checkpointed_parts", "run_halves", "take_turns"]
+__all__ = ["checkpointed_parts", "run_nano_batches", "take_turns"]
 
 T = TypeVar("T")
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-class _Half(greenlet):
-    """A half with what torch keeps per thread, which a switch between greenlets does not change."""
+class _NanoBatch(greenlet):
+    """A nano-batch with what torch keeps per thread, which a switch between greenlets does not change."""
 
     def __init__(self, run: Callable[[], object], device_type: str) -> None:
         super().__init__(run)
-        # Collectors of router logits and the like are found through context variables: both halves see the caller's.
+        # Collectors of router logits and the like are found through context variables: both nano-batches see the caller's.
         self.gr_context = contextvars.copy_context()
         self.device_type = device_type
         self.modes = _Modes.current(device_type)
 
     def resume(self) -> object:
-        """Let the half run until it takes turns or ends."""
+        """Let the nano-batch run until it takes turns or ends."""
         outside = _Modes.current(self.device_type)
         self.modes.set(self.device_type)
         try:
@@ -52,46 +52,46 @@ class _Half(greenlet):
             outside.set(self.device_type)
 
 
-# Dynamo keeps per thread whether it compiles: a half inside attention, where it does not, would find it on again after a turn.
+# Dynamo keeps per thread whether it compiles: inside attention, where it does not, a nano-batch would find it on after a turn.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def run_halves(first: Callable[[], T], second: Callable[[], T], device_type: str) -> tuple[T, T]:
+def run_nano_batches(first: Callable[[], T], second: Callable[[], T], device_type: str) -> tuple[T, T]:
     """Run two functions in turns, the first one first.
 
     An exception in one of them ends the other at the place where it waits, and is raised as it was.
 
     Args:
-        first, second: the halves; they may call `take_turns` any number of times.
-        device_type: the device whose autocast state each half has for itself.
+        first, second: the nano-batches; they may call `take_turns` any number of times.
+        device_type: the device whose autocast state each nano-batch has for itself.
     """
     results: list[T] = [None, None]  # type: ignore[list-item]
 
     def store(place: int, run: Callable[[], T]) -> None:
         results[place] = run()
 
-    halves = [_Half(lambda: store(0, first), device_type), _Half(lambda: store(1, second), device_type)]
+    both = [_NanoBatch(lambda: store(0, first), device_type), _NanoBatch(lambda: store(1, second), device_type)]
     try:
-        while not all(half.dead for half in halves):
-            for half in halves:
-                if not half.dead:
-                    half.resume()
+        while not all(one.dead for one in both):
+            for one in both:
+                if not one.dead:
+                    one.resume()
     finally:
-        for half in halves:
-            if not half.dead:
-                half.throw(GreenletExit)
+        for one in both:
+            if not one.dead:
+                one.throw(GreenletExit)
     return results[0], results[1]
 
 
 def take_turns() -> None:
-    """Inside a half, let the other one run; elsewhere do nothing."""
+    """Inside a nano-batch, let the other one run; elsewhere do nothing."""
     current = getcurrent()
-    if isinstance(current, _Half) and current.parent is not None:
+    if isinstance(current, _NanoBatch) and current.parent is not None:
         current.parent.switch()
 
 
 def checkpointed_parts(layer: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules below a layer that checkpoint their activations by themselves, by a wrapper or by hooks.
 
-    Halves of a layer may hand tensors from inside such a part to each other. Backward repeats the part of the second half first,
+    Nano-batches of a layer may hand tensors from inside such a part to each other. Backward repeats the second one's part first,
     when what the first one gives it is not there yet.
     """
     return [

@@ -1,12 +1,12 @@
-"""A timeline of core attention: what each half computes, and how long its messages travel and are waited for.
+"""A timeline of core attention: what each nano-batch computes, and how long its messages travel and are waited for.
 
 Spans of a rank, forward and backward:
 
 - ``dispatch`` and ``return``: an exchange, from its launch until its rows are there;
 - ``wait``: the part of it in which nothing else was computed;
 - ``pack``: rows gathered and launched, or unpacked; ``server``: tasks that run, the rank's own and those that arrived;
-- ``linear``: what lies between, which is everything else in the layers. It is counted to the half whose attention ended before
-  it, or else to the one whose attention begins after it. At the border of two layers that were cut, it is split.
+- ``linear``: what lies between, which is everything else in the layers. It is counted to the nano-batch whose attention ended
+  before it, or else to the one whose attention begins after it. At the border of two layers that were cut, it is split.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ import torch
 __all__ = ["Mark", "Span", "Trace", "Tracer"]
 
 Mark = float | torch.cuda.Event
-_HALVES = ("whole layers", "half A", "half B")
+_PARTS = ("whole layers", "nano-batch 1", "nano-batch 2")
 _EXCHANGES = ("dispatch", "return")
 
 
 class Span(NamedTuple):
     """Something that took from `start` to `end`, in seconds since the trace began.
 
-    `half` is 0 for whole layers, 1 and 2 for halves; `call` numbers the calls of core attention.
+    `nano` is 0 for whole layers, 1 and 2 for nano-batches; `call` numbers the calls of core attention.
     """
 
     name: str
     start: float
     end: float
-    half: int
+    nano: int
     call: int
     backward: bool
 
@@ -55,7 +55,7 @@ class _Open:
     name: str
     start: Mark
     end: Mark
-    half: int
+    nano: int
     call: int
     backward: bool
 
@@ -79,15 +79,15 @@ class Trace:
             self._origin = mark
         return mark
 
-    def add(self, name: str, start: Mark, end: Mark, *, half: int, call: int, backward: bool) -> None:
+    def add(self, name: str, start: Mark, end: Mark, *, nano: int, call: int, backward: bool) -> None:
         """Record a span between two marks."""
-        self._open.append(_Open(name, start, end, half, call, backward))
+        self._open.append(_Open(name, start, end, nano, call, backward))
 
     @property
     def spans(self) -> list[Span]:
         """All spans in order of their start, ``linear`` ones among them. On CUDA this waits for the device."""
         spans = [
-            Span(one.name, self._seconds(one.start), self._seconds(one.end), one.half, one.call, one.backward)
+            Span(one.name, self._seconds(one.start), self._seconds(one.end), one.nano, one.call, one.backward)
             for one in self._open
         ]
         borders = [self._seconds(mark) for mark in self._borders]
@@ -103,15 +103,15 @@ class Trace:
 
     def write(self, path: str | Path, rank: int) -> None:
         """Write the trace as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing."""
-        lanes = {(half, exchange): 2 * half + exchange for half in range(len(_HALVES)) for exchange in (0, 1)}
+        lanes = {(nano, exchange): 2 * nano + exchange for nano in range(len(_PARTS)) for exchange in (0, 1)}
         spans = self.spans
         events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}]
-        for (half, exchange), lane in lanes.items():
-            if any(span.half == half for span in spans):
-                name = _HALVES[half] + (", messages" if exchange else "")
+        for (nano, exchange), lane in lanes.items():
+            if any(span.nano == nano for span in spans):
+                name = _PARTS[nano] + (", messages" if exchange else "")
                 events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}})
         for span in spans:
-            lane = lanes[span.half, int(span.name in _EXCHANGES)]
+            lane = lanes[span.nano, int(span.name in _EXCHANGES)]
             times = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}
             args = {"call": span.call, "direction": "backward" if span.backward else "forward"}
             events.append({"ph": "X", "name": span.name, "pid": rank, "tid": lane, **times, "args": args})
@@ -131,8 +131,8 @@ class Trace:
 class Tracer:
     """Records the spans of one call of core attention, or nothing without a trace."""
 
-    def __init__(self, trace: Trace | None = None, half: int = 0, call: int = 0, device: torch.device | None = None) -> None:
-        self.trace, self.half, self.call, self.device = trace, half, call, device or torch.device("cpu")
+    def __init__(self, trace: Trace | None = None, nano: int = 0, call: int = 0, device: torch.device | None = None) -> None:
+        self.trace, self.nano, self.call, self.device = trace, nano, call, device or torch.device("cpu")
         self.backward = False
 
     def now(self) -> Mark | None:
@@ -143,7 +143,7 @@ class Tracer:
         """Record what began at `start` and ends now."""
         if self.trace is not None and start is not None:
             end = self.trace.mark(self.device)
-            self.trace.add(name, start, end, half=self.half, call=self.call, backward=self.backward)
+            self.trace.add(name, start, end, nano=self.nano, call=self.call, backward=self.backward)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

@@ -78,7 +78,7 @@ class Watch:
         """Whether this rank has left the group."""
         return self._word is not None
 
-    def others_left(self) -> bool:
+    def anyone_left(self) -> bool:
         """Whether any rank has left the group, as far as is known now."""
         try:
             return self._store.add(_COUNT, 0) > 0

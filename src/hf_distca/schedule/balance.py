@@ -43,7 +43,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
             without one if no document is longer than the window.
         config: `balance`, `tolerance`, `min_gain`, `tile`, `max_transient_bytes` and `ping_pong` are read. A tolerance below
             0.002 counts as 0.002. With a bound, only slices that fit it alone are moved. With `ping_pong` the layout is that of a
-            half, whose exchange costs only what is longer than the compute beside it.
+            nano-batch, whose exchange costs only what is longer than the compute beside it.
     """
     # A window that no document is longer than is none.
     if cost.window is not None and cost.window >= layout.longest:

@@ -30,8 +30,8 @@ class PlanLoad:
     Attributes:
         plan, cost: what is measured, and the model that it is measured with. The window is the plan's.
         waves: the plan's waves, if it goes in several: each exchanges by itself, and keys may travel in more than one.
-        overlapped: whether the plan is for a half of ping-pong, whose messages travel while the other half, with about as much
-            work, computes.
+        overlapped: whether the plan is for a nano-batch of ping-pong, whose messages travel while the other one, with about as
+            much work, computes.
     """
 
     plan: Plan

@@ -1,0 +1,53 @@
+"""The path from collator to kernel is the one that docs/architecture.md lists."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import torch
+from test_parity import PAIRS, model_for
+
+import hf_distca
+from ranks import RankPool
+
+ROOT = Path(__file__).parents[2]
+SOURCE = str(ROOT / "src" / "hf_distca")
+
+
+def listed() -> list[str]:
+    section = (
+        (ROOT / "docs" / "architecture.md").read_text().split("## From collator to kernel, call by call")[1].split("\n## ")[0]
+    )
+    return re.findall(r"^\d+\. `([\w.]+)`$", section, re.MULTILINE)
+
+
+def called(rank: int) -> list[str]:
+    """The functions of the library that run from the collator to the first kernel call, each where it runs last."""
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS))
+    model = model_for(2, "distca", torch.float32)
+    seen: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(SOURCE):
+            seen.append(frame.f_code.co_qualname)
+            if seen[-1] == "CpuKernel.forward":
+                sys.setprofile(None)
+
+    sys.setprofile(note)
+    try:
+        batch = hf_distca.PackingCollator()([{"documents": [[7] * n for n in ([96], [16, 16])[rank]]}])
+        model(**batch, use_cache=False)
+    finally:
+        sys.setprofile(None)
+    return [name for place, name in enumerate(seen) if name not in seen[place + 1 :]]
+
+
+def test_the_listed_calls_run_in_their_order(rank_pool: Callable[[int], RankPool]) -> None:
+    names = listed()
+    assert len(names) <= 24
+    for seen in rank_pool(2)(called):
+        assert [name for name in seen if name in names] == names
