@@ -16,7 +16,7 @@ from gpu_workloads import Batch, Calls, cost_model, fastest, made_up, placements
 from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Kernel
 from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.server import AttentionServer
+from hf_distca.runtime.server import AttentionServer, Operands, Saved
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import Layout
@@ -42,9 +42,9 @@ def rank_seconds(calls: Calls, kernel: Kernel, batches: list[Batch]) -> tuple[fl
         for place, batch in enumerate(batches):
             q_THD, k_TKD, v_TKV = calls.pools(batch)
             if meter is meters[0]:
-                outputs.append(server.forward(q_THD, k_TKD, v_TKV, batch.tasks))
+                outputs.append(server.forward(Operands(q_THD, k_TKD, v_TKV), batch.tasks))
             else:
-                server.backward((calls.do_THV[: batch.rows], q_THD, k_TKD, v_TKV, *outputs[place]), batch.tasks)
+                server.backward(Saved(calls.do_THV[: batch.rows], q_THD, *outputs[place], k_TKD, v_TKV), batch.tasks)
         synchronize(device)
     return meters[0].seconds, meters[1].seconds
 
