@@ -68,6 +68,22 @@ class TaskBatch:
         return len(self.query_start)
 
     @cached_property
+    def needs(self) -> tuple[float, float]:
+        """Query rows and keys of the smallest pools that hold all tasks; infinite if one of them is no task."""
+        rows = keys = 0
+        runs = zip(self.query_start, self.query_length, self.key_start, self.key_length, strict=True)
+        for query_start, query_length, key_start, key_length in runs:
+            if not 1 <= query_length <= key_length or query_start < 0 or key_start < 0:
+                return math.inf, math.inf
+            rows, keys = max(rows, query_start + query_length), max(keys, key_start + key_length)
+        return rows, keys
+
+    @cached_property
+    def rows(self) -> int:
+        """Query rows of all tasks together."""
+        return sum(self.query_length)
+
+    @cached_property
     def shares_keys(self) -> bool:
         """Whether any two tasks have a key in common, so that their key gradients must be summed."""
         runs = sorted(zip(self.key_start, self.key_length, strict=True))

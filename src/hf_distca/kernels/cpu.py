@@ -5,27 +5,28 @@ each: a *rectangle* of its n rows and first m - n keys, and a causal *square* of
 are merged by their log-sum-exps. In backward each part is called with the merged output and log-sum-exp, which makes the
 probabilities it recomputes those of the whole task; the gradients add.
 
-Grouped key/value heads go to the kernel as they are: it reads each where it lies and sums the gradients of a group. Equal tasks
-are not batched: 64 documents of 256 tokens run 6 to 18% faster one at a time, whose keys stay in cache, and the calls saved
-would be 2% of that. Rows of a task below 768 go through the kernel in smaller blocks, 5 to 10% slower at 512 and 20 to 50% at
-128 than a whole document; larger slices cost what their share of the whole document costs.
+Grouped key/value heads go to the kernel as they are: it reads each where it lies and sums the gradients of a group. Short
+documents share calls (`short`). Rows of a task below 768 go through the kernel in smaller blocks, 5 to 10% slower at 512 and 20
+to 50% at 128 than a whole document; larger slices cost what their share of the whole document costs.
 
 A *window* cuts the rows in blocks, and each block goes through the kernel with the keys its rows can see and an additive mask.
 All blocks of a window have the same mask, seen from its last row and last key, so one is built and kept.
 
-Beyond the suffixes of `base`: B batch, always 1.
+Beyond the suffixes of `base`: B batch, 1 but for short documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from hf_distca.kernels.base import Scores, TaskBatch
 from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
+from hf_distca.kernels.short import Documents, Rows, short_documents
 
 __all__ = ["CpuKernel"]
 
@@ -73,10 +74,29 @@ class _Task(NamedTuple):
         return self.keys - self.rows
 
 
+class _Work(NamedTuple):
+    """What a batch of tasks becomes, for one window and number of numbers in a row of q."""
+
+    documents: list[Documents]
+    tasks: list[_Task]
+
+    def only_call(self, rows: int, keys: int) -> Rows | None:
+        """The rows of the only call, if it is one of whole documents that are all there is in pools of so many rows and keys."""
+        if len(self.documents) + len(self.tasks) != 1 or rows != keys:
+            return None
+        if self.tasks:
+            return Rows(1, rows, 0, None) if self.tasks[0].rows == self.tasks[0].keys == rows else None
+        queries, own_keys = self.documents[0]
+        return queries if queries.are_all(rows) and own_keys.are_all(keys) else None
+
+
 class CpuKernel:
     """Exact attention on the CPU, without copies of keys and values, and without masks where there is no window."""
 
     name: ClassVar[str] = "cpu"
+
+    def __init__(self) -> None:
+        self._work: WeakKeyDictionary[TaskBatch, dict[tuple[int | None, int], _Work]] = WeakKeyDictionary()
 
     def unsupported(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
@@ -96,16 +116,24 @@ class CpuKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`."""
         check_pools(q_THD, k_TKD, v_TKV, tasks)
-        pools = _pools(q_THD, k_TKD, v_TKV)
-        value_width = v_TKV.shape[2]
-        allocate = torch.empty if sum(tasks.query_length) == q_THD.shape[0] else torch.zeros
+        value_width, padded = v_TKV.shape[2], _padded(q_THD, k_TKD, v_TKV)
+        work = self._work_of(tasks, scores, padded[0])
+        whole = work.only_call(q_THD.shape[0], k_TKD.shape[0])
+        if whole is not None:
+            o_BHTD, lse_BHT = _FORWARD(*map(whole.take, padded), 0.0, True, attn_mask=None, scale=scores.scale)
+            return _tokens_first(o_BHTD, value_width).contiguous(), _tokens_first(lse_BHT).contiguous()
+        allocate = torch.empty if tasks.rows == q_THD.shape[0] else torch.zeros
         o_THV = allocate((*q_THD.shape[:2], value_width), dtype=q_THD.dtype)
         lse_TH = allocate(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
-        for task in _each(tasks, scores):
+        for documents in work.documents:
+            o_BHTD, lse_BHT = _FORWARD(*documents.take(*padded), 0.0, True, attn_mask=None, scale=scores.scale)
+            documents.queries.put(o_THV, o_BHTD[..., :value_width])
+            documents.queries.put(lse_TH, lse_BHT)
+        pools, o_whole, lse_whole = _Pools(*map(_heads_first, padded)), _heads_first(o_THV), _heads_first(lse_TH)
+        for task in work.tasks:
             o_BHTD, lse_BHT = _forward_task(pools, task, scores)
-            rows = slice(task.row, task.row + task.rows)
-            o_THV[rows] = o_BHTD[0].transpose(0, 1)[..., :value_width]
-            lse_TH[rows] = lse_BHT[0].T
+            o_whole.narrow(2, task.row, task.rows).copy_(o_BHTD[..., :value_width])
+            lse_whole.narrow(2, task.row, task.rows).copy_(lse_BHT)
         return o_THV, lse_TH
 
     @torch.no_grad()
@@ -122,32 +150,54 @@ class CpuKernel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Kernel.backward`."""
         check_pools(q_THD, k_TKD, v_TKV, tasks)
-        pools = _pools(q_THD, k_TKD, v_TKV)
-        width = pools.q_BHTD.shape[3]
-        saved = _Saved(_heads_first(pad_last(do_THV, width)), _heads_first(pad_last(o_THV, width)), lse_TH.T.unsqueeze(0))
+        padded = _padded(q_THD, k_TKD, v_TKV)
+        width = padded[0].shape[2]
+        outputs = pad_last(do_THV, width), pad_last(o_THV, width), lse_TH
+        work = self._work_of(tasks, scores, padded[0])
+        whole = work.only_call(q_THD.shape[0], k_TKD.shape[0])
+        if whole is not None:
+            do_BHTD, o_BHTD, lse_BHT = map(whole.take, outputs)
+            inputs = map(whole.take, padded)
+            grads = _BACKWARD(do_BHTD, *inputs, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale)
+            dq_THD, dk_TKD, dv_TKV = (_tokens_first(dx, x.shape[2]) for dx, x in zip(grads, (q_THD, k_TKD, v_TKV), strict=True))
+            return dq_THD, dk_TKD, dv_TKV
         dtype = key_gradient_dtype(tasks, k_TKD.dtype)
         # A key is in several blocks of a window, so its gradient is a sum even where no task shares it.
         summed = dtype if scores.window is None else accumulation_dtype(dtype)
-        grads = _Pools(
-            *(
-                _heads_first(torch.zeros((*x.shape[:2], width), dtype=wanted))
-                for x, wanted in ((q_THD, q_THD.dtype), (k_TKD, summed), (v_TKV, summed))
-            )
-        )
-        for task in _each(tasks, scores):
+        dtypes = q_THD.dtype, summed, summed
+        sums = [torch.zeros((*x.shape[:2], width), dtype=wanted) for x, wanted in zip(padded, dtypes, strict=True)]
+        for documents in work.documents:
+            _backward_documents(sums, padded, outputs, documents, scores, add=tasks.shares_keys)
+        pools, grads = (_Pools(*map(_heads_first, three)) for three in (padded, sums))
+        saved = _Saved(*map(_heads_first, outputs))
+        for task in work.tasks:
             _backward_task(grads, pools, saved, task, scores)
-        dq_THD, dk_TKD, dv_TKV = (x[0].transpose(0, 1) for x in grads)
-        dk_TKD, dv_TKV = dk_TKD[..., : k_TKD.shape[2]].to(dtype), dv_TKV[..., : v_TKV.shape[2]].to(dtype)
-        return dq_THD[..., : q_THD.shape[2]], dk_TKD, dv_TKV
+        dq_THD, dk_TKD, dv_TKV = (dx[..., : x.shape[2]] for dx, x in zip(sums, (q_THD, k_TKD, v_TKV), strict=True))
+        return dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype)
+
+    def _work_of(self, tasks: TaskBatch, scores: Scores, q_THD: torch.Tensor) -> _Work:
+        found, case = self._work.setdefault(tasks, {}), (scores.window, q_THD.shape[1] * q_THD.shape[2])
+        if case not in found:
+            documents, others = short_documents(tasks, scores, case[1])
+            found[case] = _Work(documents, list(_each(others, scores)))
+        return found[case]
 
 
 def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
+    """(1, H, T, ...), a view."""
     return x_THD.transpose(0, 1).unsqueeze(0)
 
 
-def _pools(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> _Pools:
+def _padded(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k and v in one width."""
     width = max(q_THD.shape[2], v_TKV.shape[2])
-    return _Pools(*(_heads_first(pad_last(x, width)) for x in (q_THD, k_TKD, v_TKV)))
+    return tuple(pad_last(x, width) for x in (q_THD, k_TKD, v_TKV))
+
+
+def _tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tensor:
+    """(B * T, H, ...), of the last dimension `width`: a view, as torch's kernel lays out what it returns."""
+    x_THD = x_BHTD.transpose(1, 2).flatten(0, 1)
+    return x_THD if width in (None, x_THD.shape[-1]) else x_THD[..., :width]
 
 
 def _each(tasks: TaskBatch, scores: Scores) -> Iterator[_Task]:
@@ -201,6 +251,25 @@ def _forward_task(pools: _Pools, task: _Task, scores: Scores) -> tuple[torch.Ten
     wide = share_BHT1.dtype
     o_BHTD = torch.lerp(square_o.to(wide), rectangle_o.to(wide), share_BHT1).to(square_o.dtype)
     return o_BHTD, torch.logaddexp(rectangle_lse, square_lse)
+
+
+def _backward_documents(
+    sums: Sequence[torch.Tensor],
+    padded: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    documents: Documents,
+    scores: Scores,
+    *,
+    add: bool,
+) -> None:
+    """Put the gradients of a batch of short documents to those of the pools; add them if their keys have others, too."""
+    queries, keys = documents
+    do_BHTD, o_BHTD, lse_BHT = queries.take(outputs[0], gradient=True), *map(queries.take, outputs[1:])
+    inputs = documents.take(*padded)
+    dq_BHTD, *grads = _BACKWARD(do_BHTD, *inputs, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale)
+    queries.put(sums[0], dq_BHTD)
+    for total, dx_BHTD in zip(sums[1:], grads, strict=True):
+        (keys.add if add else keys.put)(total, dx_BHTD)
 
 
 def _backward_task(grads: _Pools, pools: _Pools, saved: _Saved, task: _Task, scores: Scores) -> None:

@@ -33,18 +33,23 @@ def check_pools(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, t
         raise KernelError(f"q and k must agree in head dim, k and v in tokens and heads, got {shapes}.")
     if q_THD.shape[1] % max(k_TKD.shape[1], 1):
         raise KernelError(f"Query heads must be a multiple of key/value heads, got {shapes}.")
+    rows, keys = tasks.needs
+    if rows > q_THD.shape[0] or keys > k_TKD.shape[0]:
+        raise KernelError(_misfit(q_THD.shape[0], k_TKD.shape[0], tasks))
+
+
+def _misfit(rows: int, keys: int, tasks: TaskBatch) -> str:
+    """What is wrong with the first task that does not fit pools of so many query rows and keys."""
     runs = zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True)
-    rows, keys = q_THD.shape[0], k_TKD.shape[0]
     for query_start, query_length, key_start, key_length in runs:
         if not 1 <= query_length <= key_length:
-            raise KernelError(
-                f"A task has {query_length} query rows and {key_length} keys; it needs at least one row and a key for each."
-            )
+            return f"A task has {query_length} query rows and {key_length} keys; it needs at least one row and a key for each."
         if query_start < 0 or key_start < 0 or query_start + query_length > rows or key_start + key_length > keys:
-            raise KernelError(
-                f"A task has query rows [{query_start}, {query_start + query_length}) of a pool of {rows} and keys "
-                f"[{key_start}, {key_start + key_length}) of a pool of {keys}; the pools and the tasks belong to different plans."
-            )
+            break
+    return (
+        f"A task has query rows [{query_start}, {query_start + query_length}) of a pool of {rows} and keys "
+        f"[{key_start}, {key_start + key_length}) of a pool of {keys}; the pools and the tasks belong to different plans."
+    )
 
 
 def pad_last(x: torch.Tensor, size: int) -> torch.Tensor:
