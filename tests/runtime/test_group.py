@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hf_distca import DistCADesyncError
+from hf_distca.runtime import group as group_module
 from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.runtime.watch import Watch
 from ranks import RankPool
@@ -268,6 +269,27 @@ def fails_late(rank: int) -> list[bool]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_ranks_agree_that_a_group_is_made_again(rank_pool: Callable[[int], RankPool], world: int) -> None:
     assert rank_pool(world)(fails_late) == [[True, False, True]] * world
+
+
+def goes_on(rank: int) -> float:
+    """Seconds until a rank has its group, where the other one is late with the last step of making it."""
+    make = group_module._communicator
+
+    def late(ranks: tuple[int, ...], backend: str, timeout: timedelta, purpose: str) -> dist.ProcessGroup:
+        made = make(ranks, backend, timeout, purpose)
+        if rank == 1 and purpose == "distca-control":
+            time.sleep(0.5)
+        return made
+
+    started = time.monotonic()
+    with patch.object(group_module, "_communicator", late):
+        AttentionGroup.create(timeout_seconds=20)
+    return time.monotonic() - started
+
+
+def test_no_rank_goes_on_before_all_have_made_the_group(rank_pool: Callable[[int], RankPool]) -> None:
+    """One that did, and failed at once, would break its connections while others still connect to it."""
+    assert min(rank_pool(2)(goes_on)) >= 0.4
 
 
 def nobody_else_asks(rank: int) -> str:

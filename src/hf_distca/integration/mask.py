@@ -64,18 +64,17 @@ def distca_mask(
         return ForeignMask(", ".join(foreign) or "a custom mask function")
     if kv_offset or kv_length != q_length or not isinstance(q_offset, int) or q_offset:
         # One token at a time reads the whole cache: no query rows to move, and only this rank is generating.
-        mask = sdpa_mask(
+        return _cached_mask(
+            **{**kwargs, "config": config, "allow_is_causal_skip": False},
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
-            q_offset=q_offset,  # type: ignore[arg-type]  # a tensor for static caches
+            q_offset=q_offset,
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,
             local_size=local_size,
-            **{**kwargs, "config": config, "allow_is_causal_skip": False},
         )
-        return torch.Tensor.as_subclass(mask, CachedMask)  # type: ignore[arg-type]  # never None without skips
     padding = None if attention_mask is None else attention_mask[:, :q_length]
     chunk, window = (local_size, None) if _CHUNKS in parts else (None, local_size)
     call = MaskCall()
@@ -96,6 +95,11 @@ def distca_mask(
         # in their first forward, but their mask is made before.
         recomputes=torch.is_grad_enabled(),
     )
+
+
+def _cached_mask(**arguments: Any) -> CachedMask:
+    """The dense mask that sdpa makes of the arguments of a mask function."""
+    return torch.Tensor.as_subclass(sdpa_mask(**arguments), CachedMask)  # type: ignore[arg-type]  # never None without skips
 
 
 def _trains(call: MaskCall) -> bool:
