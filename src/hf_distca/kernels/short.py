@@ -20,7 +20,7 @@ from hf_distca.kernels.base import Scores, TaskBatch
 
 __all__ = ["Documents", "Rows", "short_documents"]
 
-# Neighbours of one length up to which they are a batch: beyond, the calls saved are a hundredth of the time.
+# Neighbours up to this length are a batch. At 256 tokens that saves about a tenth with 4 heads of 16, hardly any with 8 of 64.
 _LONGEST = 256
 
 # Numbers in q of a batch. 512 documents of 32 tokens take, forward and backward in float32 over one at a time, with 2**16, 2**18
