@@ -184,16 +184,15 @@ def checkpointed_attention(rank: int, placement: str, reentrant: bool | None, pi
     return logits.detach(), grads, [meter.calls, meter.dispatches, meter.returns, meter.kernel_calls], len(runs)
 
 
-@pytest.mark.parametrize(
-    ("part", "placement"), [("mlp", "skewed"), ("mlp", "several rows, padded"), ("self_attn", "several rows, padded")]
-)
+@pytest.mark.parametrize("placement", ["skewed", "several rows, padded"])
+@pytest.mark.parametrize("part", ["self_attn", "mlp"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_parts_of_layers_may_be_checkpointed(
     rank_pool: Callable[[int], RankPool], part: str, placement: str, reentrant: bool
 ) -> None:
-    """Exact, with no second attention and no second exchange."""
+    """Exact, with no second attention and no second exchange; layers whose attention is checkpointed alone are left whole."""
     pool = rank_pool(3)
-    plain = pool(checkpointed_attention, placement, None, True, part)
+    plain = pool(checkpointed_attention, placement, None, part == "mlp", part)
     found = pool(checkpointed_attention, placement, reentrant, True, part)
     for (logits, grads, counts, runs), (plain_logits, plain_grads, plain_counts, plain_runs) in zip(found, plain, strict=True):
         assert relative(logits, plain_logits) <= 1e-9
@@ -201,7 +200,7 @@ def test_parts_of_layers_may_be_checkpointed(
             assert relative(grad, plain_grads[name]) <= 1e-9, name
         assert counts[1:] == plain_counts[1:]
         assert runs == 2 * plain_runs, "nothing was recomputed, so nothing was tested"
-    assert found[0][2][1] == 2 * 2 * 2
+    assert found[0][2][1] == (2 if part == "mlp" else 1) * 2 * 2
 
 
 def kept_bytes(rank: int, ping_pong: bool) -> tuple[int, int]:

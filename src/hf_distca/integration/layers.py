@@ -21,7 +21,7 @@ from hf_distca.integration.families import PING_PONG
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.session import current_session
-from hf_distca.runtime.pingpong import run_nano_batches
+from hf_distca.runtime.pingpong import checkpointed_parts, run_nano_batches
 
 __all__ = ["cut_layers"]
 
@@ -101,6 +101,9 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
     session = current_session()
     if handle.nano or not (session.config.ping_pong and session.shares(handle, layer.training)):
         return None
+    if any(_attends(module) for part in checkpointed_parts(layer) for module in part.modules()):
+        _warn_of_checkpoints()
+        return None
     if handle.nano_batches is None:
         documents = session.documents(handle, kwargs, layer.training)
         if documents.spans:
@@ -111,6 +114,19 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
         return None
     handle.nano_batches.layers.add(id(layer))
     return handle.nano_batches
+
+
+def _attends(module: torch.nn.Module) -> bool:
+    """Whether a module is one that calls attention, as transformers writes them."""
+    return hasattr(module, "is_causal") or "attention" in type(module).__name__.lower()
+
+
+@cache
+def _warn_of_checkpoints() -> None:
+    _log.warning(
+        "ping-pong leaves layers whole whose attention is checkpointed by itself: checkpoint whole layers, which costs no second "
+        "attention under distca and leaves less in memory."
+    )
 
 
 @cache
