@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import pickle
 import runpy
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from socket import socket
+from typing import Any
 
 import forks
 
@@ -96,6 +97,7 @@ def _be_program(script: list[str], folder: Path, output: Path) -> None:
     os.dup2(log, 2)
     os.chdir(folder)
     _keep_caches_in(folder)
+    _fork_what_it_spawns()
     paths = [path for path in sys.path if not Path(path).is_relative_to(TESTS)]
     if script[0] == "-m":
         sys.argv, sys.path = script[1:], [str(folder), *paths]
@@ -107,8 +109,16 @@ def _be_program(script: list[str], folder: Path, output: Path) -> None:
 
 def _keep_caches_in(folder: Path) -> None:
     import datasets
-    import torch.multiprocessing
 
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
-    # Of two ways of starting processes the one without imports: what is spawned imports everything again.
-    torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="fork")
+
+
+def _fork_what_it_spawns() -> None:
+    """What is spawned imports everything again. It has to be picklable for that, which is checked here."""
+    from torch import multiprocessing
+
+    def spawn(function: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int = 1) -> None:
+        pickle.dumps((function, args))
+        multiprocessing.start_processes(function, args, nprocs, start_method="fork")
+
+    multiprocessing.spawn = spawn

@@ -29,8 +29,8 @@ SMALL = {
     "python benchmarks/timeline.py --record traces timeline.png": "--tokens 512 --latency 20",
     "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
 }
-# One starts as users start it, in an interpreter of its own, and starts its ranks so.
-AS_USERS_DO = "python benchmarks/step_time.py"
+# One starts as users start it, in an interpreter of its own.
+AS_USERS_DO = "python benchmarks/scheduler.py --placements DIR"
 # Runs of pytest, which collect only: these tests are among them.
 COLLECTED = {"pytest tests/models": "test_families.py", 'pytest -m "slow or not slow"': "test_commands.py"}
 # Cannot be run by a test: they start all tests, or never end. The last one writes what tests/models/test_families.py compares.
