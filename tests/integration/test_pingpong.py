@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from test_parity import LENGTHS, PAIRS, model_for, oracle, relative, summed_loss, tokens_of
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 
 import hf_distca
 from hf_distca.agreement.documents import read_documents
@@ -271,6 +272,26 @@ def test_an_error_in_one_half_ends_both_and_keeps_its_traceback(rank_pool: Calla
         assert "run_nano_batches" in names
         assert grad_enabled
         assert relative(after, plain) <= 1e-9
+
+
+def sharded_parts(rank: int, part: str, ping_pong: bool) -> tuple[torch.Tensor, int]:
+    """Logits and calls of core attention where a part of each layer is an FSDP unit of its own."""
+    configure(ping_pong=ping_pong)
+    model = model_for(2, "distca", torch.float32)
+    for layer in model.model.layers:
+        fully_shard(getattr(layer, part))
+        fully_shard(layer)
+    fully_shard(model)
+    logits = model(**batch_of(PLACEMENTS["skewed"][rank]), use_cache=False).logits
+    logits.square().mean().backward()
+    return logits.detach(), current_session().meter.calls
+
+
+@pytest.mark.parametrize("part", ["self_attn", "mlp"])
+def test_attention_that_is_sharded_by_itself_keeps_its_layer_whole(rank_pool: Callable[[int], RankPool], part: str) -> None:
+    for (got, calls), (want, whole) in zip(*(rank_pool(3)(sharded_parts, part, cut) for cut in (True, False)), strict=True):
+        assert relative(got, want.double()) <= 1e-6
+        assert calls == (whole if part == "self_attn" else 2 * whole)
 
 
 def test_copies_and_pickles_are_of_the_class_the_model_was_made_with() -> None:

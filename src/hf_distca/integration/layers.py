@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -101,8 +102,8 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
     session = current_session()
     if handle.nano or not (session.config.ping_pong and session.shares(handle, layer.training)):
         return None
-    if any(_attends(module) for part in checkpointed_parts(layer) for module in part.modules()):
-        _warn_of_checkpoints()
+    if (why := _holds_attention(layer)) is not None:
+        _warn_of_parts(why)
         return None
     if handle.nano_batches is None:
         documents = session.documents(handle, kwargs, layer.training)
@@ -121,11 +122,21 @@ def _attends(module: torch.nn.Module) -> bool:
     return hasattr(module, "is_causal") or "attention" in type(module).__name__.lower()
 
 
+def _holds_attention(layer: torch.nn.Module) -> str | None:
+    """What is done with the attention of a layer by itself that nano-batches in turns would not survive; None if nothing."""
+    sharded = [part for part in layer.modules() if part is not layer and isinstance(part, (FSDPModule, FullyShardedDataParallel))]
+    for parts, why in ((checkpointed_parts(layer), "checkpointed"), (sharded, "sharded by FSDP")):
+        if any(_attends(module) for part in parts for module in part.modules()):
+            return why
+    return None
+
+
 @cache
-def _warn_of_checkpoints() -> None:
+def _warn_of_parts(why: str) -> None:
     _log.warning(
-        "ping-pong leaves layers whole whose attention is checkpointed by itself: checkpoint whole layers, which costs no second "
-        "attention under distca and leaves less in memory."
+        "ping-pong leaves layers whole whose attention is %s by itself: do it with whole layers, which costs no second attention "
+        "under distca, and which ping-pong can cut.",
+        why,
     )
 
 
