@@ -31,7 +31,11 @@ SMALL = {
 # One starts as users start it, in an interpreter of its own.
 AS_USERS_DO = "python benchmarks/scheduler.py --placements DIR"
 # Runs of pytest, which collect only: these tests are among them.
-COLLECTED = {"pytest tests/models": "test_families.py", 'pytest -m "slow or not slow"': "test_commands.py"}
+COLLECTED = {
+    "pytest": "test_commands.py",
+    'pytest -m "slow or not slow"': "test_commands.py",
+    "pytest tests/models": "test_families.py",
+}
 # Start all of these tests, and so cannot be run by one.
 STARTS = {"bash .ci/run", "make test"}
 
