@@ -30,9 +30,13 @@ SMALL = {
     "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
 }
 # One starts as users start it, in an interpreter of its own.
-AS_USERS_DO = "python benchmarks/scheduler.py --placements DIR"
+AS_USERS_DO = "python benchmarks/scheduler.py --placements benchmarks/placements"
 # Runs of pytest, which collect only: these tests are among them.
-COLLECTED = {"pytest tests/models": "test_families.py", 'pytest -m "slow or not slow"': "test_commands.py"}
+COLLECTED = {
+    "pytest": "test_commands.py",
+    'pytest -m "slow or not slow"': "test_commands.py",
+    "pytest tests/models": "test_families.py",
+}
 # Cannot be run by a test: they start all tests, or never end. The last one writes what tests/models/test_families.py compares.
 NOT_HERE = {"bash .ci/run", "make test", "mkdocs serve", "python tests/models/generate.py"}
 
