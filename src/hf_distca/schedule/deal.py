@@ -7,16 +7,26 @@ of attention and exchange, so that little is left for `balance` to move; and a d
 from __future__ import annotations
 
 
+import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.dealer import Dealer
 from hf_distca.schedule.layout import IntArray, Layout, as_integers
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.plan import Plan
 
-__all__ = ["deal", "deal_nano_batches"]
+__all__ = ["deal", "deal_nano_batches", "plan_dealt"]
+
+# Part of the mean end of ranks by which the slowest may be late for `balance` to find nothing: what it moves travels with queries
+# and outputs, which takes longer than a dealt rank is late.
+_LATE = 0.1
 
 # Tokens of the short documents that make the halves of a global batch equal, at most, and how many documents at least.
 _CHANGE = 2**19
@@ -89,6 +99,25 @@ def deal_nano_batches(
     return one, two
 
 
+def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
+    """The plan of a layout that was dealt with `cost`: that of `balance`, which is not asked where it has nothing to gain.
+
+    Args:
+        layout, cost, config: as for `balance`; with `ping_pong`, the layout is that of a nano-batch.
+    """
+    if cost.window is not None and cost.window >= layout.longest:
+        cost = replace(cost, window=None)
+    local = Plan.local(layout, cost.window)
+    load = PlanLoad(local, cost, overlapped=config.ping_pong)
+    ends = load.compute_seconds if config.ping_pong else load.compute_seconds + load.exchange_seconds
+    mean = math.fsum(ends.tolist()) / layout.world_size
+    late = config.min_gain if config.ping_pong else max(config.min_gain, _LATE)
+    # A bound of transient bytes is kept by waves, which only `balance` counts.
+    if config.max_transient_bytes is None and load.slowest_seconds * (1 - late) <= mean:
+        return local
+    return balance(layout, cost, config)
+
+
 def _half(length: IntArray, seconds: list[float], tokens: int) -> npt.NDArray[np.bool_]:
     """Documents that have so many tokens together, or as near to it as can be, and about half of the seconds."""
     order = np.lexsort((np.arange(len(length)), -length))
@@ -137,7 +166,12 @@ def _nearest_bit(bits: int, wanted: int) -> int:
 
 
 def _checked(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int, tile: int, ranks_per_node: int | None) -> IntArray:
-    for name, value in (("ranks", ranks), ("tokens_per_rank", tokens_per_rank), ("tile", tile), ("ranks_per_node", ranks_per_node)):
+    for name, value in (
+        ("ranks", ranks),
+        ("tokens_per_rank", tokens_per_rank),
+        ("tile", tile),
+        ("ranks_per_node", ranks_per_node),
+    ):
         if value is None and name == "ranks_per_node":
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

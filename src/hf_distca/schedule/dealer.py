@@ -33,7 +33,7 @@ _LACK = 0.002
 _TRIES = 4
 # What ranks may end later than the target, tried in this order, for a document to be cut over no more than so many ranks.
 _LATER = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-_FEW = 8
+_FEW = 32
 # Ranks that are asked whether they would take a whole document.
 _ASKED = 16
 # Part of its share of a wide document that a rank may be relieved of.
@@ -66,9 +66,7 @@ class Dealer:
         keys = length if cost.window is None else np.minimum(length, cost.window)
         exchange = cost.transfer_seconds(0, keys)
         self.key_seconds = float(cost.transfer_seconds(0, 1))
-        self.target = Target(
-            length, seconds, len(tokens), math.fsum(tokens) / len(tokens), exchange, overlapped=overlapped
-        )
+        self.target = Target(length, seconds, len(tokens), math.fsum(tokens) / len(tokens), exchange, overlapped=overlapped)
         self.document, self.length, self.seconds = document[order].tolist(), length.tolist(), seconds.tolist()
         self.exchange = exchange.tolist()
         self.price = (Price if cost.window is None else BandPrice).of(cost, tile)
@@ -139,7 +137,7 @@ class Dealer:
         self._sort_ranks()
 
     def _excess(self, place: int) -> float:
-        return self.seconds[place] - self.filler * self.length[place]
+        return float(self.seconds[place] - self.filler * self.length[place])
 
     def _deal_whole(self, place: int) -> None:
         """A document on one rank, if one has room and seconds for it, or else cut."""
@@ -185,7 +183,7 @@ class Dealer:
 
     def _helped(self, length: int, excess: float) -> int | None:
         """The readiest rank that others of its group can relieve of what is too much."""
-        asked = []
+        asked: list[tuple[float, int]] = []
         found = None
         while found is None and len(asked) < _ASKED and (rank := self._readiest(length)) is not None:
             asked.append(heapq.heappop(self.ready))
@@ -222,15 +220,16 @@ class Dealer:
         ranks, parts = found
         tokens = self._divide(length, ranks, parts)
         ranks, tokens = [r for r, n in zip(ranks, tokens, strict=True) if n], [n for n in tokens if n]
-        loads = [Load(-self.spare[rank] - self.filler * count, 0, 0) for rank, count in zip(ranks, tokens, strict=True)]
-        shares = self._spread(length, tokens, loads)
+        # Where it is cut stays open: each part is taken to be as much attention as it is tokens.
+        keys = int(exchanged(len(ranks)) * length) if len(ranks) > 1 and self.price.window is None else 0
+        wire = 0.0 if self.overlapped else self.key_seconds * keys
+        shares = [Share([], self.seconds[place] * (count / length), keys, keys) for count in tokens]
         self.wide.append(_Wide(place, ranks, tokens, shares))
         for rank, count, share in zip(ranks, tokens, shares, strict=True):
             self._add(rank, share, 1)
             if self.group[rank] < 0:
                 self.group[rank] = len(self.wide) - 1
                 self.elastic[rank] = _ELASTIC * share.compute * (1 - count / length)
-            wire = 0.0 if self.overlapped else self.key_seconds * max(share.sent, share.received)
             self._change(rank, count, share.compute + wire - self.filler * count)
         return True
 
@@ -291,9 +290,6 @@ class Dealer:
             given += more
         return tokens
 
-    def _spread(self, length: int, tokens: list[int], loads: list[Load]) -> list[Share]:
-        return spread(length, tokens, loads, self.price, self.key_seconds, self.tile, overlapped=self.overlapped)
-
     def _add(self, rank: int, share: Share, sign: int) -> None:
         self.compute[rank] += sign * share.compute
         self.sent[rank] += sign * share.sent
@@ -305,7 +301,9 @@ class Dealer:
             for rank, share in zip(wide.ranks, wide.shares, strict=True):
                 self._add(rank, share, -1)
             loads = [Load(self.compute[rank], self.sent[rank], self.received[rank]) for rank in wide.ranks]
-            wide.shares = self._spread(self.length[wide.place], wide.tokens, loads)
+            wide.shares = spread(
+                self.length[wide.place], wide.tokens, loads, self.price, self.key_seconds, self.tile, overlapped=self.overlapped
+            )
             for rank, share in zip(wide.ranks, wide.shares, strict=True):
                 self._add(rank, share, 1)
                 self.rows += [(rank, self.document[wide.place], start, size) for start, size in share.pieces]

@@ -19,7 +19,7 @@ from hf_distca.schedule.prices import Price
 __all__ = ["Share", "spread"]
 
 # Times that the exchange of each rank, which depends on the cuts, is put back into them.
-_ROUNDS = 3
+_ROUNDS = 2
 # Part of its share of the document by which what a rank should get may differ from the mean to be like it.
 _ALIKE = 0.03
 
@@ -72,9 +72,7 @@ def _unlike_first(length: int, tokens: list[int], loads: list[Load], price: Pric
     return sorted(range(len(ends)), key=lambda at: (-int(abs(ends[at] - mean) / alike) if alike else 0, at))
 
 
-def _head_and_tail(
-    length: int, tokens: list[int], loads: list[Load], price: Price, key_seconds: float, tile: int
-) -> list[Share]:
+def _head_and_tail(length: int, tokens: list[int], loads: list[Load], price: Price, key_seconds: float, tile: int) -> list[Share]:
     tails = [count // 2 for count in tokens]
     for _ in range(_ROUNDS):
         ends = [
