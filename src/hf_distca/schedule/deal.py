@@ -166,14 +166,10 @@ def _nearest_bit(bits: int, wanted: int) -> int:
 
 
 def _checked(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int, tile: int, ranks_per_node: int | None) -> IntArray:
-    for name, value in (
-        ("ranks", ranks),
-        ("tokens_per_rank", tokens_per_rank),
-        ("tile", tile),
-        ("ranks_per_node", ranks_per_node),
-    ):
-        if value is None and name == "ranks_per_node":
-            continue
+    numbers = {"ranks": ranks, "tokens_per_rank": tokens_per_rank, "tile": tile}
+    if ranks_per_node is not None:
+        numbers["ranks_per_node"] = ranks_per_node
+    for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
     if ranks_per_node is not None and ranks % ranks_per_node:

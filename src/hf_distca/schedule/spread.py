@@ -1,7 +1,7 @@
 """How a document is cut over several ranks: each gets one piece from its front and one from its back.
 
-Rank by rank, from both ends of the document to its middle, tokens go in pairs of a *head* [h, h + a) and a *tail* [e - b, e). With
-a + b = n tokens given, a longer tail is more attention and a longer head less, and the sum of both,
+Rank by rank, from both ends of the document to its middle, tokens go in pairs of a *head* [h, h + a) and a *tail* [e - b, e).
+With a + b = n tokens given, a longer tail is more attention and a longer head less, and the sum of both,
 
     pairs = b * (e - h - n) + n * (h + n / 2)    (about: n * n / 2 of n rows that begin at position h, b of them moved to e)
 
@@ -25,7 +25,7 @@ _ALIKE = 0.03
 
 
 class Share(NamedTuple):
-    """What one rank gets of a document: pieces (start, length), seconds of computing them, key tokens that it sends and receives."""
+    """What one rank gets of a document: (start, length) of pieces, seconds of computing them, key tokens sent and received."""
 
     pieces: list[tuple[int, int]]
     compute: float
@@ -61,7 +61,7 @@ def spread(
     shares = _head_and_tail(
         length, [tokens[at] for at in order], [loads[at] for at in order], price, 0.0 if overlapped else key_seconds, tile
     )
-    place = {at: share for at, share in zip(order, shares, strict=True)}
+    place = dict(zip(order, shares, strict=True))
     return [place[at] for at in range(len(tokens))]
 
 
