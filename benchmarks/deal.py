@@ -2,11 +2,11 @@
 
     python benchmarks/deal.py --placements data/workloads --json results.json
 
-A placement is a JSON file as `hf-distca plan` reads it; only the lengths of its documents are dealt. The figures are those of the
-built-in cuda cost model for Llama-3-8B in bf16: the slowest rank by the mean compute of all ranks, for compute plus exchange, and for
-the longer of both (overlapped, each nano-batch of ping-pong dealt by itself; of both halves, the sum). Beside: the placement
-as given, whole documents on ranks by longest first (tokens then differ), every document head and tail over all ranks; each planned.
-A file ``workloads_reference.json`` beside the folder adds the published planner's balance of causal pairs. Ends with 1 if a figure
+A placement is a JSON file as `hf-distca plan` reads it; only the lengths of its documents are dealt. The figures are those of
+the built-in cuda cost model for Llama-3-8B in bf16: the slowest rank by the mean compute of all ranks, for compute plus exchange,
+and for the longer of both (overlapped, each nano-batch of ping-pong dealt by itself; of both halves, the sum). Beside: the
+placement as given, whole documents on ranks by longest first (tokens then differ), every document head and tail over all ranks. A
+file ``workloads_reference.json`` beside the folder adds the published planner's balance of causal pairs. Ends with 1 if a figure
 misses its limit.
 """
 

@@ -6,7 +6,6 @@ of attention and exchange, so that little is left for `balance` to move; and a d
 
 from __future__ import annotations
 
-
 import math
 from dataclasses import replace
 
@@ -80,10 +79,10 @@ def deal_nano_batches(
 ) -> tuple[Layout, Layout]:
     """Deal the documents of a global batch for ping-pong: the layouts of both nano-batches, none of which shares a document.
 
-    Both layouts number documents as `lengths` does. A rank has `tokens_per_rank` tokens in both together, first those of the first.
-    Its two halves have equally many (the second one more, if the number is odd) wherever documents can be divided so, as they
-    nearly always can if some are short. Else halves are as equal as documents allow; then ranks may differ in where theirs
-    begins by one token. A single document leaves the second layout empty.
+    Both layouts number documents as `lengths` does. A rank has `tokens_per_rank` tokens in both together. Its two halves have
+    equally many (the second one more, if the number is odd) wherever documents can be divided so, as they nearly always can if
+    some are short. Else halves are as equal as documents allow; then ranks may differ in where theirs begins by one token. A
+    single document leaves the second layout empty.
 
     Args and raises: as `deal`.
     """

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.cost import CostModel, FloatArray
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.prices import BandPrice, Price
 from hf_distca.schedule.spread import Load, Share, spread
@@ -34,6 +34,10 @@ _TRIES = 4
 # What ranks may end later than the target, tried in this order, for a document to be cut over no more than so many ranks.
 _LATER = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _FEW = 32
+# The same for a document to stay in a node.
+_LATE_IN_NODE = 0.1
+# Parts of a document that make all of it, with what rounding may lack.
+_ALL = 1 - 1e-9
 # Ranks that are asked whether they would take a whole document.
 _ASKED = 16
 # Part of its share of a wide document that a rank may be relieved of.
@@ -244,32 +248,35 @@ class Dealer:
             busy = self.key_seconds * np.array(self.received) + wire > self.limit
             fresh = np.where(busy & (np.array(self.received) > 0), 0.0, roomy)
             roomy = fresh if float(np.cumsum(fresh)[-1]) >= 1 else roomy
-        for later in (*_LATER, math.inf):
+        cost = 0.0 if self.overlapped else wire * exchanged(max(excess / max(self.limit, 1e-30), 2.0))
+        in_node = [(later, True) for later in _LATER if later <= _LATE_IN_NODE] if self.per_node < len(self.tokens) else []
+        for later, alone in (*in_node, *((later, False) for later in (*_LATER, math.inf))):
             late = later * self.limit
             if late >= whole and whole < math.inf:
                 return None
-            cost = 0.0 if self.overlapped else wire * exchanged(max(excess / max(self.limit, 1e-30), 2.0))
             part = roomy if late == math.inf else np.minimum(roomy, np.maximum(spare + (late - cost), 0.0) / excess)
-            order = self._nearest(part)
+            order = self._nearest(part, alone=alone)
             reached = np.cumsum(part[order])
-            enough = int(np.searchsorted(reached, 1 - 1e-9)) + 1
+            enough = int(np.searchsorted(reached, _ALL)) + 1
             if enough <= len(order) and (late == math.inf or not few or enough <= _FEW):
                 ranks = order[:enough]
                 return ranks.tolist(), part[ranks].tolist()
         return None
 
-    def _nearest(self, part: np.ndarray) -> IntArray:
-        """Ranks by what they can take, of one node if those of one can take all of it, or else of as few as can."""
+    def _nearest(self, part: FloatArray, *, alone: bool) -> IntArray:
+        """Ranks by what they can take: of one node that can take all of it, or else of few nodes; of none if `alone`."""
         ranks = np.flatnonzero(part > 0)
         if self.per_node < len(self.tokens):
             node = ranks // self.per_node
             of_node = np.bincount(node, weights=part[ranks])
-            enough = np.flatnonzero(of_node >= 1)
+            enough = np.flatnonzero(of_node >= _ALL)
             if len(enough):
                 ranks = ranks[node == enough[np.argmin(of_node[enough])]]
+            elif alone:
+                return ranks[:0]
             else:
                 fullest = np.argsort(-of_node, kind="stable")
-                count = int(np.searchsorted(np.cumsum(of_node[fullest]), 1)) + 1
+                count = int(np.searchsorted(np.cumsum(of_node[fullest]), _ALL)) + 1
                 ranks = ranks[np.isin(node, fullest[:count])]
         return ranks[np.argsort(-part[ranks], kind="stable")]
 
