@@ -23,8 +23,8 @@ from hf_distca.schedule.plan import Plan
 
 __all__ = ["deal", "deal_nano_batches", "plan_dealt"]
 
-# Part of the mean end of ranks by which the slowest may be late for `balance` to find nothing: what it moves travels with queries
-# and outputs, which takes longer than a dealt rank is late.
+# Part of its seconds by which the slowest rank may be late for `balance` to find nothing: what it moves travels with queries and
+# outputs, which takes longer than a dealt rank is late.
 _LATE = 0.1
 
 # Tokens of the short documents that make the halves of a global batch equal, at most, and how many documents at least.
@@ -108,11 +108,15 @@ def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
         cost = replace(cost, window=None)
     local = Plan.local(layout, cost.window)
     load = PlanLoad(local, cost, overlapped=config.ping_pong)
-    ends = load.compute_seconds if config.ping_pong else load.compute_seconds + load.exchange_seconds
-    mean = math.fsum(ends.tolist()) / layout.world_size
-    late = config.min_gain if config.ping_pong else max(config.min_gain, _LATE)
+    compute, exchange = load.compute_seconds, load.exchange_seconds
+    mean = math.fsum(compute.tolist()) / layout.world_size
+    least, late = mean, config.min_gain
+    if not config.ping_pong and layout.world_size > 1:
+        # Whoever would relieve the slowest rank needs the keys that it exchanges.
+        slowest = int(np.argmax(compute + exchange))
+        least, late = mean + max(float(exchange[slowest]), math.fsum(exchange.tolist()) / layout.world_size), _LATE
     # A bound of transient bytes is kept by waves, which only `balance` counts.
-    if config.max_transient_bytes is None and load.slowest_seconds * (1 - late) <= mean:
+    if config.max_transient_bytes is None and load.slowest_seconds * (1 - max(late, config.min_gain)) <= least:
         return local
     return balance(layout, cost, config)
 

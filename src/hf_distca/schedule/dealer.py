@@ -13,7 +13,8 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,12 +26,17 @@ from hf_distca.schedule.target import Target, exchanged
 
 __all__ = ["Dealer"]
 
+Found = TypeVar("Found")
+
 # Parts of the target: documents of fewer seconds only fill up ranks; so much more than its target a rank may get unasked; so much
 # all work may exceed what there is room for before the target rises.
 _SHORT = 0.004
 _SLACK = 0.005
 _LACK = 0.002
-_TRIES = 4
+_RAISES = 4
+# How often documents are dealt, each time for a later target, until the slowest rank is so close to it, as a part of it.
+_TRIES = 3
+_CLOSE = 0.1
 # What ranks may end later than the target, tried in this order, for a document to be cut over no more than so many ranks.
 _LATER = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _FEW = 32
@@ -75,10 +81,29 @@ class Dealer:
         self.exchange = exchange.tolist()
         self.price = (Price if cost.window is None else BandPrice).of(cost, tile)
         self.tokens, self.tile, self.per_node, self.overlapped = tokens, tile, ranks_per_node, overlapped
+        self.rows: list[tuple[int, int, int, int]] = []
 
     def layout(self) -> Layout:
         """Deal, and build the layout."""
-        at = self._deal_wide()
+        if not self.length:
+            nothing = np.zeros(0, dtype=np.int64)
+            return Layout(nothing, nothing, nothing, np.zeros(len(self.tokens) + 1, dtype=np.int64))
+        limit, best, earliest = self.target.seconds, self.rows, math.inf
+        for _ in range(_TRIES):
+            slowest = self._deal(limit)
+            if slowest < earliest:
+                best, earliest = self.rows, slowest
+            if self.overlapped or slowest <= self.limit * (1 + _CLOSE):
+                break
+            # Cuts to be in time took longer than they were worth: with a later target, more documents stay whole.
+            limit = (self.limit + earliest) / 2
+        rows = np.array(best, dtype=np.int64).reshape(-1, 4)
+        rank, document, start, size = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))].T
+        return Layout(document, start, size, np.searchsorted(rank, np.arange(len(self.tokens) + 1)))
+
+    def _deal(self, limit: float) -> float:
+        """Deal for a target; the seconds of the slowest rank."""
+        at = self._deal_wide(limit)
         short = _SHORT * self.limit
         first_short = at
         while first_short < len(self.length) and self.seconds[first_short] >= short:
@@ -88,9 +113,11 @@ class Dealer:
             self._deal_whole(place)
         self._fill_up(first_short)
         self._cut_wide()
-        rows = np.array(self.rows, dtype=np.int64).reshape(-1, 4)
-        rank, document, start, size = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))].T
-        return Layout(document, start, size, np.searchsorted(rank, np.arange(len(self.tokens) + 1)))
+        return max(self._end(rank) for rank in range(len(self.tokens)))
+
+    def _end(self, rank: int) -> float:
+        wire = self.key_seconds * max(self.sent[rank], self.received[rank])
+        return max(self.compute[rank], wire) if self.overlapped else self.compute[rank] + wire
 
     def _begin(self, limit: float, filler: float) -> None:
         ranks = len(self.tokens)
@@ -102,7 +129,7 @@ class Dealer:
         # Seconds that a rank can be relieved of by the others of its group, which share a wide document.
         self.elastic, self.group = [0.0] * ranks, [-1] * ranks
         self.wide: list[_Wide] = []
-        self.rows: list[tuple[int, int, int, int]] = []
+        self.rows = []
         self._sort_ranks()
 
     def _sort_ranks(self) -> None:
@@ -111,13 +138,13 @@ class Dealer:
         heapq.heapify(self.ready)
         self.waiting: list[tuple[int, int]] = []
 
-    def _deal_wide(self) -> int:
+    def _deal_wide(self, limit: float) -> int:
         """Deal wide documents, with a later target as long as too little room is left for the others; how many those are."""
-        limit, filler = self.target.seconds, self.target.filler
+        filler = self.target.filler
         excess = [seconds - filler * length for seconds, length in zip(self.seconds, self.length, strict=True)]
         total = math.fsum(excess)
         wide = 0
-        for _ in range(_TRIES):
+        for _ in range(_RAISES):
             self._begin(limit, filler)
             wide, rest = 0, total
             most = limit - filler * max(self.tokens)
@@ -240,45 +267,58 @@ class Dealer:
     def _choose(self, place: int, whole: float, *, few: bool) -> tuple[list[int], list[float]] | None:
         """Ranks for a document, and the part of it that each may have; None if a whole one is `whole` seconds late and better."""
         room, spare = np.frombuffer(self.room, dtype=np.int64), np.frombuffer(self.spare)
-        length, excess = self.length[place], max(self._excess(place), 1e-3 * self.seconds[place])
-        roomy = room / length
-        wire = self.exchange[place]
-        if self.overlapped and wire > 0:
-            # Keys of several documents may take longer than what a rank computes.
-            busy = self.key_seconds * np.array(self.received) + wire > self.limit
-            fresh = np.where(busy & (np.array(self.received) > 0), 0.0, roomy)
-            roomy = fresh if float(np.cumsum(fresh)[-1]) >= 1 else roomy
-        cost = 0.0 if self.overlapped else wire * exchanged(max(excess / max(self.limit, 1e-30), 2.0))
-        in_node = [(later, True) for later in _LATER if later <= _LATE_IN_NODE] if self.per_node < len(self.tokens) else []
-        for later, alone in (*in_node, *((later, False) for later in (*_LATER, math.inf))):
-            late = later * self.limit
-            if late >= whole and whole < math.inf:
-                return None
-            part = roomy if late == math.inf else np.minimum(roomy, np.maximum(spare + (late - cost), 0.0) / excess)
-            order = self._nearest(part, alone=alone)
-            reached = np.cumsum(part[order])
-            enough = int(np.searchsorted(reached, _ALL)) + 1
-            if enough <= len(order) and (late == math.inf or not few or enough <= _FEW):
-                ranks = order[:enough]
-                return ranks.tolist(), part[ranks].tolist()
-        return None
+        excess, wire = max(self._excess(place), 1e-3 * self.seconds[place]), self.exchange[place]
+        roomy = self._roomy(room / self.length[place], wire)
+        cost = 0.0 if self.overlapped else wire * exchanged(max(excess / self.limit, 2.0))
 
-    def _nearest(self, part: FloatArray, *, alone: bool) -> IntArray:
-        """Ranks by what they can take: of one node that can take all of it, or else of few nodes; of none if `alone`."""
+        def ranks_for(later: float, *, alone: bool) -> tuple[list[int], list[float]] | None:
+            part = np.minimum(roomy, np.maximum(spare + (later * self.limit - cost), 0.0) / excess)
+            return self._nearest(part, few=few, alone=alone)
+
+        if self.per_node < len(self.tokens):
+            in_node = [later for later in _LATER if later <= _LATE_IN_NODE and later * self.limit < whole]
+            if found := _first(in_node, lambda later: ranks_for(later, alone=True)):
+                return found
+        if found := _first(
+            [later for later in _LATER if later * self.limit < whole], lambda later: ranks_for(later, alone=False)
+        ):
+            return found
+        return self._nearest(roomy, few=False, alone=False) if whole == math.inf else None
+
+    def _roomy(self, part: FloatArray, wire: float) -> FloatArray:
+        """The part of a document that each rank has room for, and time to exchange its keys if that is not counted."""
+        if not self.overlapped or not wire:
+            return part
+        # Keys of several documents may take longer than what a rank computes.
+        keys = np.array(self.received) * self.key_seconds
+        fresh = np.where((keys > 0) & (keys + wire > self.limit), 0.0, part)
+        return fresh if float(np.cumsum(fresh)[-1]) >= 1 else part
+
+    def _nearest(self, part: FloatArray, *, few: bool, alone: bool) -> tuple[list[int], list[float]] | None:
+        """Ranks that can take all of a document, by the parts that they can: few ranks, of one node if they must be or can be."""
         ranks = np.flatnonzero(part > 0)
         if self.per_node < len(self.tokens):
-            node = ranks // self.per_node
-            of_node = np.bincount(node, weights=part[ranks])
-            enough = np.flatnonzero(of_node >= _ALL)
-            if len(enough):
-                ranks = ranks[node == enough[np.argmin(of_node[enough])]]
-            elif alone:
-                return ranks[:0]
-            else:
-                fullest = np.argsort(-of_node, kind="stable")
-                count = int(np.searchsorted(np.cumsum(of_node[fullest]), _ALL)) + 1
-                ranks = ranks[np.isin(node, fullest[:count])]
-        return ranks[np.argsort(-part[ranks], kind="stable")]
+            ranks = self._in_nodes(ranks, part, alone=alone)
+        if few and len(ranks) > _FEW:
+            ranks = ranks[part[ranks] >= np.partition(part[ranks], -_FEW)[-_FEW]]
+        order = ranks[np.argsort(-part[ranks], kind="stable")]
+        enough = int(np.searchsorted(np.cumsum(part[order]), _ALL)) + 1
+        if enough > len(order) or (few and enough > _FEW):
+            return None
+        return order[:enough].tolist(), part[order[:enough]].tolist()
+
+    def _in_nodes(self, ranks: IntArray, part: FloatArray, *, alone: bool) -> IntArray:
+        """Those ranks that are in the node with the least that is enough, or else in as few nodes as can be; none if `alone`."""
+        node = ranks // self.per_node
+        of_node = np.bincount(node, weights=part[ranks])
+        enough = np.flatnonzero(of_node >= _ALL)
+        if len(enough):
+            return ranks[node == enough[np.argmin(of_node[enough])]]
+        if alone:
+            return ranks[:0]
+        fullest = np.argsort(-of_node, kind="stable")
+        count = int(np.searchsorted(np.cumsum(of_node[fullest]), _ALL)) + 1
+        return ranks[np.isin(node, fullest[:count])]
 
     def _divide(self, length: int, ranks: list[int], parts: list[float]) -> list[int]:
         """Tokens for each rank, in proportion to these parts."""
@@ -360,3 +400,15 @@ class Dealer:
                 self._add(rank, Share([], self.price.seconds(start, start + size), size if rest else 0, start), 1)
                 self.room[rank] -= size
                 start += size
+
+
+def _first(values: list[float], found: Callable[[float], Found | None]) -> Found | None:
+    """What is found for the first value that anything is found for; for later ones there is something, too."""
+    low, high, best = 0, len(values), None
+    while low < high:
+        middle = (low + high) // 2
+        if result := found(values[middle]):
+            best, high = result, middle
+        else:
+            low = middle + 1
+    return best

@@ -15,12 +15,13 @@ import math
 from typing import NamedTuple
 
 from hf_distca.schedule.prices import Price
+from hf_distca.schedule.target import exchanged
 
-__all__ = ["Share", "spread"]
+__all__ = ["Load", "Share", "spread"]
 
-# Times that the exchange of each rank, which depends on the cuts, is put back into them.
-_ROUNDS = 2
-# Part of its share of the document by which what a rank should get may differ from the mean to be like it.
+# Times that a document is cut: each time with the exchange of the last cuts, and with those ranks first that did not end in time.
+_ROUNDS = 3
+# Part of its share of the document by which a rank's end may differ from the mean to be in time.
 _ALIKE = 0.03
 
 
@@ -53,78 +54,123 @@ def spread(
         price: the cost model as scalars.
         key_seconds: seconds of exchanging one key token.
         tile: cuts lie at multiples of it, as far as `tokens` allows.
-        overlapped: whether the exchange counts for nothing.
+        overlapped: whether ranks end after the longer of compute and exchange, not after both.
     """
     if price.window is not None:
         return _in_order(tokens, price)
-    order = _unlike_first(length, tokens, loads, price)
-    shares = _head_and_tail(
-        length, [tokens[at] for at in order], [loads[at] for at in order], price, 0.0 if overlapped else key_seconds, tile
-    )
-    place = dict(zip(order, shares, strict=True))
-    return [place[at] for at in range(len(tokens))]
+    return _Cutter(length, tokens, loads, price, key_seconds, tile, overlapped).shares()
 
 
-def _unlike_first(length: int, tokens: list[int], loads: list[Load], price: Price) -> list[int]:
-    """Ranks that should get much more or less attention than others first: at the ends of a document there is the most choice."""
-    ends = [load.compute + price.pair * length * count / 2 for load, count in zip(loads, tokens, strict=True)]
-    mean, alike = math.fsum(ends) / len(ends), _ALIKE * price.pair * length * length / len(ends)
-    return sorted(range(len(ends)), key=lambda at: (-int(abs(ends[at] - mean) / alike) if alike else 0, at))
+class _Cutter:
+    def __init__(
+        self,
+        length: int,
+        tokens: list[int],
+        loads: list[Load],
+        price: Price,
+        key_seconds: float,
+        tile: int,
+        overlapped: bool,
+    ) -> None:
+        self.length, self.tokens, self.loads, self.price, self.tile = length, tokens, loads, price, tile
+        self.key_seconds, self.overlapped = key_seconds, overlapped
+        # Before anything is cut, exchanges are taken to be alike.
+        keys = exchanged(len(tokens)) * length if len(tokens) > 1 else 0.0
+        wire = 0.0 if overlapped else key_seconds
+        self.exchange = [wire * (max(load.sent, load.received) + keys) for load in loads]
+        self.alike = _ALIKE * price.pair * length * length / len(tokens)
 
-
-def _head_and_tail(length: int, tokens: list[int], loads: list[Load], price: Price, key_seconds: float, tile: int) -> list[Share]:
-    tails = [count // 2 for count in tokens]
-    for _ in range(_ROUNDS):
+    def shares(self) -> list[Share]:
+        """The best of a few ways to cut; in the order of the ranks."""
         ends = [
-            load.compute + key_seconds * max(load.sent + sent, load.received + received)
-            for load, (sent, received) in zip(loads, _keys(length, tokens, tails), strict=True)
+            load.compute + self.price.pair * self.length * count / 2 for load, count in zip(self.loads, self.tokens, strict=True)
         ]
-        tails = _tails(length, tokens, ends, price, tile)
-    return _shares(length, tokens, tails, price)
+        order = self._unlike_first(ends, list(range(len(ends))))
+        best: tuple[float, list[int], list[int]] | None = None
+        for _ in range(_ROUNDS):
+            tails = self._tails(order)
+            ends = self._ends(order, tails)
+            if best is None or max(ends) < best[0]:
+                best = max(ends), order, tails
+            previous, order = order, self._unlike_first(ends, order)
+            if order == previous and best[1] is not previous:
+                break
+        return self._shares(*best[1:]) if best else []
+
+    def _unlike_first(self, ends: list[float], order: list[int]) -> list[int]:
+        """Ranks that should get much more or less attention than others first: at the ends of a document there is most choice."""
+        mean = math.fsum(ends) / len(ends)
+        if not self.alike:
+            return order
+        return sorted(order, key=lambda at: -int(abs(ends[at] - mean) / self.alike))
+
+    def _tails(self, order: list[int]) -> list[int]:
+        """Tokens of the tail of each rank, in this order, for which all end with the same seconds."""
+        head, end, pair, last = 0, self.length, self.price.pair, len(order) - 1
+        others = math.fsum(self.loads[at].compute + self.exchange[at] for at in order)
+        tails = []
+        for place, at in enumerate(order):
+            count, load = self.tokens[at], self.loads[at]
+            level = (others + pair * (end * (end + 1) - head * (head + 1)) / 2) / (len(order) - place)
+            others -= load.compute + self.exchange[at]
+            tail = count
+            if place < last:
+                tail = self._tail(level, head, end, count, load, place, last)
+                # The tail begins on a tile.
+                tail = min(max(end - int((end - tail) / self.tile + 0.5) * self.tile, 0), count)
+            tails.append(tail)
+            head, end = head + count - tail, end - tail
+        return tails
+
+    def _tail(self, level: float, head: int, end: int, count: int, load: Load, place: int, last: int) -> float:
+        """The longest tail for which a rank ends by `level`, or the one with which it ends first."""
+        pair, key = self.price.pair, self.key_seconds
+        slope = pair * (end - head - count)
+        least = load.compute + pair * count * (head + count / 2)
+        received = key * (load.received + end - count)
+        # What is sent falls with a longer tail: `first` if there is none.
+        first, fall = key * (load.sent + count * last), key * (last - place)
+        if self.overlapped:
+            return max((level - least) / slope, (first - level) / fall if fall else 0.0)
+        by_received = (level - least - received) / slope
+        both = level - least - first
+        if slope > fall:
+            return min(by_received, both / (slope - fall))
+        # Longer tails are less to send than they are more to compute, up to where more is received than sent.
+        return max(by_received, (first - received) / fall) if fall else by_received
+
+    def _ends(self, order: list[int], tails: list[int]) -> list[float]:
+        """Seconds after which each rank ends, by rank; keeps those of the exchange."""
+        ends = [0.0] * len(order)
+        head, end, last, pair = 0, self.length, len(order) - 1, self.price.pair
+        for place, (at, tail) in enumerate(zip(order, tails, strict=True)):
+            count, load = self.tokens[at], self.loads[at]
+            sent, received = _keys(count, tail, place, last, head, end)
+            wire = self.key_seconds * max(load.sent + sent, load.received + received)
+            compute = load.compute + pair * (tail * (end - head - count) + count * (head + count / 2))
+            self.exchange[at] = 0.0 if self.overlapped else wire
+            ends[at] = max(compute, wire) if self.overlapped else compute + wire
+            head, end = head + count - tail, end - tail
+        return ends
+
+    def _shares(self, order: list[int], tails: list[int]) -> list[Share]:
+        shares: dict[int, Share] = {}
+        head, end, last = 0, self.length, len(order) - 1
+        for place, (at, tail) in enumerate(zip(order, tails, strict=True)):
+            count = self.tokens[at]
+            rest = count - tail
+            pieces = [piece for piece in ((head, rest), (end - tail, tail)) if piece[1]]
+            if len(pieces) == 2 and head + rest == end - tail:
+                pieces = [(head, count)]
+            compute = math.fsum(self.price.seconds(start, start + size) for start, size in pieces)
+            shares[at] = Share(pieces, compute, *_keys(count, tail, place, last, head, end))
+            head, end = head + rest, end - tail
+        return [shares[at] for at in range(len(order))]
 
 
-def _tails(length: int, tokens: list[int], ends: list[float], price: Price, tile: int) -> list[int]:
-    """Tokens of each tail for which all ranks end with the same seconds."""
-    head, end, pair = 0, length, price.pair
-    others = math.fsum(ends)
-    tails = []
-    for left, (count, other) in zip(range(len(tokens), 0, -1), zip(tokens, ends, strict=True), strict=True):
-        level = (others + pair * (end * (end + 1) - head * (head + 1)) / 2) / left
-        others -= other
-        slope = end - head - count
-        if slope <= 0:
-            tails.append(count)
-            break
-        wanted = ((level - other) / pair - count * (head + count / 2)) / slope
-        cut = int((end - wanted) / tile + 0.5) * tile  # where the tail begins
-        tail = min(max(end - cut, 0), count)
-        tails.append(tail)
-        head, end = head + count - tail, end - tail
-    return tails
-
-
-def _keys(length: int, tokens: list[int], tails: list[int]) -> list[tuple[int, int]]:
-    """Key tokens that each rank sends and receives."""
-    last, end, head = len(tokens) - 1, length, 0
-    keys = []
-    for place, (count, tail) in enumerate(zip(tokens, tails, strict=True)):
-        # Without a tail it needs what is before its head.
-        keys.append(((count - tail) * last + tail * place, end - count if tail else head))
-        head, end = head + count - tail, end - tail
-    return keys
-
-
-def _shares(length: int, tokens: list[int], tails: list[int], price: Price) -> list[Share]:
-    head, end = 0, length
-    shares = []
-    for count, tail, keys in zip(tokens, tails, _keys(length, tokens, tails), strict=True):
-        rest = count - tail
-        pieces = [piece for piece in ((head, rest), (end - tail, tail)) if piece[1]]
-        if len(pieces) == 2 and head + rest == end - tail:
-            pieces = [(head, count)]
-        shares.append(Share(pieces, sum(price.seconds(start, start + size) for start, size in pieces), *keys))
-        head, end = head + rest, end - tail
-    return shares
+def _keys(count: int, tail: int, place: int, last: int, head: int, end: int) -> tuple[int, int]:
+    """Key tokens that a rank sends and receives; without a tail it needs what is before its head."""
+    return (count - tail) * last + tail * place, end - count if tail else head
 
 
 def _in_order(tokens: list[int], price: Price) -> list[Share]:
@@ -132,6 +178,7 @@ def _in_order(tokens: list[int], price: Price) -> list[Share]:
     shares, start = [], 0
     for count in tokens:
         keys = price.keys(start, start + count, 0) - count
-        shares.append(Share([(start, count)], price.seconds(start, start + count), min(price.window or 0, count), keys))
+        sent = min(price.window or 0, count)
+        shares.append(Share([(start, count)], price.seconds(start, start + count), sent, keys))
         start += count
     return shares

@@ -8,7 +8,7 @@ longest of the whole documents. The target is the least number of seconds for wh
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,7 +23,10 @@ _ROUNDS = 8
 _COMPUTED = 0.1
 
 
-def exchanged(ranks: float) -> float:
+Ranks = TypeVar("Ranks", float, FloatArray)
+
+
+def exchanged(ranks: Ranks) -> Ranks:
     """Part of a document's keys that each of so many ranks exchanges, with head and tail, on average."""
     return 0.875 - 0.75 / ranks
 
@@ -59,7 +62,7 @@ class Target:
         self.tokens_before = np.concatenate([[0], np.cumsum(length)])
         self.seconds_before = np.concatenate([[0.0], np.cumsum(seconds)])
         low = float(self.seconds_before[-1]) / ranks
-        high = low + float(seconds[0])
+        high = low + float(seconds.max(initial=0.0))
         candidates = int(np.count_nonzero(seconds > low / 2))
         self.length, self.work = length[:candidates].astype(np.float64), seconds[:candidates]
         self.exchange = exchange[:candidates]
@@ -98,11 +101,11 @@ class Target:
         exchange = self.exchange[: len(excess)]
         if free <= 0 or exchange.max() > seconds:
             return None
-        each = np.maximum(excess / free, 2.0)
         if self.overlapped:
-            return each
+            return np.asarray(excess / free)
+        each = np.maximum(excess / free, 2.0)
         for _ in range(2):
-            left = free - exchange * (0.875 - 0.75 / each)
+            left = free - exchange * exchanged(each)
             if left.min() <= _COMPUTED * seconds:
                 return None
             each = np.maximum(excess / left, 1.01)
