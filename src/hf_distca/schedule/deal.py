@@ -139,7 +139,7 @@ def _half(length: IntArray, seconds: list[float], tokens: int) -> npt.NDArray[np
         first[document] = half == 0
     for document in _change([int(length[document]) for document in small], rooms[0]):
         first[small[document]] = True
-    return first
+    return first if first.any() else ~first
 
 
 def _change(coins: list[int], amount: int) -> list[int]:
@@ -173,7 +173,8 @@ def _checked(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int, tile: int
     if ranks_per_node is not None:
         numbers["ranks_per_node"] = ranks_per_node
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        # Not `isinstance`: True is no number of ranks.
+        if type(value) is not int or value < 1:
             raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
     if ranks_per_node is not None and ranks % ranks_per_node:
         raise ConfigError(f"ranks_per_node={ranks_per_node} must divide ranks={ranks}.")

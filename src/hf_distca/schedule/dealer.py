@@ -45,7 +45,7 @@ _LATE_IN_NODE = 0.1
 # Parts of a document that make all of it, with what rounding may lack.
 _ALL = 1 - 1e-9
 # Ranks that are asked whether they would take a whole document.
-_ASKED = 16
+_ASKED = 4
 # Part of its share of a wide document that a rank may be relieved of.
 _ELASTIC = 0.7
 
@@ -313,7 +313,7 @@ class Dealer:
         of_node = np.bincount(node, weights=part[ranks])
         enough = np.flatnonzero(of_node >= _ALL)
         if len(enough):
-            return ranks[node == enough[np.argmin(of_node[enough])]]
+            return np.asarray(ranks[node == enough[np.argmin(of_node[enough])]])
         if alone:
             return ranks[:0]
         fullest = np.argsort(-of_node, kind="stable")
@@ -404,7 +404,11 @@ class Dealer:
 
 def _first(values: list[float], found: Callable[[float], Found | None]) -> Found | None:
     """What is found for the first value that anything is found for; for later ones there is something, too."""
-    low, high, best = 0, len(values), None
+    # Most often it is the first.
+    if values and (best := found(values[0])):
+        return best
+    low, high = min(1, len(values)), len(values)
+    best = None
     while low < high:
         middle = (low + high) // 2
         if result := found(values[middle]):

@@ -115,9 +115,9 @@ class _Cutter:
             others -= load.compute + self.exchange[at]
             tail = count
             if place < last:
-                tail = self._tail(level, head, end, count, load, place, last)
+                wanted = self._tail(level, head, end, count, load, place, last)
                 # The tail begins on a tile.
-                tail = min(max(end - int((end - tail) / self.tile + 0.5) * self.tile, 0), count)
+                tail = min(max(end - int((end - wanted) / self.tile + 0.5) * self.tile, 0), count)
             tails.append(tail)
             head, end = head + count - tail, end - tail
         return tails
