@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.deal import deal, deal_nano_batches, plan_dealt
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
@@ -189,6 +189,11 @@ def test_one_huge_document_among_short_ones() -> None:
     layout = deal(lengths, 64, 65536, CUDA)
     # Each of its ranks needs all of its keys, which take 0.19 of the mean.
     assert slowest(Plan.local(layout)) <= 1.2
+
+
+def test_attention_that_costs_nothing() -> None:
+    free = KernelCost(0.0, np.inf, np.inf)
+    check(deal([5000, *[100] * 30, 192], 2, 4096, CostModel(SHAPE, free, free, np.inf)), [5000, *[100] * 30, 192], [4096] * 2)
 
 
 def test_dealing_again_is_the_same() -> None:

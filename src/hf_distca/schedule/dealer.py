@@ -13,20 +13,20 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from hf_distca.schedule.cost import CostModel, FloatArray
+from hf_distca.schedule.fill import fill_up, pour
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.prices import BandPrice, Price
 from hf_distca.schedule.spread import Load, Share, spread
+from hf_distca.schedule.takers import divide, first_found, takers
 from hf_distca.schedule.target import Target, exchanged
 
 __all__ = ["Dealer"]
-
-Found = TypeVar("Found")
 
 # Parts of the target: documents of fewer seconds only fill up ranks; so much more than its target a rank may get unasked; so much
 # all work may exceed what there is room for before the target rises.
@@ -42,8 +42,6 @@ _LATER = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _FEW = 32
 # The same for a document to stay in a node.
 _LATE_IN_NODE = 0.1
-# Parts of a document that make all of it, with what rounding may lack.
-_ALL = 1 - 1e-9
 # Ranks that are asked whether they would take a whole document.
 _ASKED = 4
 # Part of its share of a wide document that a rank may be relieved of.
@@ -71,6 +69,9 @@ class Dealer:
         *,
         overlapped: bool,
     ) -> None:
+        if not Price.of(cost, tile).pair:
+            # Attention that costs nothing a pair is as long as its tokens are many: pairs decide then.
+            cost = replace(CostModel.pairs(cost.shape), window=cost.window)
         order = np.lexsort((document, -length))
         length, seconds = length[order], cost.seconds(length[order], length[order])
         keys = length if cost.window is None else np.minimum(length, cost.window)
@@ -249,7 +250,7 @@ class Dealer:
         if found is None:
             return False
         ranks, parts = found
-        tokens = self._divide(length, ranks, parts)
+        tokens = divide(length, [self.room[rank] for rank in ranks], parts, self.tile)
         ranks, tokens = [r for r, n in zip(ranks, tokens, strict=True) if n], [n for n in tokens if n]
         # Where it is cut stays open: each part is taken to be as much attention as it is tokens.
         keys = int(exchanged(len(ranks)) * length) if len(ranks) > 1 and self.price.window is None else 0
@@ -273,17 +274,17 @@ class Dealer:
 
         def ranks_for(later: float, *, alone: bool) -> tuple[list[int], list[float]] | None:
             part = np.minimum(roomy, np.maximum(spare + (later * self.limit - cost), 0.0) / excess)
-            return self._nearest(part, few=few, alone=alone)
+            return takers(part, self.per_node, most=_FEW if few else None, alone=alone)
 
         if self.per_node < len(self.tokens):
             in_node = [later for later in _LATER if later <= _LATE_IN_NODE and later * self.limit < whole]
-            if found := _first(in_node, lambda later: ranks_for(later, alone=True)):
+            if found := first_found(in_node, lambda later: ranks_for(later, alone=True)):
                 return found
-        if found := _first(
+        if found := first_found(
             [later for later in _LATER if later * self.limit < whole], lambda later: ranks_for(later, alone=False)
         ):
             return found
-        return self._nearest(roomy, few=False, alone=False) if whole == math.inf else None
+        return takers(roomy, self.per_node) if whole == math.inf else None
 
     def _roomy(self, part: FloatArray, wire: float) -> FloatArray:
         """The part of a document that each rank has room for, and time to exchange its keys if that is not counted."""
@@ -293,49 +294,6 @@ class Dealer:
         keys = np.array(self.received) * self.key_seconds
         fresh = np.where((keys > 0) & (keys + wire > self.limit), 0.0, part)
         return fresh if float(np.cumsum(fresh)[-1]) >= 1 else part
-
-    def _nearest(self, part: FloatArray, *, few: bool, alone: bool) -> tuple[list[int], list[float]] | None:
-        """Ranks that can take all of a document, by the parts that they can: few ranks, of one node if they must be or can be."""
-        ranks = np.flatnonzero(part > 0)
-        if self.per_node < len(self.tokens):
-            ranks = self._in_nodes(ranks, part, alone=alone)
-        if few and len(ranks) > _FEW:
-            ranks = ranks[part[ranks] >= np.partition(part[ranks], -_FEW)[-_FEW]]
-        order = ranks[np.argsort(-part[ranks], kind="stable")]
-        enough = int(np.searchsorted(np.cumsum(part[order]), _ALL)) + 1
-        if enough > len(order) or (few and enough > _FEW):
-            return None
-        return order[:enough].tolist(), part[order[:enough]].tolist()
-
-    def _in_nodes(self, ranks: IntArray, part: FloatArray, *, alone: bool) -> IntArray:
-        """Those ranks that are in the node with the least that is enough, or else in as few nodes as can be; none if `alone`."""
-        node = ranks // self.per_node
-        of_node = np.bincount(node, weights=part[ranks])
-        enough = np.flatnonzero(of_node >= _ALL)
-        if len(enough):
-            return np.asarray(ranks[node == enough[np.argmin(of_node[enough])]])
-        if alone:
-            return ranks[:0]
-        fullest = np.argsort(-of_node, kind="stable")
-        count = int(np.searchsorted(np.cumsum(of_node[fullest]), _ALL)) + 1
-        return ranks[np.isin(node, fullest[:count])]
-
-    def _divide(self, length: int, ranks: list[int], parts: list[float]) -> list[int]:
-        """Tokens for each rank, in proportion to these parts."""
-        scale = length / math.fsum(parts)
-        tokens, wanted, given = [], 0.0, 0
-        for rank, part in zip(ranks, parts, strict=True):
-            wanted += part * scale
-            count = max(int(wanted / self.tile + 0.5) * self.tile - given, 0)
-            # What is nearly all of its room is all of it: what is left would only cut another document.
-            room = self.room[rank]
-            tokens.append(min(room if part * scale > room - self.tile else count, room, length - given))
-            given += tokens[-1]
-        for at, rank in enumerate(ranks):
-            more = min(length - given, self.room[rank] - tokens[at])
-            tokens[at] += more
-            given += more
-        return tokens
 
     def _add(self, rank: int, share: Share, sign: int) -> None:
         self.compute[rank] += sign * share.compute
@@ -356,63 +314,13 @@ class Dealer:
                 self.rows += [(rank, self.document[wide.place], start, size) for start, size in share.pieces]
 
     def _fill_up(self, first: int) -> None:
-        """Short documents, each to the rank that lacks the most seconds a token; then what fits no room, cut."""
-        room, seconds = self.room, self.seconds
-        left = [spare + self.filler * tokens for spare, tokens in zip(self.spare, room, strict=True)]
-        ready = [(-left[rank] / tokens, rank) for rank, tokens in enumerate(room) if tokens]
-        heapq.heapify(ready)
-        waiting: list[tuple[int, int]] = []
-        rest = []
-        for place in range(first, len(self.length)):
-            length = self.length[place]
-            while waiting and -waiting[0][0] >= length:
-                rank = heapq.heappop(waiting)[1]
-                heapq.heappush(ready, (-left[rank] / room[rank], rank))
-            while ready and room[ready[0][1]] < length:
-                rank = heapq.heappop(ready)[1]
-                heapq.heappush(waiting, (-room[rank], rank))
-            if not ready:
-                rest.append(place)
-                continue
-            rank = ready[0][1]
-            self.rows.append((rank, self.document[place], 0, length))
-            self.compute[rank] += seconds[place]
-            room[rank] -= length
-            left[rank] -= seconds[place]
-            if room[rank]:
-                heapq.heapreplace(ready, (-left[rank] / room[rank], rank))
-            else:
-                heapq.heappop(ready)
-        self._pour(rest)
-
-    def _pour(self, places: list[int]) -> None:
-        """Documents one after another into what room there is, cut where it ends."""
-        holes = (rank for rank, tokens in enumerate(self.room) if tokens)
-        rank = -1
-        for place in places:
-            start, length = 0, self.length[place]
-            while start < length:
-                if rank < 0 or not self.room[rank]:
-                    rank = next(holes)
-                size = min(length - start, self.room[rank])
-                self.rows.append((rank, self.document[place], start, size))
-                rest = length - start - size
-                self._add(rank, Share([], self.price.seconds(start, start + size), size if rest else 0, start), 1)
-                self.room[rank] -= size
-                start += size
-
-
-def _first(values: list[float], found: Callable[[float], Found | None]) -> Found | None:
-    """What is found for the first value that anything is found for; for later ones there is something, too."""
-    # Most often it is the first.
-    if values and (best := found(values[0])):
-        return best
-    low, high = min(1, len(values)), len(values)
-    best = None
-    while low < high:
-        middle = (low + high) // 2
-        if result := found(values[middle]):
-            best, high = result, middle
-        else:
-            low = middle + 1
-    return best
+        """Short documents fill up ranks; those that fit no room are cut."""
+        left = [spare + self.filler * tokens for spare, tokens in zip(self.spare, self.room, strict=True)]
+        put, rest = fill_up(range(first, len(self.length)), self.length, self.seconds, self.room, left)
+        for rank, place in put:
+            self.rows.append((rank, self.document[place], 0, self.length[place]))
+            self.compute[rank] += self.seconds[place]
+        for rank, place, start, size in pour(rest, self.length, self.room):
+            self.rows.append((rank, self.document[place], start, size))
+            sent = size if start + size < self.length[place] else 0
+            self._add(rank, Share([], self.price.seconds(start, start + size), sent, start), 1)
