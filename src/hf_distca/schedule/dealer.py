@@ -32,6 +32,7 @@ __all__ = ["Dealer"]
 # all work may exceed what there is room for before the target rises.
 _SHORT = 0.004
 _SLACK = 0.005
+_SLACK_OVERLAPPED = 0.002  # a cut costs next to nothing then
 _LACK = 0.002
 _RAISES = 4
 # How often documents are dealt, each time for a later target, until the slowest rank is so close to it, as a part of it.
@@ -179,7 +180,7 @@ class Dealer:
             self._cut(place, math.inf)
             return
         over = excess - self.spare[rank]
-        if over > _SLACK * self.limit:
+        if over > (_SLACK_OVERLAPPED if self.overlapped else _SLACK) * self.limit:
             helped = self._helped(length, excess)
             if helped is None and self._cut(place, over):
                 return
