@@ -83,6 +83,13 @@ def test_halves_have_equal_tokens_where_documents_can_be_divided_so(tokens: int)
     assert second.query_tokens.tolist() == [tokens - tokens // 2] * 8
 
 
+def test_halves_are_equal_beside_a_document_with_most_of_the_attention() -> None:
+    total = 64 * 65536
+    lengths = [total // 4, *fill(lambda rng: rng.integers(100, 3000), total - total // 4, seed=0)]
+    first, second = deal_nano_batches(lengths, 64, 65536, CUDA)
+    assert set(first.query_tokens.tolist()) == set(second.query_tokens.tolist()) == {32768}
+
+
 def test_one_document_leaves_the_second_half_empty() -> None:
     first, second = deal_nano_batches([4000], 4, 1000, CUDA)
     assert first.query_tokens.tolist() == [1000] * 4

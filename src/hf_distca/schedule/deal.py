@@ -129,10 +129,12 @@ def _half(length: IntArray, seconds: list[float], tokens: int) -> npt.NDArray[np
     first = np.zeros(len(length), dtype=np.bool_)
     rooms, loads = [tokens, int(length.sum()) - tokens], [0.0, 0.0]
     large, small = order[: len(order) - coins].tolist(), order[len(order) - coins :].tolist()
+    reserve = sum(int(length[document]) for document in small) // 3
     for document in large:
         count = int(length[document])
         half = 0 if loads[0] <= loads[1] else 1
-        if rooms[half] < count and rooms[1 - half] > rooms[half]:
+        # With a part of the short documents to come, many more sums can be made than with hardly any or nearly all of them.
+        if rooms[half] - count < reserve and rooms[1 - half] > rooms[half]:
             half = 1 - half
         rooms[half] -= count
         loads[half] += seconds[document]
