@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from hf_distca.cli.deal import deal
 from hf_distca.cli.plan import plan
 
 __all__ = ["app"]
@@ -17,3 +18,4 @@ def main() -> None:
 
 
 app.command()(plan)
+app.command()(deal)

@@ -16,7 +16,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.load import summarize
 from hf_distca.schedule.placement import read_placement
 
-__all__ = ["plan"]
+__all__ = ["CostName", "cost_model", "fail", "plan"]
 
 
 class CostName(StrEnum):
@@ -48,13 +48,13 @@ def plan(
     try:
         config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=tile)
         shape = AttentionShape(query_heads, key_value_heads, head_dim, head_dim, 2)
-        model = replace(_cost_model(shape, cost, tile), window=window)
+        model = replace(cost_model(shape, cost, tile), window=window)
         result = balance(read_placement(placement), model, config)
         output.write_text(result.to_json() + "\n", encoding="utf-8")
     except DistCAError as error:
-        _fail(str(error))
+        fail(str(error))
     except OSError as error:
-        _fail(f"{error.filename or output}: {error.strerror or error}.")
+        fail(f"{error.filename or output}: {error.strerror or error}.")
     typer.echo(f"{'cost model':<26} {model.name}")
     if window is not None:
         # Without, the plan is for layers that see all: no document is longer than the window.
@@ -62,13 +62,14 @@ def plan(
     typer.echo(str(summarize(result, model)))
 
 
-def _cost_model(shape: AttentionShape, cost: CostName, tile: int) -> CostModel:
+def cost_model(shape: AttentionShape, cost: CostName, tile: int) -> CostModel:
+    """The built-in cost model of this name."""
     if cost is CostName.pairs:
         return CostModel.pairs(shape)
     return CostModel.analytic(shape, device_type=cost.value, tile=tile)
 
 
-def _fail(message: str) -> None:
+def fail(message: str) -> None:
     """Say what is wrong in one line and end."""
     typer.echo(f"hf-distca: {' '.join(message.split())}", err=True)
     raise typer.Exit(2)

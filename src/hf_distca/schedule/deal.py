@@ -1,0 +1,193 @@
+"""`deal`: which rank gets which documents of a global batch, before any work is moved.
+
+Where documents lie decides what the exchange costs. Dealt, every rank has the same number of tokens and about the same seconds
+of attention and exchange, so that little is left for `balance` to move; and a document may be longer than a rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import ConfigError, LayoutError
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.dealer import Dealer
+from hf_distca.schedule.layout import IntArray, Layout, as_integers
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.plan import Plan
+
+__all__ = ["deal", "deal_nano_batches", "plan_dealt"]
+
+# Part of its seconds by which the slowest rank may be late for `balance` to find nothing: what it moves travels with queries and
+# outputs, which takes longer than a dealt rank is late.
+_LATE = 0.1
+
+# Tokens of the short documents that make the halves of a global batch equal, at most, and how many documents at least.
+_CHANGE = 2**19
+_COINS = 16
+
+
+def deal(
+    lengths: npt.ArrayLike,
+    ranks: int,
+    tokens_per_rank: int,
+    cost: CostModel,
+    *,
+    tile: int = 128,
+    ranks_per_node: int | None = None,
+    overlapped: bool = False,
+) -> Layout:
+    """Deal the documents of a global batch to ranks: equal tokens, and the slowest rank as early as can be.
+
+    Short documents stay whole where they fit. A long one is cut head and tail over as few ranks as hold its tokens and its
+    attention. Every machine finds the same layout.
+
+    Args:
+        lengths: tokens of each document, at least 1. Documents keep their index as their number.
+        ranks: number of ranks.
+        tokens_per_rank: tokens of each rank; `ranks` times as many as this are dealt.
+        cost: seconds of tasks and of exchanges. With a window, deal for layers of which all have it; for a model that mixes both
+            kinds of layers, deal without.
+        tile: documents are cut at multiples of it where tokens allow.
+        ranks_per_node: ranks [0, n), [n, 2n), ... are nodes: a document lies on ranks of one node if one has enough left for it.
+        overlapped: deal for ranks that end after the longer of compute and exchange, not after both. For nano-batches, see
+            `deal_nano_batches`.
+
+    Raises:
+        LayoutError: if lengths are not whole numbers of at least 1, or their sum is not ``ranks * tokens_per_rank``.
+        ConfigError: if another argument is out of its range.
+    """
+    length = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
+    tokens = [tokens_per_rank] * ranks
+    document = np.arange(len(length))
+    return Dealer(document, length, tokens, cost, tile, ranks_per_node or ranks, overlapped=overlapped).layout()
+
+
+def deal_nano_batches(
+    lengths: npt.ArrayLike,
+    ranks: int,
+    tokens_per_rank: int,
+    cost: CostModel,
+    *,
+    tile: int = 128,
+    ranks_per_node: int | None = None,
+) -> tuple[Layout, Layout]:
+    """Deal the documents of a global batch for ping-pong: the layouts of both nano-batches, none of which shares a document.
+
+    Both layouts number documents as `lengths` does. A rank has `tokens_per_rank` tokens in both together. Its two halves have
+    equally many (the second one more, if the number is odd) wherever documents can be divided so, as they nearly always can if
+    some are short. Else halves are as equal as documents allow; then ranks may differ in where theirs begins by one token. A
+    single document leaves the second layout empty.
+
+    Args and raises: as `deal`.
+    """
+    length = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
+    first = _half(length, cost.seconds(length, length).tolist(), ranks * (tokens_per_rank // 2))
+    each, more = divmod(int(length[first].sum()), ranks)
+    here = [each + (rank < more) for rank in range(ranks)]
+    there = [tokens_per_rank - tokens for tokens in here]
+    one, two = (
+        Dealer(np.flatnonzero(half), length[half], tokens, cost, tile, ranks_per_node or ranks, overlapped=True).layout()
+        for half, tokens in ((first, here), (~first, there))
+    )
+    return one, two
+
+
+def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
+    """The plan of a layout that was dealt with `cost`: that of `balance`, which is not asked where it has nothing to gain.
+
+    Args:
+        layout, cost, config: as for `balance`; with `ping_pong`, the layout is that of a nano-batch.
+    """
+    if cost.window is not None and cost.window >= layout.longest:
+        cost = replace(cost, window=None)
+    local = Plan.local(layout, cost.window)
+    load = PlanLoad(local, cost, overlapped=config.ping_pong)
+    compute, exchange = load.compute_seconds, load.exchange_seconds
+    mean = math.fsum(compute.tolist()) / layout.world_size
+    least, late = mean, config.min_gain
+    if not config.ping_pong and layout.world_size > 1:
+        # Whoever would relieve the slowest rank needs the keys that it exchanges.
+        slowest = int(np.argmax(compute + exchange))
+        least, late = mean + max(float(exchange[slowest]), math.fsum(exchange.tolist()) / layout.world_size), _LATE
+    # A bound of transient bytes is kept by waves, which only `balance` counts.
+    if config.max_transient_bytes is None and load.slowest_seconds * (1 - max(late, config.min_gain)) <= least:
+        return local
+    return balance(layout, cost, config)
+
+
+def _half(length: IntArray, seconds: list[float], tokens: int) -> npt.NDArray[np.bool_]:
+    """Documents that have so many tokens together, or as near to it as can be, and about half of the seconds."""
+    order = np.lexsort((np.arange(len(length)), -length))
+    shortest_first = np.cumsum(length[order][::-1])
+    coins = min(max(int(np.searchsorted(shortest_first, _CHANGE)), _COINS), 256, len(length))
+    first = np.zeros(len(length), dtype=np.bool_)
+    rooms, loads = [tokens, int(length.sum()) - tokens], [0.0, 0.0]
+    large, small = order[: len(order) - coins].tolist(), order[len(order) - coins :].tolist()
+    reserve = sum(int(length[document]) for document in small) // 3
+    for document in large:
+        count = int(length[document])
+        half = 0 if loads[0] <= loads[1] else 1
+        # With a part of the short documents to come, many more sums can be made than with hardly any or nearly all of them.
+        if rooms[half] - count < reserve and rooms[1 - half] > rooms[half]:
+            half = 1 - half
+        rooms[half] -= count
+        loads[half] += seconds[document]
+        first[document] = half == 0
+    for document in _change([int(length[document]) for document in small], rooms[0]):
+        first[small[document]] = True
+    return first if first.any() else ~first
+
+
+def _change(coins: list[int], amount: int) -> list[int]:
+    """Which coins come nearest to an amount together."""
+    # Bit n of a number: whether the coins so far can make n.
+    made = [1]
+    for coin in coins:
+        made.append(made[-1] | made[-1] << coin)
+    total = _nearest_bit(made[-1], amount)
+    taken = []
+    for at in range(len(coins) - 1, -1, -1):
+        if not made[at] >> total & 1:
+            taken.append(at)
+            total -= coins[at]
+    return taken
+
+
+def _nearest_bit(bits: int, wanted: int) -> int:
+    """The place, among those of the bits that are set, that is nearest to the wanted one."""
+    wanted = max(wanted, 0)
+    below = (bits & ((1 << (wanted + 1)) - 1)).bit_length() - 1
+    above = bits >> wanted
+    if not above:
+        return below
+    above = wanted + (above & -above).bit_length() - 1
+    return below if wanted - below <= above - wanted else above
+
+
+def _checked(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int, tile: int, ranks_per_node: int | None) -> IntArray:
+    numbers = {"ranks": ranks, "tokens_per_rank": tokens_per_rank, "tile": tile}
+    if ranks_per_node is not None:
+        numbers["ranks_per_node"] = ranks_per_node
+    for name, value in numbers.items():
+        # Not `isinstance`: True is no number of ranks.
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
+    if ranks_per_node is not None and ranks % ranks_per_node:
+        raise ConfigError(f"ranks_per_node={ranks_per_node} must divide ranks={ranks}.")
+    length = as_integers(lengths, "document lengths")
+    if len(length) and length.min() < 1:
+        at = int(np.flatnonzero(length < 1)[0])
+        raise LayoutError(f"document {at} has length {length[at]}: every document must have at least 1 token.")
+    total, wanted = sum(length.tolist()), ranks * tokens_per_rank
+    if total != wanted:
+        raise LayoutError(
+            f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank} tokens each have {wanted}: "
+            "every token must have its place, so the numbers must be equal."
+        )
+    return length

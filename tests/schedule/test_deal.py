@@ -1,0 +1,294 @@
+"""Dealt global batches: what holds for any documents, and how early the slowest rank of some ends."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import ConfigError, LayoutError
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.deal import deal, deal_nano_batches, plan_dealt
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.placement import read_placement
+from hf_distca.schedule.plan import Plan
+
+SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+CUDA = CostModel.analytic(SHAPE, device_type="cuda")
+PAIRS = CostModel.pairs(SHAPE)
+MODELS = [CUDA, PAIRS, CostModel.analytic(SHAPE, device_type="cpu"), replace(CUDA, window=100), replace(PAIRS, window=4096)]
+PLACEMENTS = Path(__file__).parents[3] / "shared" / "data" / "workloads"
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[int], int, int]:
+    """Lengths of documents, ranks, and tokens of each rank: any cut of all tokens."""
+    ranks, tokens = draw(st.integers(1, 9)), draw(st.one_of(st.integers(1, 50), st.integers(1, 20_000)))
+    total = ranks * tokens
+    cuts = draw(st.sets(st.one_of(st.integers(0, total), st.integers(0, min(total, 300))), max_size=40))
+    bounds = sorted({0, total} | cuts)
+    return draw(st.permutations([b - a for a, b in itertools.pairwise(bounds)])), ranks, tokens
+
+
+def check(layout: Layout, lengths: list[int], tokens: list[int]) -> None:
+    """Tokens equal to the token, and every document there in full. That it is covered once, a layout checks."""
+    assert layout.query_tokens.tolist() == tokens
+    held = np.bincount(layout.document, weights=layout.length, minlength=len(lengths))
+    assert all(held[document] == lengths[document] for document in set(layout.document.tolist()))
+
+
+@settings(max_examples=300)
+@given(batches(), st.sampled_from(MODELS), st.booleans(), st.sampled_from([1, 16, 128]))
+def test_any_documents(batch: tuple[list[int], int, int], cost: CostModel, overlapped: bool, tile: int) -> None:
+    lengths, ranks, tokens = batch
+    layout = deal(lengths, ranks, tokens, cost, tile=tile, overlapped=overlapped)
+    check(layout, lengths, [tokens] * ranks)
+    assert set(layout.document.tolist()) == set(range(len(lengths)))
+    # No two pieces of a document on a rank that could be one.
+    for rank in range(ranks):
+        for one, other in itertools.pairwise(layout.segments(rank)):
+            assert (one.document, one.end) != (other.document, other.start)
+
+
+@settings(max_examples=200)
+@given(batches(), st.sampled_from(MODELS))
+def test_any_documents_in_nano_batches(batch: tuple[list[int], int, int], cost: CostModel) -> None:
+    lengths, ranks, tokens = batch
+    first, second = deal_nano_batches(lengths, ranks, tokens, cost, tile=16)
+    documents = [set(half.document.tolist()) for half in (first, second)]
+    assert not documents[0] & documents[1], "no document crosses the cut"
+    assert documents[0] | documents[1] == set(range(len(lengths)))
+    assert (first.query_tokens + second.query_tokens == tokens).all()
+    for half in (first, second):
+        check(half, lengths, half.query_tokens.tolist())
+        assert np.ptp(half.query_tokens) <= 1
+
+
+@pytest.mark.parametrize("tokens", [4096, 4097])
+def test_halves_have_equal_tokens_where_documents_can_be_divided_so(tokens: int) -> None:
+    lengths = fill(lambda rng: rng.lognormal(6, 1.2), 8 * tokens, seed=tokens)
+    first, second = deal_nano_batches(lengths, 8, tokens, CUDA)
+    assert first.query_tokens.tolist() == [tokens // 2] * 8
+    assert second.query_tokens.tolist() == [tokens - tokens // 2] * 8
+
+
+def test_halves_are_equal_beside_a_document_with_most_of_the_attention() -> None:
+    total = 64 * 65536
+    lengths = [total // 4, *fill(lambda rng: rng.integers(100, 3000), total - total // 4, seed=0)]
+    first, second = deal_nano_batches(lengths, 64, 65536, CUDA)
+    assert set(first.query_tokens.tolist()) == set(second.query_tokens.tolist()) == {32768}
+
+
+def test_one_document_leaves_the_second_half_empty() -> None:
+    first, second = deal_nano_batches([4000], 4, 1000, CUDA)
+    assert first.query_tokens.tolist() == [1000] * 4
+    assert second.query_tokens.tolist() == [0] * 4
+    assert not plan_dealt(second, CUDA, DistCAConfig(ping_pong=True)).moved
+
+
+def test_short_documents_stay_whole() -> None:
+    layout = deal([1024] * 64, 8, 8192, CUDA)
+    assert not layout.spanning
+    assert layout.length.tolist() == [1024] * 64
+
+
+def test_a_long_document_lies_on_few_ranks() -> None:
+    # Alone it is about four times the mean, and every rank that gets a part exchanges its keys.
+    layout = deal([65536, *[24576] * 100, *[512] * 3264], 64, 65536, CUDA)
+    ranks = set(layout.rank[layout.document == 0].tolist())
+    assert 3 < len(ranks) < 10
+
+
+@pytest.mark.parametrize("per_node", [2, 4, 8])
+def test_fewer_documents_span_nodes(per_node: int) -> None:
+    ranks, tokens = 16, 16384
+    within = free = 0
+    for seed in range(10):
+        lengths = fill(lambda rng: rng.lognormal(7.5, 1.5), ranks * tokens, seed=seed)
+        layout = deal(lengths, ranks, tokens, CUDA, ranks_per_node=per_node)
+        check(layout, lengths, [tokens] * ranks)
+        within += crossing(layout, per_node)
+        free += crossing(deal(lengths, ranks, tokens, CUDA), per_node)
+    assert within < 0.75 * free
+
+
+@settings(max_examples=100)
+@given(batches(), st.sampled_from(MODELS))
+def test_any_documents_in_nodes(batch: tuple[list[int], int, int], cost: CostModel) -> None:
+    lengths, nodes, tokens = batch
+    check(deal(lengths, nodes, tokens, cost, ranks_per_node=1, tile=16), lengths, [tokens] * nodes)
+    if tokens % 3 == 0:
+        check(deal(lengths, 3 * nodes, tokens // 3, cost, ranks_per_node=3, tile=16), lengths, [tokens // 3] * 3 * nodes)
+
+
+def crossing(layout: Layout, per_node: int) -> int:
+    pairs = {(d, r // per_node) for d, r in zip(layout.document.tolist(), layout.rank.tolist(), strict=True)}
+    return len(pairs) - len({document for document, _ in pairs})
+
+
+def test_a_long_document_stays_in_a_node() -> None:
+    # Each of four needs three of the four ranks of a node.
+    lengths = [40_000] * 4 + [500] * 204 + [2608]
+    layout = deal(lengths, 16, 16538, CUDA, ranks_per_node=4)
+    for document in range(4):
+        assert len({rank // 4 for rank in layout.rank[layout.document == document].tolist()}) == 1
+
+
+def fill(draw: Callable[[np.random.Generator], float], total: int, *, seed: int) -> list[int]:
+    rng = np.random.default_rng(seed)
+    lengths: list[int] = []
+    left = total
+    while left:
+        lengths.append(min(max(int(draw(rng)), 1), left))
+        left -= lengths[-1]
+    return [lengths[i] for i in rng.permutation(len(lengths))]
+
+
+def slowest(plan: Plan, *, overlapped: bool = False) -> float:
+    """End of the slowest rank by the mean compute."""
+    load = PlanLoad(plan, CUDA, overlapped=overlapped)
+    return load.slowest_seconds / float(load.compute_seconds.mean())
+
+
+# What the same documents need at least depends on the keys of the longest: bounds are a few percent above what was reached.
+SETS: dict[str, tuple[Callable[[np.random.Generator], float], int, int, float, float]] = {
+    "lognormal": (lambda rng: rng.lognormal(7.5, 1.5), 64, 131072, 1.2, 1.05),
+    "lognormal, few ranks": (lambda rng: rng.lognormal(7.5, 1.5), 4, 65536, 1.25, 1.05),
+    "wide lognormal": (lambda rng: min(rng.lognormal(7, 2.2), 2**19), 64, 65536, 1.25, 1.06),
+    "uniform": (lambda rng: rng.integers(1, 65536), 64, 65536, 1.2, 1.12),
+    "bimodal": (lambda rng: 1000 if rng.random() < 0.97 else 32768, 64, 65536, 1.2, 1.05),
+    "equal": (lambda _: 4096, 64, 65536, 1.0001, 1.0001),
+    "three ranks each": (lambda _: 3 * 65536, 64, 65536, 1.1, 1.02),
+    "more than half a rank each": (lambda _: 39_321, 64, 65536, 1.25, 1.05),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_slowest_rank(name: str) -> None:
+    draw, ranks, tokens, serial, overlapped = SETS[name]
+    for seed in range(3):
+        lengths = fill(draw, ranks * tokens, seed=seed)
+        assert slowest(plan_dealt(deal(lengths, ranks, tokens, CUDA), CUDA, DistCAConfig())) <= serial
+        layout = deal(lengths, ranks, tokens, CUDA, overlapped=True)
+        assert slowest(plan_dealt(layout, CUDA, DistCAConfig(ping_pong=True)), overlapped=True) <= overlapped
+
+
+@pytest.mark.parametrize(("ranks", "tokens", "bound"), [(8, 65536, 1.06), (512, 65536, 1.06), (2, 8192, 1.25)])
+def test_a_single_document_over_all_ranks(ranks: int, tokens: int, bound: float) -> None:
+    layout = deal([ranks * tokens], ranks, tokens, CUDA)
+    assert slowest(Plan.local(layout)) <= bound
+
+
+def test_one_huge_document_among_short_ones() -> None:
+    total = 64 * 65536
+    lengths = [total // 4, *fill(lambda rng: rng.integers(100, 3000), total - total // 4, seed=0)]
+    layout = deal(lengths, 64, 65536, CUDA)
+    # Each of its ranks needs all of its keys, which take 0.19 of the mean.
+    assert slowest(Plan.local(layout)) <= 1.2
+
+
+def test_attention_that_costs_nothing() -> None:
+    free = KernelCost(0.0, np.inf, np.inf)
+    check(deal([5000, *[100] * 30, 192], 2, 4096, CostModel(SHAPE, free, free, np.inf)), [5000, *[100] * 30, 192], [4096] * 2)
+
+
+def test_dealing_again_is_the_same() -> None:
+    lengths = fill(lambda rng: rng.lognormal(7, 1.8), 32 * 16384, seed=5)
+    one, other = (Plan.local(deal(lengths, 32, 16384, CUDA)) for _ in range(2))
+    assert one.digest == other.digest
+    # The order of the documents is not what decides: only their numbers change.
+    assert sorted(deal(lengths[::-1], 32, 16384, CUDA).length.tolist()) == sorted(one.layout.length.tolist())
+
+
+def test_documents_given_as_any_integers() -> None:
+    lengths = [5000, 3000, 192]
+    digests = {Plan.local(deal(kind, 2, 4096, CUDA)).digest for kind in (lengths, np.array(lengths, np.int32))}  # type: ignore[list-item]
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "tokens", "options", "error", "message"),
+    [
+        ([100, 29], 2, 64, {}, LayoutError, "2 documents have 129 tokens, 2 ranks with 64 tokens each have 128"),
+        ([], 2, 64, {}, LayoutError, "0 documents have 0 tokens"),
+        ([128, 0], 2, 64, {}, LayoutError, "document 1 has length 0"),
+        ([129, -1], 2, 64, {}, LayoutError, "document 1 has length -1"),
+        ([64.0, 64.0], 2, 64, {}, LayoutError, "document lengths must be whole numbers"),
+        ([[64, 64]], 2, 64, {}, LayoutError, "document lengths must be whole numbers"),
+        ([128], 0, 64, {}, ConfigError, "ranks=0"),
+        ([128], 2.0, 64, {}, ConfigError, "ranks=2.0"),
+        ([128], 2, 0, {}, ConfigError, "tokens_per_rank=0"),
+        ([128], 2, True, {}, ConfigError, "tokens_per_rank=True"),
+        ([128], 2, 64, {"tile": 0}, ConfigError, "tile=0"),
+        ([128], 2, 64, {"ranks_per_node": 0}, ConfigError, "ranks_per_node=0"),
+        ([192], 3, 64, {"ranks_per_node": 2}, ConfigError, "ranks_per_node=2 must divide ranks=3"),
+    ],
+)
+def test_what_cannot_be_dealt(
+    lengths: list[int], ranks: int, tokens: int, options: dict[str, int], error: type[Exception], message: str
+) -> None:
+    for function in (deal, deal_nano_batches):
+        with pytest.raises(error, match=re.escape(message)):
+            function(lengths, ranks, tokens, CUDA, **options)  # type: ignore[operator]
+
+
+@settings(max_examples=60)
+@given(batches(), st.sampled_from(MODELS), st.booleans())
+def test_a_plan_is_never_later_than_moving_nothing(batch: tuple[list[int], int, int], cost: CostModel, overlapped: bool) -> None:
+    lengths, ranks, tokens = batch
+    config = DistCAConfig(ping_pong=overlapped, tile=16)
+    layout = deal(lengths, ranks, tokens, cost, tile=16, overlapped=overlapped)
+    plan = plan_dealt(layout, cost, config)
+    local = Plan.local(layout, plan.window)
+    assert (
+        PlanLoad(plan, cost, overlapped=overlapped).slowest_seconds
+        <= PlanLoad(local, cost, overlapped=overlapped).slowest_seconds
+    )
+
+
+def test_plan_with_a_bound_is_that_of_balance() -> None:
+    layout = deal([65536, *[2048] * 96], 4, 65536, CUDA)
+    config = DistCAConfig(max_transient_bytes=2**30)
+    assert plan_dealt(layout, CUDA, config).digest == balance(layout, CUDA, config).digest
+
+
+def test_dealing_and_planning_512_ranks_takes_a_fraction_of_a_second() -> None:
+    lengths = fill(lambda rng: rng.lognormal(7.5, 1.5), 512 * 65536, seed=1)
+    seconds = []
+    for _ in range(3):
+        begin = time.process_time()
+        plan_dealt(deal(lengths, 512, 65536, CUDA), CUDA, DistCAConfig())
+        seconds.append(time.process_time() - begin)
+    # 60 ms are aimed at on a free core; slow ones in a crowd are given more.
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.skipif(not PLACEMENTS.is_dir(), reason=f"no placements in {PLACEMENTS}")
+def test_documents_of_real_placements() -> None:
+    serial, overlapped = [], []
+    for path in sorted(PLACEMENTS.glob("*.json")):
+        given_layout = read_placement(path)
+        held = np.bincount(given_layout.document, weights=given_layout.length)
+        lengths, ranks = held[held > 0].astype(np.int64).tolist(), given_layout.world_size
+        tokens = sum(lengths) // ranks
+        layout = deal(lengths, ranks, tokens, CUDA)
+        check(layout, lengths, [tokens] * ranks)
+        serial.append(slowest(plan_dealt(layout, CUDA, DistCAConfig())))
+        layout = deal(lengths, ranks, tokens, CUDA, overlapped=True)
+        overlapped.append(slowest(plan_dealt(layout, CUDA, DistCAConfig(ping_pong=True)), overlapped=True))
+    assert np.median(serial) <= 1.12
+    assert np.percentile(serial, 90, method="higher") <= 1.5
+    assert max(serial) <= 2.0
+    assert np.percentile(overlapped, 90, method="higher") <= 1.04
+    assert max(overlapped) <= 1.3

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hf_distca.cli import app
+
+
+def run(*arguments: str | Path | int) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def lengths(path: Path, content: object) -> Path:
+    file = path / "lengths.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return file
+
+
+def deal(path: Path, content: object, *options: str | int, ranks: int = 4, tokens: int = 4096) -> Result:
+    file = lengths(path, content)
+    return run("deal", file, "--ranks", ranks, "--tokens-per-rank", tokens, "--output", path / "placement.json", *options)
+
+
+def rows(path: Path) -> list[list[list[int]]]:
+    found: list[list[list[int]]] = json.loads((path / "placement.json").read_text())["rank_segments"]
+    return found
+
+
+def test_help_names_the_verb() -> None:
+    assert "deal" in run("--help").output
+
+
+@pytest.mark.parametrize("cost", ["pairs", "cpu", "cuda"])
+def test_a_placement_that_plan_reads(tmp_path: Path, cost: str) -> None:
+    result = deal(tmp_path, [10000, *[1000] * 6, 384], "--cost", cost)
+    assert result.exit_code == 0, result.output
+    assert "4096 on each rank" in result.stdout
+    assert "imbalance of seconds" in result.stdout
+    ranks = rows(tmp_path)
+    assert [sum(end - start for _, start, end, _ in rank) for rank in ranks] == [4096] * 4
+    covered = sorted(position for rank in ranks for d, start, end, n in rank if d == 0 for position in range(start, end))
+    assert covered == list(range(10000))
+    assert {(d, n) for rank in ranks for d, _, _, n in rank} >= {(0, 10000), (7, 384)}
+    planned = run("plan", tmp_path / "placement.json", "--output", tmp_path / "plan.json", "--cost", cost)
+    assert planned.exit_code == 0, planned.output
+
+
+def test_nano_batches_share_no_document(tmp_path: Path) -> None:
+    result = deal(tmp_path, [6000, *[500] * 20, 384], "--ping-pong")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("nano-batch  ") == 2
+    first = json.loads((tmp_path / "placement.json").read_text())["first_nano_batch"]
+    halves: tuple[set[int], set[int]] = set(), set()
+    for rank, tokens in zip(rows(tmp_path), first, strict=True):
+        at = 0
+        for document, start, end, _ in rank:
+            halves[at >= tokens].add(document)
+            at += end - start
+            assert at <= tokens or at - (end - start) >= tokens, "a segment crosses the cut"
+        assert at == 4096
+    assert not halves[0] & halves[1]
+
+
+def test_options(tmp_path: Path) -> None:
+    options = (
+        "--tile",
+        256,
+        "--query-heads",
+        8,
+        "--key-value-heads",
+        2,
+        "--head-dim",
+        64,
+        "--ranks-per-node",
+        2,
+        "--window",
+        512,
+    )
+    result = deal(tmp_path, [8192, *[1024] * 8], *options)
+    assert result.exit_code == 0, result.output
+    assert len({rank // 2 for rank, row in enumerate(rows(tmp_path)) for document, *_ in row if document == 0}) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[", "is not JSON"),
+        ({"lengths": [1]}, "must hold a list of document lengths, it holds dict"),
+        ([1.5], "1.5 must be an integer"),
+        (["a"], "'a' must be an integer"),
+        ([True], "True must be an integer"),
+        ([10**30], "must be an integer"),
+        ([[4096]], "[4096] must be an integer"),
+        ([16384, 0], "document 1 has length 0"),
+        ([16383], "1 documents have 16383 tokens, 4 ranks with 4096 tokens each have 16384"),
+        ([], "0 documents have 0 tokens"),
+    ],
+)
+def test_bad_lengths(tmp_path: Path, content: object, message: str) -> None:
+    one_line(deal(tmp_path, content), message)
+    assert not (tmp_path / "placement.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tile", 0), "tile=0"),
+        (("--window", 0), "window=0"),
+        (("--ranks-per-node", 3), "ranks_per_node=3 must divide ranks=4"),
+        (("--query-heads", 5, "--key-value-heads", 2), "query_heads=5"),
+    ],
+)
+def test_bad_options(tmp_path: Path, options: tuple[str | int, ...], message: str) -> None:
+    one_line(deal(tmp_path, [16384], *options), message)
+
+
+def test_bad_numbers(tmp_path: Path) -> None:
+    one_line(deal(tmp_path, [16384], ranks=0), "ranks=0")
+    one_line(deal(tmp_path, [16384], tokens=-1), "tokens_per_rank=-1")
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    options = ("--ranks", 1, "--tokens-per-rank", 8, "--output")
+    one_line(run("deal", tmp_path / "none.json", *options, tmp_path / "placement.json"), "No such file")
+    one_line(run("deal", lengths(tmp_path, [8]), *options, tmp_path / "none" / "placement.json"), "No such file")
+
+
+def one_line(result: Result, message: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
