@@ -96,15 +96,17 @@ def _variants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, kwar
 @contextmanager
 def quiet() -> Iterator[None]:
     """Models of many ages warn about themselves; what they compute is what counts here."""
-    level = transformers.logging.get_verbosity()
+    level, ours = transformers.logging.get_verbosity(), logging.getLogger("hf_distca")
+    our_level = ours.level
     transformers.logging.set_verbosity_error()
-    logging.getLogger("hf_distca").setLevel(logging.ERROR)
+    ours.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         transformers.logging.set_verbosity(level)
+        ours.setLevel(our_level)
 
 
 @contextmanager
