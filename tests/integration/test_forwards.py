@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_parity import PAIRS, model_for
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -125,3 +126,32 @@ def refused(rank: int, positions: list[int]) -> str:
 def test_a_row_that_another_tool_cut_over_ranks_is_refused_by_rank(rank_pool: Callable[[int], RankPool]) -> None:
     for rank, message in enumerate(rank_pool(2)(refused, [4, 5, 6, 0, 1])):
         assert message.startswith(f"rank {rank}: row 0 of a training batch begins at position 4")
+
+
+def gradients(model: torch.nn.Module, losses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients of a sum of losses, summed over ranks."""
+    torch.stack(losses).sum().backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    for grad in found.values():
+        dist.all_reduce(grad)
+    return found
+
+
+def under_real_costs(rank: int) -> tuple[int, int, float]:
+    """Exchanges, bytes sent, and the largest relative difference of gradients to each document alone under sdpa."""
+    hf_distca.configure()  # built-in costs, default tiles and gains: a plan as users get it
+    documents = [torch.arange(2048) % 13] if rank == 0 else [torch.arange(n, n + 256) % 13 for n in range(8)]
+    model = model_for(2, "distca", torch.float64)
+    packed = hf_distca.PackingCollator()([{"documents": [one.tolist() for one in documents]}])
+    ours = gradients(model, [model(**packed, use_cache=False).logits.square().sum()])
+    alone = model_for(2, "sdpa", torch.float64)
+    theirs = gradients(alone, [alone(input_ids=one[None], use_cache=False).logits.square().sum() for one in documents])
+    worst = max(float((ours[name] - want).norm() / want.norm().clamp_min(1e-30)) for name, want in theirs.items())
+    return current_session().meter.dispatches, current_session().meter.sent_bytes, worst
+
+
+@pytest.mark.parametrize("ranks", [2, 6])
+def test_a_plan_of_the_built_in_costs_moves_work_and_is_exact(rank_pool: Callable[[int], RankPool], ranks: int) -> None:
+    results = rank_pool(ranks)(under_real_costs)
+    assert all(dispatches == 2 * LAYERS and worst <= 1e-9 for dispatches, _, worst in results)
+    assert sum(sent for _, sent, _ in results) > 0
