@@ -81,12 +81,12 @@ def _wait(processes: list[ForkServerProcess], deadline: float) -> bool:
 
 
 def _kill(process: ForkServerProcess) -> None:
-    """Kill a process that has not ended, with all that it started."""
-    if process.is_alive() and process.pid is not None:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has not come to have a group of its own
-            process.kill()
+    """Kill what is left of a process and of all that it started."""
+    assert process.pid is not None
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # nothing is left, or it has not come to have a group of its own
+        process.kill()
     process.join()
 
 
