@@ -59,6 +59,12 @@ class LiveBytes(TorchDispatchMode):
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
         return sum(size for _, size in self._known.values())
 
+    @property
+    def alive(self) -> int:
+        """Bytes alive now."""
+        gc.collect()
+        return self._alive()
+
     def settle(self, expected: int = 0) -> int:
         """Bytes alive now, or a moment later: gloo's thread still holds a message when the exchange was waited for."""
         if self._alive() > expected:

@@ -21,7 +21,7 @@ from hf_distca.kernels.cpu import CpuKernel
 from ranks import RankPool
 
 # Short where a rank waits until it is over, longer where the end must come before.
-TIMEOUT = 2.0
+TIMEOUT = 4.0
 PATIENCE = 4.0
 # Between the end of a wait and the report of it, on a machine that is busy.
 SLACK = 2.0

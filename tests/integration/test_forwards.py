@@ -62,7 +62,7 @@ def bytes_after_layers(training: bool) -> list[int]:
     model = model_for(2, "distca", torch.float32).train(training)
     alive: list[int] = []
     with LiveBytes() as live, torch.no_grad():
-        hooks = [layer.register_forward_hook(lambda *_: alive.append(live.settle())) for layer in model.model.layers]
+        hooks = [layer.register_forward_hook(lambda *_: alive.append(live.alive)) for layer in model.model.layers]
         model(**batch(64, 64), use_cache=False)
     for hook in hooks:
         hook.remove()
