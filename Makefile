@@ -32,8 +32,8 @@ types: $(VENV)/.installed-dev ## strict types of src/
 docs: $(VENV)/.installed-dev ## build the pages, if there are any to build; warnings are errors
 	$(if $(wildcard mkdocs.yml),mkdocs build --strict)
 
-tests: $(VENV)/.installed-dev ## all tests but those marked slow, two files at a time
-	pytest -n 2 --dist loadfile
+tests: $(VENV)/.installed-dev ## all tests but those marked slow
+	pytest
 
 $(ENVIRONMENT):
 	$(PYTHON) -m venv $(VENV)

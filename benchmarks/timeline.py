@@ -1,4 +1,4 @@
-"""Draw a layer of the traces that `hf_distca.profile` wrote: what each rank's halves compute while their messages travel.
+"""Draw a layer of the traces that `hf_distca.profile` wrote: what each rank's nano-batches compute while their messages travel.
 
     python benchmarks/timeline.py FOLDER timeline.png
 
@@ -53,7 +53,7 @@ def record(rank: int, arguments: argparse.Namespace) -> None:
 
 
 def spans_of(path: Path, call: int) -> list[dict[str, Any]]:
-    """Spans of one call of each half and of the linear work around it, with the lane's name, in milliseconds."""
+    """Spans of one call of each nano-batch and of the linear work around it, with the lane's name, in milliseconds."""
     events = json.loads(path.read_text())["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     spans = [{**event, **event["args"], "lane": lanes[event["tid"]]} for event in events if event["ph"] == "X"]

@@ -182,7 +182,8 @@ class Session:
         outputs = None if work.outputs is None else work.outputs.of(module)
         tracer = Tracer(self.trace, work.nano, number + 1, q_THD.device)
         with reporting():
-            server = AttentionServer(self._kernel(q_THD, v_TKV, scores), scores, work.meter, tracer, reporting)
+            kernel = self._kernel(q_THD, (q_THD.shape[-1], v_TKV.shape[-1]), scores)
+            server = AttentionServer(kernel, scores, work.meter, tracer, reporting)
             return core_attention(Inputs(q_THD, k_TKD, v_TKV, context, sink_H), Call(work.route, group, server, outputs))
 
     @contextmanager
@@ -196,8 +197,8 @@ class Session:
                 raise
             raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
 
-    def _kernel(self, query: torch.Tensor, value: torch.Tensor, scores: Scores) -> Kernel:
-        return select_kernel(self.config.kernel, query.device, query.dtype, query.shape[-1], value.shape[-1], scores)
+    def _kernel(self, query: torch.Tensor, widths: tuple[int, int], scores: Scores) -> Kernel:
+        return select_kernel(self.config.kernel, query.device, query.dtype, *widths, scores)
 
     def _learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
         """Make the cost model of a shape, at its first layer."""
@@ -210,7 +211,7 @@ class Session:
             cost = CostModel.analytic(shape, device_type=key.device, tile=self.config.tile)
         if source == "calibrated":
             widths = shape.head_dim, shape.value_head_dim
-            kernel = select_kernel(self.config.kernel, query.device, query.dtype, *widths, Scores(1.0))
+            kernel = self._kernel(query, widths, Scores(1.0))
             cost = calibrate(cost, kernel, query.dtype, query.device, group)
         self.planner.costs[shape, key.device] = cost
 
