@@ -18,7 +18,7 @@ ARROWS = {
     "schedule": set(),
     "kernels": set(),
     "runtime": {"kernels", "schedule"},
-    "agreement": {"schedule", "runtime.group", "runtime.meter"},
+    "agreement": {"schedule", "runtime.group", "runtime.meeting", "runtime.meter"},
     "integration": {"agreement", "runtime", "kernels", "schedule"},
     "cli": {"schedule"},
     "run": set(),

@@ -136,7 +136,7 @@ class Watch:
     def tell(self, key: str, text: str) -> list[str]:
         """What every rank says under a key, in rank order; empty for those that say nothing in time. Asks nobody to take part."""
         self._store.set(f"distca {key} {self._rank}", text)
-        deadline, said = self.deadline(), []
+        deadline, said = time.monotonic() + self._timeout_seconds - patience(self._timeout_seconds), []
         for rank in range(len(self._ranks)):
             left = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))
             with suppress(RuntimeError):
