@@ -13,7 +13,8 @@ from functools import cached_property
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import ConfigError
+from hf_distca.errors import ConfigError, LayoutError
+from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches, plan_dealt
 from hf_distca.schedule.layout import IntArray, Layout
@@ -62,6 +63,23 @@ class Dealt:
         if len(self.layouts) == 1 or any(layout.query_tokens.min() == 0 for layout in self.layouts):
             return None
         return int(self.layouts[0].query_tokens[self.rank])
+
+    def check_is_for(self, group: AttentionGroup) -> None:
+        """Refuse a share that is not for this rank of this group.
+
+        Raises:
+            LayoutError: says whose it is.
+        """
+        if self.ranks != group.size:
+            raise LayoutError(
+                f"{self} is dealt to {self.ranks} ranks, and the attention group has {group.size}: {group.ranks}. Deal to as many "
+                "ranks as share attention."
+            )
+        if self.rank != group.rank:
+            raise LayoutError(
+                f"rank {group.ranks[group.rank]} holds the share of rank {group.ranks[self.rank]} of {self}: read shares in "
+                "order, one a batch, with as many processes as they are dealt to."
+            )
 
     def plan(self, key: PlanKey, cost: CostModel, config: DistCAConfig) -> Plan:
         """The plan of a kind of layer; it is made now, unless one was made before under the same settings.
