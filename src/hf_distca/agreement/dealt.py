@@ -72,8 +72,8 @@ class Dealt:
         """
         if self.ranks != group.size:
             raise LayoutError(
-                f"{self} is dealt to {self.ranks} ranks, and the attention group has {group.size}: {group.ranks}. Deal to as many "
-                "ranks as share attention."
+                f"{self} is dealt to {self.ranks} ranks, and the attention group has {group.size}: {group.ranks}. Deal to as "
+                "many ranks as share attention."
             )
         if self.rank != group.rank:
             raise LayoutError(

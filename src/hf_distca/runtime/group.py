@@ -220,9 +220,9 @@ class AttentionGroup:
         if self.watch is not None:
             self.watch.heed()
 
-    def tell(self, key: str, text: str) -> list[str]:
-        """What every rank says under a key that is new, in rank order; empty for those that say nothing soon. No collective."""
-        return [text] if self.watch is None else self.watch.tell(key, text)
+    def tell(self, text: str) -> list[str]:
+        """What every rank says, in rank order; empty for those that say nothing in time. No collective, so at any time."""
+        return [text] if self.watch is None else self.watch.tell(text)
 
     def _gather_rows(self, row: IntArray, control: dist.ProcessGroup) -> list[IntArray]:
         first = self._gather_padded(torch.tensor([len(row), *row[:_FIRST]], dtype=torch.int64), _WIDTH, control)
