@@ -6,7 +6,7 @@ have, deals and plans for itself, and finds what they find: ranks need not meet 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -101,7 +101,7 @@ class Dealing:
 
     Args:
         ranks: how many share a global batch.
-        tokens_per_rank: tokens of each.
+        tokens_per_rank: tokens of each, one number for all or one for each.
         costs: seconds of the tasks of each kind of layer, by its plan (of whole batches). Documents are dealt by the first one.
         config: settings under which the batches will train. Under others, plans are made when they are needed.
         ranks_per_node: as for `deal`.
@@ -113,7 +113,7 @@ class Dealing:
     def __init__(
         self,
         ranks: int,
-        tokens_per_rank: int,
+        tokens_per_rank: int | Sequence[int],
         costs: Mapping[PlanKey, CostModel],
         config: DistCAConfig,
         ranks_per_node: int | None = None,

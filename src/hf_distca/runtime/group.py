@@ -206,6 +206,30 @@ class AttentionGroup:
         rows, work = self._start_padded(sent, _WIDTH, self.control)
         return Meeting(rows, work, agree, self.watch, doing)
 
+    def trade(self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str) -> torch.Tensor:
+        """Send rows of a CPU tensor to every rank.
+
+        Args:
+            sent: rows for rank 0, then those for rank 1, and so on.
+            send, receive: rows to and from each rank.
+            doing: as for `gather`.
+
+        Returns:
+            The rows from rank 0, then those from rank 1, and so on.
+
+        Raises:
+            DistCADesyncError: if not every rank comes in time.
+        """
+        if self.control is None or self.watch is None:
+            return sent
+        received = sent.new_empty((sum(receive), *sent.shape[1:]))
+        try:
+            dist.all_to_all_single(received, sent.contiguous(), list(receive), list(send), group=self.control)
+        except RuntimeError as error:
+            raise self.watch.give_up(doing, error) from error
+        self.watch.met = doing
+        return received
+
     @property
     def most_numbers(self) -> int:
         """The longest row of `meet`."""

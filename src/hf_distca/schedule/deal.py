@@ -7,6 +7,7 @@ of attention and exchange, so that little is left for `balance` to move; and a d
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,7 +36,7 @@ _COINS = 16
 def deal(
     lengths: npt.ArrayLike,
     ranks: int,
-    tokens_per_rank: int,
+    tokens_per_rank: int | Sequence[int],
     cost: CostModel,
     *,
     tile: int = 128,
@@ -50,7 +51,8 @@ def deal(
     Args:
         lengths: tokens of each document, at least 1. Documents keep their index as their number.
         ranks: number of ranks.
-        tokens_per_rank: tokens of each rank; `ranks` times as many as this are dealt.
+        tokens_per_rank: tokens of each rank; `ranks` times as many as this are dealt. Or the tokens of each rank, where their
+            number cannot be divided.
         cost: seconds of tasks and of exchanges. With a window, deal for layers of which all have it; for a model that mixes both
             kinds of layers, deal without.
         tile: documents are cut at multiples of it where tokens allow.
@@ -59,11 +61,10 @@ def deal(
             `deal_nano_batches`.
 
     Raises:
-        LayoutError: if lengths are not whole numbers of at least 1, or their sum is not ``ranks * tokens_per_rank``.
+        LayoutError: if lengths are not whole numbers of at least 1, or their sum is not that of the ranks' tokens.
         ConfigError: if another argument is out of its range.
     """
-    length = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
-    tokens = [tokens_per_rank] * ranks
+    length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
     document = np.arange(len(length))
     return Dealer(document, length, tokens, cost, tile, ranks_per_node or ranks, overlapped=overlapped).layout()
 
@@ -71,7 +72,7 @@ def deal(
 def deal_nano_batches(
     lengths: npt.ArrayLike,
     ranks: int,
-    tokens_per_rank: int,
+    tokens_per_rank: int | Sequence[int],
     cost: CostModel,
     *,
     tile: int = 128,
@@ -86,11 +87,11 @@ def deal_nano_batches(
 
     Args and raises: as `deal`.
     """
-    length = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
-    first = _half(length, cost.seconds(length, length).tolist(), ranks * (tokens_per_rank // 2))
+    length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
+    first = _half(length, cost.seconds(length, length).tolist(), ranks * (min(tokens) // 2))
     each, more = divmod(int(length[first].sum()), ranks)
     here = [each + (rank < more) for rank in range(ranks)]
-    there = [tokens_per_rank - tokens for tokens in here]
+    there = [both - one for both, one in zip(tokens, here, strict=True)]
     one, two = (
         Dealer(np.flatnonzero(half), length[half], tokens, cost, tile, ranks_per_node or ranks, overlapped=True).layout()
         for half, tokens in ((first, here), (~first, there))
@@ -170,8 +171,12 @@ def _nearest_bit(bits: int, wanted: int) -> int:
     return below if wanted - below <= above - wanted else above
 
 
-def _checked(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int, tile: int, ranks_per_node: int | None) -> IntArray:
-    numbers = {"ranks": ranks, "tokens_per_rank": tokens_per_rank, "tile": tile}
+def _checked(
+    lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int], tile: int, ranks_per_node: int | None
+) -> tuple[IntArray, list[int]]:
+    """The lengths, and the tokens of each rank."""
+    least = min(tokens_per_rank, default=0) if isinstance(tokens_per_rank, Sequence) else tokens_per_rank
+    numbers = {"ranks": ranks, "tokens_per_rank": least, "tile": tile}
     if ranks_per_node is not None:
         numbers["ranks_per_node"] = ranks_per_node
     for name, value in numbers.items():
@@ -184,10 +189,11 @@ def _checked(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int, tile: int
     if len(length) and length.min() < 1:
         at = int(np.flatnonzero(length < 1)[0])
         raise LayoutError(f"document {at} has length {length[at]}: every document must have at least 1 token.")
-    total, wanted = sum(length.tolist()), ranks * tokens_per_rank
-    if total != wanted:
+    tokens = list(tokens_per_rank) if isinstance(tokens_per_rank, Sequence) else [tokens_per_rank] * ranks
+    total, wanted = sum(length.tolist()), sum(tokens)
+    if total != wanted or len(tokens) != ranks:
         raise LayoutError(
             f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank} tokens each have {wanted}: "
             "every token must have its place, so the numbers must be equal."
         )
-    return length
+    return length, tokens
