@@ -64,7 +64,8 @@ def _is_share(feature: object) -> bool:
     """Whether a feature is a part of a global batch that was dealt to ranks."""
     if not isinstance(feature, Mapping) or "distca_documents" not in feature:
         return False
-    return getattr(feature["distca_documents"], "dealt", None) is not None
+    packed = feature["distca_documents"]
+    return isinstance(packed, PackedDocuments) and packed.dealt is not None
 
 
 def _batch_of_share(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -86,7 +86,9 @@ def _from_offsets(documents: Any, column: str) -> IntArray:
 def _arrow_column(documents: Any, name: str) -> Any:
     """The stored column; rows of the data set are some of its rows, see `_in_order`."""
     if name not in documents.column_names:
-        raise LayoutError(f"the documents have no column {name!r}, only {', '.join(map(repr, documents.column_names)) or 'none'}.")
+        raise LayoutError(
+            f"the documents have no column {name!r}, only {', '.join(map(repr, documents.column_names)) or 'none'}."
+        )
     return documents.data.column(name)
 
 

@@ -22,7 +22,7 @@ class Epoch:
     """The number of the epoch, in memory that loader workers share: they see what was set after they started."""
 
     def __init__(self) -> None:
-        self._number = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._number = _shared(torch.zeros((), dtype=torch.int64))
 
     @property
     def number(self) -> int:
@@ -35,7 +35,12 @@ class Epoch:
 
     def __setstate__(self, state: dict[str, torch.Tensor]) -> None:
         # Pickled by other means than those of workers, it has arrived as a copy, which has workers of its own.
-        self._number = state["_number"].share_memory_()
+        self._number = _shared(state["_number"])
+
+
+def _shared(number: torch.Tensor) -> torch.Tensor:
+    number.share_memory_()  # type: ignore[no-untyped-call]
+    return number
 
 
 class Shares:
