@@ -25,6 +25,7 @@ from hf_distca.integration.mask import distca_mask
 from hf_distca.integration.prepare import prepare
 from hf_distca.integration.profile import profile
 from hf_distca.integration.session import attention_seconds, balancing, configure
+from hf_distca.integration.shares import document_shares
 from hf_distca.integration.trainer import DistCACallback, DistCATrainerMixin, PlanAheadMixin
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "balance_figures",
     "balancing",
     "configure",
+    "document_shares",
     "metrics",
     "plan_ahead",
     "prepare",

@@ -1,7 +1,7 @@
 """Which documents make which global batch.
 
-A *global batch* is what all ranks train on in one micro-batch. Its tokens depend on the seed, the epoch and how many they are, not
-on the number of ranks.
+A *global batch* is what all ranks train on in one micro-batch. Which tokens that are depends on the seed, the epoch and their
+number alone: any number of ranks trains on the same ones.
 """
 
 from __future__ import annotations

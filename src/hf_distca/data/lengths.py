@@ -12,13 +12,22 @@ from tqdm.auto import tqdm
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray, as_integers
 
-__all__ = ["is_arrow", "token_counts"]
+__all__ = ["count_tokens", "is_arrow", "splits_itself", "token_counts"]
 
 
 def is_arrow(documents: object) -> bool:
-    """Whether documents are a `datasets.Dataset`. It can be one only if `datasets` was imported."""
-    datasets = sys.modules.get("datasets")
-    return datasets is not None and isinstance(documents, datasets.Dataset)
+    """Whether documents are a `datasets.Dataset`."""
+    return _is_of("Dataset", documents)
+
+
+def splits_itself(documents: object) -> bool:
+    """Whether documents are a `datasets.IterableDataset`, of which each worker of a loader reads other files."""
+    return _is_of("IterableDataset", documents)
+
+
+def _is_of(name: str, documents: object) -> bool:
+    datasets = sys.modules.get("datasets")  # nothing is of a package that was never imported
+    return datasets is not None and isinstance(documents, getattr(datasets, name, ()))
 
 
 def token_counts(documents: Any, column: str = "input_ids", lengths: Any = None, *, quiet: bool = False) -> IntArray:
@@ -103,11 +112,16 @@ def _one_by_one(documents: Sequence[Any], column: str, quiet: bool) -> IntArray:
     bar = tqdm(documents, "reading lengths of documents", delay=1.0, disable=quiet, unit=" documents")
     counts = np.zeros(len(documents), dtype=np.int64)
     for at, document in enumerate(bar):
-        counts[at] = _count(document, column, at)
+        counts[at] = count_tokens(document, column, at)
     return counts
 
 
-def _count(document: Any, column: str, at: int) -> int:
+def count_tokens(document: Any, column: str, at: int) -> int:
+    """Tokens of document number `at`, a row with the column or the tokens themselves; 0 of a missing one.
+
+    Raises:
+        LayoutError: if it is no such document.
+    """
     if hasattr(document, "keys"):
         if column not in document:
             raise LayoutError(f"document {at} has no {column!r}, only {', '.join(map(repr, document))}.")

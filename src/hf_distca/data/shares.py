@@ -116,7 +116,7 @@ class Shares:
         return self
 
 
-def cut_share(packed: PackedDocuments, pieces: Mapping[int, Piece], pad_token_id: int) -> dict[str, Any]:
+def cut_share(packed: PackedDocuments, pieces: Mapping[int, Piece], pad_token_id: int = 0) -> dict[str, Any]:
     """The tokens and labels of one rank.
 
     Args:
