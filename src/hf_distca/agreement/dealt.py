@@ -123,6 +123,12 @@ class Dealing:
         self.ranks, self.tokens_per_rank, self.costs, self.config = ranks, tokens_per_rank, dict(costs), config
         self.ranks_per_node = ranks_per_node
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a global batch."""
+        each = self.tokens_per_rank
+        return sum(each) if isinstance(each, Sequence) else self.ranks * each
+
     def layouts(self, lengths: IntArray) -> tuple[Layout, ...]:
         """Deal documents of so many tokens, `ranks` times `tokens_per_rank` together.
 
