@@ -107,7 +107,7 @@ def document_shares(
 
 
 def shares_of(dataset: object) -> Shares | StreamedShares | None:
-    """The shares that a data set or a loader reads, whatever transformers, TRL or accelerate have wrapped around; None if none."""
+    """The shares that a data set or a loader reads, whatever the Trainer, TRL or accelerate wrapped around them; None if none."""
     while dataset is not None:
         if isinstance(dataset, Shares | StreamedShares):
             return dataset
