@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Literal, get_args
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import PackedDocuments
@@ -16,11 +17,13 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.deal import deal, deal_nano_batches, plan_dealt
+from hf_distca.schedule.deal import deal, deal_nano_batches, in_order, plan_dealt
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["Dealing", "Dealt"]
+__all__ = ["Dealing", "Dealt", "Placement"]
+
+Placement = Literal["dealt", "in order"]
 
 
 class Dealt:
@@ -105,9 +108,10 @@ class Dealing:
         costs: seconds of the tasks of each kind of layer, by its plan (of whole batches). Documents are dealt by the first one.
         config: settings under which the batches will train. Under others, plans are made when they are needed.
         ranks_per_node: as for `deal`.
+        placement: "dealt"; or "in order" for documents one after another, cut where a rank is full, to compare with.
 
     Raises:
-        ConfigError: if there is no cost.
+        ConfigError: if there is no cost, or no such placement.
     """
 
     def __init__(
@@ -117,11 +121,14 @@ class Dealing:
         costs: Mapping[PlanKey, CostModel],
         config: DistCAConfig,
         ranks_per_node: int | None = None,
+        placement: Placement = "dealt",
     ) -> None:
+        if placement not in get_args(Placement):
+            raise ConfigError(f"placement={placement!r} must be one of {', '.join(map(repr, get_args(Placement)))}.")
         if not costs:
             raise ConfigError("documents are dealt by the cost of attention: give that of at least one kind of layer.")
         self.ranks, self.tokens_per_rank, self.costs, self.config = ranks, tokens_per_rank, dict(costs), config
-        self.ranks_per_node = ranks_per_node
+        self.ranks_per_node, self.placement = ranks_per_node, placement
 
     @property
     def tokens(self) -> int:
@@ -133,11 +140,13 @@ class Dealing:
         """Deal documents of so many tokens, `ranks` times `tokens_per_rank` together.
 
         Returns:
-            One layout, or those of both nano-batches with ping-pong.
+            One layout, or, dealt with ping-pong, those of both nano-batches.
 
         Raises:
             LayoutError, ConfigError: as `deal`.
         """
+        if self.placement == "in order":
+            return (in_order(lengths, self.ranks, self.tokens_per_rank),)
         cost = next(iter(self.costs.values()))
         if self.config.ping_pong:
             return deal_nano_batches(

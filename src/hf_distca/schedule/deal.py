@@ -18,11 +18,12 @@ from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.dealer import Dealer
+from hf_distca.schedule.fill import pour
 from hf_distca.schedule.layout import IntArray, Layout, as_integers
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["deal", "deal_nano_batches", "plan_dealt"]
+__all__ = ["deal", "deal_nano_batches", "in_order", "plan_dealt"]
 
 # Part of its seconds by which the slowest rank may be late for `balance` to find nothing: what it moves travels with queries and
 # outputs, which takes longer than a dealt rank is late.
@@ -97,6 +98,16 @@ def deal_nano_batches(
         for half, tokens in ((first, here), (~first, there))
     )
     return one, two
+
+
+def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int]) -> Layout:
+    """The documents of a global batch one after another, cut where a rank is full: what `deal` is compared with.
+
+    Args and raises: as `deal`.
+    """
+    length, tokens = _checked(lengths, ranks, tokens_per_rank, 1, None)
+    rank, document, start, size = np.array(pour(range(len(length)), length.tolist(), tokens), dtype=np.int64).reshape(-1, 4).T
+    return Layout(document, start, size, np.searchsorted(rank, np.arange(ranks + 1)))
 
 
 def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
