@@ -133,7 +133,8 @@ class Session:
         else:
             with group.reporting(f"measuring costs for micro-batch {self.planner.next_number}"):
                 self._learn_cost(key, query, group)
-            plans = self.planner.plan(requests, group)
+            with self._reporting(group, "planning"):
+                plans = self.planner.plan(requests, group)
             with self._reporting(group, "taking up a plan"):
                 made = [self._work(one, planned, group, query.device) for (one, _), planned in zip(requests, plans, strict=True)]
         for one, key, work in zip(handles, keys, made, strict=True):
@@ -160,6 +161,7 @@ class Session:
         self._warn_above_bound(waves, group)
         route = Route.build(planned.plan, group.rank, waves)
         name = f"micro-batch {self.planner.number}" + (f", nano-batch {nano}" if nano else "")
+        name += f" ({planned.source})" if planned.source else ""
         return Work(group, route, _keep(documents, device), planned.plan.window, meter, nano, OutputStore(), name)
 
     def attend(
@@ -175,6 +177,7 @@ class Session:
     ) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens, whose keys `context` is in front of."""
         group, number = work.group, next(work.numbers)
+        group.heed()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
         if group.data is not None:
             group = replace(group, data=group.data.at(place, 2 * len(work.route.waves)))

@@ -6,6 +6,7 @@ import atexit
 import datetime
 import hashlib
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -17,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
+from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.watch import Watch, patience
 from hf_distca.schedule.layout import IntArray
 
@@ -24,6 +26,7 @@ __all__ = ["AttentionGroup", "Members"]
 
 # Numbers of a row that travel in the first step of `gather`, whether a rank has them or not; those beyond need a second.
 _FIRST = 128
+_WIDTH = 1 + _FIRST  # with their number
 
 # How late a thread of gloo may be when the interpreter ends: what one has to do takes it microseconds, once it has a processor.
 _LATE_SECONDS = 0.1
@@ -191,8 +194,40 @@ class AttentionGroup:
         self.watch.met = doing
         return bool((least[: len(numbers)] == ~least[len(numbers) :]).all())
 
+    def meet(self, row: IntArray, *, doing: str, agree: Callable[[Sequence[IntArray]], None]) -> Meeting:
+        """Start to gather a row of integers from every rank, for which nobody waits.
+
+        Args:
+            row: flat int64 array of at most `most_numbers`.
+            doing: what the ranks are doing, for the error if one of them does not come.
+            agree: what to do with the rows of all ranks, in a thread of its own; see `Meeting`.
+        """
+        sent = torch.tensor([len(row), *row], dtype=torch.int64)
+        if self.control is None:
+            return Meeting(sent[None], None, agree, None, doing)
+        rows, work = self._start_padded(sent, _WIDTH, self.control)
+        return Meeting(rows, work, agree, self.watch, doing)
+
+    @property
+    def most_numbers(self) -> int:
+        """The longest row of `meet`."""
+        return _FIRST
+
+    def heed(self) -> None:
+        """Raise what a `Meeting` has found. Takes no time.
+
+        Raises:
+            DistCADesyncError: if ranks do not do the same.
+        """
+        if self.watch is not None:
+            self.watch.heed()
+
+    def tell(self, key: str, text: str) -> list[str]:
+        """What every rank says under a key that is new, in rank order; empty for those that say nothing soon. No collective."""
+        return [text] if self.watch is None else self.watch.tell(key, text)
+
     def _gather_rows(self, row: IntArray, control: dist.ProcessGroup) -> list[IntArray]:
-        first = self._gather_padded(torch.tensor([len(row), *row[:_FIRST]], dtype=torch.int64), 1 + _FIRST, control)
+        first = self._gather_padded(torch.tensor([len(row), *row[:_FIRST]], dtype=torch.int64), _WIDTH, control)
         rows, more = [part[1 : 1 + part[0]] for part in first], np.maximum(first[:, 0] - _FIRST, 0)
         longest, rest = int(more.max()), torch.tensor(row[_FIRST:], dtype=torch.int64)
         if not longest:
@@ -207,12 +242,18 @@ class AttentionGroup:
         return rows
 
     def _gather_padded(self, row: torch.Tensor, width: int, control: dist.ProcessGroup) -> IntArray:
-        """Rows of at most `width` numbers, as (ranks, width). Over gloo an all-to-all is one step, an all-gather one a rank."""
+        """Rows of at most `width` numbers, as (ranks, width)."""
+        rows, work = self._start_padded(row, width, control)
+        work.wait()
+        return rows.numpy()
+
+    def _start_padded(self, row: torch.Tensor, width: int, control: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+        """Start to gather them. Over gloo an all-to-all is one step, an all-gather one a rank."""
         padded = torch.zeros(width, dtype=torch.int64)
         padded[: len(row)] = row
-        rows = torch.empty(self.size * width, dtype=torch.int64)
-        dist.all_to_all_single(rows, padded.repeat(self.size), group=control)
-        return rows.view(self.size, width).numpy()
+        rows = torch.empty((self.size, width), dtype=torch.int64)
+        work = dist.all_to_all_single(rows.view(-1), padded.repeat(self.size), group=control, async_op=True)
+        return rows, work
 
 
 @dataclass(eq=False)

@@ -26,6 +26,7 @@ __all__ = ["Watch", "patience"]
 
 _COUNT = "distca words"  # the key that counts them; the only one that ranks look at while they wait
 _LONGEST_WORD = 400  # characters
+_WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
 _BREAK_TAG = 2**31 - 1  # no message has it
 _ALL_CLOSED = ("Timed out", "Application timeout")  # in gloo's errors: now, or before; other errors are of one connection
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -57,6 +58,7 @@ class Watch:
         self._ranks, self._rank, self._timeout_seconds, self._links = ranks, rank, timeout_seconds, links
         self._store = links[-1].get_group_store()
         self._word: str | None = None
+        self._parted: DistCADesyncError | None = None
 
     @contextmanager
     def reporting(self, doing: str) -> Iterator[None]:
@@ -95,6 +97,9 @@ class Watch:
         Returns:
             The error to raise, with what each rank was doing.
         """
+        if self._parted is not None:
+            self._leave(str(self._parted), self.deadline())
+            return self._parted
         own = self._ranks[self._rank]
         before = f" It had left the group: it {self._word}." if self._word else ""
         deadline = self.deadline()
@@ -111,6 +116,35 @@ class Watch:
             "of training forwards and backwards through the same layers: look at the other ranks' logs for one that failed, "
             f"stopped early or is still in another step. ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         )
+
+    def part(self, error: DistCADesyncError) -> None:
+        """Wake this rank where it waits for others in vain, to raise an error that another thread has found on every rank."""
+        self._parted = error
+        time.sleep(_WOKEN_SECONDS)  # for messages of ranks that do belong together: a wait for half of one would not wake up
+        for link in self._links:
+            _break(link)
+
+    def heed(self) -> None:
+        """Raise the error that this rank is to be woken for.
+
+        Raises:
+            DistCADesyncError: if there is one.
+        """
+        if self._parted is not None:
+            raise self.give_up("", self._parted)
+
+    def tell(self, key: str, text: str) -> list[str]:
+        """What every rank says under a key, in rank order; empty for those that say nothing in time. Asks nobody to take part."""
+        self._store.set(f"distca {key} {self._rank}", text)
+        deadline, said = self.deadline(), []
+        for rank in range(len(self._ranks)):
+            left = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            with suppress(RuntimeError):
+                self._store.wait([f"distca {key} {rank}"], left)
+                said.append(self._store.get(f"distca {key} {rank}").decode(errors="replace"))
+                continue
+            said.append("")
+        return said
 
     def _leave(self, word: str, deadline: float) -> None:
         if self._word is not None:
