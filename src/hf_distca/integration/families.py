@@ -13,7 +13,18 @@ from transformers import PreTrainedConfig
 
 from hf_distca.errors import UnsupportedError
 
-__all__ = ["EQUAL", "FAMILIES", "PING_PONG", "REASONS", "check_family", "check_layerdrop", "warn_of_packing"]
+__all__ = [
+    "EQUAL",
+    "FAMILIES",
+    "OVER_RANKS",
+    "PING_PONG",
+    "REASONS",
+    "WHOLE_REASONS",
+    "check_family",
+    "check_layerdrop",
+    "warn_of_packing",
+    "why_whole",
+]
 
 _log = logging.getLogger("hf_distca")
 
@@ -56,6 +67,18 @@ _PING_PONG = """
     phi3 phi4_multimodal phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
     qwen3_moe qwen3_next roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm starcoder2
     vaultgemma whisper xlm-roberta xlm-roberta-xl youtu
+"""
+
+# Of those that are proven, the ones whose documents may be cut over ranks: loss, logits and gradients are those of whole ones.
+_OVER_RANKS = """
+"""
+
+# Proven, but not with documents over ranks: their loss reads labels that are not shifted.
+_OWN_LOSS = """
+"""
+
+# Proven, but not with documents over ranks: their layers attend in chunks.
+_CHUNKS = """
 """
 
 _NO_ATTENTION = """
@@ -103,6 +126,15 @@ REASONS = {
     "UNBUILT": "no small model of it could be built, so nothing is proven",
 }
 
+# Why documents of a family must be whole. The others are in `OVER_RANKS` or were never tried.
+WHOLE_REASONS = {
+    "CARRIES_STATE": "their other layers carry state from token to token, which stays on its rank",
+    "NO_POSITIONS": "they take no position ids, and count each rank's tokens from 0",
+    "OWN_LOSS": "their loss reads only `labels`, and the next token of a part that ends within a document is on another rank",
+    "CHUNKS": "their attention in chunks is cut only where a document lies on one rank, and layers without rotary embedding scale "
+    "queries by the place in the row",
+}
+
 _ENCODER_DECODER = "this one is an encoder with a decoder, which has cross attention and bidirectional masks"
 
 FAMILIES: dict[str, str] = {
@@ -122,6 +154,9 @@ FAMILIES: dict[str, str] = {
     for name in names.split()
 }
 PING_PONG = frozenset(_PING_PONG.split())
+OVER_RANKS = frozenset(_OVER_RANKS.split())
+_WHOLE = {name: group for name, group in FAMILIES.items() if group in WHOLE_REASONS}
+_WHOLE |= dict.fromkeys(_OWN_LOSS.split(), "OWN_LOSS") | dict.fromkeys(_CHUNKS.split(), "CHUNKS")
 
 
 def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> None:
@@ -143,6 +178,11 @@ def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> No
         raise UnsupportedError(
             f'distca does not support {model_type} models: {reason}. Use attn_implementation="sdpa" or "eager".'
         )
+
+
+def why_whole(model_type: str | None) -> str | None:
+    """Why each document of a family must lie in one piece on one rank; None if it need not, or the family is not in the table."""
+    return WHOLE_REASONS.get(_WHOLE.get(model_type or "", ""))
 
 
 # LayerDrop's names in the configs of transformers.
