@@ -113,7 +113,7 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def without_table() -> Iterator[None]:
     """Let refused families run, so that the table cannot be its own proof."""
-    with patch.object(families, "FAMILIES", {}), patch.object(families, "_WHOLE", {}):
+    with patch.object(families, "FAMILIES", {}), patch.object(families, "WHOLE", {}):
         yield
 
 

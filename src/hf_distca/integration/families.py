@@ -19,6 +19,7 @@ __all__ = [
     "OVER_RANKS",
     "PING_PONG",
     "REASONS",
+    "WHOLE",
     "WHOLE_REASONS",
     "check_family",
     "check_layerdrop",
@@ -71,14 +72,26 @@ _PING_PONG = """
 
 # Of those that are proven, the ones whose documents may be cut over ranks: loss, logits and gradients are those of whole ones.
 _OVER_RANKS = """
+    afmoe apertus arcee aria_text axk1 beam bert bert-generation biogpt bitnet camembert cohere cohere2 cohere2_moe
+    cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 diffllama dots1 electra emu3 ernie
+    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text
+    gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2
+    gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama
+    longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama
+    modernbert-decoder moshi moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3
+    phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3
+    solar_open stablelm starcoder2 vaultgemma xlm-roberta xlm-roberta-xl xmod youtu
 """
 
 # Proven, but not with documents over ranks: their loss reads labels that are not shifted.
 _OWN_LOSS = """
+    whisper
 """
 
 # Proven, but not with documents over ranks: their layers attend in chunks.
 _CHUNKS = """
+    llama4 llama4_text
 """
 
 _NO_ATTENTION = """
@@ -131,8 +144,8 @@ WHOLE_REASONS = {
     "CARRIES_STATE": "their other layers carry state from token to token, which stays on its rank",
     "NO_POSITIONS": "they take no position ids, and count each rank's tokens from 0",
     "OWN_LOSS": "their loss reads only `labels`, and the next token of a part that ends within a document is on another rank",
-    "CHUNKS": "their attention in chunks is cut only where a document lies on one rank, and layers without rotary embedding scale "
-    "queries by the place in the row",
+    "CHUNKS": "they attend in chunks, which are cut only where a document lies on one rank, and scale queries by the place in "
+    "the row",
 }
 
 _ENCODER_DECODER = "this one is an encoder with a decoder, which has cross attention and bidirectional masks"
@@ -155,8 +168,8 @@ FAMILIES: dict[str, str] = {
 }
 PING_PONG = frozenset(_PING_PONG.split())
 OVER_RANKS = frozenset(_OVER_RANKS.split())
-_WHOLE = {name: group for name, group in FAMILIES.items() if group in WHOLE_REASONS}
-_WHOLE |= dict.fromkeys(_OWN_LOSS.split(), "OWN_LOSS") | dict.fromkeys(_CHUNKS.split(), "CHUNKS")
+WHOLE = {name: group for name, group in FAMILIES.items() if group in WHOLE_REASONS}
+WHOLE |= dict.fromkeys(_OWN_LOSS.split(), "OWN_LOSS") | dict.fromkeys(_CHUNKS.split(), "CHUNKS")
 
 
 def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> None:
@@ -182,7 +195,7 @@ def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> No
 
 def why_whole(model_type: str | None) -> str | None:
     """Why each document of a family must lie in one piece on one rank; None if it need not, or the family is not in the table."""
-    return WHOLE_REASONS.get(_WHOLE.get(model_type or "", ""))
+    return WHOLE_REASONS.get(WHOLE.get(model_type or "", ""))
 
 
 # LayerDrop's names in the configs of transformers.

@@ -163,8 +163,8 @@ class AttentionHandle:
         """
         if self.whole is not None and layout.scattered:
             raise UnsupportedError(
-                f"a document of this batch is cut in parts, and {self.model_type} models need whole ones: {self.whole}. Give each "
-                "document to one rank, in one piece, or train another model."
+                f"a document of this batch is in several parts, and {self.model_type} models need whole ones: {self.whole}. Give "
+                "each document to one rank, in one piece."
             )
 
     def contiguous(self) -> AttentionHandle:

@@ -23,12 +23,10 @@ __all__ = ["see_longest", "varies"]
 _LONGEST = "_distca_longest"  # attribute of a rotary module: tokens of the longest document, None to leave it alone
 _found: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = WeakKeyDictionary()
 
-_UNKNOWN = (
-    "their rotary embedding ({kinds}) depends on the longest document of all ranks, which only shares of hf_distca.document_shares "
-    "know"
-)
-_IN_LAYERS = "their rotary embedding ({kinds}) depends on the longest document of all ranks, and each layer makes its own"
-_NOT_FOUND = "their rotary embedding ({kinds}) depends on the longest document of all ranks, and no module of theirs that makes it is known"
+_DEPENDS = "their rotary embedding ({kinds}) depends on the longest document of all ranks"
+_UNKNOWN = f"{_DEPENDS}, which only shares of hf_distca.document_shares know"
+_IN_LAYERS = f"{_DEPENDS}, and each layer makes its own"
+_NOT_FOUND = f"{_DEPENDS}, and distca does not find the module that makes it"
 
 
 def see_longest(model: PreTrainedModel | None, config: PreTrainedConfig | None, documents: object) -> str | None:
@@ -94,8 +92,8 @@ def _with_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
     positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
     if not isinstance(positions, torch.Tensor):
         raise UnsupportedError(
-            f"{type(module).__name__} is called without position_ids: its rotary embedding depends on the longest document of the "
-            "global batch, which distca adds to them."
+            f"{type(module).__name__} is called without position_ids, and makes a rotary embedding that depends on the longest "
+            "document of all ranks: distca has nowhere to say how long that is."
         )
     last = positions.new_full((*positions.shape[:-1], 1), longest - 1)
     positions = torch.cat([positions, last], dim=-1)
