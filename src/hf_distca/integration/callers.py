@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel, TrainerCallback
@@ -47,7 +48,7 @@ class MaskCall:
         return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
 
     @property
-    def documents(self) -> object:
+    def documents(self) -> Any:
         """What the innermost model that has it was given as ``distca_documents``; None if none was.
 
         Not all models hand it on to attention (Nemotron, StableLM).

@@ -95,7 +95,7 @@ class AttentionHandle:
         window: int | None = None,
         chunk: int | None = None,
         position_ids: torch.Tensor | None = None,
-        packed: object = None,
+        packed: Any = None,
         model_type: str | None = None,
         whole: str | None = None,
         alone: bool = False,
