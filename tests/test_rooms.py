@@ -19,7 +19,8 @@ ARROWS = {
     "kernels": set(),
     "runtime": {"kernels", "schedule"},
     "agreement": {"schedule", "runtime.group", "runtime.meter"},
-    "integration": {"agreement", "runtime", "kernels", "schedule"},
+    "data": {"schedule", "agreement.documents", "agreement.dealt"},
+    "integration": {"data", "agreement", "runtime", "kernels", "schedule"},
     "cli": {"schedule"},
     "run": set(),
 }
@@ -28,6 +29,7 @@ FREE_OF = {
     "kernels": {"transformers", "accelerate"},
     "runtime": {"transformers", "accelerate"},
     "agreement": {"transformers", "accelerate"},
+    "data": {"transformers", "accelerate"},
     "cli": {"transformers", "accelerate", "torch"},
 }
 

@@ -8,6 +8,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.config import DistCAConfig
+from hf_distca.data.collator import PackingCollator
 from hf_distca.errors import (
     ConfigError,
     DistCADesyncError,
@@ -19,12 +20,12 @@ from hf_distca.errors import (
 )
 from hf_distca.integration.ahead import plan_ahead
 from hf_distca.integration.attention import distca_attention
-from hf_distca.integration.data import PackingCollator
 from hf_distca.integration.figures import Metrics, balance_figures, metrics
 from hf_distca.integration.mask import distca_mask
 from hf_distca.integration.prepare import prepare
 from hf_distca.integration.profile import profile
 from hf_distca.integration.session import attention_seconds, balancing, configure
+from hf_distca.integration.shares import document_shares
 from hf_distca.integration.trainer import DistCACallback, DistCATrainerMixin, PlanAheadMixin
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "balance_figures",
     "balancing",
     "configure",
+    "document_shares",
     "metrics",
     "plan_ahead",
     "prepare",

@@ -17,8 +17,8 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.ahead import Announced, announce, have_documents
 from hf_distca.integration.callers import calling_handler
-from hf_distca.integration.data import check_loader
 from hf_distca.integration.figures import Reading
+from hf_distca.integration.loaders import check_loader
 from hf_distca.integration.prepare import distca_configs, prepare
 from hf_distca.integration.profile import write_trace
 from hf_distca.integration.session import Session, configure, current_session
