@@ -6,6 +6,7 @@ Read against transformers 5.23.0. Each question has its public way beside it, an
   of a Trainer. The stack is for those who change one argument and call nothing.
 - Which `CallbackHandler` calls a callback, to stand in front of the reporters: `DistCATrainerMixin`, which overrides
   `Trainer.log`.
+- Which Trainer a callback belongs to, for its own loss: `DistCATrainerMixin`, which is one.
 - Which position ids a ``create_..._mask`` was given, and which documents its model: no public way. Mask functions get the config
   and no positions, and some models do not hand their keyword arguments on to attention.
 - Whether a forward is one of `generate`: no public way. A model in training mode can generate, too.
@@ -18,14 +19,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel, TrainerCallback
 from transformers.masking_utils import create_causal_mask
 from transformers.trainer_callback import CallbackHandler
 
-__all__ = ["MaskCall", "calling_handler"]
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = ["MaskCall", "calling_handler", "calling_trainer"]
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
@@ -81,6 +85,15 @@ def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
         handler = frame.f_locals.get("self")
         if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
             return handler
+    return None
+
+
+def calling_trainer(callback: TrainerCallback) -> Trainer | None:
+    """The Trainer in which a callback is called."""
+    for frame in _callers():
+        trainer = frame.f_locals.get("self")
+        if callback in getattr(getattr(trainer, "callback_handler", None), "callbacks", ()):
+            return cast("Trainer", trainer)
     return None
 
 
