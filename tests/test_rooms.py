@@ -18,7 +18,7 @@ ARROWS = {
     "schedule": set(),
     "kernels": set(),
     "runtime": {"kernels", "schedule"},
-    "agreement": {"schedule", "runtime.group", "runtime.meter"},
+    "agreement": {"schedule", "runtime.group", "runtime.meeting", "runtime.meter"},
     "data": {"schedule", "agreement.documents", "agreement.dealt"},
     "integration": {"data", "agreement", "runtime", "kernels", "schedule"},
     "cli": {"schedule"},

@@ -25,6 +25,7 @@ from hf_distca.integration.mask import distca_mask
 from hf_distca.integration.prepare import prepare
 from hf_distca.integration.profile import profile
 from hf_distca.integration.session import attention_seconds, balancing, configure
+from hf_distca.integration.share_tokens import share_tokens
 from hf_distca.integration.shares import document_shares
 from hf_distca.integration.trainer import DistCACallback, DistCATrainerMixin, PlanAheadMixin
 
@@ -53,6 +54,7 @@ __all__ = [
     "plan_ahead",
     "prepare",
     "profile",
+    "share_tokens",
 ]
 
 __version__ = version("hf-distca")

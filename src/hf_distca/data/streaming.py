@@ -75,7 +75,7 @@ class StreamedShares(torch.utils.data.IterableDataset[Mapping[str, Any]]):
                 yield _LateShare(self.dealing, batch, rank, pieces)
 
     def _global_batches(self) -> Iterator[list[Piece]]:
-        tokens = self.dealing.ranks * self.dealing.tokens_per_rank
+        tokens = self.dealing.tokens
         pieces: list[Piece] = []
         free = tokens
         for at, document in enumerate(self.documents):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt import Dealing, Placement
 from hf_distca.config import DistCAConfig
 from hf_distca.data.global_batches import Fill, GlobalBatches, Longer
 from hf_distca.data.lengths import token_counts
@@ -46,6 +46,7 @@ def document_shares(
     column: str = "input_ids",
     lengths: Any = None,
     pad_token_id: int = 0,
+    placement: Placement = "dealt",
 ) -> Dataset | StreamedShares:
     """Documents, dealt to ranks: equal tokens on every rank, about equal attention, and no document too long for it.
 
@@ -78,6 +79,8 @@ def document_shares(
         lengths: tokens of each document, or the name of the column that has them, where they are known. Not needed for a
             `datasets.Dataset` of token ids, which knows them without being read.
         pad_token_id: what padding is made of.
+        placement: ``"in order"`` puts documents on ranks one after another, cut where a rank is full, to see what dealing
+            changes: the same global batches, tokens and numbers.
 
     Returns:
         A `datasets.Dataset` that makes shares when they are read; `datasets` must be installed. With the shares come
@@ -94,7 +97,7 @@ def document_shares(
     ranks, device_type = _place(ranks, device)
     config = config or current_session().config
     keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype, device_type)
-    dealing = Dealing(ranks, tokens_per_rank, {key: _cost(key, config) for key in keys}, config, ranks_per_node)
+    dealing = Dealing(ranks, tokens_per_rank, {key: _cost(key, config) for key in keys}, config, ranks_per_node, placement)
     dealing.layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
     if not hasattr(documents, "__len__"):
         _check_stream(seed, fill, longer, lengths)

@@ -22,6 +22,7 @@ from hf_distca.integration.loaders import check_loader
 from hf_distca.integration.prepare import distca_configs, prepare
 from hf_distca.integration.profile import write_trace
 from hf_distca.integration.session import Session, configure, current_session
+from hf_distca.integration.share_tokens import share_tokens
 from hf_distca.runtime.trace import Trace
 
 __all__ = ["DistCACallback", "DistCATrainerMixin", "PlanAheadMixin"]
@@ -187,8 +188,13 @@ class DistCATrainerMixin:
 
     Figures go into the logs before the Trainer hands these to ``state.log_history`` and to reporters; `DistCACallback` says what
     they mean, and beside this class is still what gives settings and checks the model.
+
+    Attributes:
+        shares_tokens: deal the micro-batches of every step anew among the ranks, by `share_tokens`, instead of planning ahead.
+            Set it in your class where the loader must stay as it is.
     """
 
+    shares_tokens: bool = False
     _figures: Reading | None = None
     _iterator: Iterator[Any] | None = None  # of this epoch
     _drawn: Iterator[Any] = iter(())  # batches that the next step begins with
@@ -214,6 +220,8 @@ class DistCATrainerMixin:
             self._forget()
         source = chain(self._drawn, epoch_iterator)
         batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
+        if self.shares_tokens:
+            return (share_tokens(batches), *rest)
         keys, announced, self._announced = current_session().planner.recent_keys(), self._announced, None
         if announced is None or not announced.are(batches):
             announced = announce(batches, keys)
