@@ -35,9 +35,8 @@ def some_documents() -> datasets.Dataset:
 
 
 def make(ranks: int, **more: Any) -> Any:
-    return hf_distca.document_shares(
-        some_documents(), TOKENS // ranks, shapes=[(SHAPE, None)], config=tiny_runs.settings(), **more
-    )
+    shapes, config = [(SHAPE, None)], tiny_runs.settings()
+    return hf_distca.document_shares(some_documents(), TOKENS // ranks, shapes=shapes, config=config, ranks=ranks, **more)
 
 
 def trainer_of(dataset: Any, **more: Any) -> Trainer:
@@ -46,7 +45,7 @@ def trainer_of(dataset: Any, **more: Any) -> Trainer:
 
 
 def train(rank: int, ranks: int) -> tuple[list[float], int, int]:
-    """Losses of two epochs, how many plans needed a meeting of the ranks, and dispatches."""
+    """Losses of two epochs, the number of shares in one, and dispatches."""
     trainer = trainer_of(make(ranks))
     trainer.train()
     return tiny_runs.losses(trainer), len(make(ranks)), tiny_runs.dispatches()
@@ -57,7 +56,8 @@ def test_two_ranks_train_as_one_does(rank_pool: Callable[[int], RankPool]) -> No
     assert items == sum(LENGTHS) // TOKENS
     for found, shares, exchanged in rank_pool(2)(train, 2):
         assert shares == 2 * items
-        assert found == pytest.approx(alone, rel=1e-5)
+        assert found[::2] == pytest.approx(alone[::2], rel=1e-5)  # losses
+        assert found[1::2] == pytest.approx(alone[1::2], rel=1e-4)  # norms of gradients
         assert exchanged > 0  # documents longer than a rank need the keys of the other one
     assert len(alone) == 2 * 2 * items  # loss and norm, two epochs
 
