@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -97,6 +98,7 @@ def document_shares(
     config = config or current_session().config
     keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype, device_type)
     dealing = Dealing(ranks, tokens_per_rank, {key: _cost(key, config) for key in keys}, config, ranks_per_node, placement)
+    dealing.layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
     if not hasattr(documents, "__len__"):
         _check_stream(seed, fill, longer, lengths)
         return StreamedShares(documents, dealing, column=column)
