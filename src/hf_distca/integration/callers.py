@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from types import FrameType
+from functools import cache
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
-from transformers.trainer_callback import CallbackHandler
+
+if TYPE_CHECKING:  # importing it brings in peft and, through that, what must not be there when a notebook starts processes
+    from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 __all__ = ["MaskCall", "calling_handler"]
-
-_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 class MaskCall:
@@ -48,7 +50,7 @@ class MaskCall:
     @property
     def generating(self) -> bool:
         """Whether `generate` led here."""
-        return any(frame.f_code is _GENERATE for frame in _callers(self._creator))
+        return any(frame.f_code is _generate() for frame in _callers(self._creator))
 
     def models(self) -> Iterator[PreTrainedModel]:
         """The models whose forwards led here, from the inside out."""
@@ -60,11 +62,20 @@ class MaskCall:
 
 def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
     """The handler that is calling a callback."""
+    from transformers.trainer_callback import CallbackHandler
+
     for frame in _callers():
         handler = frame.f_locals.get("self")
         if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
             return handler
     return None
+
+
+@cache
+def _generate() -> CodeType:
+    from transformers import GenerationMixin
+
+    return inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:
