@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from threading import Thread
+from typing import NamedTuple
 
 import numpy as np
 
@@ -69,6 +70,20 @@ class Planning:
     plans: Future[tuple[list[Plan], float]]
 
 
+class _Used(NamedTuple):
+    """A plan that was used: which, in which micro-batch, and what was promised and done."""
+
+    key: PlanKey
+    number: int
+    estimate: Estimate
+    meter: Meter
+
+    @property
+    def figures(self) -> tuple[int, int]:
+        """Kernel nanoseconds of this rank, -1 while kernels run, and the bytes that it sent."""
+        return int(self.meter.seconds * 1e9) if self.meter.finished else -1, self.meter.sent_bytes
+
+
 class Planner:
     """Plans micro-batches together with the other ranks, and collects what was planned and measured.
 
@@ -85,11 +100,11 @@ class Planner:
         self.history = History()
         self.number = 0
         self._meter = meter
-        self._asked = 0
+        self._asked = self._collected = 0
         self._used: set[PlanKey] = set()  # in this micro-batch
         self._recent: dict[PlanKey, None] = {}  # since `recent_keys` was asked
         # What ranks measured is announced with the next plan of the same key: until then all of it was launched.
-        self._measured: dict[PlanKey, list[tuple[Estimate, Meter]]] = {}
+        self._measured: dict[PlanKey, list[_Used]] = {}
 
     @property
     def next_number(self) -> int:
@@ -182,8 +197,26 @@ class Planner:
         self._recent[key] = None
         estimate, meter = Estimate.of(planned.plan, self.cost(key), planned.milliseconds), Meter(self._meter)
         self.history.planned(estimate, self.number)
-        self._measured.setdefault(key, []).append((estimate, meter))
+        self._measured.setdefault(key, []).append(_Used(key, self.number, estimate, meter))
         return meter
+
+    def collect(self, group: AttentionGroup) -> None:
+        """Compare what was done since the last announcement, with one collective: at the end, when no next one will tell.
+
+        All ranks must call it at the same point; again has no effect. What a kernel that still runs belongs to is left out.
+
+        Raises:
+            DistCADesyncError: if not all ranks come.
+        """
+        if self._collected == self.number:
+            return
+        self._collected = self.number
+        used = [one for key in list(self._measured) for one in self._measured.pop(key)]
+        own = np.array([one.figures for one in used], dtype=np.int64).reshape(-1)
+        rows = group.gather(own, doing="comparing what ranks measured up to the end of training")
+        self.history.end()
+        if all(len(row) == len(own) for row in rows):
+            self._compare_measured(used, np.stack(rows).reshape(len(rows), -1, 2), group)
 
     def _ahead(self, documents: Documents, key: PlanKey) -> Planned | None:
         """The plan that was made ahead under the settings of now."""
@@ -198,26 +231,32 @@ class Planner:
         """Exchange documents; on the way, compare settings and collect what each rank measured."""
         self._asked += 1
         keys = [key for _, key in requests]
-        measured = [(key, *pair) for key in dict.fromkeys(keys) for pair in self._finished(key)]
+        used = [one for key in dict.fromkeys(keys) for one in self._finished(key)]
         common: Common = (self.config, tuple(dict.fromkeys(self.cost(key) for key in keys)))
         own = Announcement(
             count=self._asked,
             settings=fingerprint(common),
             exchanges=self._meter.dispatches + self._meter.returns,
             checksum=group.checksum,
-            figures=[(int(meter.seconds * 1e9) if meter.finished else -1, meter.sent_bytes) for *_, meter in measured],
+            figures=[one.figures for one in used],
             requests=requests,
         )
         announced = Announcements.read(group.gather(own.row(), doing=f"planning {place}"))
         stated = agree(announced, common, group, place)
-        for (key, estimate, meter), figures in zip(measured, announced.measured.transpose(1, 2, 0), strict=True):
-            nanoseconds, sent_bytes = figures
-            if nanoseconds.min() >= 0:  # else a kernel still runs somewhere: nothing to compare with
-                # Both nano-batches go through each layer: one of them counts it.
-                self.history.measured(estimate, nanoseconds / 1e9, sent_bytes, 0 if key.nano == 2 else meter.calls)
+        self._compare_measured(used, announced.measured, group)
         return [layout_of(one) for one in stated]
 
-    def _finished(self, key: PlanKey) -> list[tuple[Estimate, Meter]]:
+    def _compare_measured(self, used: Sequence[_Used], measured: IntArray, group: AttentionGroup) -> None:
+        """Count what all ranks did by plans: (ranks, plans, 2) as in `_Used.figures`."""
+        for one, (nanoseconds, sent_bytes) in zip(used, measured.transpose(1, 2, 0), strict=True):
+            if nanoseconds.min() < 0:  # a kernel still runs on some rank: all of them announce it again
+                self._measured.setdefault(one.key, []).append(one)
+                continue
+            # Both nano-batches go through each layer: one of them counts it.
+            calls = 0 if one.key.nano == 2 else one.meter.calls
+            self.history.measured(one.estimate, one.number, nanoseconds / 1e9, sent_bytes, calls, group.rank)
+
+    def _finished(self, key: PlanKey) -> list[_Used]:
         """What is announced of the plans of a key. On a GPU the newest waits: its kernels may still have to run."""
         measured = self._measured.pop(key, [])
         if key.device != "cpu" and measured:

@@ -54,7 +54,8 @@ def deal(
         shape = AttentionShape(query_heads, key_value_heads, head_dim, head_dim, 2)
         model = replace(cost_model(shape, cost, tile), window=window)
         config = DistCAConfig(tile=tile, ping_pong=ping_pong)
-        documents, options = _read_lengths(lengths), {"tile": tile, "ranks_per_node": ranks_per_node}
+        documents = _read_lengths(lengths)
+        options: dict[str, Any] = {"tile": tile, "ranks_per_node": ranks_per_node}
         layouts: tuple[Layout, ...]
         if ping_pong:
             layouts = deal_nano_batches(documents, ranks, tokens_per_rank, model, **options)

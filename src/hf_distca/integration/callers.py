@@ -75,7 +75,8 @@ def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
 def _generate() -> CodeType:
     from transformers import GenerationMixin
 
-    return inspect.unwrap(GenerationMixin.generate).__code__
+    code: CodeType = inspect.unwrap(GenerationMixin.generate).__code__
+    return code
 
 
 def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:

@@ -162,7 +162,7 @@ class PlanSummary:
         return self.table()
 
     def table(self, *, seconds: bool = True) -> str:
-        """The figures as lines of text; without `seconds`, those that a cost model of mere pairs says nothing about are left out."""
+        """The figures as lines of text; `seconds` are left out where a cost model of pairs has none."""
         moved = self.query_tokens_moved / max(self.query_tokens, 1)
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         spanning = f", {self.key_tokens_sent_unplanned} for documents that lie on several ranks anyway"
