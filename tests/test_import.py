@@ -52,6 +52,16 @@ def test_beside_the_models_of_transformers_the_import_costs_little(first: str) -
         assert added < 0.2 * stock, "a tenth of a second beside four seconds"
 
 
+@pytest.mark.parametrize("name", ["configure", "PackingCollator", "DistCACallback", "plan_ahead"])
+def test_any_name_can_be_the_first(name: str) -> None:
+    """Registering imports modules that may be the ones that brought transformers in."""
+    seen = run(
+        f"import hf_distca\nhf_distca.{name}\nfrom transformers import AttentionInterface\n"
+        "seen['registered'] = 'distca' in AttentionInterface._global_mapping"
+    )
+    assert seen["registered"]
+
+
 def test_every_public_name_is_there_when_it_is_asked_for() -> None:
     assert set(hf_distca.__all__) <= set(dir(hf_distca))
     for name in hf_distca.__all__:
