@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_distca.register import register_when_models_load
+from hf_distca.register import register, when_models_load
 
 if TYPE_CHECKING:
     from hf_distca.agreement.documents import PackedDocuments
@@ -96,4 +96,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-register_when_models_load()
+when_models_load(register)

@@ -8,27 +8,34 @@ implementations are registered, is what every model file imports first.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-__all__ = ["register_when_models_load"]
+__all__ = ["register", "when_models_load"]
 
 _MODELS = "transformers.modeling_utils"
 
 
-def register_when_models_load() -> None:
-    """Register the name now if transformers has imported what all models share, else when it does."""
+def when_models_load(act: Callable[[], None]) -> None:
+    """Do something now if transformers has imported what all models share, else right after it does."""
     if _MODELS in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _AfterModels) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterModels())
+        act()
+        return
+    waiting = next((finder for finder in sys.meta_path if isinstance(finder, _AfterModels)), None)
+    if waiting is None:
+        waiting = _AfterModels()
+        sys.meta_path.insert(0, waiting)
+    waiting.acts.append(act)
 
 
 class _AfterModels(MetaPathFinder):
-    """Finds no module by itself; it adds a call to the end of one import, and then is gone."""
+    """Finds no module by itself; it adds calls to the end of one import, and then is gone."""
+
+    def __init__(self) -> None:
+        self.acts: list[Callable[[], None]] = []
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """What the other finders find."""
@@ -39,15 +46,17 @@ class _AfterModels(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def and_register(module: ModuleType) -> None:
+            def and_act(module: ModuleType) -> None:
                 execute(module)
-                _register()
+                for act in self.acts:
+                    act()
 
-            spec.loader.exec_module = and_register  # type: ignore[method-assign]
+            spec.loader.exec_module = and_act  # type: ignore[method-assign]
         return spec
 
 
-def _register() -> None:
+def register() -> None:
+    """Give transformers the attention function and the mask function named "distca"."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 

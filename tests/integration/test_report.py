@@ -38,8 +38,8 @@ def session(**changes: Any) -> Session:
         (
             1.004,
             {},
-            "distca moved nothing in 20 micro-batches: the documents are even (the slowest rank has 1.004 times the mean attention "
-            "seconds, by estimate; tolerance=0.01). There is nothing to win.",
+            "distca moved nothing in 20 micro-batches: the documents are even (the slowest rank has 1.004 times the mean "
+            "attention seconds, by estimate; tolerance=0.01). There is nothing to win.",
         ),
         (
             1.5,
@@ -58,8 +58,8 @@ def session(**changes: Any) -> Session:
             {},
             "distca moved nothing in 20 micro-batches: the slowest rank has 1.500 times the mean attention seconds, by estimate, "
             "and evening that out saves 0.1 ms a layer at most, of which the exchange would leave less than min_gain=0.02 (cost "
-            "model 'analytic cpu': 1 GB/s and 0.3 ms an exchange). Longer documents or a faster network gain more; if the figures "
-            "do not fit your machine, give DistCAConfig(cost_model=...) your own.",
+            "model 'analytic cpu': 1 GB/s and 0.3 ms an exchange). Longer documents or a faster network gain more; if the "
+            "figures do not fit your machine, give DistCAConfig(cost_model=...) your own.",
         ),
     ],
     ids=["even", "off", "min_gain", "exchange"],

@@ -72,8 +72,8 @@ class Tally:
     """Sums over micro-batches. Seconds are those of attention on one rank: the slowest, or the mean of all.
 
     The difference of two tallies of a session is the tally of what lies between them. `moved` counts micro-batches in which work
-    was moved, `busiest_bytes` what the rank sent that sent most, `layers` layers of attention; `own_seconds` is this rank's time in
-    attention kernels, `elapsed_seconds` the time from the beginning of each micro-batch to that of the next.
+    was moved, `busiest_bytes` what the rank sent that sent most, `layers` layers of attention; `own_seconds` is this rank's time
+    in attention kernels, `elapsed_seconds` the time from the beginning of each micro-batch to that of the next.
     """
 
     micro_batches: int = 0

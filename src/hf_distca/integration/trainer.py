@@ -37,8 +37,8 @@ _ENOUGH = 20  # micro-batches in which nothing was moved, to say so
 class DistCACallback(TrainerCallback):
     """Adds the balance of core attention to the logs of a Trainer: console, ``state.log_history`` and every reporter.
 
-    A row is about whole micro-batches, ``distca/micro_batches`` of them: those whose measurement came in since the last log, which
-    lags one micro-batch, or two on a GPU. Those left at the end of training get a row of their own before the Trainer's last one.
+    A row is about whole micro-batches, ``distca/micro_batches`` of them: those whose measurement came in since the last log,
+    which lags one micro-batch, or two on a GPU. Those left at the end of training get a row before the Trainer's last one.
 
     - ``distca/imbalance_estimated_before``, ``..._after``: slowest rank / mean of all ranks, by the scheduler's estimate, if
       every rank computed its own attention, and as planned.
