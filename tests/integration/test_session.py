@@ -111,7 +111,9 @@ def test_figures_of_a_tally() -> None:
     history = History()
     estimate = Estimate(2, np.array([0, 0, 1]), np.array([0, 1, 1]), np.array([2.0, 1.0, 1.0]), 5.0)
     history.planned(estimate, 1)
-    history.measured(estimate, np.array([2.0, 3.0]), np.array([4_000_000, 1_000_000]), 2)
+    history.measured(estimate, 1, np.array([2.0, 3.0]), np.array([4_000_000, 1_000_000]), 2, rank=1)
+    assert history.total.figures() == {}, "the micro-batch is not over"
+    history.planned(estimate, 2)
     before = history.total
     figures = before.figures()
     assert figures["distca/imbalance_estimated_before"] == pytest.approx(3 / 2)
@@ -122,12 +124,13 @@ def test_figures_of_a_tally() -> None:
     assert figures["distca/exchanged_mb_per_layer"] == pytest.approx(2.0)
     assert figures["distca/planning_ms"] == pytest.approx(5.0)
     assert (history.total - before).figures() == {}
-    history.planned(estimate, 2)
-    assert (history.total - before).figures().keys() == {
-        "distca/imbalance_estimated_before",
-        "distca/imbalance_estimated_after",
-        "distca/planning_ms",
-    }
+    history.end()
+    assert (history.total - before).figures() == {}, "it is not measured yet"
+    history.measured(estimate, 2, np.array([1.0, 1.0]), np.array([0, 0]), 2, rank=1)
+    after = (history.total - before).figures()
+    assert after.keys() == figures.keys()
+    assert after["distca/exchanged_mb_per_layer"] == 0.0
+    assert after["distca/imbalance_measured_after"] == pytest.approx(1.0)
     assert (before.micro_batches, history.total.micro_batches) == (1, 2), "a total is not changed by what comes after it"
 
 

@@ -94,7 +94,7 @@ class Planner:
         self.history = History()
         self.number = 0
         self._meter = meter
-        self._asked = 0
+        self._asked = self._collected = 0
         self._used: set[PlanKey] = set()  # in this micro-batch
         self._recent: dict[PlanKey, None] = {}  # since `recent_keys` was asked
         self._measurements = Measurements()
@@ -192,7 +192,7 @@ class Planner:
         self._recent[key] = None
         estimate, meter = Estimate.of(planned.plan, self.cost(key), planned.milliseconds), Meter(self._meter)
         self.history.planned(estimate, self.number)
-        self._measurements.add(Measured(key, estimate, meter))
+        self._measurements.add(Measured(key, self.number, estimate, meter))
         return meter
 
     def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
@@ -213,7 +213,7 @@ class Planner:
 
     def _meet(self, group: AttentionGroup, place: str, keys: Sequence[PlanKey], dealt: list[int]) -> None:
         """Announce what this rank measured and has, to be compared while it goes on."""
-        self.look(at_most=_MEETINGS)
+        self.look(group, at_most=_MEETINGS)
         self._asked += 1
         common, measured = self._common(keys), self._measurements.take(keys)
         # What does not fit is announced later; on all ranks the same.
@@ -227,10 +227,11 @@ class Planner:
         meeting = group.meet(own.row(), doing=f"comparing shares of {place}", agree=compare)
         self._meetings.append((meeting, measured[:room]))
 
-    def look(self, at_most: int | None = None) -> None:
+    def look(self, group: AttentionGroup, at_most: int | None = None) -> None:
         """Take what ranks measured from the meetings that are over.
 
         Args:
+            group: the ranks.
             at_most: how many may be left that are not; without, none is waited for.
 
         Raises:
@@ -243,7 +244,29 @@ class Planner:
             if not meeting.done:
                 return
             self._meetings.popleft()
-            record(measured, Announcements.read(meeting.rows), self.history)
+            figures = Announcements.read(meeting.rows).measured
+            for one in record(measured, figures, self.history, group.rank):
+                # Ranks look at different times: announced again, it would be so with another micro-batch on each.
+                self.history.missed(one.number)
+
+    def collect(self, group: AttentionGroup) -> None:
+        """Compare what was done since the last announcement, with one collective: at the end, when no next one will tell.
+
+        All ranks must call it at the same point; again has no effect. What a kernel that still runs belongs to is left out.
+
+        Raises:
+            DistCADesyncError: if not all ranks come.
+        """
+        if self._collected == self.number:
+            return
+        self._collected = self.number
+        self.look(group, at_most=0)
+        used = self._measurements.take_all()
+        own = np.array([one.figures for one in used], dtype=np.int64).reshape(-1)
+        rows = group.gather(own, doing="comparing what ranks measured up to the end of training")
+        self.history.end()
+        if all(len(row) == len(own) for row in rows):
+            record(used, np.stack(rows).reshape(len(rows), -1, 2), self.history, group.rank)
 
     def _ahead(self, documents: Documents, key: PlanKey) -> Planned | None:
         """The plan that was made ahead under the settings of now."""
@@ -256,14 +279,14 @@ class Planner:
 
     def _announce(self, requests: Sequence[Request], group: AttentionGroup, place: str) -> list[Layout]:
         """Exchange documents; on the way, compare settings and collect what each rank measured."""
-        self.look(at_most=0)  # in the order in which micro-batches ran
+        self.look(group, at_most=0)  # in the order in which micro-batches ran
         self._asked += 1
         keys = [key for _, key in requests]
         common, measured = self._common(keys), self._measurements.take(keys)
         own = self._announcement(group, common, measured, requests)
         announced = Announcements.read(group.gather(own.row(), doing=f"planning {place}"))
         stated = agree(announced, common, group, place)
-        record(measured, announced, self.history)
+        self._measurements.put_back(record(measured, announced.measured, self.history, group.rank))
         return [layout_of(one) for one in stated]
 
     def _settings_for(self, key: PlanKey) -> DistCAConfig:

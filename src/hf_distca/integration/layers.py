@@ -16,7 +16,6 @@ from weakref import WeakSet
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_distca.integration.families import PING_PONG
 from hf_distca.integration.handle import AttentionHandle
@@ -42,6 +41,8 @@ def cut_layers(model: torch.nn.Module) -> None:
             model_type,
         )
         return
+    from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
+
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in layers:
         if not hasattr(type(module), "_distca_whole"):
