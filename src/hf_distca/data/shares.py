@@ -91,7 +91,7 @@ class Shares:
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         epoch = self.epoch
-        number, rank = divmod(item, self.dealing.ranks)
+        number, rank = divmod(int(item), self.dealing.ranks)
         pieces = self.batches.pieces(epoch, number)
         packed = self.dealing.share(pieces.lengths, (epoch, number), rank)
         here = np.unique(np.asarray(packed.documents, dtype=np.int64))
