@@ -82,6 +82,7 @@ def distca_attention(
     _check_arguments(module, dropout, kwargs)
     sink_H = None if s_aux is None else _sink(module, s_aux, query.shape[1])
     if isinstance(attention_mask, CachedMask):
+        _check_cached(module, distca_documents)
         scores = _scores(query, scaling, None, softcap)  # the mask has the window already
         return _attend_to_cache(module, query, key, value, attention_mask, scores, sink_H), None
     handle = _check_handle(module, query, key, value, attention_mask)
@@ -168,6 +169,16 @@ def _attend_to_cache(
         logits = torch.cat([logits, sink_H.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], dim=-1)
     weights = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))[..., : key.shape[2]]
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
+
+
+def _check_cached(module: torch.nn.Module, documents: object) -> None:
+    """Refuse packed documents in a batch that is read with a cache: one that is full before training, as in prefix tuning."""
+    if isinstance(documents, PackedDocuments) and (documents.starts is not None or len(documents.lengths) > 1):
+        raise UnsupportedError(
+            f"{type(module).__name__} has {len(documents.lengths)} packed documents (distca_documents) and a key/value cache, in "
+            "which each would see the others. Give the model use_cache=False and no past_key_values; in place of prefix tuning "
+            "use another adapter, such as LoRA."
+        )
 
 
 def _check_handle(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # importing it brings in peft and, through that, what must no
     from transformers import Trainer
     from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
-__all__ = ["MaskCall", "calling_handler", "calling_trainer"]
+__all__ = ["MaskCall", "calling_handler", "calling_trainer", "given_documents"]
 
 
 class MaskCall:
@@ -51,16 +51,15 @@ class MaskCall:
         return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
 
     @property
-    def documents(self) -> Any:
-        """What the innermost model that has it was given as ``distca_documents``; None if none was.
+    def lacks_positions(self) -> bool:
+        """Whether the outermost model that names position ids was given none; what is inside may have made its own."""
+        names = [frame.f_locals for frame in _of_models(self._creator) if "position_ids" in frame.f_locals]
+        return bool(names) and names[-1]["position_ids"] is None
 
-        Not all models hand it on to attention (Nemotron, StableLM).
-        """
-        for frame in self._of_models():
-            for value in frame.f_locals.values():
-                if isinstance(value, dict) and value.get("distca_documents") is not None:
-                    return value["distca_documents"]
-        return None
+    @property
+    def documents(self) -> Any:
+        """What the model was given as ``distca_documents``. Not all hand it on to attention (Nemotron, StableLM)."""
+        return given_documents(self._creator)
 
     @property
     def generating(self) -> bool:
@@ -69,13 +68,17 @@ class MaskCall:
 
     def models(self) -> Iterator[PreTrainedModel]:
         """The models whose forwards led here, from the inside out."""
-        for frame in self._of_models():
+        for frame in _of_models(self._creator):
             yield frame.f_locals["self"]
 
-    def _of_models(self) -> Iterator[FrameType]:
-        for frame in _callers(self._creator):
-            if isinstance(frame.f_locals.get("self"), PreTrainedModel):
-                yield frame
+
+def given_documents(frame: FrameType | None = None) -> Any:
+    """What the innermost model that has it, above a frame, was given as ``distca_documents``; None if none was."""
+    for model in _of_models(frame):
+        for value in model.f_locals.values():
+            if isinstance(value, dict) and value.get("distca_documents") is not None:
+                return value["distca_documents"]
+    return None
 
 
 def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
@@ -104,6 +107,12 @@ def _generate() -> CodeType:
 
     code: CodeType = inspect.unwrap(GenerationMixin.generate).__code__
     return code
+
+
+def _of_models(frame: FrameType | None = None) -> Iterator[FrameType]:
+    for one in _callers(frame):
+        if isinstance(one.f_locals.get("self"), PreTrainedModel):
+            yield one
 
 
 def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:

@@ -15,6 +15,7 @@ from hf_distca.integration.families import check_family, check_layerdrop, why_wh
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
 from hf_distca.integration.layers import cut_layers
 from hf_distca.integration.mesh import mesh_of
+from hf_distca.integration.positions import check_positions
 from hf_distca.integration.rotary import see_longest
 from hf_distca.integration.session import current_session
 
@@ -54,6 +55,7 @@ def distca_mask(
 
     Raises:
         UnsupportedError: if the model is of a family that is refused, or drops layers while it trains.
+        LayoutError: if position ids are not those of the documents.
     """
     if isinstance(attention_mask, (AttentionHandle, ForeignMask)):
         return attention_mask
@@ -82,7 +84,8 @@ def distca_mask(
     if _trains(call):
         check_layerdrop(config)
     _prepare_caller(call)
-    packed = call.documents
+    model, packed, position_ids = next(call.models(), None), call.documents, call.position_ids
+    check_positions(model, packed, position_ids, lacking=call.lacks_positions)
     # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
     return AttentionHandle(
         batch_size,
@@ -90,10 +93,10 @@ def distca_mask(
         padding,
         window=window,
         chunk=chunk,
-        position_ids=call.position_ids,
+        position_ids=position_ids,
         packed=packed,
         model_type=model_type,
-        whole=why_whole(model_type) or see_longest(next(call.models(), None), config, packed),
+        whole=why_whole(model_type) or see_longest(model, config, packed),
         alone=call.generating,
         # Only what is computed while gradients are recorded can be recomputed. Layers under reentrant checkpointing record none
         # in their first forward, but their mask is made before.
