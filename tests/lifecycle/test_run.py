@@ -147,7 +147,9 @@ def test_a_command_that_is_no_python_is_run_beside(tmp_path: Path) -> None:
     from hf_distca.run import Options, run_command
 
     with pytest.raises(SystemExit) as ended:
-        run_command("bash", ["-c", f'echo "$PYTHONPATH" > {tmp_path}/path; cp "${{PYTHONPATH%%:*}}"/* {tmp_path}; exit 3'], Options())
+        run_command(
+            "bash", ["-c", f'echo "$PYTHONPATH" > {tmp_path}/path; cp "${{PYTHONPATH%%:*}}"/* {tmp_path}; exit 3'], Options()
+        )
     assert ended.value.code == 3
     folder = Path((tmp_path / "path").read_text().split(os.pathsep)[0].strip())
     assert not folder.exists(), "what children begin with is gone at the end"
