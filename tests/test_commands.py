@@ -34,6 +34,7 @@ AS_USERS_DO = "python benchmarks/scheduler.py --placements benchmarks/placements
 # Runs of pytest, which collect only: these tests are among them.
 COLLECTED = {
     "pytest": "test_commands.py",
+    "pytest -n 0": "test_commands.py",
     'pytest -m "slow or not slow"': "test_commands.py",
     "pytest tests/models": "test_families.py",
 }

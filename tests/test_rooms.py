@@ -18,8 +18,9 @@ ARROWS = {
     "schedule": set(),
     "kernels": set(),
     "runtime": {"kernels", "schedule"},
-    "agreement": {"schedule", "runtime.group", "runtime.meter"},
-    "integration": {"agreement", "runtime", "kernels", "schedule"},
+    "agreement": {"schedule", "runtime.group", "runtime.meeting", "runtime.meter"},
+    "data": {"schedule", "agreement.documents", "agreement.dealt"},
+    "integration": {"data", "agreement", "runtime", "kernels", "schedule"},
     "cli": {"schedule", "run"},
     "run": {"register", "integration"},
     "register": {"integration"},
@@ -29,6 +30,7 @@ FREE_OF = {
     "kernels": {"transformers", "accelerate"},
     "runtime": {"transformers", "accelerate"},
     "agreement": {"transformers", "accelerate"},
+    "data": {"transformers", "accelerate"},
     "cli": {"transformers", "accelerate", "torch"},
 }
 

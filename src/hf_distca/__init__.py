@@ -10,6 +10,7 @@ from hf_distca.register import register, when_models_load
 if TYPE_CHECKING:
     from hf_distca.agreement.documents import PackedDocuments
     from hf_distca.config import DistCAConfig
+    from hf_distca.data.collator import PackingCollator
     from hf_distca.errors import (
         ConfigError,
         DistCADesyncError,
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from hf_distca.integration.ahead import plan_ahead
-    from hf_distca.integration.data import PackingCollator
     from hf_distca.integration.figures import Metrics, balance_figures, metrics
     from hf_distca.integration.prepare import prepare
     from hf_distca.integration.profile import profile
     from hf_distca.integration.session import attention_seconds, balancing, configure
+    from hf_distca.integration.share_tokens import share_tokens
+    from hf_distca.integration.shares import document_shares
     from hf_distca.integration.trainer import DistCACallback, DistCATrainerMixin, PlanAheadMixin
 
     __version__: str
@@ -49,16 +51,19 @@ __all__ = [
     "balance_figures",
     "balancing",
     "configure",
+    "document_shares",
     "metrics",
     "plan_ahead",
     "prepare",
     "profile",
+    "share_tokens",
 ]
 
 # Where names come from when they are first used. Together they take seconds to import, most of it torch and transformers.
 _MODULES = {
     "agreement.documents": ("PackedDocuments",),
     "config": ("DistCAConfig",),
+    "data.collator": ("PackingCollator",),
     "errors": (
         "ConfigError",
         "DistCADesyncError",
@@ -69,11 +74,12 @@ _MODULES = {
         "UnsupportedError",
     ),
     "integration.ahead": ("plan_ahead",),
-    "integration.data": ("PackingCollator",),
     "integration.figures": ("Metrics", "balance_figures", "metrics"),
     "integration.prepare": ("prepare",),
     "integration.profile": ("profile",),
     "integration.session": ("attention_seconds", "balancing", "configure"),
+    "integration.share_tokens": ("share_tokens",),
+    "integration.shares": ("document_shares",),
     "integration.trainer": ("DistCACallback", "DistCATrainerMixin", "PlanAheadMixin"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -112,11 +113,8 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def without_table() -> Iterator[None]:
     """Let refused families run, so that the table cannot be its own proof."""
-    table, families.FAMILIES = families.FAMILIES, {}
-    try:
+    with patch.object(families, "FAMILIES", {}), patch.object(families, "WHOLE", {}):
         yield
-    finally:
-        families.FAMILIES = table
 
 
 def takes(model: PreTrainedModel, argument: str) -> bool:

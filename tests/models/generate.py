@@ -11,12 +11,16 @@ import sys
 import textwrap
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest has it there, too
+
 import torch
-from measure import Result, measure
+from cut import over_ranks
+from measure import WORKING, Result, measure
 from tiny import MODEL_TYPES
 from tqdm import tqdm
 
 from hf_distca.integration import families
+from ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(families.__file__)
@@ -36,6 +40,17 @@ REASONS = (
 
 # What stands behind the table.
 NOTES = """
+Types that are not in the table are tried by nobody: documents over ranks pass, and it is for you to compare.
+
+Rotary embeddings that depend on the longest document in a batch (`rope_type` "dynamic" and "longrope", as in Phi-3) are made for
+the longest document of all ranks. Only the shares of `document_shares` know it; other batches with a document in several parts
+are refused, and so is Moshi with such an embedding, whose layers make it one by one.
+
+In Llama 4, layers without rotary embedding scale queries by the place of a token in its row, not in its document. Up to 8,192
+tokens a row (`floor_scale`) this changes nothing. In longer packed rows it does, under any attention.
+
+## Positions and decoders
+
 Position ids may be an argument of the model or one that it hands on in its keyword arguments (Whisper, Moss).
 
 Encoder-decoders are refused, also those whose decoder alone is in the table.
@@ -66,14 +81,15 @@ def reason_of(result: Result) -> str:
 
 def table_of(results: list[Result]) -> dict[str, str]:
     """Status or reason of every type."""
-    works = {"proven": "PROVEN", "carries state": "CARRIES_STATE", "no positions": "NO_POSITIONS"}
-    return {result.model_type: works.get(result.status) or reason_of(result) for result in results}
+    return {result.model_type: WORKING.get(result.status) or reason_of(result) for result in results}
 
 
-def write(results: list[Result]) -> None:
+def write(results: list[Result], cuts: dict[str, str]) -> None:
     groups: dict[str, list[str]] = {}
     for model_type, group in table_of(results).items():
         groups.setdefault(group, []).append(model_type)
+    for group in ("OVER_RANKS", "OWN_LOSS", "CHUNKS"):
+        groups[group] = [model_type for model_type, found in cuts.items() if found == group]
     groups["PING_PONG"] = [result.model_type for result in results if result.halves]
     source = TABLE.read_text()
     for group in re.findall(r"^_(\w+) = \"\"\"", source, re.MULTILINE):
@@ -83,11 +99,11 @@ def write(results: list[Result]) -> None:
     if groups:
         raise ValueError(f"families.py has no place for {groups}")
     TABLE.write_text(source)
-    PAGE.write_text(page(results))
+    PAGE.write_text(page(results, cuts))
 
 
-def page(results: list[Result]) -> str:
-    """docs/models.md."""
+def page(results: list[Result], cuts: dict[str, str]) -> str:
+    """docs/models.md, with what each type showed, and its documents over ranks."""
     table = table_of(results)
     counts = {status: sum(entry == status for entry in table.values()) for status in families.EQUAL}
     refused = len(table) - sum(counts.values())
@@ -110,24 +126,43 @@ def page(results: list[Result]) -> str:
         f"In ping-pong, the attention layers of {halves} types run as halves. Those of the others are left whole: something else",
         "than attention mixes their tokens, or they are not built of decoder layers that transformers can checkpoint.",
         "",
-        "| type | status | variants met in the proof | ping-pong |",
-        "|---|---|---|---|",
+        f"{sum(found == 'OVER_RANKS' for found in cuts.values())} types are also proven with documents over ranks: their heads, "
+        "middles and tails, on two ranks, give the loss,",
+        "logits and gradients of whole documents. The others refuse a document that is in several parts, for a reason that",
+        "stands [below](#documents-over-ranks).",
+        "",
+        "| type | status | variants met in the proof | ping-pong | documents over ranks |",
+        "|---|---|---|---|---|",
     ]
     for result in results:
         entry = table[result.model_type]
         if entry in families.EQUAL:
             status, variants = families.EQUAL[entry], ", ".join(result.variants)
             layers = "halves" if result.halves else "whole"
+            cut = "exact" if cuts[result.model_type] == "OVER_RANKS" else "refused"
         else:
-            status, variants, layers = f"refused: {families.REASONS[entry]}", "", ""
-        lines.append(f"| {result.model_type} | {status} | {variants} | {layers} |")
-    return "\n".join(lines) + "\n" + NOTES
+            status, variants, layers, cut = f"refused: {families.REASONS[entry]}", "", "", ""
+        lines.append(f"| {result.model_type} | {status} | {variants} | {layers} | {cut} |")
+    return "\n".join([*lines, *_whole(cuts)]) + "\n" + NOTES
+
+
+def _whole(cuts: dict[str, str]) -> list[str]:
+    """Why types refuse documents over ranks."""
+    lines = ["", "## Documents over ranks", "", "These types refuse a document in several parts:", ""]
+    for reason, text in families.WHOLE_REASONS.items():
+        names = ", ".join(model_type for model_type, found in cuts.items() if found == reason)
+        lines += textwrap.wrap(f"- {text}: {names}.", 128, subsequent_indent="  ", break_on_hyphens=False)
+    return lines
 
 
 def main() -> None:
     torch.set_num_threads(1)
     results = [measure(model_type) for model_type in tqdm(MODEL_TYPES, file=sys.stderr)]
-    write(results)
+    pool = RankPool(2)
+    working = [result for result in results if result.status in WORKING]
+    cuts = {result.model_type: over_ranks(pool, result) for result in tqdm(working, file=sys.stderr)}
+    pool.close()
+    write(results, cuts)
     print(json.dumps({status: sum(r.status == status for r in results) for status in sorted({r.status for r in results})}))
 
 

@@ -35,7 +35,8 @@ from hf_distca.integration import layers
 from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.session import Session
 
-WORKING = ("proven", "carries state", "no positions")
+# The statuses with which a type is not refused, and their names in families.py.
+WORKING = {"proven": "PROVEN", "carries state": "CARRIES_STATE", "no positions": "NO_POSITIONS"}
 
 
 @dataclass

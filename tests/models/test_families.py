@@ -6,20 +6,23 @@ A run takes one of each variant and a quarter of the others, another one each da
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from datetime import date
 from typing import Any
 
 import pytest
 import torch
-from compare import documents, forward, quiet
+from compare import alone, documents, forward, quiet, run
+from cut import CUT, LENGTHS, WHOLE, over_ranks, share
 from generate import page, table_of
 from measure import Result, measure
 from tiny import MODEL_TYPES, build
 from two_ranks import check_two_ranks
 
 import hf_distca
-from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, REASONS, check_family
+from hf_distca.integration import families
+from hf_distca.integration.families import EQUAL, FAMILIES, OVER_RANKS, PING_PONG, REASONS, check_family
 from ranks import RankPool
 
 WORKING = [name for name in MODEL_TYPES if FAMILIES.get(name) in EQUAL]
@@ -27,6 +30,8 @@ WORKING = [name for name in MODEL_TYPES if FAMILIES.get(name) in EQUAL]
 FAST = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3", "smollm3")
 FAST += ("qwen3_next", "jamba", "qwen3_moe", "mixtral", "gpt2")
 DAYS = 4
+HAND_ON_NOTHING = ("nemotron", "stablelm")  # of their keyword arguments, to attention
+LABELLED = ("gemma3n", "gemma4")  # their attention is called with the labels
 
 
 def turn(day: int) -> set[str]:
@@ -66,7 +71,40 @@ def test_the_page_is_that_of_the_table(census: dict[str, Result], request: pytes
     if len(census) < len(MODEL_TYPES):
         pytest.skip("needs all types, in one run")
     page_file = request.config.rootpath / "docs" / "models.md"
-    assert page_file.read_text() == page([census[name] for name in MODEL_TYPES])
+    cuts = {name: families.WHOLE.get(name, "OVER_RANKS") for name in WORKING}  # each is compared below
+    assert page_file.read_text() == page([census[name] for name in MODEL_TYPES], cuts)
+
+
+def test_documents_over_ranks_are_proven_or_refused() -> None:
+    assert OVER_RANKS | set(families.WHOLE) == set(WORKING)
+    assert not OVER_RANKS & set(families.WHOLE)
+
+
+@pytest.mark.parametrize("model_type", in_turn(WORKING, {*turn(date.today().toordinal()), *HAND_ON_NOTHING, *LABELLED}))
+def test_the_table_says_what_documents_over_two_ranks_show(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
+    found = over_ranks(rank_pool(2), measure(model_type))
+    assert found == families.WHOLE.get(model_type, "OVER_RANKS")
+
+
+# One for each reason why documents must be whole.
+@pytest.mark.parametrize("model_type", ["jamba", "bart", "whisper", "llama4_text"])
+def test_a_document_in_several_parts_is_refused_on_all_ranks(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
+    for error in rank_pool(2)(share, model_type, torch.float64, CUT, True):
+        assert isinstance(error, str)
+        assert re.match(r"UnsupportedError: rank \d: .*(models need whole ones|documents that span ranks)", error), error
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "bart", "whisper"])
+def test_whole_documents_are_not_refused_because_they_could_have_been_cut(
+    model_type: str, rank_pool: Callable[[int], RankPool]
+) -> None:
+    measured = measure(model_type)
+    for rank, parts in zip(rank_pool(2)(share, model_type, torch.float64, WHOLE, True), WHOLE, strict=True):
+        assert not isinstance(rank, str), rank
+        with quiet():
+            want, _ = run(model_type, measured.oracle, torch.float64, alone, LENGTHS)
+        for logits, (document, *_) in zip(rank[1], parts, strict=True):
+            torch.testing.assert_close(logits, want.logits[document])
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,10 @@ from hf_distca.schedule.layout import IntArray, Layout
 __all__ = ["Announcement", "Announcements", "PlanKey", "Stated", "agree", "check_equal", "fingerprint", "layout_of"]
 
 # A row holds these numbers, (nanoseconds, bytes) of each measured plan, and then each plan that is asked for: (spans, nano-batch,
-# whether there is context, documents) and its documents. A document is its length, or its row where documents span ranks.
-_COUNT, _SETTINGS, _EXCHANGES, _CHECKSUM, _REQUESTS, _MEASURED = range(6)
-_HEADER = 6
+# whether there is context, documents) and its documents. A document is its length, or its row where documents span ranks. Of
+# shares of dealt batches, only what tells whether they belong together: numbers of the batch, the rank, and digests of its plans.
+_COUNT, _SETTINGS, _EXCHANGES, _CHECKSUM, _REQUESTS, _MEASURED, _DEALT = range(7)
+_HEADER = 7
 _REQUEST = 4
 
 # What ranks must have in common: settings, and the cost models that they plan with.
@@ -64,6 +65,7 @@ class Announcement:
         checksum: what they were for; it tells exchanges of other layers from the same ones, which their number does not.
         figures: kernel nanoseconds and sent bytes of measured plans; nanoseconds are -1 where kernels still run.
         requests: the plans that are asked for.
+        dealt: of a share: epoch and number of the global batch, rank, and a digest of each plan.
     """
 
     count: int
@@ -71,12 +73,14 @@ class Announcement:
     exchanges: int
     checksum: int
     figures: Sequence[tuple[int, int]]
-    requests: Sequence[tuple[Documents, PlanKey]]
+    requests: Sequence[tuple[Documents, PlanKey]] = ()
+    dealt: Sequence[int] = ()
 
     def row(self) -> IntArray:
         """The announcement as int64 numbers."""
-        header = [self.count, self.settings, self.exchanges, self.checksum, len(self.requests), len(self.figures)]
-        parts: list[object] = [header, [number for pair in self.figures for number in pair]]
+        counts = [len(self.requests), len(self.figures), len(self.dealt)]
+        header = [self.count, self.settings, self.exchanges, self.checksum, *counts]
+        parts: list[object] = [header, [number for pair in self.figures for number in pair], self.dealt]
         for documents, key in self.requests:
             parts.append([documents.spans, key.nano, documents.context > 0, len(documents.rows)])
             parts.append(documents.rows.reshape(-1) if documents.spans else documents.rows[:, 2])
@@ -112,7 +116,7 @@ class Announcements:
     """What all ranks announce, in rank order.
 
     Attributes:
-        header: (ranks, 6) int64.
+        header: (ranks, 7) int64.
         numbers: all rows one after another.
         offsets: (ranks,) where the row of each rank begins.
     """
@@ -137,9 +141,16 @@ class Announcements:
         measured: IntArray = self.numbers[columns].reshape(len(self.offsets), plans, 2)
         return measured
 
+    @property
+    def dealt(self) -> IntArray:
+        """(ranks, numbers) that tell whether shares belong together. Ranks must have announced equally many."""
+        first = self.offsets + _HEADER + 2 * self.header[:, _MEASURED]
+        dealt: IntArray = self.numbers[first[:, None] + np.arange(int(self.header[0, _DEALT]))]
+        return dealt
+
     def stated(self) -> list[Stated]:
         """The documents for each plan that all ranks ask for."""
-        at = self.offsets + _HEADER + 2 * self.header[:, _MEASURED]
+        at = self.offsets + _HEADER + 2 * self.header[:, _MEASURED] + self.header[:, _DEALT]
         found = []
         for _ in range(int(self.header[:, _REQUESTS].min())):
             spans, nano, context, count = self.numbers[at[:, None] + np.arange(_REQUEST)].T
@@ -156,7 +167,7 @@ def agree(announced: Announcements, common: Common, group: AttentionGroup, place
     """Compare what ranks announced, in one order on all of them.
 
     Returns:
-        The documents for each plan that is asked for.
+        The documents for each plan that is asked for; none for shares, of which only the ranks' batches and plans are compared.
 
     Raises:
         DistCADesyncError: if anything differs; settings by name, which takes one more exchange.
@@ -165,6 +176,8 @@ def agree(announced: Announcements, common: Common, group: AttentionGroup, place
     check_equal(group, header[:, _COUNT], "numbers of plans asked for", place, forwards)
     if (header[:, _SETTINGS] != header[0, _SETTINGS]).any():
         raise _settings_differ(common, group, place)
+    shares = "give every rank its share of one data set"
+    check_equal(group, header[:, _DEALT], "ways of loading batches (numbers that come with a share)", place, shares)
     stated = announced.stated()
     for one in stated:
         check_equal(group, one.spans, "ways of giving documents", place, "use the same collator on every rank")
@@ -174,7 +187,22 @@ def agree(announced: Announcements, common: Common, group: AttentionGroup, place
     check_equal(group, header[:, _EXCHANGES], "numbers of exchanges up to here", place, layers)
     check_equal(group, header[:, _CHECKSUM], "layers in their exchanges up to here (as checksums)", place, layers)
     check_equal(group, header[:, _MEASURED], "numbers of measured micro-batches", place, forwards)
+    if header[0, _DEALT]:
+        _check_shares(announced.dealt, group, place)
     return stated
+
+
+def _check_shares(dealt: IntArray, group: AttentionGroup, place: str) -> None:
+    """Raise if ranks hold shares of different batches, not their own, or with different plans."""
+    epoch, number, rank, *digests = dealt.T
+    order = "all ranks must read their shares in order, one a batch: no shuffling, no workers out of order"
+    check_equal(group, epoch, "epochs of their global batches", place, "call set_epoch on every rank")
+    check_equal(group, number, "global batches", place, order)
+    if (rank != np.arange(len(rank))).any():
+        held = ", ".join(f"rank {own}: that of {of}" for own, of in zip(group.ranks, rank.tolist(), strict=True))
+        raise DistCADesyncError(f"ranks hold shares of other ranks in {place}: {held}; {order}.")
+    for digest in digests:
+        check_equal(group, digest, "plans for the same global batch", place, "use one version of hf_distca and numpy")
 
 
 def check_equal(group: AttentionGroup, values: IntArray, what: str, place: str, remedy: str) -> None:
@@ -225,10 +253,8 @@ def _by_name(common: Common) -> str:
 
 
 def _settings_differ(common: Common, group: AttentionGroup, place: str) -> DistCADesyncError:
-    own = np.frombuffer(_by_name(common).encode(), dtype=np.uint8).astype(np.int64)
-    rows = group.gather(own, doing=f"comparing settings of {place}")
-    settings = [json.loads(bytes(row.astype(np.uint8)).decode()) for row in rows]
-    different = [name for name in settings[0] if len({str(one.get(name)) for one in settings}) > 1]
+    settings = [json.loads(said or "{}") for said in group.tell(_by_name(common))]
+    different = [name for name in json.loads(_by_name(common)) if len({str(one.get(name)) for one in settings}) > 1]
     by_name = "; ".join(
         f"{name} is " + ", ".join(f"{one.get(name)} on rank {rank}" for rank, one in zip(group.ranks, settings, strict=True))
         for name in different

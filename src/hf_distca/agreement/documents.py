@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.schedule.layout import IntArray, as_integers, lengths_from_cu_seqlens
+
+if TYPE_CHECKING:
+    from hf_distca.agreement.dealt import Dealt
 
 __all__ = ["Documents", "PackedDocuments", "PlansAhead", "read_documents"]
 
@@ -52,12 +55,13 @@ class PackedDocuments(metaclass=_Explained):
         starts: first document position of each, if documents span ranks; else None.
         documents: a number of each document that is the same on all ranks, if documents span ranks; else None.
         ahead: plans that `plan_ahead` made.
+        dealt: the whole global batch of which this is a rank's share.
 
     Raises:
         LayoutError: if a number is no whole number or negative, or if there are not as many of each.
     """
 
-    __slots__ = ("ahead", "documents", "lengths", "starts")
+    __slots__ = ("ahead", "dealt", "documents", "lengths", "starts")
 
     def __init__(
         self,
@@ -65,18 +69,19 @@ class PackedDocuments(metaclass=_Explained):
         starts: Sequence[int] | None = None,
         documents: Sequence[int] | None = None,
         ahead: PlansAhead | None = None,
+        dealt: Dealt | None = None,
     ) -> None:
         self.lengths = _counts(lengths, "lengths")
         self.starts = None if starts is None else _counts(starts, "starts")
         self.documents = None if documents is None else _counts(documents, "documents")
-        self.ahead = ahead or PlansAhead()
+        self.ahead, self.dealt = ahead or PlansAhead(), dealt
         spans = (self.starts, self.documents)
         if (self.starts is None) != (self.documents is None) or any(s and len(s) != len(self.lengths) for s in spans):
             raise LayoutError(f"{self}: give starts and documents for each of the lengths, or neither.")
 
     def planned(self, ahead: PlansAhead) -> PackedDocuments:
         """The same documents with these plans."""
-        return PackedDocuments(self.lengths, self.starts, self.documents, ahead)
+        return PackedDocuments(self.lengths, self.starts, self.documents, ahead, self.dealt)
 
     def __repr__(self) -> str:
         return f"PackedDocuments(lengths={self.lengths}, starts={self.starts}, documents={self.documents})"
@@ -114,6 +119,7 @@ class Documents:
         keep: int64 indices of the tokens that are not padding, among batch * sequence; None if there is no padding.
         context: tokens that the first document has in the first nano-batch; they are the first row here, and not in `keep`.
         ahead: plans for these documents that are there already.
+        dealt: the whole global batch of which these are a rank's share.
     """
 
     rows: IntArray
@@ -121,6 +127,7 @@ class Documents:
     keep: IntArray | None = None
     context: int = 0
     ahead: PlansAhead = field(default_factory=PlansAhead)
+    dealt: Dealt | None = None
 
     def in_chunks(self, size: int | None) -> Documents:
         """The same tokens, where each chunk of `size` positions of a document is a document of its own; None for no cuts."""
@@ -136,7 +143,10 @@ class Documents:
         return replace(self, rows=rows)
 
     def cut(self, at: int) -> tuple[Documents, Documents]:
-        """The documents before and from index `at` among batch * sequence. Only where each lies on one rank."""
+        """The documents before and from index `at` among batch * sequence; those that span ranks only between two runs."""
+        if self.spans:
+            runs = int(np.searchsorted(np.cumsum(self.rows[:, 2]), at, side="right"))
+            return replace(self, rows=self.rows[:runs]), replace(self, rows=self.rows[runs:])
         tokens = at if self.keep is None else int(np.searchsorted(self.keep, at))
         first: list[tuple[int, int, int]] = []
         second: list[tuple[int, int, int]] = []
@@ -205,7 +215,7 @@ def _from_lengths(packed: PackedDocuments | None, cu_seq_lens: torch.Tensor | No
     count = len(packed.lengths)
     documents, starts = packed.documents or (-1,) * count, packed.starts or (0,) * count
     rows = np.array([documents, starts, packed.lengths], dtype=np.int64).reshape(3, count).T
-    return Documents(rows[rows[:, 2] > 0], packed.documents is not None, ahead=packed.ahead)
+    return Documents(rows[rows[:, 2] > 0], packed.documents is not None, ahead=packed.ahead, dealt=packed.dealt)
 
 
 def _from_bounds(cu_seq_lens: torch.Tensor) -> list[int]:

@@ -166,7 +166,9 @@ class History:
             calls: attention layers that ran.
             rank: this one.
         """
-        one = self._running[number]
+        one = self._running.get(number)
+        if one is None:  # dropped
+            return
         one.tally += Tally(
             measured_before=float(estimate.given_back(seconds).max()),
             measured_after=float(seconds.max()),
@@ -177,6 +179,10 @@ class History:
         )
         one.unmeasured -= 1
         self._count(number)
+
+    def drop(self, number: int) -> None:
+        """Count nothing of a micro-batch: what some rank did for it will not be known."""
+        self._running.pop(number, None)
 
     def end(self) -> None:
         """The micro-batch at hand is over."""

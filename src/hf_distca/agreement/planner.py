@@ -7,20 +7,23 @@ same two small collectives as one. Making them, which is most of the work, may g
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from threading import Thread
-from typing import NamedTuple
 
 import numpy as np
 
 from hf_distca.agreement.announce import Announcement, Announcements, Common, PlanKey, agree, check_equal, fingerprint, layout_of
+from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.figures import Estimate, History
+from hf_distca.agreement.measured import Measured, Measurements, record
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -30,6 +33,9 @@ from hf_distca.schedule.plan import Plan
 __all__ = ["Planned", "Planner", "Planning", "Request"]
 
 Request = tuple[Documents, PlanKey]
+
+# Meetings that may go on at once: as many micro-batches a rank can be ahead of the slowest.
+_MEETINGS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +48,7 @@ class Planned:
         config: the settings that it was made under.
         rows: the documents that this rank announced for it, as in `Documents`.
         milliseconds: what planning took, exchange of documents included.
+        source: of a share, which global batch, and which plan; the same on all ranks that hold the same.
     """
 
     key: PlanKey
@@ -49,6 +56,7 @@ class Planned:
     config: DistCAConfig
     rows: IntArray
     milliseconds: float
+    source: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,20 +78,6 @@ class Planning:
     plans: Future[tuple[list[Plan], float]]
 
 
-class _Used(NamedTuple):
-    """A plan that was used: which, in which micro-batch, and what was promised and done."""
-
-    key: PlanKey
-    number: int
-    estimate: Estimate
-    meter: Meter
-
-    @property
-    def figures(self) -> tuple[int, int]:
-        """Kernel nanoseconds of this rank, -1 while kernels run, and the bytes that it sent."""
-        return int(self.meter.seconds * 1e9) if self.meter.finished else -1, self.meter.sent_bytes
-
-
 class Planner:
     """Plans micro-batches together with the other ranks, and collects what was planned and measured.
 
@@ -100,11 +94,11 @@ class Planner:
         self.history = History()
         self.number = 0
         self._meter = meter
-        self._asked = self._collected = 0
+        self._asked = self._collected = self._rank = 0
         self._used: set[PlanKey] = set()  # in this micro-batch
         self._recent: dict[PlanKey, None] = {}  # since `recent_keys` was asked
-        # What ranks measured is announced with the next plan of the same key: until then all of it was launched.
-        self._measured: dict[PlanKey, list[_Used]] = {}
+        self._measurements = Measurements()
+        self._meetings: deque[tuple[Meeting, list[Measured]]] = deque()
 
     @property
     def next_number(self) -> int:
@@ -124,16 +118,21 @@ class Planner:
         """Plan this rank's documents together with those of the other ranks, which must ask for the same plans.
 
         Args:
-            requests: documents, and which plan; plans that were made ahead and travel with them are taken.
+            requests: documents, and which plan; plans that were made ahead and travel with them are taken. With shares of a
+                dealt batch no rank waits for another: what ranks announce is compared while they compute.
             group: the ranks.
             place: what is planned, for errors; the micro-batch at hand if None.
 
         Raises:
             DistCADesyncError: if the ranks do not agree, or do not all come.
+            LayoutError: if a share is not for this rank of this group.
         """
         ahead = [planned for documents, key in requests if (planned := self._ahead(documents, key)) is not None]
         if len(ahead) == len(requests):
             return ahead
+        shares = [documents.dealt for documents, _ in requests if documents.dealt is not None]
+        if len(shares) == len(requests):
+            return self._of_shares(shares, requests, group)
         return self.finish(self.begin(requests, group, place), group)
 
     def begin(
@@ -147,11 +146,7 @@ class Planner:
         started = time.perf_counter()
         place = place or f"micro-batch {self._number_of(key for _, key in requests)}"
         layouts = self._announce(requests, group, place)
-        # Layers that are left whole hide nothing, whatever the settings are.
-        jobs = [
-            (layout, self.cost(key), replace(self.config, ping_pong=key.nano > 0))
-            for layout, (_, key) in zip(layouts, requests, strict=True)
-        ]
+        jobs = [(layout, self.cost(key), self._settings_for(key)) for layout, (_, key) in zip(layouts, requests, strict=True)]
         plans: Future[tuple[list[Plan], float]] = Future()
         milliseconds = (time.perf_counter() - started) * 1e3
         if beside:
@@ -197,7 +192,7 @@ class Planner:
         self._recent[key] = None
         estimate, meter = Estimate.of(planned.plan, self.cost(key), planned.milliseconds), Meter(self._meter)
         self.history.planned(estimate, self.number)
-        self._measured.setdefault(key, []).append(_Used(key, self.number, estimate, meter))
+        self._measurements.add(Measured(key, self.number, estimate, meter))
         return meter
 
     def collect(self, group: AttentionGroup) -> None:
@@ -206,17 +201,70 @@ class Planner:
         All ranks must call it at the same point; again has no effect. What a kernel that still runs belongs to is left out.
 
         Raises:
-            DistCADesyncError: if not all ranks come.
+            DistCADesyncError: if ranks turned out not to do the same, or do not all come.
         """
         if self._collected == self.number:
             return
         self._collected = self.number
-        used = [one for key in list(self._measured) for one in self._measured.pop(key)]
-        own = np.array([one.figures for one in used], dtype=np.int64).reshape(-1)
-        rows = group.gather(own, doing="comparing what ranks measured up to the end of training")
+        self.look(at_most=0)
         self.history.end()
+        measured = self._measurements.take_all()
+        own = np.array([one.figures for one in measured], dtype=np.int64).reshape(-1)
+        rows = group.gather(own, doing="comparing what ranks measured up to the end of training")
         if all(len(row) == len(own) for row in rows):
-            self._compare_measured(used, np.stack(rows).reshape(len(rows), -1, 2), group)
+            record(measured, np.stack(rows).reshape(len(rows), -1, 2), self.history, group.rank)
+
+    def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
+        """Plans that need no other rank."""
+        started = time.perf_counter()
+        for dealt in shares:
+            dealt.check_is_for(group)
+        plans = [
+            dealt.plan(key, self.cost(key), self._settings_for(key)) for dealt, (_, key) in zip(shares, requests, strict=True)
+        ]
+        keys, place = [key for _, key in requests], f"micro-batch {self._number_of(key for _, key in requests)} ({shares[0]})"
+        self._meet(group, place, keys, [*shares[0].batch, shares[0].rank, *(_number(plan) for plan in plans)])
+        taken = (time.perf_counter() - started) * 1e3 / len(plans)
+        return [
+            Planned(key, plan, self.config, documents.rows, taken, f"{dealt}, plan {plan.digest[:8]}")
+            for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
+        ]
+
+    def _meet(self, group: AttentionGroup, place: str, keys: Sequence[PlanKey], dealt: list[int]) -> None:
+        """Announce what this rank measured and has, to be compared while it goes on."""
+        self.look(at_most=_MEETINGS)
+        self._asked += 1
+        common, measured = self._common(keys), self._measurements.take(keys)
+        # What does not fit is announced later; on all ranks the same.
+        room = (group.most_numbers - len(self._announcement(group, common, [], dealt=dealt).row())) // 2
+        self._measurements.put_back(measured[room:])
+        own = self._announcement(group, common, measured[:room], dealt=dealt)
+
+        def compare(rows: Sequence[IntArray]) -> None:
+            agree(Announcements.read(rows), common, group, place)
+
+        self._rank = group.rank
+        meeting = group.meet(own.row(), doing=f"comparing shares of {place}", agree=compare)
+        self._meetings.append((meeting, measured[:room]))
+
+    def look(self, at_most: int | None = None) -> None:
+        """Take what ranks measured from the meetings that are over.
+
+        Args:
+            at_most: how many may be left that are not; without, none is waited for.
+
+        Raises:
+            DistCADesyncError: if ranks turned out not to do the same.
+        """
+        while self._meetings:
+            meeting, measured = self._meetings[0]
+            if at_most is not None and len(self._meetings) > at_most:
+                meeting.wait()
+            if not meeting.done:
+                return
+            self._meetings.popleft()
+            for one in record(measured, Announcements.read(meeting.rows).measured, self.history, self._rank):
+                self.history.drop(one.number)  # ranks are here at different times: they cannot announce it again together
 
     def _ahead(self, documents: Documents, key: PlanKey) -> Planned | None:
         """The plan that was made ahead under the settings of now."""
@@ -229,47 +277,53 @@ class Planner:
 
     def _announce(self, requests: Sequence[Request], group: AttentionGroup, place: str) -> list[Layout]:
         """Exchange documents; on the way, compare settings and collect what each rank measured."""
+        self.look(at_most=0)  # in the order in which micro-batches ran
         self._asked += 1
         keys = [key for _, key in requests]
-        used = [one for key in dict.fromkeys(keys) for one in self._finished(key)]
-        common: Common = (self.config, tuple(dict.fromkeys(self.cost(key) for key in keys)))
-        own = Announcement(
+        common, measured = self._common(keys), self._measurements.take(keys)
+        own = self._announcement(group, common, measured, requests)
+        announced = Announcements.read(group.gather(own.row(), doing=f"planning {place}"))
+        stated = agree(announced, common, group, place)
+        self._measurements.put_back(record(measured, announced.measured, self.history, group.rank))
+        return [layout_of(one) for one in stated]
+
+    def _settings_for(self, key: PlanKey) -> DistCAConfig:
+        """The settings for a plan: layers that are left whole hide nothing, whatever the settings are."""
+        return replace(self.config, ping_pong=key.nano > 0)
+
+    def _common(self, keys: Iterable[PlanKey]) -> Common:
+        return self.config, tuple(dict.fromkeys(self.cost(key) for key in keys))
+
+    def _announcement(
+        self,
+        group: AttentionGroup,
+        common: Common,
+        measured: Sequence[Measured],
+        requests: Sequence[Request] = (),
+        dealt: Sequence[int] = (),
+    ) -> Announcement:
+        return Announcement(
             count=self._asked,
             settings=fingerprint(common),
             exchanges=self._meter.dispatches + self._meter.returns,
             checksum=group.checksum,
-            figures=[one.figures for one in used],
+            figures=[one.figures for one in measured],
             requests=requests,
+            dealt=dealt,
         )
-        announced = Announcements.read(group.gather(own.row(), doing=f"planning {place}"))
-        stated = agree(announced, common, group, place)
-        self._compare_measured(used, announced.measured, group)
-        return [layout_of(one) for one in stated]
-
-    def _compare_measured(self, used: Sequence[_Used], measured: IntArray, group: AttentionGroup) -> None:
-        """Count what all ranks did by plans: (ranks, plans, 2) as in `_Used.figures`."""
-        for one, (nanoseconds, sent_bytes) in zip(used, measured.transpose(1, 2, 0), strict=True):
-            if nanoseconds.min() < 0:  # a kernel still runs on some rank: all of them announce it again
-                self._measured.setdefault(one.key, []).append(one)
-                continue
-            # Both nano-batches go through each layer: one of them counts it.
-            calls = 0 if one.key.nano == 2 else one.meter.calls
-            self.history.measured(one.estimate, one.number, nanoseconds / 1e9, sent_bytes, calls, group.rank)
-
-    def _finished(self, key: PlanKey) -> list[_Used]:
-        """What is announced of the plans of a key. On a GPU the newest waits: its kernels may still have to run."""
-        measured = self._measured.pop(key, [])
-        if key.device != "cpu" and measured:
-            self._measured[key] = [measured.pop()]
-        return measured
 
     def _compare(self, plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:
         """Plans come from equal inputs, but an exchange with unequal plans would hang: compare before using them."""
-        digests = np.array([int(plan.digest[:15], 16) for plan in plans], dtype=np.int64)
+        digests = np.array([_number(plan) for plan in plans], dtype=np.int64)
         doing = f"comparing plans of {place}"
         if not group.same(digests, doing=doing):
             for column in np.stack(group.gather(digests, doing=doing)).T:
                 check_equal(group, column, "plans for the same documents", place, "use one version of hf_distca and numpy")
+
+
+def _number(plan: Plan) -> int:
+    """The digest of a plan, or enough of it, as a number of 64 bits."""
+    return int(plan.digest[:15], 16)
 
 
 def _make(jobs: Sequence[tuple[Layout, CostModel, DistCAConfig]], plans: Future[tuple[list[Plan], float]]) -> None:

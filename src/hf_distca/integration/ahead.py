@@ -80,8 +80,8 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
         None if there is nothing to plan, or a batch has no documents.
     """
     documents = _documents(batches)
-    if not keys or not documents or len(documents) < len(batches):
-        return None
+    if not keys or not documents or len(documents) < len(batches) or any(one.dealt is not None for one in documents):
+        return None  # shares of dealt batches have their plans
     session = current_session()
     first = session.planner.next_number + after
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
@@ -93,8 +93,8 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
 
 
 def have_documents(batches: Sequence[Any]) -> bool:
-    """Whether each of these batches says on the host which documents it has."""
-    return bool(batches) and len(_documents(batches)) == len(batches)
+    """Whether each of these batches says on the host which documents it has, and is to be planned."""
+    return bool(batches) and len([one for one in _documents(batches) if one.dealt is None]) == len(batches)
 
 
 def _documents(batches: Sequence[Any]) -> list[PackedDocuments]:

@@ -28,6 +28,7 @@ _HARMLESS = frozenset(
         "num_items_in_batch",
         "shift_labels",
         "ignore_index",
+        "labels",
         "output_router_logits",
         "output_hidden_states",
         "return_dict",

@@ -6,7 +6,9 @@ Read against transformers 5.23.0. Each question has its public way beside it, an
   of a Trainer. The stack is for those who change one argument and call nothing.
 - Which `CallbackHandler` calls a callback, to stand in front of the reporters: `DistCATrainerMixin`, which overrides
   `Trainer.log`.
-- Which position ids a ``create_..._mask`` was given: no public way. Mask functions get the config and no positions.
+- Which Trainer a callback belongs to, for its own loss: `DistCATrainerMixin`, which is one.
+- Which position ids a ``create_..._mask`` was given, and which documents its model: no public way. Mask functions get the config
+  and no positions, and some models do not hand their keyword arguments on to attention.
 - Whether a forward is one of `generate`: no public way. A model in training mode can generate, too.
 
 Where a frame is not found, as under another version or compiled, the answer is None or False and nothing fails here.
@@ -18,16 +20,17 @@ import inspect
 from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
-if TYPE_CHECKING:  # importing it brings in peft and, through that, what must not be there when a notebook starts processes
+if TYPE_CHECKING:  # importing them brings in peft and, through that, what must not be there when a notebook starts processes
+    from transformers import Trainer
     from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
-__all__ = ["MaskCall", "calling_handler"]
+__all__ = ["MaskCall", "calling_handler", "calling_trainer"]
 
 
 class MaskCall:
@@ -48,16 +51,31 @@ class MaskCall:
         return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
 
     @property
+    def documents(self) -> Any:
+        """What the innermost model that has it was given as ``distca_documents``; None if none was.
+
+        Not all models hand it on to attention (Nemotron, StableLM).
+        """
+        for frame in self._of_models():
+            for value in frame.f_locals.values():
+                if isinstance(value, dict) and value.get("distca_documents") is not None:
+                    return value["distca_documents"]
+        return None
+
+    @property
     def generating(self) -> bool:
         """Whether `generate` led here."""
         return any(frame.f_code is _generate() for frame in _callers(self._creator))
 
     def models(self) -> Iterator[PreTrainedModel]:
         """The models whose forwards led here, from the inside out."""
+        for frame in self._of_models():
+            yield frame.f_locals["self"]
+
+    def _of_models(self) -> Iterator[FrameType]:
         for frame in _callers(self._creator):
-            model = frame.f_locals.get("self")
-            if isinstance(model, PreTrainedModel):
-                yield model
+            if isinstance(frame.f_locals.get("self"), PreTrainedModel):
+                yield frame
 
 
 def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
@@ -68,6 +86,15 @@ def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
         handler = frame.f_locals.get("self")
         if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
             return handler
+    return None
+
+
+def calling_trainer(callback: TrainerCallback) -> Trainer | None:
+    """The Trainer in which a callback is called."""
+    for frame in _callers():
+        trainer = frame.f_locals.get("self")
+        if callback in getattr(getattr(trainer, "callback_handler", None), "callbacks", ()):
+            return cast("Trainer", trainer)
     return None
 
 

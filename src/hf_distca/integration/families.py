@@ -13,7 +13,19 @@ from transformers import PreTrainedConfig
 
 from hf_distca.errors import UnsupportedError
 
-__all__ = ["EQUAL", "FAMILIES", "PING_PONG", "REASONS", "check_family", "check_layerdrop", "warn_of_packing"]
+__all__ = [
+    "EQUAL",
+    "FAMILIES",
+    "OVER_RANKS",
+    "PING_PONG",
+    "REASONS",
+    "WHOLE",
+    "WHOLE_REASONS",
+    "check_family",
+    "check_layerdrop",
+    "warn_of_packing",
+    "why_whole",
+]
 
 _log = logging.getLogger("hf_distca")
 
@@ -56,6 +68,30 @@ _PING_PONG = """
     phi3 phi4_multimodal phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
     qwen3_moe qwen3_next roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm starcoder2
     vaultgemma whisper xlm-roberta xlm-roberta-xl youtu
+"""
+
+# Of those that are proven, the ones whose documents may be cut over ranks: loss, logits and gradients are those of whole ones.
+_OVER_RANKS = """
+    afmoe apertus arcee aria_text axk1 beam bert bert-generation biogpt bitnet camembert cohere cohere2 cohere2_moe
+    cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 diffllama dots1 electra emu3 ernie
+    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text
+    gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2
+    gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama
+    longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama
+    modernbert-decoder moshi moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3
+    phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3
+    solar_open stablelm starcoder2 vaultgemma xlm-roberta xlm-roberta-xl xmod youtu
+"""
+
+# Proven, but not with documents over ranks: their loss reads labels that are not shifted.
+_OWN_LOSS = """
+    whisper
+"""
+
+# Proven, but not with documents over ranks: their layers attend in chunks.
+_CHUNKS = """
+    llama4 llama4_text
 """
 
 _NO_ATTENTION = """
@@ -103,6 +139,15 @@ REASONS = {
     "UNBUILT": "no small model of it could be built, so nothing is proven",
 }
 
+# Why documents of a family must be whole. The others are in `OVER_RANKS` or were never tried.
+WHOLE_REASONS = {
+    "CARRIES_STATE": "their other layers carry state from token to token, which stays on its rank",
+    "NO_POSITIONS": "they take no position ids, and count each rank's tokens from 0",
+    "OWN_LOSS": "their loss reads only `labels`, and the next token of a part that ends within a document is on another rank",
+    "CHUNKS": "they attend in chunks, which are cut only where a document lies on one rank, and scale queries by the place in "
+    "the row",
+}
+
 _ENCODER_DECODER = "this one is an encoder with a decoder, which has cross attention and bidirectional masks"
 
 FAMILIES: dict[str, str] = {
@@ -122,6 +167,9 @@ FAMILIES: dict[str, str] = {
     for name in names.split()
 }
 PING_PONG = frozenset(_PING_PONG.split())
+OVER_RANKS = frozenset(_OVER_RANKS.split())
+WHOLE = {name: group for name, group in FAMILIES.items() if group in WHOLE_REASONS}
+WHOLE |= dict.fromkeys(_OWN_LOSS.split(), "OWN_LOSS") | dict.fromkeys(_CHUNKS.split(), "CHUNKS")
 
 
 def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> None:
@@ -143,6 +191,11 @@ def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> No
         raise UnsupportedError(
             f'distca does not support {model_type} models: {reason}. Use attn_implementation="sdpa" or "eager".'
         )
+
+
+def why_whole(model_type: str | None) -> str | None:
+    """Why each document of a family must lie in one piece on one rank; None if it need not, or the family is not in the table."""
+    return WHOLE_REASONS.get(WHOLE.get(model_type or "", ""))
 
 
 # LayerDrop's names in the configs of transformers.

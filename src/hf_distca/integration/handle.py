@@ -22,6 +22,7 @@ from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape
+from hf_distca.schedule.layout import Layout
 
 if TYPE_CHECKING:
     from hf_distca.integration.nano_batches import Handover, NanoBatches
@@ -67,7 +68,9 @@ class AttentionHandle:
         window: keys that a row of this kind of layer sees at most, None for all.
         chunk: length of the chunks that documents are cut into in this kind of layer, None for no cuts.
         position_ids: those the mask was made with, for models that pass none to attention.
+        packed: the documents that the model was given, for models that pass none to attention.
         model_type: of the model that made the mask, for what there is to say about packed documents in it.
+        whole: why documents must not be cut in this model; None if they may be.
         alone: whether no other rank may be asked to take part, because this forward is one of `generate`.
         recomputes: whether layers may run again in backward: the mask was made while gradients were recorded.
 
@@ -92,13 +95,16 @@ class AttentionHandle:
         window: int | None = None,
         chunk: int | None = None,
         position_ids: torch.Tensor | None = None,
+        packed: Any = None,
         model_type: str | None = None,
+        whole: str | None = None,
         alone: bool = False,
         recomputes: bool = True,
     ) -> None:
         self.batch_size, self.length, self.padding = batch_size, length, padding
         self.window, self.chunk, self.position_ids = window, chunk, position_ids
-        self.model_type, self.alone, self.recomputes = model_type, alone, recomputes
+        self.packed, self.model_type, self.whole = packed, model_type, whole
+        self.alone, self.recomputes = alone, recomputes
         self.work: dict[PlanKey, Work] = {}
         self.group: AttentionGroup | None = None
         self.documents: Documents | None = None
@@ -114,6 +120,7 @@ class AttentionHandle:
             window=self.window,
             chunk=self.chunk,
             model_type=self.model_type,
+            whole=self.whole,
             alone=self.alone,
             recomputes=self.recomputes,
         )
@@ -132,11 +139,11 @@ class AttentionHandle:
     def read(self, arguments: Mapping[str, Any], *, span_ranks: bool, training: bool) -> Documents:
         """The documents of the batch, from the keyword arguments of a layer or of attention; read once."""
         if self.documents is None:
-            positions = arguments.get("position_ids")
+            positions, packed = arguments.get("position_ids"), arguments.get("distca_documents")
             documents = read_documents(
                 self.batch_size,
                 self.length,
-                packed=arguments.get("distca_documents"),
+                packed=self.packed if packed is None else packed,
                 cu_seq_lens=arguments.get("cu_seq_lens_q"),
                 position_ids=self.position_ids if positions is None else positions,
                 padding=self.padding,
@@ -147,6 +154,18 @@ class AttentionHandle:
                 warn_of_packing(self.model_type)
             self.documents = documents.in_chunks(self.chunk)
         return self.documents
+
+    def check(self, layout: Layout) -> None:
+        """Refuse documents that are cut, where attention would be right and something else in the model would not.
+
+        Raises:
+            UnsupportedError: on all ranks alike, as all know the layout.
+        """
+        if self.whole is not None and layout.scattered:
+            raise UnsupportedError(
+                f"a document of this batch is in several parts, and {self.model_type} models need whole ones: {self.whole}. Give "
+                "each document to one rank, in one piece."
+            )
 
     def contiguous(self) -> AttentionHandle:
         """The handle itself."""

@@ -108,7 +108,7 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
         return None
     if handle.nano_batches is None:
         documents = session.documents(handle, kwargs, layer.training)
-        if documents.spans:
+        if documents.spans and (documents.dealt is None or documents.dealt.first_tokens is None):
             _warn_of_spans()
             return None
         handle.nano_batches = NanoBatches.of(handle, documents, session.config.tile)
@@ -143,7 +143,10 @@ def _warn_of_parts(why: str) -> None:
 
 @cache
 def _warn_of_spans() -> None:
-    _log.warning("ping-pong leaves layers whole while documents span ranks.")
+    _log.warning(
+        "ping-pong leaves layers whole while documents span ranks, unless they were dealt for it: give the same DistCAConfig to "
+        "`document_shares`."
+    )
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -11,10 +11,11 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_distca.integration.callers import MaskCall
-from hf_distca.integration.families import check_family, check_layerdrop
+from hf_distca.integration.families import check_family, check_layerdrop, why_whole
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
 from hf_distca.integration.layers import cut_layers
 from hf_distca.integration.mesh import mesh_of
+from hf_distca.integration.rotary import see_longest
 from hf_distca.integration.session import current_session
 
 __all__ = ["distca_mask"]
@@ -81,6 +82,7 @@ def distca_mask(
     if _trains(call):
         check_layerdrop(config)
     _prepare_caller(call)
+    packed = call.documents
     # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
     return AttentionHandle(
         batch_size,
@@ -89,7 +91,9 @@ def distca_mask(
         window=window,
         chunk=chunk,
         position_ids=call.position_ids,
+        packed=packed,
         model_type=model_type,
+        whole=why_whole(model_type) or see_longest(next(call.models(), None), config, packed),
         alone=call.generating,
         # Only what is computed while gradients are recorded can be recomputed. Layers under reentrant checkpointing record none
         # in their first forward, but their mask is made before.

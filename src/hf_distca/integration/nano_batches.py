@@ -68,7 +68,7 @@ class NanoBatches:
 
     @classmethod
     def of(cls, handle: AttentionHandle, documents: Documents, tile: int) -> NanoBatches:
-        """Cut a batch whose documents each lie on one rank."""
+        """Cut a batch whose documents each lie on one rank, or were dealt for it."""
         rows, length = handle.batch_size, handle.length
         axis, at, parts = cut(rows, length, documents, tile)
         sizes = max(at, 1), (length if axis else rows) - at
@@ -139,7 +139,10 @@ class NanoBatches:
 def cut(batch_size: int, length: int, documents: Documents, tile: int) -> tuple[int, int, tuple[Documents, Documents]]:
     """Where a (batch_size, length) batch is cut: axis and index as in `NanoBatches`, and the documents of both."""
     axis = 0 if batch_size > 1 else 1
-    at = batch_size // 2 if axis == 0 else _middle(length, documents, tile)
+    if documents.dealt is not None and documents.dealt.first_tokens is not None:
+        at = documents.dealt.first_tokens
+    else:
+        at = batch_size // 2 if axis == 0 else _middle(length, documents, tile)
     first, second = documents.cut(at if axis else at * length)
     if not at:
         first = replace(first, keep=np.zeros(0, dtype=np.int64))

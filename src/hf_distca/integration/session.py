@@ -151,18 +151,24 @@ class Session:
         requests = [(self.documents(one, arguments, training), key) for one, key in zip(handles, keys, strict=True)]
         if group.size == 1:
             evaluating = handle.alone or not training
-            made = [self._work_alone(one, key, query.device, evaluating) for one, key in requests]
+            alone = zip(handles, requests, strict=True)
+            made = [self._work_alone(one, *request, query.device, evaluating) for one, request in alone]
         else:
             with group.reporting(f"measuring costs for micro-batch {self.planner.next_number}"):
                 self._learn_cost(key, query, group)
-            plans = self.planner.plan(requests, group)
+            with self._reporting(group, "planning"):
+                plans = self.planner.plan(requests, group)
             with self._reporting(group, "taking up a plan"):
+                for one, planned in zip(handles, plans, strict=True):
+                    one.check(planned.plan.layout)
                 made = [self._work(one, planned, group, query.device) for (one, _), planned in zip(requests, plans, strict=True)]
         for one, key, work in zip(handles, keys, made, strict=True):
             one.work[key] = work if one.recomputes and training else replace(work, outputs=None)
         return handle.work[keys[0]]
 
-    def _work_alone(self, documents: Documents, key: PlanKey, device: torch.device, evaluating: bool) -> Work:
+    def _work_alone(
+        self, handle: AttentionHandle, documents: Documents, key: PlanKey, device: torch.device, evaluating: bool
+    ) -> Work:
         try:
             layout = layout_of(Stated.of(documents))
         except LayoutError as error:
@@ -172,6 +178,7 @@ class Session:
                 "a document that spans ranks met a model in evaluation mode, where each rank works alone: "
                 "set DistCAConfig(balance_evaluation=True) if all ranks evaluate together."
             ) from error
+        handle.check(layout)
         plan = Plan.local(layout, None if key.window is None or key.window >= layout.longest else key.window)
         route = Route.build(plan, 0)
         return Work(_ALONE, route, _keep(documents, device), plan.window, Meter(self.meter), key.nano, OutputStore())
@@ -182,6 +189,7 @@ class Session:
         self._warn_above_bound(waves, group)
         route = Route.build(planned.plan, group.rank, waves)
         name = f"micro-batch {self.planner.number}" + (f", nano-batch {nano}" if nano else "")
+        name += f" ({planned.source})" if planned.source else ""
         return Work(group, route, _keep(documents, device), planned.plan.window, meter, nano, OutputStore(), name)
 
     def attend(
@@ -197,6 +205,7 @@ class Session:
     ) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens, whose keys `context` is in front of."""
         group, number = work.group, next(work.numbers)
+        group.heed()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
         if group.data is not None:
             group = replace(group, data=group.data.at(place, 2 * len(work.route.waves)))

@@ -17,14 +17,15 @@ from hf_distca.agreement.figures import Tally
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.ahead import Announced, announce, have_documents
-from hf_distca.integration.callers import calling_handler
-from hf_distca.integration.data import check_loader
+from hf_distca.integration.callers import calling_handler, calling_trainer
 from hf_distca.integration.figures import Reading
+from hf_distca.integration.loaders import check_loader, check_shares
 from hf_distca.integration.prepare import distca_configs, prepare
 from hf_distca.integration.profile import write_trace
 from hf_distca.integration.progress import say
 from hf_distca.integration.report import summary, why_nothing_moved
 from hf_distca.integration.session import Session, configure, current_session
+from hf_distca.integration.share_tokens import share_tokens
 from hf_distca.runtime.trace import Trace
 
 __all__ = ["DistCACallback", "DistCATrainerMixin", "PlanAheadMixin"]
@@ -75,6 +76,7 @@ class DistCACallback(TrainerCallback):
         self._session: Session | None = None  # the one with these settings
         self._reading = Reading()
         self._steps = 0
+        self._evaluated: object = None  # the loader that was checked last
         self._calls: int | None = None  # of attention before the first step, until that has run
         self._before = Tally()  # what was done before this training
         self._judged = False  # whether it was looked at if anything moves
@@ -87,9 +89,12 @@ class DistCACallback(TrainerCallback):
         """Apply the settings, refuse a model or a loader that distca is not for, and start counting.
 
         Raises:
-            UnsupportedError: if the model is refused by `hf_distca.prepare`, or rank 0 reads packed documents for all ranks.
+            UnsupportedError: if the model is refused by `hf_distca.prepare`, rank 0 reads packed documents for all ranks, or
+                shares would not come to every rank, or not give the loss of whole documents.
         """
-        check_loader(kwargs.get("train_dataloader"))
+        loader = kwargs.get("train_dataloader")
+        check_loader(loader)
+        check_shares(loader, model=kwargs.get("model"), args=args, trainer=calling_trainer(self))
         self._apply_settings()
         self._come_first()
         model = kwargs.get("model")
@@ -102,8 +107,16 @@ class DistCACallback(TrainerCallback):
         self._before, self._judged = current_session().planner.history.total, False
 
     def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Apply the settings if the callback was added too late to see an earlier event."""
+        """Apply the settings if the callback was added too late to see an earlier event; refuse loaders as in training.
+
+        Raises:
+            UnsupportedError: as `on_train_begin`.
+        """
         self._catch_up()
+        loader = kwargs.get("eval_dataloader")
+        if loader is not None and loader is not self._evaluated:
+            self._evaluated = loader
+            check_shares(loader, model=kwargs.get("model"), args=args, trainer=calling_trainer(self), evaluating=True)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start recording the step that is traced."""
@@ -233,8 +246,13 @@ class DistCATrainerMixin:
 
     Figures go into the logs before the Trainer hands these to ``state.log_history`` and to reporters; `DistCACallback` says what
     they mean, and beside this class is still what gives settings and checks the model.
+
+    Attributes:
+        shares_tokens: deal the micro-batches of every step anew among the ranks, by `share_tokens`, instead of planning ahead.
+            Set it in your class where the loader must stay as it is.
     """
 
+    shares_tokens: bool = False
     _figures: Reading | None = None
     _iterator: Iterator[Any] | None = None  # of this epoch
     _drawn: Iterator[Any] = iter(())  # batches that the next step begins with
@@ -254,6 +272,18 @@ class DistCATrainerMixin:
             callbacks.remove(last)
             self._forget()  # worker processes end with their iterator
 
+    def get_train_dataloader(self) -> Any:
+        """The loader of the Trainer, refused if it is not one for distca."""
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        self._check_loader(loader, evaluating=False)
+        return loader
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The loader of the Trainer, refused if it is not one for distca."""
+        loader = super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
+        self._check_loader(loader, evaluating=True)
+        return loader
+
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of the next optimizer step, planned, and what the Trainer returns beside them."""
         if self._figures is None:
@@ -263,6 +293,8 @@ class DistCATrainerMixin:
             self._forget()
         source = chain(self._drawn, epoch_iterator)
         batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
+        if self.shares_tokens:
+            return (share_tokens(batches), *rest)
         keys, announced, self._announced = current_session().planner.recent_keys(), self._announced, None
         if announced is None or not announced.are(batches):
             announced = announce(batches, keys)
@@ -288,6 +320,11 @@ class DistCATrainerMixin:
         if figures := self._figures.rounded():
             self.log(figures)
             _before_the_last_row(self.state)  # type: ignore[attr-defined]
+
+    def _check_loader(self, loader: Any, *, evaluating: bool) -> None:
+        trainer: Any = self
+        check_loader(loader)
+        check_shares(loader, model=trainer.model, args=trainer.args, trainer=trainer, evaluating=evaluating)
 
     def _is_last_step(self) -> bool:
         state: TrainerState = self.state  # type: ignore[attr-defined]

@@ -26,6 +26,7 @@ __all__ = ["Watch", "patience"]
 
 _COUNT = "distca words"  # the key that counts them; the only one that ranks look at while they wait
 _LONGEST_WORD = 400  # characters
+_WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
 _BREAK_TAG = 2**31 - 1  # no message has it
 _ALL_CLOSED = ("Timed out", "Application timeout")  # in gloo's errors: now, or before; other errors are of one connection
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -57,6 +58,8 @@ class Watch:
         self._ranks, self._rank, self._timeout_seconds, self._links = ranks, rank, timeout_seconds, links
         self._store = links[-1].get_group_store()
         self._word: str | None = None
+        self._parted: DistCADesyncError | None = None
+        self._told = 0
 
     @contextmanager
     def reporting(self, doing: str) -> Iterator[None]:
@@ -95,6 +98,9 @@ class Watch:
         Returns:
             The error to raise, with what each rank was doing.
         """
+        if self._parted is not None:
+            self._leave(str(self._parted), self.deadline())
+            return self._parted
         own = self._ranks[self._rank]
         before = f" It had left the group: it {self._word}." if self._word else ""
         deadline = self.deadline()
@@ -111,6 +117,36 @@ class Watch:
             "of training forwards and backwards through the same layers: look at the other ranks' logs for one that failed, "
             f"stopped early or is still in another step. ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         )
+
+    def part(self, error: DistCADesyncError) -> None:
+        """Wake this rank where it waits for others in vain, to raise an error that another thread has found on every rank."""
+        self._parted = error
+        time.sleep(_WOKEN_SECONDS)  # for messages of ranks that do belong together: a wait for half of one would not wake up
+        for link in self._links:
+            _break(link)
+
+    def heed(self) -> None:
+        """Raise the error that this rank is to be woken for.
+
+        Raises:
+            DistCADesyncError: if there is one.
+        """
+        if self._parted is not None:
+            raise self.give_up("", self._parted)
+
+    def tell(self, text: str) -> list[str]:
+        """What every rank says, in rank order, each time that all do; empty for those that say nothing in time. No collective."""
+        self._told += 1
+        self._store.set(_said(self._told, self._rank), text)
+        deadline, said = time.monotonic() + self._timeout_seconds - patience(self._timeout_seconds), []
+        for rank in range(len(self._ranks)):
+            left = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            with suppress(RuntimeError):
+                self._store.wait([_said(self._told, rank)], left)
+                said.append(self._store.get(_said(self._told, rank)).decode(errors="replace"))
+                continue
+            said.append("")
+        return said
 
     def _leave(self, word: str, deadline: float) -> None:
         if self._word is not None:
@@ -152,6 +188,10 @@ class Watch:
 
 def _entry(number: int) -> str:
     return f"distca word {number}"
+
+
+def _said(time: int, rank: int) -> str:
+    return f"distca said {time} {rank}"
 
 
 def _break(link: dist.ProcessGroup) -> None:

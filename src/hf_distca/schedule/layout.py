@@ -101,6 +101,14 @@ class Layout:
         """Build from ``(first position, length)`` rows per rank, linking runs as `from_positions` does with ``span_ranks``."""
         return cls.from_segments(_chain(ranks))
 
+    @classmethod
+    def joined(cls, first: Layout, second: Layout) -> Layout:
+        """On each rank the tokens of the first layout and then those of the second, with which it shares no document."""
+        order = np.argsort(np.concatenate([first.rank, second.rank]), kind="stable")
+        document = np.concatenate([first.document, second.document])[order]
+        start, length = (np.concatenate(pair)[order] for pair in ((first.start, second.start), (first.length, second.length)))
+        return cls(document, start, length, first.offsets + second.offsets)
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

@@ -1,0 +1,174 @@
+"""What a share of a dealt global batch carries: the layout of all ranks, and plans.
+
+A *global batch* is what all ranks train on in one micro-batch. Who loads a rank's share of it knows which documents the others
+have, deals and plans for itself, and finds what they find: ranks need not meet for a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Literal, get_args
+
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import ConfigError, LayoutError
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.deal import deal, deal_nano_batches, in_order, plan_dealt
+from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.plan import Plan
+
+__all__ = ["Dealing", "Dealt", "Placement"]
+
+Placement = Literal["dealt", "in order"]
+
+
+class Dealt:
+    """A rank's share of a global batch, and the whole of it.
+
+    No dataclass: engines that move batches to a device, or cast what is in them, rebuild those.
+
+    Args:
+        batch: epoch and number of the global batch.
+        rank: whose share this is.
+        layouts: who has which tokens; one layout, or those of both nano-batches, which share no document.
+    """
+
+    def __init__(self, batch: tuple[int, int], rank: int, layouts: tuple[Layout, ...]) -> None:
+        self.batch, self.rank, self.layouts = batch, rank, layouts
+        self._plans: dict[PlanKey, tuple[CostModel, DistCAConfig, Plan]] = {}
+
+    def __str__(self) -> str:
+        epoch, number = self.batch
+        return f"global batch {number} of epoch {epoch}"
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the batch."""
+        return self.layouts[0].world_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document in the global batch."""
+        return max(layout.longest for layout in self.layouts)
+
+    @cached_property
+    def whole(self) -> Layout:
+        """The layout of the whole batch: on each rank, the first nano-batch and then the second."""
+        return self.layouts[0] if len(self.layouts) == 1 else Layout.joined(*self.layouts)
+
+    @property
+    def first_tokens(self) -> int | None:
+        """Tokens of this rank in the first nano-batch; None if the batch was not dealt in two, or leaves a rank without any."""
+        if len(self.layouts) == 1 or any(layout.query_tokens.min() == 0 for layout in self.layouts):
+            return None
+        return int(self.layouts[0].query_tokens[self.rank])
+
+    def check_is_for(self, group: AttentionGroup) -> None:
+        """Refuse a share that is not for this rank of this group.
+
+        Raises:
+            LayoutError: says whose it is.
+        """
+        if self.ranks != group.size:
+            raise LayoutError(
+                f"{self} is dealt to {self.ranks} ranks, and the attention group has {group.size}: {group.ranks}. Deal to as "
+                "many ranks as share attention."
+            )
+        if self.rank != group.rank:
+            raise LayoutError(
+                f"rank {group.ranks[group.rank]} holds the share of rank {group.ranks[self.rank]} of {self}: read shares in "
+                "order, one a batch, with as many processes as they are dealt to."
+            )
+
+    def plan(self, key: PlanKey, cost: CostModel, config: DistCAConfig) -> Plan:
+        """The plan of a kind of layer; it is made now, unless one was made before under the same settings.
+
+        Args:
+            key: which plan.
+            cost, config: as for `plan_dealt`.
+        """
+        made = self._plans.get(key)
+        if made is None or made[:2] != (cost, config):
+            layout = self.layouts[key.nano - 1] if key.nano else self.whole
+            self._plans[key] = made = cost, config, plan_dealt(layout, cost, config)
+            _ = made[2].digest  # is compared; a loader's worker has the time for it
+        return made[2]
+
+
+class Dealing:
+    """How global batches are dealt, and planned where they are loaded. It can be pickled.
+
+    Args:
+        ranks: how many share a global batch.
+        tokens_per_rank: tokens of each, one number for all or one for each.
+        costs: seconds of the tasks of each kind of layer, by its plan (of whole batches). Documents are dealt by the first one.
+        config: settings under which the batches will train. Under others, plans are made when they are needed.
+        ranks_per_node: as for `deal`.
+        placement: "dealt"; or "in order" for documents one after another, cut where a rank is full, to compare with.
+
+    Raises:
+        ConfigError: if there is no cost, or no such placement.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        tokens_per_rank: int | Sequence[int],
+        costs: Mapping[PlanKey, CostModel],
+        config: DistCAConfig,
+        ranks_per_node: int | None = None,
+        placement: Placement = "dealt",
+    ) -> None:
+        if placement not in get_args(Placement):
+            raise ConfigError(f"placement={placement!r} must be one of {', '.join(map(repr, get_args(Placement)))}.")
+        if not costs:
+            raise ConfigError("documents are dealt by the cost of attention: give that of at least one kind of layer.")
+        self.ranks, self.tokens_per_rank, self.costs, self.config = ranks, tokens_per_rank, dict(costs), config
+        self.ranks_per_node, self.placement = ranks_per_node, placement
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a global batch."""
+        each = self.tokens_per_rank
+        return sum(each) if isinstance(each, Sequence) else self.ranks * each
+
+    def layouts(self, lengths: IntArray) -> tuple[Layout, ...]:
+        """Deal documents of so many tokens, `ranks` times `tokens_per_rank` together.
+
+        Returns:
+            One layout, or, dealt with ping-pong, those of both nano-batches.
+
+        Raises:
+            LayoutError, ConfigError: as `deal`.
+        """
+        if self.placement == "in order":
+            return (in_order(lengths, self.ranks, self.tokens_per_rank),)
+        cost = next(iter(self.costs.values()))
+        if self.config.ping_pong:
+            return deal_nano_batches(
+                lengths, self.ranks, self.tokens_per_rank, cost, tile=self.config.tile, ranks_per_node=self.ranks_per_node
+            )
+        return (deal(lengths, self.ranks, self.tokens_per_rank, cost, tile=self.config.tile, ranks_per_node=self.ranks_per_node),)
+
+    def share(self, lengths: IntArray, batch: tuple[int, int], rank: int) -> PackedDocuments:
+        """A rank's share of a global batch of documents with these lengths.
+
+        Args:
+            lengths: (documents,) tokens of each.
+            batch: epoch and number of the global batch.
+            rank: whose share.
+
+        Returns:
+            Its runs of tokens, where a document's number is its index in `lengths`; with the layout and plans of all ranks.
+        """
+        dealt = Dealt(batch, rank, self.layouts(lengths))
+        for key, cost in self.costs.items() if self.ranks > 1 else ():
+            for nano in (0,) if dealt.first_tokens is None else (1, 2):
+                dealt.plan(key._replace(nano=nano), cost, replace(self.config, ping_pong=nano > 0))
+        runs = dealt.whole.segments(rank)
+        lengths_, starts, documents = ([getattr(run, name) for run in runs] for name in ("length", "start", "document"))
+        return PackedDocuments(lengths_, starts, documents, dealt=dealt)

@@ -1,0 +1,196 @@
+"""Which documents make which global batch.
+
+A *global batch* is what all ranks train on in one micro-batch. Which tokens that are depends on the seed, the epoch and their
+number alone: any number of ranks trains on the same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_distca.data.packing import pack_whole
+from hf_distca.errors import ConfigError, LayoutError
+from hf_distca.schedule.layout import IntArray, as_integers
+
+__all__ = ["Fill", "GlobalBatches", "Longer", "Pieces"]
+
+_log = logging.getLogger("hf_distca")
+
+Fill = Literal["cut", "whole"]
+Longer = Literal["cut", "refuse"]
+
+# Padding is documents of so many tokens at most: one long document of it would cost attention.
+_PADDING = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """What a global batch holds: tokens [starts[i], ends[i]) of document ``documents[i]``, each piece a document of its own.
+
+    Attributes:
+        documents: int64 index of each document; -1 for padding.
+        starts, ends: int64, in tokens of the document; of padding, 0 and its number of tokens.
+    """
+
+    documents: IntArray
+    starts: IntArray
+    ends: IntArray
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of each piece."""
+        return self.ends - self.starts
+
+
+class GlobalBatches:
+    """Cuts documents into global batches of equally many tokens, shuffled anew in each epoch.
+
+    With ``fill="cut"``, documents follow each other in the epoch's order and batches are filled to the token; the rest of a
+    document is a document of its own in the next batch. What is left at the end of an epoch, less than a batch, is dropped.
+
+    With ``fill="whole"``, documents stay whole. They are packed once and tightly; epochs differ in the order of the batches. What
+    stays free is padding. No document is dropped: one batch may be mostly padding.
+
+    Args:
+        lengths: tokens of each document. Documents of 0 tokens are left out.
+        tokens: of a global batch.
+        seed: epochs are shuffled by it; None for the order as given, the same in every epoch, as for evaluation.
+        fill: how a batch is filled.
+        longer: what happens to documents that are longer than a global batch: they are cut, or refused.
+        quiet: say nothing and show no progress bar.
+
+    Raises:
+        LayoutError: if lengths are no whole numbers of at least 0, documents do not fill one batch, or one is too long.
+        ConfigError: if another argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        tokens: int,
+        seed: int | None = 0,
+        fill: Fill = "cut",
+        longer: Longer = "cut",
+        *,
+        quiet: bool = False,
+    ) -> None:
+        _check_arguments(tokens, seed, fill, longer)
+        counts = as_integers(lengths, "lengths of documents")
+        if len(counts) and counts.min() < 0:
+            raise LayoutError(f"document {int(counts.argmin())} has length {counts.min()}: lengths are at least 0.")
+        self.tokens, self.seed, self.fill = tokens, seed, fill
+        self._whole = fill == "whole"
+        self._document = np.flatnonzero(counts)
+        self._start = np.zeros_like(self._document)
+        self._length = counts[self._document]
+        self._meet_longer(longer, quiet)
+        total = int(self._length.sum())
+        if not total or (not self._whole and total < tokens):
+            raise LayoutError(
+                f"{len(self._document)} documents with tokens have {total} tokens together, a global batch has {tokens} (ranks x "
+                'tokens_per_rank): give more documents or fewer tokens a rank, or fill="whole" to train on padding.'
+            )
+        if self._whole:
+            self._pack(quiet)
+        else:
+            self._count = total // tokens
+        self._epoch: tuple[int, IntArray, IntArray] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_epoch": None}  # it is made faster than it travels
+
+    def pieces(self, epoch: int, number: int) -> Pieces:
+        """What makes a global batch.
+
+        Raises:
+            IndexError: if there is no such batch.
+        """
+        if not 0 <= number < len(self):
+            raise IndexError(f"global batch {number} of {len(self)}")
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, *self._index(epoch))
+        _, order, ends = self._epoch
+        return self._whole_pieces(int(order[number])) if self._whole else self._cut_pieces(order, ends, number)
+
+    def _index(self, epoch: int) -> tuple[IntArray, IntArray]:
+        """The order of an epoch, and where documents end in it: of batches if documents are whole, which need no ends."""
+        if self._whole:
+            return self._shuffled(self._count, 1 + epoch), self._document[:0]
+        order = self._shuffled(len(self._length), epoch)
+        return order, np.cumsum(self._length[order])
+
+    def _shuffled(self, count: int, stream: int) -> IntArray:
+        if self.seed is None:
+            return np.arange(count)
+        # Raw bits of a generator stay the same from one numpy to the next; `permutation` may not.
+        bits = np.random.PCG64([self.seed, stream]).random_raw(count)
+        return np.argsort(bits, kind="stable")
+
+    def _cut_pieces(self, order: IntArray, ends: IntArray, number: int) -> Pieces:
+        begin, end = number * self.tokens, (number + 1) * self.tokens
+        first, last = int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(ends, end, side="left"))
+        rows = order[first : last + 1]
+        stops = self._length[rows]
+        starts = np.zeros_like(stops)
+        stops[-1] -= ends[last] - end  # before starts: there may be one piece only
+        starts[0] = begin - (ends[first] - self._length[rows[0]])
+        return Pieces(self._document[rows], starts, stops)
+
+    def _whole_pieces(self, batch: int) -> Pieces:
+        rows = self._packed[self._offsets[batch] : self._offsets[batch + 1]]
+        length, start = self._length[rows], self._start[rows]
+        free = self.tokens - int(length.sum())
+        padding = np.diff(np.append(np.arange(0, free, _PADDING), free))
+        documents = np.concatenate([self._document[rows], np.full_like(padding, -1)])
+        starts = np.concatenate([start, np.zeros_like(padding)])
+        return Pieces(documents, starts, np.concatenate([start + length, padding]))
+
+    def _meet_longer(self, longer: Longer, quiet: bool) -> None:
+        """Refuse or cut what is longer than a global batch."""
+        long = np.flatnonzero(self._length > self.tokens)
+        if not len(long):
+            return
+        row = long[np.argmax(self._length[long])]
+        found = (
+            f"{len(long)} of {len(self._length)} documents are longer than a global batch of {self.tokens} tokens (ranks x "
+            f"tokens_per_rank); document {self._document[row]} has {self._length[row]}"
+        )
+        if longer == "refuse":
+            raise LayoutError(f'{found}. More tokens a rank hold them; longer="cut" cuts them into documents of their own.')
+        if not quiet:
+            _log.warning("%s. They are cut: each piece is a document of its own.", found)
+        if self._whole:
+            self._cut_longer()
+
+    def _cut_longer(self) -> None:
+        parts = -(-self._length // self.tokens)
+        self._document = np.repeat(self._document, parts)
+        first = np.cumsum(parts) - parts
+        self._start = (np.arange(len(self._document)) - np.repeat(first, parts)) * self.tokens
+        self._length = np.minimum(np.repeat(self._length, parts) - self._start, self.tokens)
+
+    def _pack(self, quiet: bool) -> None:
+        self._packed, self._offsets = pack_whole(self._length, self._shuffled(len(self._length), 0), self.tokens, quiet=quiet)
+        self._count = len(self._offsets) - 1
+        if not quiet:
+            part = 1 - int(self._length.sum()) / (self._count * self.tokens)
+            _log.info("%d global batches of whole documents, %.2f %% of them padding.", self._count, 100 * part)
+
+
+def _check_arguments(tokens: int, seed: int | None, fill: str, longer: str) -> None:
+    # Not `isinstance`: True is no number.
+    if type(tokens) is not int or tokens < 1:
+        raise ConfigError(f"tokens={tokens!r} of a global batch must be a whole number of at least 1.")
+    if seed is not None and (type(seed) is not int or seed < 0):
+        raise ConfigError(f"seed={seed!r} must be a whole number of at least 0, or None for no shuffling.")
+    for name, value, choices in (("fill", fill, get_args(Fill)), ("longer", longer, get_args(Longer))):
+        if value not in choices:
+            raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")

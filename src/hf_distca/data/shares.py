@@ -1,0 +1,141 @@
+"""Shares: what each rank gets of each global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.data.collator import IGNORED_LABEL
+from hf_distca.data.global_batches import GlobalBatches
+from hf_distca.data.reading import Piece, Reader
+from hf_distca.errors import ConfigError
+
+__all__ = ["Epoch", "Shares", "cut_share"]
+
+
+class Epoch:
+    """The number of the epoch, in memory that loader workers share: they see what was set after they started."""
+
+    def __init__(self) -> None:
+        self._number = _shared(torch.zeros((), dtype=torch.int64))
+
+    @property
+    def number(self) -> int:
+        """The epoch."""
+        return int(self._number)
+
+    @number.setter
+    def number(self, epoch: int) -> None:
+        self._number.fill_(epoch)
+
+    def __setstate__(self, state: dict[str, torch.Tensor]) -> None:
+        # Pickled by other means than those of workers, it has arrived as a copy, which has workers of its own.
+        self._number = _shared(state["_number"])
+
+
+def _shared(number: torch.Tensor) -> torch.Tensor:
+    number.share_memory_()  # type: ignore[no-untyped-call]
+    return number
+
+
+class Shares:
+    """The shares of all global batches: item ``k * ranks + r`` is what rank r gets of global batch k.
+
+    Read in this order by `ranks` processes with one item a batch, as accelerate does, each gets its own share. A share is a
+    dictionary of int64 tensors (tokens_per_rank,): ``input_ids``, ``position_ids`` (in the document), ``shift_labels`` (the label
+    of the next token of the document, wherever that lies; -100 at its end) and ``labels`` (each token's own; -100 where what is
+    before it is not on this rank), and ``distca_documents``, which carries what was dealt. It is also a transform of `datasets`:
+    called with a batch of rows, it makes their ``input_ids``, numbers of items, into shares.
+
+    Copies share the epoch. Only the documents that overlap a share are read, and only the slices of it are kept.
+
+    Args:
+        documents: as `Reader` takes them.
+        batches: which pieces of them make which global batch.
+        dealing: how global batches are dealt; its ranks times its tokens of a rank are the tokens of a global batch.
+        column: where the tokens are.
+        pad_token_id: what padding is made of.
+
+    Raises:
+        ConfigError: if dealing is for other global batches.
+    """
+
+    def __init__(
+        self, documents: Any, batches: GlobalBatches, dealing: Dealing, *, column: str = "input_ids", pad_token_id: int = 0
+    ) -> None:
+        if dealing.tokens != batches.tokens:
+            raise ConfigError(
+                f"global batches have {batches.tokens} tokens, {dealing.ranks} ranks with {dealing.tokens_per_rank} tokens have "
+                f"{dealing.tokens}: they must be equal."
+            )
+        self.batches, self.dealing, self.pad_token_id = batches, dealing, pad_token_id
+        self._reader = Reader(documents, column)
+        self._epoch = Epoch()
+
+    def __len__(self) -> int:
+        return len(self.batches) * self.dealing.ranks
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that items are of."""
+        return self._epoch.number
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to another epoch: here, in copies, and in workers that run already."""
+        self._epoch.number = epoch
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        epoch = self.epoch
+        number, rank = divmod(item, self.dealing.ranks)
+        pieces = self.batches.pieces(epoch, number)
+        packed = self.dealing.share(pieces.lengths, (epoch, number), rank)
+        here = np.unique(np.asarray(packed.documents, dtype=np.int64))
+        documents = pieces.documents[here]
+        numbers, place = np.unique(documents[documents >= 0], return_inverse=True)
+        rows = self._reader.rows(numbers)
+        places = iter(place.tolist())
+        found: dict[int, Piece] = {}
+        for at, document in zip(here.tolist(), documents.tolist(), strict=True):
+            row = None if document < 0 else rows[next(places)]
+            found[at] = Piece(row, int(pieces.starts[at]), int(pieces.ends[at]))
+        return cut_share(packed, found, self.pad_token_id)
+
+    def __call__(self, rows: Mapping[str, list[int]]) -> dict[str, list[Any]]:
+        """The shares of items, as a batch of rows of a `datasets.Dataset`."""
+        shares = [self[item] for item in rows["input_ids"]]
+        return {name: [share[name] for share in shares] for name in shares[0]} if shares else {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shares:
+        # `datasets` copies what it holds at every turn; copies must hear of the epoch.
+        return self
+
+
+def cut_share(packed: PackedDocuments, pieces: Mapping[int, Piece], pad_token_id: int = 0) -> dict[str, Any]:
+    """The tokens and labels of one rank.
+
+    Args:
+        packed: the runs of tokens of this rank; ``documents`` are keys of `pieces`, ``starts`` positions in those.
+        pieces: the documents of the global batch of which this rank has tokens.
+        pad_token_id: what padding is made of.
+    """
+    total = sum(packed.lengths)
+    ids, positions = np.full(total, pad_token_id, dtype=np.int64), np.empty(total, dtype=np.int64)
+    labels, shifted = (np.full(total, IGNORED_LABEL, dtype=np.int64) for _ in range(2))
+    at = 0
+    for document, start, length in zip(packed.documents or (), packed.starts or (), packed.lengths, strict=True):
+        piece, end = pieces[document], start + length
+        positions[at : at + length] = np.arange(start, end)
+        tokens = piece.tokens(start, end)
+        own = piece.labels(start, min(end + 1, piece.end - piece.start))  # and that of the next token, if there is one
+        if length and tokens is not None and own is not None:
+            ids[at : at + length] = tokens
+            labels[at + 1 : at + length] = own[1:length]
+            shifted[at : at + len(own) - 1] = own[1:]
+        at += length
+    rows = {"input_ids": ids, "labels": labels, "shift_labels": shifted, "position_ids": positions}
+    return {**{name: torch.from_numpy(row) for name, row in rows.items()}, "distca_documents": packed}

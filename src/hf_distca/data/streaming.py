@@ -1,0 +1,114 @@
+"""Shares of documents that come one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from hf_distca.agreement.dealt import Dealing
+from hf_distca.data.lengths import count_tokens, splits_itself
+from hf_distca.data.reading import Piece, as_row
+from hf_distca.data.shares import Epoch, cut_share
+from hf_distca.errors import ConfigError
+
+__all__ = ["StreamedShares"]
+
+
+class StreamedShares(torch.utils.data.IterableDataset[Mapping[str, Any]]):
+    """Shares of documents without a length: global batches are filled to the token in the order in which documents come.
+
+    The rest of a document is a document of its own in the next global batch. What does not fill one at the end is dropped. Every
+    rank reads all documents, and keeps one global batch at a time.
+
+    With loader workers, worker w of W makes the global batches w, w + W, ..., so a loader yields all of them in order. Workers
+    divide the files of a `datasets.IterableDataset` among them, as it does by itself: each fills global batches of its own, and
+    the same number of workers is needed to go on later. Any other iterable must yield all documents in each worker.
+
+    Args:
+        documents: rows with a column of token ids (`labels` are used, if there are some), or token ids. They are iterated once an
+            epoch; their ``set_epoch`` is called, if they have one.
+        dealing: how global batches are dealt.
+        column: where the tokens are.
+        rank: whose shares to yield. Without, the shares of all ranks are yielded, one after another: accelerate takes every
+            process its own out of those. Those of others are not made. With one, a plain `DataLoader` can be used.
+
+    Raises:
+        ConfigError: if documents are an iterator, which ends with the first epoch, or there is no such rank.
+    """
+
+    def __init__(self, documents: Iterable[Any], dealing: Dealing, *, column: str = "input_ids", rank: int | None = None) -> None:
+        if isinstance(documents, Iterator):
+            raise ConfigError(
+                f"documents are a {type(documents).__name__}, which can be read once: give something that every epoch and every "
+                "worker can iterate from its beginning, such as datasets.IterableDataset.from_generator(...)."
+            )
+        if rank is not None and not 0 <= rank < dealing.ranks:
+            raise ConfigError(f"rank={rank} of {dealing.ranks}: ranks are counted from 0.")
+        self.documents, self.dealing, self.column, self.rank = documents, dealing, column, rank
+        self._epoch = Epoch()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration."""
+        return self._epoch.number
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to another epoch: here, and in workers that run already."""
+        self._epoch.number = epoch
+        if hasattr(self.documents, "set_epoch"):
+            self.documents.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        divided = splits_itself(self.documents)
+        epoch = self.epoch
+        for number, pieces in enumerate(self._global_batches()):
+            if not divided and number % workers != worker:
+                continue
+            batch = epoch, number * workers + worker if divided else number
+            for rank in range(self.dealing.ranks) if self.rank is None else [self.rank]:
+                yield _LateShare(self.dealing, batch, rank, pieces)
+
+    def _global_batches(self) -> Iterator[list[Piece]]:
+        tokens = self.dealing.tokens
+        pieces: list[Piece] = []
+        free = tokens
+        for at, document in enumerate(self.documents):
+            begin, count = 0, count_tokens(document, self.column, at)
+            while begin < count:
+                end = min(count, begin + free)
+                pieces.append(Piece(as_row(document, self.column), begin, end))
+                free -= end - begin
+                begin = end
+                if not free:
+                    yield pieces
+                    pieces, free = [], tokens
+
+
+class _LateShare(Mapping[str, Any]):
+    """A share that is made when it is looked into: accelerate passes those of other ranks by."""
+
+    def __init__(self, dealing: Dealing, batch: tuple[int, int], rank: int, pieces: list[Piece]) -> None:
+        self._dealing, self._batch, self._rank, self._pieces = dealing, batch, rank, pieces
+        self._made: dict[str, Any] | None = None
+
+    def _share(self) -> dict[str, Any]:
+        if self._made is None:
+            lengths = np.array([piece.end - piece.start for piece in self._pieces])
+            packed = self._dealing.share(lengths, self._batch, self._rank)
+            self._made = cut_share(packed, dict(enumerate(self._pieces)))
+        return self._made
+
+    def __getitem__(self, name: str) -> Any:
+        return self._share()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._share())
+
+    def __len__(self) -> int:
+        return len(self._share())

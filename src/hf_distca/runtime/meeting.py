@@ -1,0 +1,83 @@
+"""A gathering of integers for which no rank waits: it goes on while the ranks compute, and is looked at once it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+
+from hf_distca.errors import DistCADesyncError
+from hf_distca.runtime.watch import Watch
+from hf_distca.schedule.layout import IntArray
+
+__all__ = ["Meeting"]
+
+
+class Meeting:
+    """Rows of integers on their way from all ranks.
+
+    Args:
+        rows: (ranks, width) where they arrive; the first number of a row is its length.
+        work: the collective that fills it; None if it is done.
+        agree: is given the rows once they are there, in a thread of its own. It raises `DistCADesyncError` if they show that the
+            ranks do not do the same: then `watch` wakes this rank where it waits for the others.
+        watch: of the group; None for a group without messages.
+        doing: what the ranks are doing, for errors.
+    """
+
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        work: dist.Work | None,
+        agree: Callable[[Sequence[IntArray]], None],
+        watch: Watch | None,
+        doing: str,
+    ) -> None:
+        self._rows, self._work, self._agree, self._watch, self._doing = rows, work, agree, watch, doing
+        self._failure: RuntimeError | None = None
+        self._disagreement: DistCADesyncError | None = None
+        self._thread = Thread(target=self._attend, name="distca meeting", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, one way or the other. Never waits.
+
+        Raises:
+            DistCADesyncError: if the ranks do not do the same, or not all came.
+        """
+        if self._thread.is_alive():
+            return False
+        if self._disagreement is not None:
+            raise self._disagreement
+        if self._failure is not None:
+            raise self._failure if self._watch is None else self._watch.give_up(self._doing, self._failure)
+        return True
+
+    @property
+    def rows(self) -> list[IntArray]:
+        """The row of each rank; only when it is done."""
+        return [row[1 : 1 + row[0]] for row in self._rows.numpy()]
+
+    def wait(self) -> None:
+        """Wait until it is over.
+
+        Raises:
+            DistCADesyncError: as `done`.
+        """
+        self._thread.join()
+        _ = self.done
+
+    def _attend(self) -> None:
+        try:
+            if self._work is not None:
+                self._work.wait()
+            self._agree(self.rows)
+        except DistCADesyncError as error:
+            self._disagreement = error
+            if self._watch is not None:
+                self._watch.part(error)
+        except RuntimeError as error:
+            self._failure = error

@@ -1,0 +1,164 @@
+"""Global batches: to the token, every token at most once, the same on any number of ranks, the same number in every epoch."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import pickle
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_distca import ConfigError, LayoutError
+from hf_distca.data.global_batches import GlobalBatches, Pieces
+
+LENGTHS = st.lists(st.integers(0, 90), min_size=1, max_size=40).filter(any)
+
+
+def columns(pieces: Pieces) -> list[tuple[int, int, int]]:
+    return list(zip(pieces.documents.tolist(), pieces.starts.tolist(), pieces.ends.tolist(), strict=True))
+
+
+def epoch_of(batches: GlobalBatches, epoch: int) -> list[list[tuple[int, int, int]]]:
+    return [columns(batches.pieces(epoch, number)) for number in range(len(batches))]
+
+
+def check_epoch(lengths: list[int], tokens: int, made: list[list[tuple[int, int, int]]]) -> np.ndarray:
+    """How often each token of the documents, one after another, was served."""
+    offsets = np.cumsum([0, *lengths])
+    served = np.zeros(offsets[-1], dtype=int)
+    for batch in made:
+        assert sum(end - start for _, start, end in batch) == tokens
+        for document, start, end in batch:
+            assert start < end
+            if document >= 0:
+                assert end <= lengths[document]
+                served[offsets[document] + start : offsets[document] + end] += 1
+    return served
+
+
+@given(LENGTHS, st.integers(1, 200), st.integers(0, 3), st.sampled_from([None, 0, 7]))
+def test_batches_are_filled_to_the_token_with_documents_in_order(
+    lengths: list[int], tokens: int, epoch: int, seed: int | None
+) -> None:
+    if sum(lengths) < tokens:
+        with pytest.raises(LayoutError, match=f"{sum(lengths)} tokens together, a global batch has {tokens}"):
+            GlobalBatches(lengths, tokens, seed, quiet=True)
+        return
+    batches = GlobalBatches(lengths, tokens, seed, quiet=True)
+    made = epoch_of(batches, epoch)
+    served = check_epoch(lengths, tokens, made)
+    assert served.max() == 1
+    assert len(made) == sum(lengths) // tokens  # less than a batch is dropped
+    flat = [piece for batch in made for piece in batch]
+    for (document, _, end), (following, start, _) in itertools.pairwise(flat):
+        assert (following, start) == (document, end) or (end == lengths[document] and start == 0)
+    for batch in made:  # cut only where a batch begins or ends
+        assert all(start == 0 for _, start, _ in batch[1:])
+        assert all(end == lengths[document] for document, _, end in batch[:-1])
+
+
+@given(LENGTHS, st.integers(1, 200), st.integers(0, 3), st.sampled_from([None, 0, 7]))
+def test_whole_documents_stay_whole_and_none_is_left_out(lengths: list[int], tokens: int, epoch: int, seed: int | None) -> None:
+    batches = GlobalBatches(lengths, tokens, seed, fill="whole", quiet=True)
+    made = epoch_of(batches, epoch)
+    assert check_epoch(lengths, tokens, made).tolist() == [1] * sum(lengths)
+    for document, start, end in (piece for batch in made for piece in batch):
+        if document < 0:
+            assert start == 0
+            assert end <= 128
+        else:
+            assert start % tokens == 0  # what is longer than a batch is cut in pieces of a batch
+            assert end == min(start + tokens, lengths[document])
+    assert sorted(map(sorted, made)) == sorted(map(sorted, epoch_of(batches, epoch + 1)))
+
+
+@pytest.mark.parametrize("fill", ["cut", "whole"])
+def test_global_batches_do_not_depend_on_how_many_ranks_share_them(fill: str) -> None:
+    lengths = np.random.default_rng(0).integers(1, 400, 500)
+    made = [GlobalBatches(lengths, ranks * (1200 // ranks), 5, fill) for ranks in (1, 2, 3, 4)]
+    for batches in made[1:]:
+        assert epoch_of(batches, 2) == epoch_of(made[0], 2)
+
+
+@pytest.mark.parametrize("fill", ["cut", "whole"])
+def test_epochs_and_seeds_differ_in_order_and_not_in_number(fill: str) -> None:
+    lengths = np.random.default_rng(0).integers(1, 400, 500)
+    batches = GlobalBatches(lengths, 1000, 0, fill)
+    first = epoch_of(batches, 0)
+    assert epoch_of(batches, 1) != first
+    assert epoch_of(batches, 0) == first  # also when another epoch came in between
+    assert epoch_of(GlobalBatches(lengths, 1000, 1, fill), 0) != first
+    assert epoch_of(pickle.loads(pickle.dumps(batches)), 0) == first
+    as_given = GlobalBatches(lengths, 1000, None, fill)
+    assert epoch_of(as_given, 0) == epoch_of(as_given, 3)
+
+
+def test_what_an_epoch_drops_is_not_always_the_same() -> None:
+    lengths, dropped = [10] * 19, []
+    batches = GlobalBatches(lengths, 100, 0)
+    for epoch in range(5):
+        dropped.append(tuple(np.flatnonzero(check_epoch(lengths, 100, epoch_of(batches, epoch)) == 0)))
+    assert len(set(dropped)) > 1
+
+
+def test_shuffling_is_the_same_everywhere() -> None:
+    """Written down here, so that a run goes on as it began with another numpy, too."""
+    batches = GlobalBatches([5, 6, 7, 8, 9], 12, 3)
+    assert columns(batches.pieces(1, 0)) == [(0, 0, 5), (2, 0, 7)]
+    assert columns(batches.pieces(1, 1)) == [(1, 0, 6), (3, 0, 6)]
+
+
+def test_a_longer_document_is_cut_or_refused_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    lengths = [10, 250, 30, 120, 90]
+    for fill in ("cut", "whole"):
+        with caplog.at_level(logging.WARNING, "hf_distca"):
+            batches = GlobalBatches(lengths, 100, 0, fill)
+            epoch_of(batches, 0)
+        assert [record.getMessage() for record in caplog.records] == [
+            "2 of 5 documents are longer than a global batch of 100 tokens (ranks x tokens_per_rank); document 1 has 250. They "
+            "are cut: each piece is a document of its own."
+        ]
+        caplog.clear()
+        with pytest.raises(LayoutError, match=r"2 of 5 documents are longer .* document 1 has 250"):
+            GlobalBatches(lengths, 100, 0, fill, longer="refuse")
+        GlobalBatches(lengths, 100, 0, fill, quiet=True)
+        assert not caplog.records
+
+
+def test_whole_documents_are_packed_tightly() -> None:
+    lengths = np.minimum(np.random.default_rng(0).lognormal(6, 1.3, 20_000).astype(int) + 1, 32768)
+    batches = GlobalBatches(lengths, 32768, 0, "whole", quiet=True)
+    assert len(batches) - 1 <= lengths.sum() / 32768 / 0.999
+
+
+def test_empty_documents_are_left_out() -> None:
+    batches = GlobalBatches([0, 3, 0, 1, 0], 2, None)
+    assert epoch_of(batches, 0) == [[(1, 0, 2)], [(1, 2, 3), (3, 0, 1)]]
+
+
+def test_bad_arguments_are_refused() -> None:
+    for wrong in ({"tokens": 0}, {"tokens": 2.0}, {"tokens": True}, {"seed": -1}, {"seed": "0"}, {"fill": "x"}, {"longer": "x"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            GlobalBatches(**{"lengths": [5, 5], "tokens": 4, **wrong})
+    for lengths in ([], [0, 0], [-1, 3], [1.5], [[1]]):
+        with pytest.raises(LayoutError):
+            GlobalBatches(lengths, 4, fill="whole")
+    with pytest.raises(IndexError, match="global batch 2 of 2"):
+        GlobalBatches([5, 5], 4).pieces(0, 2)
+
+
+@pytest.mark.parametrize(("fill", "seconds"), [("cut", 3.0), ("whole", 20.0)])
+def test_a_million_documents_take_seconds_and_a_batch_of_them_hardly_any(fill: str, seconds: float) -> None:
+    lengths = np.minimum(np.random.default_rng(0).lognormal(6, 1.3, 1_000_000).astype(int) + 1, 2**17)
+    began = time.process_time()
+    batches = GlobalBatches(lengths, 2**19, 0, fill, quiet=True)
+    batches.pieces(0, 0)
+    assert time.process_time() - began < seconds
+    began = time.process_time()
+    for number in range(1000):
+        batches.pieces(0, number)
+    assert time.process_time() - began < 2.0

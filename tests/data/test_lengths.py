@@ -1,0 +1,90 @@
+"""Lengths of documents: from Arrow's offsets, a column, or the documents, in the order of the data set's rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from hf_distca import LayoutError
+from hf_distca.data.lengths import token_counts
+
+ROWS = [[5, 6, 7], [], [8], [9, 4, 4, 4], [1, 2]]
+
+
+def dataset(**columns: Any) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"input_ids": ROWS, **columns})
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16())])
+def test_arrow_knows_them_without_reading(kind: pa.DataType, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunked = pa.chunked_array([pa.array(ROWS[:2], kind), pa.array(ROWS[2:], kind)])
+    documents = datasets.Dataset(pa.table({"input_ids": chunked}))
+    monkeypatch.setattr(datasets.Dataset, "_getitem", None)  # no row is read
+    assert token_counts(documents).tolist() == [3, 0, 1, 4, 2]
+
+
+def test_rows_that_were_selected_shuffled_and_filtered_are_counted_in_their_order() -> None:
+    documents = dataset()
+    for changed in (
+        documents.select([4, 0, 3]),
+        documents.select(range(1, 4)),
+        documents.shuffle(seed=3),
+        documents.filter(lambda row: len(row["input_ids"]) != 1),
+        documents.shuffle(seed=1).filter(lambda row: len(row["input_ids"]) > 1).select([2, 0]),
+        datasets.concatenate_datasets([documents.select([3, 1]), documents]),
+        documents.with_format("torch"),
+        documents.select([]),
+    ):
+        assert token_counts(changed).tolist() == [len(row) for row in changed.with_format(None)["input_ids"]]
+
+
+def test_fixed_lists_and_missing_ones() -> None:
+    fixed = pa.FixedSizeListArray.from_arrays(pa.array(range(12)), 4)
+    assert token_counts(datasets.Dataset(pa.table({"input_ids": fixed}))).tolist() == [4, 4, 4]
+    assert token_counts(datasets.Dataset.from_dict({"input_ids": [[1], None, [2, 3]]})).tolist() == [1, 0, 2]
+
+
+def test_lengths_that_are_known_are_taken() -> None:
+    documents = dataset(n=[3, 0, 1, 4, 2])
+    assert token_counts(documents.select([3, 2]), lengths="n").tolist() == [4, 1]
+    assert token_counts(documents, "text", lengths=np.array([3, 0, 1, 4, 2])).tolist() == [3, 0, 1, 4, 2]
+    assert token_counts([{"n": 4}, {"n": 2}], lengths="n").tolist() == [4, 2]
+
+
+@pytest.mark.parametrize(
+    "made", [list, tuple, np.array, torch.tensor, lambda row: {"tokens": row}, lambda row: {"tokens": np.array(row)}]
+)
+def test_any_sequence_of_documents_is_read_one_by_one(made: Any) -> None:
+    assert token_counts([made(row) for row in ROWS], "tokens").tolist() == [3, 0, 1, 4, 2]
+
+
+def test_a_data_set_with_a_transform_of_its_own_is_counted_where_tokens_are_stored() -> None:
+    assert token_counts(dataset().with_transform(lambda rows: rows)).tolist() == [3, 0, 1, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("documents", "arguments", "message"),
+    [
+        (dataset(), {"column": "ids"}, "no column 'ids', only 'input_ids'"),
+        (datasets.Dataset.from_dict({"input_ids": [[[1, 2]], [[3]]]}), {}, r"holds list<.*list<.*flat list of integers"),
+        (datasets.Dataset.from_dict({"input_ids": ["a b", "c"]}), {}, "holds string"),
+        (datasets.Dataset.from_dict({"input_ids": [[0.5]]}), {}, "holds list<.*double"),
+        (dataset(n=["a"] * 5), {"lengths": "n"}, "holds string"),
+        (dataset(n=[1, None, 1, 1, 1]), {"lengths": "n"}, "1 missing values"),
+        (dataset(), {"lengths": [1, 2]}, "2 lengths for 5 documents"),
+        (dataset(), {"lengths": [1, 2, -3, 0, 0]}, "document 2 has length -3"),
+        ([[1], [[2, 3]]], {}, "document 1 is of list"),
+        ([[1], "a b"], {}, "document 1 is of str"),
+        ([[1], 7], {}, "document 1 is of int"),
+        ([np.ones((2, 2), int)], {}, r"document 0 is of ndarray of shape \(2, 2\)"),
+        ([{"ids": [1]}], {}, "document 0 has no 'input_ids', only 'ids'"),
+    ],
+)
+def test_what_are_no_documents_is_named(documents: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        token_counts(documents, **arguments)

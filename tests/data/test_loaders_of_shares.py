@@ -1,0 +1,88 @@
+"""Loaders: each rank gets its own shares, with and without workers, in every epoch, and again after a resume."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, skip_first_batches
+from some_documents import ROWS, dealing, some_documents, some_lengths
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from hf_distca import PackingCollator
+from hf_distca.data.global_batches import GlobalBatches
+from hf_distca.data.shares import Shares
+from hf_distca.integration.share_dataset import ShareDataset, lazy_dataset
+
+RANKS, TOKENS = 3, 100
+
+
+def make() -> Shares:
+    lengths = some_lengths(30, longest=500)
+    return Shares(some_documents(lengths), GlobalBatches(lengths, RANKS * TOKENS, quiet=True), dealing(RANKS, TOKENS))
+
+
+def loader_of(rank: int, dataset: Any, **more: Any) -> DataLoaderShard:
+    """What accelerate makes of a sequential loader of one item a batch on one of several processes."""
+    sampler = BatchSamplerShard(BatchSampler(SequentialSampler(dataset), 1, False), RANKS, rank)
+    return DataLoaderShard(dataset, batch_sampler=sampler, collate_fn=PackingCollator(), **more)
+
+
+def check(batches: list[dict[str, Any]], rank: int, epoch: int, first: int = 0) -> None:
+    expected = make()
+    expected.set_epoch(epoch)
+    assert len(batches) == len(expected.batches) - first
+    for number, batch in enumerate(batches, first):
+        share = expected[number * RANKS + rank]
+        assert all(torch.equal(batch[name][0], share[name]) for name in ROWS)
+        packed = batch["distca_documents"]
+        assert packed == share["distca_documents"]
+        assert (packed.dealt.batch, packed.dealt.rank) == ((epoch, number), rank)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_rank_gets_its_own_shares_in_every_epoch(rank: int, workers: int) -> None:
+    how = {"num_workers": workers, "persistent_workers": workers > 0}
+    if workers:
+        how["multiprocessing_context"] = "fork"
+    loader = loader_of(rank, lazy_dataset(make()), **how)
+    for epoch in range(3):  # accelerate's loader counts them and tells the data set
+        check(list(loader), rank, epoch)
+    loader.set_epoch(7)
+    check(list(loader), rank, 7)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_workers_that_get_a_pickle_hear_of_the_epoch_too(method: str) -> None:
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip("not on this system")
+    loader = loader_of(1, lazy_dataset(make()), num_workers=1, persistent_workers=True, multiprocessing_context=method)
+    for epoch in range(2):
+        check(list(loader), 1, epoch)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_epoch_goes_on_where_it_was(workers: int) -> None:
+    loader = loader_of(2, lazy_dataset(make()), num_workers=workers)
+    resumed = skip_first_batches(loader, 4)
+    resumed.set_epoch(1)
+    check(list(resumed), 2, 1, first=4)
+
+
+def test_a_plain_loader_reads_one_rank_in_order() -> None:
+    dataset = lazy_dataset(make())
+    own = DataLoader(dataset, sampler=range(1, len(dataset), RANKS), collate_fn=PackingCollator())
+    check(list(own), 1, 0)
+
+
+def test_the_data_set_stays_what_it_is_through_what_trainers_do_to_it() -> None:
+    dataset = lazy_dataset(make())
+    kept = dataset.remove_columns([])
+    assert isinstance(kept, ShareDataset)
+    kept.set_epoch(5)
+    check([PackingCollator()([kept[number * RANKS]]) for number in range(len(kept) // RANKS)], 0, 5)
+    assert len(dataset[:2]["input_ids"]) == 2
+    assert next(iter(dataset)).keys() == {*ROWS, "distca_documents"}

@@ -1,0 +1,177 @@
+"""Shares: those of all ranks together are the global batch, and a share costs what it holds."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from some_documents import check_shares, dealing, some_documents, some_lengths, whole
+
+from hf_distca import ConfigError, LayoutError, PackingCollator
+from hf_distca.data.global_batches import GlobalBatches
+from hf_distca.data.lengths import token_counts
+from hf_distca.data.shares import Shares
+
+FORMS: dict[str, Any] = {
+    "rows": lambda rows: rows,
+    "arrow": datasets.Dataset.from_list,
+    "arrow, as tensors": lambda rows: datasets.Dataset.from_list(rows).with_format("torch"),
+    "arrow, another order": lambda rows: datasets.Dataset.from_list(rows[::-1]).select(range(len(rows) - 1, -1, -1)),
+    "arrow, with a transform": lambda rows: datasets.Dataset.from_list(rows).with_transform(lambda batch: batch),
+    "arrays": lambda rows: [{name: np.array(row, dtype=np.int32) for name, row in one.items()} for one in rows],
+    "tensors": lambda rows: [{name: torch.tensor(row) for name, row in one.items()} for one in rows],
+}
+
+
+def make(documents: Any, ranks: int, tokens: int, *, ping_pong: bool = False, column: str = "input_ids", **how: Any) -> Shares:
+    batches = GlobalBatches(token_counts(documents, column), ranks * tokens, quiet=True, **how)
+    return Shares(documents, batches, dealing(ranks, tokens, ping_pong=ping_pong), column=column, pad_token_id=77)
+
+
+def check_epoch(shares: Shares, rows: list[dict[str, list[int]]], epoch: int = 0) -> None:
+    ranks = shares.dealing.ranks
+    for number in range(len(shares.batches)):
+        items = [shares[number * ranks + rank] for rank in range(ranks)]
+        check_shares(items, whole(shares.batches.pieces(epoch, number), rows, 77), shares.dealing.tokens_per_rank)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_all_shares_together_are_the_documents(form: str, labels: bool) -> None:
+    rows = some_documents(some_lengths(), labels=labels)
+    check_epoch(make(FORMS[form](rows), 3, 200), rows)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("how", [{}, {"fill": "whole"}, {"fill": "whole", "seed": None}])
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_on_any_number_of_ranks_ranks_hold_the_same_global_batches(ranks: int, how: dict[str, Any], ping_pong: bool) -> None:
+    rows = some_documents(some_lengths(40), labels=True)
+    shares = make(datasets.Dataset.from_list(rows), ranks, 600 // ranks, ping_pong=ping_pong, **how)
+    assert len(shares) == ranks * len(make(rows, 1, 600, **how))
+    for epoch in (0, 2):
+        shares.set_epoch(epoch)
+        check_epoch(shares, rows, epoch)
+
+
+def test_targets_of_all_ranks_are_those_of_the_documents() -> None:
+    """As many targets as one process counts that shifts the labels of whole documents."""
+    rows = some_documents(some_lengths(), labels=True)
+    for ranks in (1, 2, 4):
+        shares = make(rows, ranks, 400 // ranks)
+        counted = sum(int((shares[item]["shift_labels"] != -100).sum()) for item in range(len(shares)))
+        assert counted == sum(
+            label != -100
+            for number in range(len(shares.batches))
+            for _, _, label in whole(shares.batches.pieces(0, number), rows).values()
+        )
+
+
+def test_labels_at_a_cut_are_known_to_the_rank_before_it() -> None:
+    (one, two) = (make([list(range(100, 116))], 2, 8, seed=None)[rank] for rank in (0, 1))
+    rows = {int(token): (share, at) for share in (one, two) for at, token in enumerate(share["input_ids"])}
+    for token in range(100, 116):
+        share, at = rows[token]
+        assert share["shift_labels"][at] == (token + 1 if token < 115 else -100)
+        begins = at == 0 or share["input_ids"][at - 1] != token - 1
+        assert share["labels"][at] == (-100 if begins else token)
+    assert len({id(share) for share, _ in rows.values()}) == 2
+
+
+def test_the_tokens_may_have_a_column_of_another_name() -> None:
+    rows = [{"text": "x", "tokens": row["input_ids"]} for row in some_documents(some_lengths(20))]
+    for documents in (rows, datasets.Dataset.from_list(rows)):
+        check_epoch(make(documents, 2, 100, column="tokens"), [{"input_ids": row["tokens"]} for row in rows])
+
+
+def test_only_documents_of_the_share_are_read() -> None:
+    read = set()
+
+    class Watched(list[Any]):
+        def __getitem__(self, number: Any) -> Any:
+            read.add(number)
+            return super().__getitem__(number)
+
+    rows = some_documents([50] * 40)
+    documents = Watched(rows)
+    batches = GlobalBatches([50] * 40, 400, quiet=True)
+    shares = Shares(documents, batches, dealing(4, 100))
+    share = shares[5]
+    here = {int(batches.pieces(0, 1).documents[document]) for document in share["distca_documents"].documents}
+    assert read == here
+    assert len(here) < 8
+
+
+def test_of_arrow_only_the_slice_is_turned_into_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = datasets.Dataset.from_list(some_documents([4000, 96]))
+    shares = make(documents, 8, 512, seed=None)
+    seen = []
+    import hf_distca.data.reading as reading
+
+    flat = reading.flat
+    monkeypatch.setattr(reading, "flat", lambda values, *rest: seen.append(len(values)) or flat(values, *rest))
+    shares[3]
+    assert sum(seen) <= 2 * 512 + 8  # as tokens and as labels, and the next ones
+
+
+def test_copies_share_the_epoch_and_pickles_keep_it() -> None:
+    rows = some_documents(some_lengths())
+    shares = make(rows, 2, 100)
+    held = copy.deepcopy({"transform": shares})["transform"]
+    shares.set_epoch(3)
+    assert held.epoch == 3
+    there = pickle.loads(pickle.dumps(shares))
+    assert there.epoch == 3
+    check_epoch(there, rows, 3)
+    there.set_epoch(4)
+    assert shares.epoch == 3
+
+
+def test_items_are_found_by_index_alone() -> None:
+    """A run that resumes asks for the later items only, in a process that has seen none before."""
+    rows = some_documents(some_lengths())
+    first, later = make(rows, 3, 100), make(rows, 3, 100)
+    first.set_epoch(1)
+    trained = [first[item] for item in range(len(first))]
+    later.set_epoch(1)
+    for item in reversed(range(len(later))):
+        share = later[item]
+        assert all(torch.equal(share[name], trained[item][name]) for name in ("input_ids", "shift_labels", "position_ids"))
+        assert share["distca_documents"] == trained[item]["distca_documents"]
+
+
+def test_a_batch_is_one_share_with_an_axis_in_front() -> None:
+    shares = make(some_documents(some_lengths()), 2, 100)
+    share = shares[1]
+    batch = PackingCollator()([share])
+    assert batch.keys() == share.keys()
+    assert all(torch.equal(batch[name], share[name][None]) for name in share if name != "distca_documents")
+    assert batch["distca_documents"] is share["distca_documents"]
+    with pytest.raises(LayoutError, match=r"batch of 2 shares.*tokens_per_rank.*per_device_train_batch_size=1"):
+        PackingCollator()([share, shares[3]])
+    with pytest.raises(LayoutError, match="batch of 2 shares"):
+        PackingCollator()([{"input_ids": [1]}, share])
+
+
+def test_what_would_be_wrong_is_refused() -> None:
+    rows = some_documents([20, 30])
+    batches = GlobalBatches([20, 30], 40, None, quiet=True)
+    with pytest.raises(ConfigError, match="have 40 tokens, 2 ranks with 10 tokens have 20"):
+        Shares(rows, batches, dealing(2, 10))
+    padded = [{**row, "attention_mask": [1] * 15 + [0] * (len(row["input_ids"]) - 15)} for row in rows]
+    for documents in (padded, datasets.Dataset.from_list(padded)):
+        with pytest.raises(LayoutError, match="attention_mask of a document is 0 at token 15"):
+            Shares(documents, batches, dealing(1, 40))[0]
+    with pytest.raises(LayoutError, match="they are fewer than its lengths or its other"):
+        Shares([row["input_ids"][:15] for row in rows], batches, dealing(1, 40))[0]
+    with pytest.raises(LayoutError, match="labels of a document end before token 20"):
+        Shares([{**row, "labels": [1]} for row in rows], batches, dealing(1, 40))[0]
+    with pytest.raises(LayoutError, match="a document has no 'input_ids', only 'ids'"):
+        Shares([{"ids": [1] * 20}] * 2, batches, dealing(1, 40))[0]
+    with pytest.raises(IndexError):
+        Shares(rows, batches, dealing(1, 40))[1]

@@ -1,0 +1,123 @@
+"""Documents that come one after another: each rank gets its own shares, and each token once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import IterableDatasetShard
+from some_documents import ROWS, check_shares, dealing, some_documents, some_lengths, whole
+from torch.utils.data import DataLoader
+
+from hf_distca import ConfigError, LayoutError, PackingCollator
+from hf_distca.data.global_batches import GlobalBatches
+from hf_distca.data.streaming import StreamedShares
+
+RANKS, TOKENS = 3, 100
+LENGTHS = [0, *some_lengths(30, longest=500)]
+
+
+class Stream:
+    """Documents without a length, those of a later epoch backwards."""
+
+    def __init__(self, labels: bool = False) -> None:
+        self.rows = some_documents(LENGTHS, labels=labels)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(self.rows[::-1] if self.epoch else self.rows)
+
+
+def check_epoch(of_ranks: list[list[Any]], rows: list[dict[str, list[int]]], epoch: int = 0, first: int = 0) -> None:
+    """What each rank got, against global batches of a data set that is read in order."""
+    batches = GlobalBatches([len(row["input_ids"]) for row in rows], RANKS * TOKENS, None, quiet=True)
+    assert [len(shares) for shares in of_ranks] == [len(batches) - first] * RANKS
+    for number, shares in enumerate(zip(*of_ranks, strict=True), first):
+        check_shares(list(shares), whole(batches.pieces(0, number), rows), TOKENS)
+        assert [share["distca_documents"].dealt.batch for share in shares] == [(epoch, number)] * RANKS
+        assert [share["distca_documents"].dealt.rank for share in shares] == list(range(RANKS))
+
+
+def unbatched(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[0] if name in ROWS else row for name, row in batch.items()}
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_accelerate_leaves_each_process_its_own(labels: bool) -> None:
+    stream = StreamedShares(Stream(labels), dealing(RANKS, TOKENS))
+    check_epoch([list(IterableDatasetShard(stream, 1, False, RANKS, rank)) for rank in range(RANKS)], Stream(labels).rows)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("plain", [False, True])
+def test_with_workers_batches_come_in_order(workers: int, plain: bool) -> None:
+    found: dict[int, list[list[Any]]] = {0: [], 1: []}
+    for rank in range(RANKS):
+        stream = StreamedShares(Stream(), dealing(RANKS, TOKENS), rank=rank if plain else None)
+        mine = stream if plain else IterableDatasetShard(stream, 1, False, RANKS, rank)
+        how = {"num_workers": workers, "persistent_workers": workers > 0}
+        if workers:
+            how["multiprocessing_context"] = "fork"
+        loader = DataLoader(mine, collate_fn=PackingCollator(), **how)
+        found[0].append([unbatched(batch) for batch in loader])
+        if not workers:
+            mine.set_epoch(1)
+            found[1].append([unbatched(batch) for batch in loader])
+    check_epoch(found[0], Stream().rows)
+    if not workers:
+        check_epoch(found[1], Stream().rows[::-1], epoch=1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams_of_datasets_are_divided_among_workers_by_themselves(workers: int) -> None:
+    rows = some_documents(LENGTHS)
+    documents = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4).shuffle(seed=0, buffer_size=3)
+    stream = StreamedShares(documents, dealing(RANKS, TOKENS), rank=1)
+    how = {"multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
+    loader = DataLoader(stream, collate_fn=PackingCollator(), num_workers=workers, **how)
+    first = list(loader)
+    assert len(first) >= sum(LENGTHS) // (RANKS * TOKENS) - max(workers, 1)
+    seen = torch.cat([batch["input_ids"][0] for batch in first]).tolist()
+    assert len(set(seen)) == len(seen)
+    numbers = [batch["distca_documents"].dealt.batch for batch in first]
+    assert len(set(numbers)) == len(numbers)
+    assert {epoch for epoch, _ in numbers} == {0}
+    stream.set_epoch(1)
+    second = list(loader)
+    assert {batch["distca_documents"].dealt.batch[0] for batch in second} == {1}
+    assert torch.cat([batch["input_ids"][0] for batch in second]).tolist() != seen
+
+
+def test_shares_of_other_ranks_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    how, made = dealing(RANKS, TOKENS), []
+    share = how.share
+    monkeypatch.setattr(how, "share", lambda lengths, batch, rank: made.append(rank) or share(lengths, batch, rank))
+    loader = DataLoader(IterableDatasetShard(StreamedShares(Stream(), how), 1, False, RANKS, 2), collate_fn=PackingCollator())
+    assert len(list(loader)) == len(made) == sum(LENGTHS) // (RANKS * TOKENS)
+    assert set(made) == {2}
+
+
+def test_documents_may_be_arrays_of_tokens() -> None:
+    rows = some_documents(LENGTHS)
+
+    class Arrays:
+        def __iter__(self) -> Iterator[Any]:
+            return (np.array(row["input_ids"], dtype=np.int32) for row in rows)
+
+    check_epoch([list(StreamedShares(Arrays(), dealing(RANKS, TOKENS), rank=rank)) for rank in range(RANKS)], rows)
+
+
+def test_what_cannot_be_streamed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="documents are a list_iterator, which can be read once"):
+        StreamedShares(iter([[1, 2]]), dealing(RANKS, TOKENS))
+    with pytest.raises(ConfigError, match="rank=3 of 3"):
+        StreamedShares([[1]], dealing(RANKS, TOKENS), rank=3)
+    with pytest.raises(LayoutError, match="document 1 has no 'input_ids'"):
+        list(StreamedShares([[1], {"text": "x"}], dealing(RANKS, TOKENS)))

@@ -1,0 +1,162 @@
+"""Rotary embeddings that depend on the longest document, on two ranks that hold parts of it, against one with the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import hf_distca
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.dealt import Dealing
+from ranks import RankPool
+from tiny_runs import PAIRS, settings
+
+TRAINED = 64  # positions that the models were trained with
+TOKENS = 64  # of a rank
+# Global batches whose longest document is longer than that, shorter, longer than all before, and just as long: frequencies grow,
+# and are reset.
+BATCHES = ((67, 33, 28), (40, 48, 37, 3), (100, 28), (64, 60, 4), (65, 63))
+
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+_FACTORS = {"short_factor": [1.0 + 0.1 * n for n in range(8)], "long_factor": [2.0 + n for n in range(8)]}
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": TRAINED, **_FACTORS}
+_MIXED = {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention": _DYNAMIC}
+ROPES: dict[tuple[str, str], dict[str, Any]] = {
+    ("llama", "dynamic"): {"rope_parameters": _DYNAMIC},
+    ("llama", "longrope"): {"rope_parameters": {**_LONGROPE, "factor": 4.0}},
+    ("phi3", "longrope"): {"rope_parameters": _LONGROPE, "original_max_position_embeddings": TRAINED},
+    ("phimoe", "longrope"): {
+        "rope_parameters": {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.4},
+        "num_local_experts": 4,
+        "router_jitter_noise": 0.0,
+    },
+    ("gemma3_text", "dynamic"): {
+        "rope_parameters": _MIXED,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 16,
+        "head_dim": 16,
+    },
+}
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+
+
+def tiny(kind: tuple[str, str], implementation: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    trained = TRAINED if kind[1] == "dynamic" else 4 * TRAINED
+    config = CONFIG_MAPPING[kind[0]](max_position_embeddings=trained, **_SIZES, **ROPES[kind])
+    if hasattr(config, "num_local_experts"):
+        config._experts_implementation = "eager"
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().train()
+
+
+def documents_of(number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randint(3, 61, (length,), generator=generator) for length in BATCHES[number]]
+
+
+def loss_of(model: torch.nn.Module, number: int, runs: list[tuple[int, int, int]], **batch: Any) -> torch.Tensor:
+    """Summed next-token loss of runs (document, start, length) of a global batch."""
+    documents = documents_of(number)
+    targets = [torch.cat([one[1:], torch.tensor([-100])]) for one in documents]
+    ids, shifted = (torch.cat([rows[d][a : a + n] for d, a, n in runs])[None] for rows in (documents, targets))
+    positions = torch.cat([torch.arange(a, a + n) for _, a, n in runs])[None]
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False, **batch).logits
+    return cross_entropy(logits[0], shifted[0], reduction="sum")
+
+
+def whole(kind: tuple[str, str], numbers: tuple[int, ...]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of global batches, one after another, and the gradients of all, on one process."""
+    model = tiny(kind, "sdpa")
+    losses = [loss_of(model, number, [(d, 0, n) for d, n in enumerate(BATCHES[number])]) for number in numbers]
+    torch.stack(losses).sum().backward()
+    return [float(loss.detach()) for loss in losses], {name: p.grad for name, p in model.named_parameters()}
+
+
+def dealt(
+    rank: int, kind: tuple[str, str], numbers: tuple[int, ...], how: str, ping_pong: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    config = settings(ping_pong=ping_pong)
+    hf_distca.configure(config)
+    model = tiny(kind, "distca")
+    names = [name for name, _ in model.named_parameters()]
+    if how in ("reentrant", "not reentrant"):
+        model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+        model.enable_input_require_grads()
+    if how == "prepared":
+        hf_distca.prepare(model)
+    forward: Any = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    if how == "FSDP2":
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    dealing = Dealing(2, TOKENS, {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, config)
+    losses = []
+    for number in numbers:
+        share = dealing.share(np.array(BATCHES[number]), (0, number), rank)
+        runs = list(zip(share.documents, share.starts, share.lengths, strict=True))
+        losses.append(loss_of(forward, number, runs, distca_documents=share))
+    (torch.stack(losses).sum() * (2 if how == "FSDP2" else 1)).backward()
+    total = torch.stack([loss.detach() for loss in losses])
+    dist.all_reduce(total)
+    grads = [p.grad for p in model.parameters()]
+    if how == "FSDP2":
+        grads = [grad.full_tensor() for grad in grads]
+    else:
+        for grad in grads:
+            dist.all_reduce(grad)
+    return total.tolist(), dict(zip(names, grads, strict=True))
+
+
+def check(
+    pool: RankPool, kind: tuple[str, str], numbers: tuple[int, ...], how: str = "plain", *, ping_pong: bool = False
+) -> None:
+    losses, grads = whole(kind, numbers)
+    for found, found_grads in pool(dealt, kind, numbers, how, ping_pong):
+        assert found == pytest.approx(losses, rel=1e-6)
+        for name, grad in grads.items():
+            assert float((found_grads[name] - grad).norm()) <= 1e-5 * float(grad.norm()) + 1e-12, name
+
+
+@pytest.mark.parametrize("kind", ROPES, ids=" ".join)
+def test_every_rank_rotates_for_the_longest_document_of_the_global_batch(
+    rank_pool: Callable[[int], RankPool], kind: tuple[str, str]
+) -> None:
+    check(rank_pool(2), kind, tuple(range(len(BATCHES))))
+
+
+@pytest.mark.parametrize("kind", ROPES, ids=" ".join)
+def test_the_first_batch_alone_is_right(rank_pool: Callable[[int], RankPool], kind: tuple[str, str]) -> None:
+    """The forward in which an unprepared model is seen for the first time."""
+    check(rank_pool(2), kind, (0,))
+
+
+@pytest.mark.parametrize("how", ["prepared", "reentrant", "not reentrant", "FSDP2", "compiled"])
+@pytest.mark.parametrize("kind", [("llama", "dynamic"), ("phi3", "longrope")], ids=" ".join)
+def test_engines(rank_pool: Callable[[int], RankPool], kind: tuple[str, str], how: str) -> None:
+    """All forwards run before all backwards: what a recompute needs is that of its own batch."""
+    check(rank_pool(2), kind, (0, 1), how)
+
+
+@pytest.mark.parametrize("kind", [("llama", "dynamic"), ("phi3", "longrope")], ids=" ".join)
+def test_nano_batches(rank_pool: Callable[[int], RankPool], kind: tuple[str, str]) -> None:
+    check(rank_pool(2), kind, (0, 1, 3), ping_pong=True)
