@@ -44,6 +44,12 @@ def test_configure_takes_settings_only(given: Any) -> None:
         hf_distca.configure(given)
 
 
+@pytest.mark.parametrize("given", ["dp", [0, 1], -100])
+def test_configure_takes_groups_and_meshes_only(given: Any) -> None:
+    with pytest.raises(hf_distca.ConfigError, match="give it a process group"):
+        hf_distca.configure(group=given)
+
+
 def test_balancing_is_switched_for_a_while() -> None:
     hf_distca.configure(hf_distca.DistCAConfig(tile=64))
     with hf_distca.balancing(False):

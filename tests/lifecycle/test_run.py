@@ -33,7 +33,8 @@ if __name__ == "__main__":
     tokens = [{"input_ids": list(range(1, 9)), "labels": list(range(1, 9))} for _ in range(4)]
     trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=tokens)
     trainer.train()
-    seen = {"customized": hasattr(sys, "was_customized"), "argv": sys.argv, "attention": trainer.model.config._attn_implementation, "world": arguments.world_size}
+    seen = {"argv": sys.argv, "attention": trainer.model.config._attn_implementation, "world": arguments.world_size}
+    seen["customized"] = hasattr(sys, "was_customized")
     if arguments.process_index == 0:
         write(options.output, {**seen, "loss": trainer.state.log_history[-1]["train_loss"]})
 """
@@ -126,7 +127,8 @@ def test_the_default_leaves_a_named_attention_alone(given: list[str], script: Pa
 
 def test_the_default_is_for_causal_models_of_proven_families() -> None:
     code = """
-from transformers import BertConfig, BertModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, MptConfig, MptForCausalLM
+from transformers import BertConfig, BertModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import MptConfig, MptForCausalLM
 from hf_distca.run import Options, begin
 begin(Options("distca"))
 small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 31}

@@ -166,7 +166,9 @@ class History:
             calls: attention layers that ran.
             rank: this one.
         """
-        one = self._running[number]
+        one = self._running.get(number)
+        if one is None:  # dropped
+            return
         one.tally += Tally(
             measured_before=float(estimate.given_back(seconds).max()),
             measured_after=float(seconds.max()),
@@ -178,10 +180,9 @@ class History:
         one.unmeasured -= 1
         self._count(number)
 
-    def missed(self, number: int) -> None:
-        """Nothing will be known of what ranks did by a plan of a micro-batch."""
-        self._running[number].unmeasured -= 1
-        self._count(number)
+    def drop(self, number: int) -> None:
+        """Count nothing of a micro-batch: what some rank did for it will not be known."""
+        self._running.pop(number, None)
 
     def end(self) -> None:
         """The micro-batch at hand is over."""

@@ -14,7 +14,7 @@ __all__ = ["Measured", "Measurements", "record"]
 
 
 class Measured(NamedTuple):
-    """A plan that was used: which, in which micro-batch, what it was to take, and the meter of what it takes."""
+    """A plan that is used: which, in which micro-batch, what it is to take, and the meter of what it takes."""
 
     key: PlanKey
     number: int
@@ -45,11 +45,11 @@ class Measurements:
         return [one for key in dict.fromkeys(keys) for one in self._finished(key)]
 
     def take_all(self) -> list[Measured]:
-        """Everything, where nothing more will be launched."""
+        """What was not announced, the newest included."""
         return [one for key in list(self._waiting) for one in self._waiting.pop(key)]
 
     def put_back(self, measured: Sequence[Measured]) -> None:
-        """These are the first to be taken next time."""
+        """What was taken and not announced is the first to be taken next time."""
         for one in reversed(measured):
             self._waiting.setdefault(one.key, []).insert(0, one)
 
@@ -61,16 +61,16 @@ class Measurements:
 
 
 def record(measured: Sequence[Measured], figures: IntArray, history: History, rank: int) -> list[Measured]:
-    """Add what all ranks did by plans to the history.
+    """Add what all ranks measured to the history.
 
     Args:
         measured: the plans.
-        figures: (ranks, plans, 2) as `Measured.figures` of each rank.
-        history: what it is added to.
+        figures: (ranks, plans, 2) as in `Measured.figures`.
+        history: what they are added to.
         rank: this one.
 
     Returns:
-        The plans of which a kernel still runs on some rank.
+        Those with a kernel that still runs on some rank, with which there is nothing to compare yet.
     """
     unfinished = []
     for one, (nanoseconds, sent_bytes) in zip(measured, figures.transpose(1, 2, 0), strict=True):

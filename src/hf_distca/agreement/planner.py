@@ -94,7 +94,7 @@ class Planner:
         self.history = History()
         self.number = 0
         self._meter = meter
-        self._asked = self._collected = 0
+        self._asked = self._collected = self._rank = 0
         self._used: set[PlanKey] = set()  # in this micro-batch
         self._recent: dict[PlanKey, None] = {}  # since `recent_keys` was asked
         self._measurements = Measurements()
@@ -195,6 +195,25 @@ class Planner:
         self._measurements.add(Measured(key, self.number, estimate, meter))
         return meter
 
+    def collect(self, group: AttentionGroup) -> None:
+        """Compare what was done since the last announcement, with one collective: at the end, when no next one will tell.
+
+        All ranks must call it at the same point; again has no effect. What a kernel that still runs belongs to is left out.
+
+        Raises:
+            DistCADesyncError: if ranks turned out not to do the same, or do not all come.
+        """
+        if self._collected == self.number:
+            return
+        self._collected = self.number
+        self.look(at_most=0)
+        self.history.end()
+        measured = self._measurements.take_all()
+        own = np.array([one.figures for one in measured], dtype=np.int64).reshape(-1)
+        rows = group.gather(own, doing="comparing what ranks measured up to the end of training")
+        if all(len(row) == len(own) for row in rows):
+            record(measured, np.stack(rows).reshape(len(rows), -1, 2), self.history, group.rank)
+
     def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
         """Plans that need no other rank."""
         started = time.perf_counter()
@@ -213,7 +232,7 @@ class Planner:
 
     def _meet(self, group: AttentionGroup, place: str, keys: Sequence[PlanKey], dealt: list[int]) -> None:
         """Announce what this rank measured and has, to be compared while it goes on."""
-        self.look(group, at_most=_MEETINGS)
+        self.look(at_most=_MEETINGS)
         self._asked += 1
         common, measured = self._common(keys), self._measurements.take(keys)
         # What does not fit is announced later; on all ranks the same.
@@ -224,14 +243,14 @@ class Planner:
         def compare(rows: Sequence[IntArray]) -> None:
             agree(Announcements.read(rows), common, group, place)
 
+        self._rank = group.rank
         meeting = group.meet(own.row(), doing=f"comparing shares of {place}", agree=compare)
         self._meetings.append((meeting, measured[:room]))
 
-    def look(self, group: AttentionGroup, at_most: int | None = None) -> None:
+    def look(self, at_most: int | None = None) -> None:
         """Take what ranks measured from the meetings that are over.
 
         Args:
-            group: the ranks.
             at_most: how many may be left that are not; without, none is waited for.
 
         Raises:
@@ -244,29 +263,8 @@ class Planner:
             if not meeting.done:
                 return
             self._meetings.popleft()
-            figures = Announcements.read(meeting.rows).measured
-            for one in record(measured, figures, self.history, group.rank):
-                # Ranks look at different times: announced again, it would be so with another micro-batch on each.
-                self.history.missed(one.number)
-
-    def collect(self, group: AttentionGroup) -> None:
-        """Compare what was done since the last announcement, with one collective: at the end, when no next one will tell.
-
-        All ranks must call it at the same point; again has no effect. What a kernel that still runs belongs to is left out.
-
-        Raises:
-            DistCADesyncError: if not all ranks come.
-        """
-        if self._collected == self.number:
-            return
-        self._collected = self.number
-        self.look(group, at_most=0)
-        used = self._measurements.take_all()
-        own = np.array([one.figures for one in used], dtype=np.int64).reshape(-1)
-        rows = group.gather(own, doing="comparing what ranks measured up to the end of training")
-        self.history.end()
-        if all(len(row) == len(own) for row in rows):
-            record(used, np.stack(rows).reshape(len(rows), -1, 2), self.history, group.rank)
+            for one in record(measured, Announcements.read(meeting.rows).measured, self.history, self._rank):
+                self.history.drop(one.number)  # ranks are here at different times: they cannot announce it again together
 
     def _ahead(self, documents: Documents, key: PlanKey) -> Planned | None:
         """The plan that was made ahead under the settings of now."""
@@ -279,7 +277,7 @@ class Planner:
 
     def _announce(self, requests: Sequence[Request], group: AttentionGroup, place: str) -> list[Layout]:
         """Exchange documents; on the way, compare settings and collect what each rank measured."""
-        self.look(group, at_most=0)  # in the order in which micro-batches ran
+        self.look(at_most=0)  # in the order in which micro-batches ran
         self._asked += 1
         keys = [key for _, key in requests]
         common, measured = self._common(keys), self._measurements.take(keys)

@@ -76,6 +76,8 @@ def _rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]:
 
     A layer that runs again in backward would make it for the batch that came last.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
+
     if model not in _found:
         rotaries = [module for module in model.modules() if any(_depends(kind) for kind in _kinds(module))]
         from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca

@@ -312,11 +312,6 @@ class DistCATrainerMixin:
             logs.update(self._figures.rounded())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
-    def _check_loader(self, loader: Any, *, evaluating: bool) -> None:
-        trainer: Any = self
-        check_loader(loader)
-        check_shares(loader, model=trainer.model, args=trainer.args, trainer=trainer, evaluating=evaluating)
-
     def log_what_is_left(self) -> None:
         """Log what the last steps measured, which no further plan tells, in a row before the one that the Trainer ends with."""
         if self._figures is None:
@@ -325,6 +320,11 @@ class DistCATrainerMixin:
         if figures := self._figures.rounded():
             self.log(figures)
             _before_the_last_row(self.state)  # type: ignore[attr-defined]
+
+    def _check_loader(self, loader: Any, *, evaluating: bool) -> None:
+        trainer: Any = self
+        check_loader(loader)
+        check_shares(loader, model=trainer.model, args=trainer.args, trainer=trainer, evaluating=evaluating)
 
     def _is_last_step(self) -> bool:
         state: TrainerState = self.state  # type: ignore[attr-defined]
