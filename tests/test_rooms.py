@@ -15,11 +15,12 @@ SOURCE = Path(__file__).parents[1] / "src" / "hf_distca"
 ARROWS = {
     "config": {"schedule.cost"},
     "errors": set(),
+    "borrowed": set(),
     "schedule": set(),
-    "kernels": set(),
-    "runtime": {"kernels", "schedule"},
+    "kernels": {"borrowed"},
+    "runtime": {"borrowed", "kernels", "schedule"},
     "agreement": {"schedule", "runtime.group", "runtime.meter"},
-    "integration": {"agreement", "runtime", "kernels", "schedule"},
+    "integration": {"borrowed", "agreement", "runtime", "kernels", "schedule"},
     "cli": {"schedule"},
     "run": set(),
 }

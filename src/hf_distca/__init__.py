@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from transformers import AttentionInterface, AttentionMaskInterface
-
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import (
@@ -22,9 +20,11 @@ from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.data import PackingCollator
 from hf_distca.integration.figures import Metrics, balance_figures, metrics
 from hf_distca.integration.mask import distca_mask
+from hf_distca.integration.names import register
 from hf_distca.integration.prepare import prepare
 from hf_distca.integration.profile import profile
 from hf_distca.integration.session import attention_seconds, balancing, configure
+from hf_distca.integration.stand_in import stand_in
 from hf_distca.integration.trainer import DistCACallback, DistCATrainerMixin, PlanAheadMixin
 
 __all__ = [
@@ -51,9 +51,9 @@ __all__ = [
     "plan_ahead",
     "prepare",
     "profile",
+    "stand_in",
 ]
 
 __version__ = version("hf-distca")
 
-AttentionInterface.register("distca", distca_attention)
-AttentionMaskInterface.register("distca", distca_mask)
+register("distca", distca_attention, distca_mask)
