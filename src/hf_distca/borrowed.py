@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-
 from torch._C import _autograd
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable.contract import _get_registry

@@ -55,7 +55,7 @@ def check_untouched(config: PreTrainedConfig | None) -> None:
         changed = changed_flash_attention()
     if changed is not None:
         raise UnsupportedError(
-            f'attn_implementation="{name}" is distca here, and {origin(changed)} has been put in its place or in front of it since. '
+            f'attn_implementation="{name}" is distca here, and {origin(changed)} has been put in front of it since. '
             "Packages do so to cut sequences over ranks; distca would take each part for documents of its own. Switch that off "
             "(sequence, context or Ulysses parallelism of size 1): distca shares the attention of long documents between ranks."
         )
