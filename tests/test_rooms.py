@@ -21,6 +21,7 @@ ARROWS = {
     "runtime": {"borrowed", "kernels", "schedule"},
     "agreement": {"schedule", "runtime.group", "runtime.meter"},
     "integration": {"borrowed", "agreement", "runtime", "kernels", "schedule"},
+    "plugins": {"integration"},
     "cli": {"schedule"},
     "run": set(),
 }

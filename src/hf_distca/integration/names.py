@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
@@ -35,6 +36,8 @@ def asks_for_distca(config: PreTrainedConfig) -> bool:
 
 def origin(function: Callable[..., Any]) -> str:
     """Module and name of a function, or of what it is instead."""
+    if isinstance(function, partial):
+        return origin(function.func)
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
