@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hf_distca.integration.session import attention_seconds, balancing, configure
     from hf_distca.integration.share_tokens import share_tokens
     from hf_distca.integration.shares import document_shares
+    from hf_distca.integration.stand_in import stand_in
     from hf_distca.integration.trainer import DistCACallback, DistCATrainerMixin, PlanAheadMixin
 
     __version__: str
@@ -57,6 +58,7 @@ __all__ = [
     "prepare",
     "profile",
     "share_tokens",
+    "stand_in",
 ]
 
 # Where names come from when they are first used. Together they take seconds to import, most of it torch and transformers.
@@ -80,6 +82,7 @@ _MODULES = {
     "integration.session": ("attention_seconds", "balancing", "configure"),
     "integration.share_tokens": ("share_tokens",),
     "integration.shares": ("document_shares",),
+    "integration.stand_in": ("stand_in",),
     "integration.trainer": ("DistCACallback", "DistCATrainerMixin", "PlanAheadMixin"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -57,11 +57,8 @@ class _AfterModels(MetaPathFinder):
 
 def register() -> None:
     """Give transformers the attention function and the mask function named "distca"."""
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
     from hf_distca.integration.attention import distca_attention
     from hf_distca.integration.mask import distca_mask
+    from hf_distca.integration.names import register as register_as
 
-    AttentionInterface.register("distca", distca_attention)
-    AttentionMaskInterface.register("distca", distca_mask)
+    register_as("distca", distca_attention, distca_mask)

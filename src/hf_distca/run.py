@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -45,16 +46,20 @@ class Options(NamedTuple):
     Attributes:
         attn_implementation: "distca" for models that are loaded without naming one, None to leave that to transformers.
         summary: whether to print the balance at the end.
+        instead_of: the attention that distca stands in for, None for none.
     """
 
     attn_implementation: Literal["distca"] | None = None
     summary: bool = True
+    instead_of: str | None = None
 
 
 def begin(options: Options) -> None:
     """Set up this process."""
     if options.attn_implementation is not None:
         when_models_load(_make_default)
+    if options.instead_of is not None:
+        when_models_load(partial(_stand_in, options.instead_of))
     if options.summary:
         import atexit
 
@@ -103,12 +108,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--attn-implementation", choices=["distca"], help="attention of models that are loaded without naming one"
     )
+    parser.add_argument(
+        "--instead-of",
+        metavar="NAME",
+        help='the attention that distca stands in for, like "flash_attention_2", for scripts with a closed list of names',
+    )
     parser.add_argument("--no-summary", dest="summary", action="store_false", help="do not print the balance at the end")
     parser.add_argument("script", help="the script, or a command such as trl")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
     parsed = parser.parse_args(arguments)
     try:
-        run_command(parsed.script, parsed.arguments, Options(parsed.attn_implementation, parsed.summary))
+        run_command(parsed.script, parsed.arguments, Options(parsed.attn_implementation, parsed.summary, parsed.instead_of))
     except FileNotFoundError as error:
         parser.error(str(error))
 
@@ -156,6 +166,12 @@ def _for_children(options: Options) -> Iterator[None]:
                 del os.environ[_PYTHONPATH]
             else:
                 os.environ[_PYTHONPATH] = before
+
+
+def _stand_in(name: str) -> None:
+    from hf_distca.integration.stand_in import stand_in
+
+    stand_in(name)
 
 
 def _make_default() -> None:

@@ -22,6 +22,12 @@ def run(
     attn_implementation: Annotated[
         Attention | None, typer.Option(help="Attention of models that are loaded without naming one.", show_default=False)
     ] = None,
+    instead_of: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Attention that distca stands in for, for scripts with a closed list.", show_default=False
+        ),
+    ] = None,
     summary: Annotated[bool, typer.Option(help="Print the balance at the end.")] = True,
 ) -> None:
     """Run a training script or command that does not import hf_distca, with "distca" registered.
@@ -32,7 +38,7 @@ def run(
     from hf_distca.run import Options, run_command
 
     try:
-        run_command(script, arguments or [], Options("distca" if attn_implementation else None, summary))
+        run_command(script, arguments or [], Options("distca" if attn_implementation else None, summary, instead_of))
     except FileNotFoundError as error:
         typer.echo(f"hf-distca: {error}", err=True)
         raise typer.Exit(2) from None
