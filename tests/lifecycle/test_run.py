@@ -155,5 +155,5 @@ def test_a_command_that_is_no_python_is_run_beside(tmp_path: Path) -> None:
     assert ended.value.code == 3
     folder = Path((tmp_path / "path").read_text().split(os.pathsep)[0].strip())
     assert not folder.exists(), "what children begin with is gone at the end"
-    assert "begin(Options(None, True))" in (tmp_path / "sitecustomize.py").read_text()
+    assert "begin(Options(None, True, None))" in (tmp_path / "sitecustomize.py").read_text()
     assert os.environ.get("PYTHONPATH", "").split(os.pathsep)[0] != str(folder)
