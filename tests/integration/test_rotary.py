@@ -17,8 +17,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
+from hf_distca.integration.rotary import see_longest
 from ranks import RankPool
-from tiny_runs import PAIRS, settings
+from tiny_runs import PAIRS, settings, tiny_llama
 
 TRAINED = 64  # positions that the models were trained with
 TOKENS = 64  # of a rank
@@ -160,3 +161,57 @@ def test_engines(rank_pool: Callable[[int], RankPool], kind: tuple[str, str], ho
 @pytest.mark.parametrize("kind", [("llama", "dynamic"), ("phi3", "longrope")], ids=" ".join)
 def test_nano_batches(rank_pool: Callable[[int], RankPool], kind: tuple[str, str]) -> None:
     check(rank_pool(2), kind, (0, 1, 3), ping_pong=True)
+
+
+@pytest.mark.parametrize("kind", ROPES, ids=" ".join)
+def test_what_comes_after_a_share_is_left_alone(kind: tuple[str, str]) -> None:
+    """Rows without documents, as in evaluation or generation, have the frequencies of their own length."""
+    hf_distca.configure(settings())
+    model = tiny(kind, "distca")
+    dealing = Dealing(1, sum(BATCHES[0]), {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, settings())
+    runs = [(d, 0, n) for d, n in enumerate(BATCHES[0])]
+    loss_of(model, 0, runs, distca_documents=dealing.share(np.array(BATCHES[0]), (0, 0), 0))
+    ids = documents_of(1)[0][None]
+    torch.testing.assert_close(model(input_ids=ids).logits, tiny(kind, "sdpa")(input_ids=ids).logits)
+
+
+def parts(rank: int, kind: tuple[str, str], cut: bool) -> str:
+    """What comes of two runs of 20 tokens on each rank, whole documents or halves of them."""
+    hf_distca.configure(settings())
+    documents, starts = ((0, 1), (20 * rank,) * 2) if cut else ((2 * rank, 2 * rank + 1), (0, 0))
+    packed = hf_distca.PackedDocuments((20, 20), starts, documents)
+    positions = torch.cat([torch.arange(start, start + 20) for start in starts])[None]
+    ids = torch.full((1, 40), 7)
+    try:
+        logits = tiny(kind, "distca")(input_ids=ids, position_ids=positions, distca_documents=packed, use_cache=False).logits
+    except hf_distca.UnsupportedError as error:
+        return str(error)
+    want = tiny(kind, "sdpa")(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return "equal" if torch.allclose(logits, want) else "differs"
+
+
+@pytest.mark.parametrize("kind", ROPES, ids=" ".join)
+def test_documents_in_parts_are_refused_where_nobody_knows_how_long_they_are(
+    rank_pool: Callable[[int], RankPool], kind: tuple[str, str]
+) -> None:
+    for said in rank_pool(2)(parts, kind, True):
+        assert "a document of this batch is in several parts" in said
+        assert f"rotary embedding ({kind[1]}) depends on the longest document of all ranks" in said
+    for said in rank_pool(2)(parts, kind, False):
+        assert said == "equal"
+
+
+def test_layers_that_make_their_own_are_refused() -> None:
+    """In the recompute of a layer nothing says of which batch it is."""
+    model = tiny(("llama", "dynamic"), "distca")
+    assert "which only shares" in str(see_longest(model.model, model.config, None))
+    other = tiny(("llama", "dynamic"), "distca")
+    other.model.layers[0].rotary_emb = other.model.rotary_emb
+    assert "each layer makes its own" in str(see_longest(other.model, other.config, None))
+    assert "does not find the module" in str(see_longest(None, other.config, None))
+
+
+def test_other_rotary_embeddings_are_left_alone() -> None:
+    model = tiny_llama("distca")
+    assert see_longest(model.model, model.config, None) is None
+    assert not model.model.rotary_emb._forward_pre_hooks

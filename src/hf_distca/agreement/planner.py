@@ -94,7 +94,7 @@ class Planner:
         self.history = History()
         self.number = 0
         self._meter = meter
-        self._asked = 0
+        self._asked = self._collected = self._rank = 0
         self._used: set[PlanKey] = set()  # in this micro-batch
         self._recent: dict[PlanKey, None] = {}  # since `recent_keys` was asked
         self._measurements = Measurements()
@@ -192,8 +192,27 @@ class Planner:
         self._recent[key] = None
         estimate, meter = Estimate.of(planned.plan, self.cost(key), planned.milliseconds), Meter(self._meter)
         self.history.planned(estimate, self.number)
-        self._measurements.add(Measured(key, estimate, meter))
+        self._measurements.add(Measured(key, self.number, estimate, meter))
         return meter
+
+    def collect(self, group: AttentionGroup) -> None:
+        """Compare what was done since the last announcement, with one collective: at the end, when no next one will tell.
+
+        All ranks must call it at the same point; again has no effect. What a kernel that still runs belongs to is left out.
+
+        Raises:
+            DistCADesyncError: if ranks turned out not to do the same, or do not all come.
+        """
+        if self._collected == self.number:
+            return
+        self._collected = self.number
+        self.look(at_most=0)
+        self.history.end()
+        measured = self._measurements.take_all()
+        own = np.array([one.figures for one in measured], dtype=np.int64).reshape(-1)
+        rows = group.gather(own, doing="comparing what ranks measured up to the end of training")
+        if all(len(row) == len(own) for row in rows):
+            record(measured, np.stack(rows).reshape(len(rows), -1, 2), self.history, group.rank)
 
     def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
         """Plans that need no other rank."""
@@ -224,6 +243,7 @@ class Planner:
         def compare(rows: Sequence[IntArray]) -> None:
             agree(Announcements.read(rows), common, group, place)
 
+        self._rank = group.rank
         meeting = group.meet(own.row(), doing=f"comparing shares of {place}", agree=compare)
         self._meetings.append((meeting, measured[:room]))
 
@@ -243,7 +263,8 @@ class Planner:
             if not meeting.done:
                 return
             self._meetings.popleft()
-            record(measured, Announcements.read(meeting.rows), self.history)
+            for one in record(measured, Announcements.read(meeting.rows).measured, self.history, self._rank):
+                self.history.drop(one.number)  # ranks are here at different times: they cannot announce it again together
 
     def _ahead(self, documents: Documents, key: PlanKey) -> Planned | None:
         """The plan that was made ahead under the settings of now."""
@@ -263,7 +284,7 @@ class Planner:
         own = self._announcement(group, common, measured, requests)
         announced = Announcements.read(group.gather(own.row(), doing=f"planning {place}"))
         stated = agree(announced, common, group, place)
-        record(measured, announced, self.history)
+        self._measurements.put_back(record(measured, announced.measured, self.history, group.rank))
         return [layout_of(one) for one in stated]
 
     def _settings_for(self, key: PlanKey) -> DistCAConfig:

@@ -82,6 +82,7 @@ def distca_attention(
     _check_arguments(module, dropout, kwargs)
     sink_H = None if s_aux is None else _sink(module, s_aux, query.shape[1])
     if isinstance(attention_mask, CachedMask):
+        _check_cached(module, distca_documents)
         scores = _scores(query, scaling, None, softcap)  # the mask has the window already
         return _attend_to_cache(module, query, key, value, attention_mask, scores, sink_H), None
     handle = _check_handle(module, query, key, value, attention_mask)
@@ -170,6 +171,16 @@ def _attend_to_cache(
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
 
 
+def _check_cached(module: torch.nn.Module, documents: object) -> None:
+    """Refuse packed documents in a batch that is read with a cache: one that is full before training, as in prefix tuning."""
+    if isinstance(documents, PackedDocuments) and (documents.starts is not None or len(documents.lengths) > 1):
+        raise UnsupportedError(
+            f"{type(module).__name__} has {len(documents.lengths)} packed documents (distca_documents) and a key/value cache, in "
+            "which each would see the others. Give the model use_cache=False and no past_key_values; in place of prefix tuning "
+            "use another adapter, such as LoRA."
+        )
+
+
 def _check_handle(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -207,7 +218,8 @@ def _check_handle(
 def _check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     name = type(module).__name__
     if dropout and module.training:
-        raise UnsupportedError(f"{name} has attention dropout {dropout}: set attention_dropout=0.0 in the model's config.")
+        setting = _dropout_setting(getattr(module, "config", None), dropout)
+        raise UnsupportedError(f"{name} has attention dropout {dropout}: set {setting}=0.0 in the model's config.")
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         raise UnsupportedError(f'{name} is asked for output_attentions: attn_implementation="eager" has weights to return.')
     causal = kwargs.get("is_causal")
@@ -219,3 +231,9 @@ def _check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, 
             f"{name} passes {', '.join(unknown)} to attention, which distca does not compute. "
             'Use attn_implementation="eager" (or "sdpa", where it knows the argument).'
         )
+
+
+def _dropout_setting(config: object, dropout: float) -> str:
+    """What a config calls its attention dropout: `attn_pdrop` in GPT-2, `attention_probs_dropout_prob` in BERT."""
+    equal = [name for name, value in vars(config).items() if "drop" in name and value == dropout] if config is not None else []
+    return next((name for name in equal if "att" in name), equal[0] if equal else "attention_dropout")

@@ -6,6 +6,7 @@ Read against transformers 5.23.0. Each question has its public way beside it, an
   of a Trainer. The stack is for those who change one argument and call nothing.
 - Which `CallbackHandler` calls a callback, to stand in front of the reporters: `DistCATrainerMixin`, which overrides
   `Trainer.log`.
+- Which Trainer a callback belongs to, for its own loss: `DistCATrainerMixin`, which is one.
 - Which position ids a ``create_..._mask`` was given, and which documents its model: no public way. Mask functions get the config
   and no positions, and some models do not hand their keyword arguments on to attention.
 - Whether a forward is one of `generate`: no public way. A model in training mode can generate, too.
@@ -17,17 +18,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from types import FrameType
-from typing import Any
+from functools import cache
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
-from transformers.trainer_callback import CallbackHandler
 
-__all__ = ["MaskCall", "calling_handler"]
+if TYPE_CHECKING:  # importing it brings in peft and, through that, what must not be there when a notebook starts processes
+    from transformers import Trainer
+    from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
-_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+__all__ = ["MaskCall", "calling_handler", "calling_trainer", "given_documents"]
 
 
 class MaskCall:
@@ -48,40 +51,68 @@ class MaskCall:
         return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
 
     @property
-    def documents(self) -> Any:
-        """What the innermost model that has it was given as ``distca_documents``; None if none was.
+    def lacks_positions(self) -> bool:
+        """Whether the outermost model that names position ids was given none; what is inside may have made its own."""
+        names = [frame.f_locals for frame in _of_models(self._creator) if "position_ids" in frame.f_locals]
+        return bool(names) and names[-1]["position_ids"] is None
 
-        Not all models hand it on to attention (Nemotron, StableLM).
-        """
-        for frame in self._of_models():
-            for value in frame.f_locals.values():
-                if isinstance(value, dict) and value.get("distca_documents") is not None:
-                    return value["distca_documents"]
-        return None
+    @property
+    def documents(self) -> Any:
+        """What the model was given as ``distca_documents``. Not all hand it on to attention (Nemotron, StableLM)."""
+        return given_documents(self._creator)
 
     @property
     def generating(self) -> bool:
         """Whether `generate` led here."""
-        return any(frame.f_code is _GENERATE for frame in _callers(self._creator))
+        return any(frame.f_code is _generate() for frame in _callers(self._creator))
 
     def models(self) -> Iterator[PreTrainedModel]:
         """The models whose forwards led here, from the inside out."""
-        for frame in self._of_models():
+        for frame in _of_models(self._creator):
             yield frame.f_locals["self"]
 
-    def _of_models(self) -> Iterator[FrameType]:
-        for frame in _callers(self._creator):
-            if isinstance(frame.f_locals.get("self"), PreTrainedModel):
-                yield frame
+
+def given_documents(frame: FrameType | None = None) -> Any:
+    """What the innermost model that has it, above a frame, was given as ``distca_documents``; None if none was."""
+    for model in _of_models(frame):
+        for value in model.f_locals.values():
+            if isinstance(value, dict) and value.get("distca_documents") is not None:
+                return value["distca_documents"]
+    return None
 
 
 def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
     """The handler that is calling a callback."""
+    from transformers.trainer_callback import CallbackHandler
+
     for frame in _callers():
         handler = frame.f_locals.get("self")
         if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
             return handler
     return None
+
+
+def calling_trainer(callback: TrainerCallback) -> Trainer | None:
+    """The Trainer in which a callback is called."""
+    for frame in _callers():
+        trainer = frame.f_locals.get("self")
+        if callback in getattr(getattr(trainer, "callback_handler", None), "callbacks", ()):
+            return cast("Trainer", trainer)
+    return None
+
+
+@cache
+def _generate() -> CodeType:
+    from transformers import GenerationMixin
+
+    code: CodeType = inspect.unwrap(GenerationMixin.generate).__code__
+    return code
+
+
+def _of_models(frame: FrameType | None = None) -> Iterator[FrameType]:
+    for one in _callers(frame):
+        if isinstance(one.f_locals.get("self"), PreTrainedModel):
+            yield one
 
 
 def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:

@@ -24,6 +24,7 @@ __all__ = [
     "check_family",
     "check_layerdrop",
     "warn_of_packing",
+    "warn_of_parts",
     "why_whole",
 ]
 
@@ -234,3 +235,13 @@ def warn_of_packing(model_type: str | None) -> None:
             "count on from one to the next. Give these models one document a row.",
             model_type,
         )
+
+
+@cache
+def warn_of_parts(model_type: str | None) -> None:
+    """Say, once a family, that nobody has compared it with documents in several parts."""
+    _log.warning(
+        "documents of this batch are in several parts, and %s models were never tried so: attention is exact, but whatever else "
+        "mixes tokens would not see those of other parts. Compare with one process before you rely on it.",
+        model_type,
+    )

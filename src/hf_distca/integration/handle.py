@@ -16,7 +16,7 @@ import torch
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, read_documents
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.families import warn_of_packing
+from hf_distca.integration.families import OVER_RANKS, warn_of_packing, warn_of_parts
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
@@ -156,12 +156,17 @@ class AttentionHandle:
         return self.documents
 
     def check(self, layout: Layout) -> None:
-        """Refuse documents that are cut, where attention would be right and something else in the model would not.
+        """Refuse documents in several parts, where attention would be right and something else in the model would not.
 
         Raises:
             UnsupportedError: on all ranks alike, as all know the layout.
         """
-        if self.whole is not None and layout.scattered:
+        spans = self.documents is not None and self.documents.spans
+        if not spans or (self.whole is None and self.model_type in OVER_RANKS) or not layout.scattered:
+            return
+        if self.whole is None:
+            warn_of_parts(self.model_type)
+        else:
             raise UnsupportedError(
                 f"a document of this batch is in several parts, and {self.model_type} models need whole ones: {self.whole}. Give "
                 "each document to one rank, in one piece."

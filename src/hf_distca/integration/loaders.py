@@ -1,14 +1,32 @@
-"""Loaders that would hand ranks other batches than distca needs, refused by name."""
+"""Loaders and Trainers that would hand ranks other batches than distca needs, or make another loss of them, refused by name."""
 
 from __future__ import annotations
 
-from accelerate.data_loader import DataLoaderDispatcher
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 from accelerate.utils import DistributedType
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+from transformers import TrainingArguments
 
 from hf_distca.data.collator import PackingCollator
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.families import why_whole
+from hf_distca.integration.prepare import distca_configs
+from hf_distca.integration.session import current_session
+from hf_distca.integration.shares import shares_of
 
-__all__ = ["check_loader"]
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = ["check_loader", "check_shares"]
+
+Wrong = Iterator[str]  # what is wrong, and what to set
+
+# What a batch of a share must still have when it comes to the model.
+_NEEDED = {"distca_documents", "position_ids", "shift_labels"}
 
 
 def check_loader(loader: object) -> None:
@@ -24,10 +42,178 @@ def check_loader(loader: object) -> None:
         return
     collator = getattr(loader, "collate_fn", None)
     collator = getattr(collator, "data_collator", collator)  # the Trainer wraps it to drop columns
-    if isinstance(collator, PackingCollator):
+    if isinstance(collator, PackingCollator) or shares_of(loader) is not None:
         raise UnsupportedError(
             "rank 0 would read the batches of all ranks and broadcast them, as accelerate does by default for iterable datasets; "
             'packed documents cannot travel so. Set TrainingArguments(accelerator_config={"dispatch_batches": False}). Each rank '
             "then reads the dataset, in the same order, and accelerate leaves it its share: do not split the dataset by rank "
             "yourself, or each rank gets a share of its share."
+        )
+
+
+def check_shares(
+    loader: object,
+    *,
+    model: torch.nn.Module | None = None,
+    args: TrainingArguments | None = None,
+    trainer: Trainer | None = None,
+    evaluating: bool = False,
+) -> None:
+    """Refuse what would not give every rank its own share of each global batch, or not train on it as one process would.
+
+    Loaders of anything but shares pass.
+
+    Args:
+        loader: of shares, prepared by accelerate or a plain one of torch.
+        model: that trains or evaluates, if it is known.
+        args: of the Trainer, if there is one.
+        trainer: itself, if it was found.
+        evaluating: whether the loader is for evaluation.
+
+    Raises:
+        UnsupportedError: says what was seen, and what to set.
+    """
+    shares = None if loader is None else shares_of(loader)
+    if shares is None:
+        return
+    ranks = shares.dealing.ranks
+    readers = ranks if getattr(shares, "rank", None) is None else 1  # a stream may yield the shares of one rank alone
+    for wrong in (
+        *_wrong_reading(loader, readers),
+        *_wrong_loss(args, trainer, ranks),
+        *_wrong_model(model, ranks),
+        *_wrong_evaluation(evaluating, ranks),
+    ):
+        raise UnsupportedError(f"a data set of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}, and {wrong}")
+
+
+def _wrong_reading(loader: Any, readers: int) -> Wrong:
+    """What makes ranks get other shares than their own."""
+    if not getattr(loader, "in_order", True):
+        yield (
+            "batches come as workers finish them: ranks would hold shares of different global batches. Set "
+            "dataloader_in_order=True."
+        )
+    collator = getattr(loader, "collate_fn", None)
+    kept = getattr(collator, "signature_columns", None)  # of the Trainer's, which drops what `forward` does not name
+    if kept is not None and (dropped := sorted(_NEEDED - set(kept))):
+        yield f"the Trainer drops {', '.join(dropped)} from them. Set TrainingArguments(remove_unused_columns=False)."
+    iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    yield from _wrong_stream(loader, readers) if iterable else _wrong_order(loader, readers)
+
+
+def _wrong_stream(loader: Any, readers: int) -> Wrong:
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDatasetShard):
+        yield from _wrong_split(dataset)
+        yield from _wrong_counts(dataset.batch_size, dataset.num_processes, readers)
+    else:
+        yield from _wrong_counts(loader.batch_size, 1, readers)
+
+
+def _wrong_order(loader: Any, readers: int) -> Wrong:
+    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    processes = 1
+    while hasattr(batches, "batch_sampler"):  # accelerate's, around the one that makes the batches
+        if isinstance(batches, BatchSamplerShard):
+            yield from _wrong_split(batches)
+            processes = batches.num_processes
+        batches = batches.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and not sampler.shuffle:
+        processes = sampler.num_replicas
+    elif not isinstance(sampler, SequentialSampler):
+        yield (
+            f"{type(batches if sampler is None else sampler).__name__} reads them in an order of its own. Set "
+            'TrainingArguments(train_sampling_strategy="sequential"), or shuffle=False in a DataLoader: epochs of shares are '
+            "shuffled already."
+        )
+        return
+    yield from _wrong_counts(batches.batch_size, processes, readers)
+    count = len(loader.dataset)
+    if count % processes and not batches.drop_last:
+        yield (
+            f"{count} of them for {processes} processes: the last batches would be filled up with the first shares. Set "
+            "dataloader_drop_last=True."
+        )
+
+
+def _wrong_split(shard: Any) -> Wrong:
+    if shard.split_batches:
+        yield (
+            f"split_batches=True cuts batches of {shard.batch_size} into one part for each process. Set "
+            'accelerator_config={"split_batches": False} and per_device_train_batch_size=1.'
+        )
+
+
+def _wrong_counts(size: int | None, processes: int, readers: int) -> Wrong:
+    if size != 1:
+        yield (
+            f"batches of {size}. Set per_device_train_batch_size=1 and per_device_eval_batch_size=1; tokens_per_rank says how "
+            "large a batch is."
+        )
+    if processes != readers:
+        yield (
+            f"{processes} {'process reads' if processes == 1 else 'processes read'} them. Make them for as many ranks as there "
+            "are data-parallel processes, and let accelerate prepare the loader."
+        )
+
+
+def _wrong_loss(args: TrainingArguments | None, trainer: Trainer | None, ranks: int) -> Wrong:
+    """What makes another loss of shares than of whole documents."""
+    missing = "`labels`, which lack the targets where documents are cut"
+    if args is not None and args.label_smoothing_factor > 0:
+        yield f"label_smoothing_factor={args.label_smoothing_factor} shifts {missing}. Set label_smoothing_factor=0.0."
+    if args is not None and ranks > 1 and not args.average_tokens_across_devices:
+        yield (
+            "average_tokens_across_devices=False: each rank would divide its loss by its own number of targets, and ranks "
+            "differ. Set average_tokens_across_devices=True."
+        )
+    if trainer is None:
+        return
+    if (function := trainer.compute_loss_func) is not None:
+        name = getattr(function, "__name__", type(function).__name__)
+        yield (
+            f"compute_loss_func={name} gets {missing}. Leave it out, or override Trainer.compute_loss, which gets `shift_labels`."
+        )
+    if ranks > 1 and not trainer.model_accepts_loss_kwargs:
+        name = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+        yield (
+            f"the loss of {name} is a mean over each rank's own targets (accepts_loss_kwargs=False), and ranks differ. Train its "
+            "text model; or set model.accepts_loss_kwargs = True before the Trainer is made, if its loss takes "
+            "num_items_in_batch."
+        )
+
+
+def _wrong_model(model: torch.nn.Module | None, ranks: int) -> Wrong:
+    """What makes a model compute something else of a document that is cut."""
+    if model is None or ranks == 1:
+        return
+    configs = distca_configs(model)
+    if not configs:
+        yield (
+            f'no part of {type(model).__name__} has attn_implementation="distca": other attention sees no more than one rank. '
+            "Load the model with it, or make the shares for one rank."
+        )
+    for config in configs:
+        if (why := why_whole(config.model_type)) is not None:
+            yield f"{config.model_type} models need whole documents: {why}. Pack whole documents with PackingCollator instead."
+    for part in model.modules():
+        for adapter in _adapters(part):
+            yield f"{adapter} puts virtual tokens in front of the tokens of every rank. Use another adapter, such as LoRA."
+
+
+def _adapters(module: torch.nn.Module) -> Iterator[str]:
+    """The adapters of a PEFT model that learn a prompt."""
+    adapters = getattr(module, "peft_config", None)
+    for adapter in adapters.values() if isinstance(adapters, dict) else ():
+        if getattr(adapter, "is_prompt_learning", False):
+            yield str(getattr(adapter.peft_type, "value", adapter.peft_type))
+
+
+def _wrong_evaluation(evaluating: bool, ranks: int) -> Wrong:
+    if evaluating and ranks > 1 and not current_session().config.balance_evaluation:
+        yield (
+            "each rank evaluates alone, and has only parts of documents. Set DistCAConfig(balance_evaluation=True) if all ranks "
+            "evaluate together."
         )

@@ -13,14 +13,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.callers import given_documents
 
 __all__ = ["see_longest", "varies"]
 
-_LONGEST = "_distca_longest"  # attribute of a rotary module: tokens of the longest document, None to leave it alone
+_LONGER = "_distca_longer"  # attribute of a rotary module: whether a position was added to those of its call
 _found: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = WeakKeyDictionary()
 
 _DEPENDS = "their rotary embedding ({kinds}) depends on the longest document of all ranks"
@@ -30,10 +30,10 @@ _NOT_FOUND = f"{_DEPENDS}, and distca does not find the module that makes it"
 
 
 def see_longest(model: PreTrainedModel | None, config: PreTrainedConfig | None, documents: object) -> str | None:
-    """Before a forward makes its rotary embedding, tell it of the longest document.
+    """Make a model see the longest document where it makes its rotary embedding. Again has no effect.
 
     Args:
-        model: whose forward it is, None if it is not found.
+        model: whose forward is about to make it, None if it is not found.
         config: of the model.
         documents: those that it was given; the longest one is known of a share.
 
@@ -46,13 +46,12 @@ def see_longest(model: PreTrainedModel | None, config: PreTrainedConfig | None, 
     rotaries, in_layers = ([], False) if model is None else _rotaries(model)
     if not rotaries or in_layers:
         return (_IN_LAYERS if in_layers else _NOT_FOUND).format(kinds=kinds)
-    dealt = documents.dealt if isinstance(documents, PackedDocuments) else None
     for rotary in rotaries:
-        if not hasattr(rotary, _LONGEST):
+        if not hasattr(rotary, _LONGER):
+            setattr(rotary, _LONGER, False)
             rotary.register_forward_pre_hook(_with_longest, with_kwargs=True)
             rotary.register_forward_hook(_without_longest)
-        setattr(rotary, _LONGEST, None if dealt is None else dealt.longest)
-    return _UNKNOWN.format(kinds=kinds) if dealt is None else None
+    return _UNKNOWN.format(kinds=kinds) if _longest(documents) is None else None
 
 
 def varies(config: PreTrainedConfig | None) -> set[str]:
@@ -61,6 +60,11 @@ def varies(config: PreTrainedConfig | None) -> set[str]:
     each = [found, *found.values()]  # one for all layers, or one for each kind of layer
     kinds = {str(one.get("rope_type")) for one in each if isinstance(one, Mapping)}
     return {kind for kind in kinds if _depends(kind)}
+
+
+def _longest(documents: object) -> int | None:
+    """Tokens of the longest document of all ranks, None if that is not known."""
+    return documents.dealt.longest if isinstance(documents, PackedDocuments) and documents.dealt is not None else None
 
 
 def _depends(kind: str) -> bool:
@@ -72,8 +76,12 @@ def _rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]:
 
     A layer that runs again in backward would make it for the batch that came last.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
+
     if model not in _found:
         rotaries = [module for module in model.modules() if any(_depends(kind) for kind in _kinds(module))]
+        from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
+
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         _found[model] = rotaries, any(part is one for layer in layers for part in layer.modules() for one in rotaries)
     return _found[model]
@@ -86,7 +94,8 @@ def _kinds(module: torch.nn.Module) -> Iterator[str]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would be a graph of its own
 def _with_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    longest = getattr(module, _LONGEST)
+    longest = _longest(given_documents())
+    setattr(module, _LONGER, longest is not None)
     if longest is None:
         return None
     positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
@@ -104,7 +113,7 @@ def _with_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _without_longest(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    if getattr(module, _LONGEST) is None:
+    if not getattr(module, _LONGER):
         return None
     if isinstance(output, torch.Tensor):
         return _shorter(output)

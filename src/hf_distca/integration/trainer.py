@@ -13,14 +13,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_distca.agreement.figures import Tally
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.ahead import Announced, announce, have_documents
-from hf_distca.integration.callers import calling_handler
+from hf_distca.integration.callers import calling_handler, calling_trainer
 from hf_distca.integration.figures import Reading
-from hf_distca.integration.loaders import check_loader
+from hf_distca.integration.loaders import check_loader, check_shares
 from hf_distca.integration.prepare import distca_configs, prepare
 from hf_distca.integration.profile import write_trace
+from hf_distca.integration.progress import say
+from hf_distca.integration.report import summary, why_nothing_moved
 from hf_distca.integration.session import Session, configure, current_session
 from hf_distca.integration.share_tokens import share_tokens
 from hf_distca.runtime.trace import Trace
@@ -29,12 +32,14 @@ __all__ = ["DistCACallback", "DistCATrainerMixin", "PlanAheadMixin"]
 
 _log = logging.getLogger("hf_distca")
 _TRACED_STEP = 3  # the first ones make buffers and caches
+_ENOUGH = 20  # micro-batches in which nothing was moved, to say so
 
 
 class DistCACallback(TrainerCallback):
     """Adds the balance of core attention to the logs of a Trainer: console, ``state.log_history`` and every reporter.
 
-    Figures, since the last log:
+    A row is about whole micro-batches, ``distca/micro_batches`` of them: those whose measurement came in since the last log,
+    which lags one micro-batch, or two on a GPU. Those left at the end of training get a row before the Trainer's last one.
 
     - ``distca/imbalance_estimated_before``, ``..._after``: slowest rank / mean of all ranks, by the scheduler's estimate, if
       every rank computed its own attention, and as planned.
@@ -55,6 +60,7 @@ class DistCACallback(TrainerCallback):
         config: settings, used from when the Trainer is made; leave it out if you call `hf_distca.configure` yourself.
         trace_path: folder into which each rank writes a timeline of the third optimizer step, as `hf_distca.profile` does.
         group: the ranks that share core attention, as `hf_distca.configure` takes them; by default those given there.
+        summary: whether rank 0 prints the balance of the whole run after training.
     """
 
     def __init__(
@@ -63,13 +69,17 @@ class DistCACallback(TrainerCallback):
         trace_path: str | Path | None = None,
         *,
         group: dist.ProcessGroup | DeviceMesh | None = None,
+        summary: bool = True,
     ) -> None:
-        self.config, self.trace_path, self.group = config, trace_path, group
+        self.config, self.trace_path, self.group, self.summary = config, trace_path, group, summary
         self.reports = True  # unless the Trainer does
         self._session: Session | None = None  # the one with these settings
         self._reading = Reading()
         self._steps = 0
+        self._evaluated: object = None  # the loader that was checked last
         self._calls: int | None = None  # of attention before the first step, until that has run
+        self._before = Tally()  # what was done before this training
+        self._judged = False  # whether it was looked at if anything moves
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Apply the settings: they hold for evaluation before training, too."""
@@ -79,9 +89,12 @@ class DistCACallback(TrainerCallback):
         """Apply the settings, refuse a model or a loader that distca is not for, and start counting.
 
         Raises:
-            UnsupportedError: if the model is refused by `hf_distca.prepare`, or rank 0 reads packed documents for all ranks.
+            UnsupportedError: if the model is refused by `hf_distca.prepare`, rank 0 reads packed documents for all ranks, or
+                shares would not come to every rank, or not give the loss of whole documents.
         """
-        check_loader(kwargs.get("train_dataloader"))
+        loader = kwargs.get("train_dataloader")
+        check_loader(loader)
+        check_shares(loader, model=kwargs.get("model"), args=args, trainer=calling_trainer(self))
         self._apply_settings()
         self._come_first()
         model = kwargs.get("model")
@@ -91,10 +104,19 @@ class DistCACallback(TrainerCallback):
         self._calls, self._steps = current_session().meter.calls, 0
         self._reading = Reading()
         self._reading.figures()  # what came before is not of this training
+        self._before, self._judged = current_session().planner.history.total, False
 
     def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Apply the settings if the callback was added too late to see an earlier event."""
+        """Apply the settings if the callback was added too late to see an earlier event; refuse loaders as in training.
+
+        Raises:
+            UnsupportedError: as `on_train_begin`.
+        """
         self._catch_up()
+        loader = kwargs.get("eval_dataloader")
+        if loader is not None and loader is not self._evaluated:
+            self._evaluated = loader
+            check_shares(loader, model=kwargs.get("model"), args=args, trainer=calling_trainer(self), evaluating=True)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start recording the step that is traced."""
@@ -122,6 +144,24 @@ class DistCACallback(TrainerCallback):
                 'does not use the attention interface of transformers. Load it with attn_implementation="eager".'
             )
 
+        self._judge(after=_ENOUGH)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Log what the last steps measured, which no further plan tells, and print a summary on rank 0."""
+        session = current_session()
+        session.collect()
+        if self.reports and (figures := self._reading.rounded()):
+            state.log_history.append({**figures, "epoch": state.epoch, "step": state.global_step})
+            _before_the_last_row(state)
+            handler = calling_handler(self)
+            if handler is not None:
+                handler.on_log(args, state, control, {**figures, "epoch": state.epoch})
+        self._judge(after=1)
+        text = summary(session.planner.history.total - self._before, session)
+        if self.summary and text is not None and session.is_first:
+            say(text)
+            session.summarized = True
+
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the figures to the logs of a training step."""
         logs: dict[str, Any] | None = kwargs.get("logs")
@@ -131,6 +171,17 @@ class DistCACallback(TrainerCallback):
         logs.update(figures)
         if state.log_history:  # the Trainer has already put a copy of the logs there
             state.log_history[-1].update(figures)
+
+    def _judge(self, after: int) -> None:
+        """Say once why nothing was moved, if it was not, after so many micro-batches."""
+        session = current_session()
+        done = session.planner.history.total - self._before
+        if self._judged or done.micro_batches < after:
+            return
+        self._judged = True
+        why = why_nothing_moved(done, session)
+        if why is not None and session.is_first:
+            _log.warning(why)
 
     @property
     def _has_settings(self) -> bool:
@@ -177,6 +228,13 @@ def _say_what_is_missing(model: torch.nn.Module) -> None:
         _log.warning("DistCACallback has nothing to balance: the attention group is this process alone.")
 
 
+def _before_the_last_row(state: TrainerState) -> None:
+    """Move the newest row of the log in front of the one that the Trainer ends with, which scripts look for at the end."""
+    history = state.log_history
+    if len(history) > 1 and "train_runtime" in history[-2]:
+        history.insert(-1, history.pop())
+
+
 class DistCATrainerMixin:
     """Plans optimizer steps ahead and logs the balance: ``class MyTrainer(hf_distca.DistCATrainerMixin, Trainer)``.
 
@@ -206,10 +264,25 @@ class DistCATrainerMixin:
             if isinstance(callback, DistCACallback):
                 callback.reports = False
         self._figures = None
+        callbacks, last = self.callback_handler.callbacks, _LastRow(self)  # type: ignore[attr-defined]
+        callbacks.insert(0, last)  # reporters close their files at the end
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
+            callbacks.remove(last)
             self._forget()  # worker processes end with their iterator
+
+    def get_train_dataloader(self) -> Any:
+        """The loader of the Trainer, refused if it is not one for distca."""
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        self._check_loader(loader, evaluating=False)
+        return loader
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The loader of the Trainer, refused if it is not one for distca."""
+        loader = super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
+        self._check_loader(loader, evaluating=True)
+        return loader
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of the next optimizer step, planned, and what the Trainer returns beside them."""
@@ -239,6 +312,20 @@ class DistCATrainerMixin:
             logs.update(self._figures.rounded())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
+    def log_what_is_left(self) -> None:
+        """Log what the last steps measured, which no further plan tells, in a row before the one that the Trainer ends with."""
+        if self._figures is None:
+            return
+        current_session().collect()
+        if figures := self._figures.rounded():
+            self.log(figures)
+            _before_the_last_row(self.state)  # type: ignore[attr-defined]
+
+    def _check_loader(self, loader: Any, *, evaluating: bool) -> None:
+        trainer: Any = self
+        check_loader(loader)
+        check_shares(loader, model=trainer.model, args=trainer.args, trainer=trainer, evaluating=evaluating)
+
     def _is_last_step(self) -> bool:
         state: TrainerState = self.state  # type: ignore[attr-defined]
         return state.global_step + 1 >= state.max_steps
@@ -254,6 +341,16 @@ class DistCATrainerMixin:
 
     def _forget(self) -> None:
         self._iterator, self._drawn, self._announced = None, iter(()), None
+
+
+class _LastRow(TrainerCallback):
+    """Tells a Trainer that training ends, before its reporters hear of it."""
+
+    def __init__(self, trainer: DistCATrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trainer.log_what_is_left()
 
 
 PlanAheadMixin = DistCATrainerMixin  # its first name

@@ -1,0 +1,290 @@
+"""Loaders and Trainers of a data set of shares: what would be wrong is refused by name, before the first step."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from peft import PromptTuningConfig, get_peft_model
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
+from transformers import AutoModelForCausalLM, JambaConfig, Trainer, TrainingArguments, WhisperConfig
+
+import hf_distca
+from hf_distca.integration.loaders import check_shares
+from hf_distca.integration.session import current_session
+from ranks import RankPool
+from tiny_runs import COMMON, PAIRS, documents, make_trainer, rows, settings, tiny_llama
+
+TOKENS = 64
+collate = hf_distca.PackingCollator()
+
+
+def shares(ranks: int = 2, *, length: int = 8) -> Any:
+    """`length` global batches, some with a document that is longer than a rank."""
+    lengths = [100, 20, 8, 64, 50, 14] * length
+    return hf_distca.document_shares(
+        documents(*lengths), TOKENS, shapes=[(PAIRS.shape, None)], ranks=ranks, device="cpu", config=settings()
+    )
+
+
+def loader_of(dataset: Any, *, processes: int = 2, split: bool = False, even: bool = True, **changes: Any) -> Any:
+    """What accelerate makes of a loader on the first of so many processes."""
+    loader = DataLoader(dataset, collate_fn=collate, **changes)
+    return prepare_data_loader(
+        loader, num_processes=processes, process_index=0, split_batches=split, even_batches=even, dispatch_batches=False
+    )
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Documents without a length."""
+
+    def __iter__(self) -> Any:
+        yield from ({"input_ids": one} for one in documents(100, 20, 8, 64, 50, 14))
+
+
+def stream(rank: int | None = None) -> Any:
+    made = hf_distca.document_shares(Stream(), TOKENS, shapes=[(PAIRS.shape, None)], ranks=2, device="cpu", config=settings())
+    made.rank = rank
+    return made
+
+
+class Odd(Dataset):
+    """All shares but the last."""
+
+    def __init__(self) -> None:
+        self.dataset = shares()
+
+    def __len__(self) -> int:
+        return len(self.dataset) - 1
+
+    def __getitem__(self, item: int) -> Any:
+        return self.dataset[item]
+
+
+GOOD: dict[str, Callable[[], Any]] = {
+    "prepared": lambda: loader_of(shares()),
+    "resumed": lambda: skip_first_batches(loader_of(shares()), 2),
+    "dropping the last": lambda: loader_of(Odd(), drop_last=True),
+    "one process": lambda: DataLoader(shares(1), collate_fn=collate),
+    "DistributedSampler": lambda: DataLoader(
+        data := shares(), collate_fn=collate, sampler=DistributedSampler(data, 2, 0, shuffle=False)
+    ),
+    "batch sampler": lambda: DataLoader(
+        data := shares(1), collate_fn=collate, batch_sampler=BatchSampler(SequentialSampler(data), 1, False)
+    ),
+    "stream": lambda: loader_of(stream()),
+    "stream of one rank": lambda: DataLoader(stream(0), collate_fn=collate),
+    "no shares": lambda: loader_of(rows(3), shuffle=True, batch_size=2),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_gives_every_rank_its_own_shares_passes(name: str) -> None:
+    check_shares(GOOD[name](), model=tiny_llama("distca"), args=TrainingArguments(**COMMON))
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "shuffled": (lambda: loader_of(shares(), shuffle=True), r"RandomSampler .*sampling_strategy=\"sequential\""),
+    "shuffled for one rank": (lambda: loader_of(shares(1), processes=1, shuffle=True), r"RandomSampler .*sequential"),
+    "shuffled by DistributedSampler": (
+        lambda: DataLoader(data := shares(), collate_fn=collate, sampler=DistributedSampler(data, 2, 0)),
+        r"DistributedSampler .*shuffle=False",
+    ),
+    "own batches": (lambda: DataLoader(shares(1), collate_fn=collate, batch_sampler=[[1], [0]]), "list reads them in an order"),
+    "out of order": (lambda: loader_of(shares(), num_workers=1, in_order=False), "dataloader_in_order=True"),
+    "split": (lambda: loader_of(shares(), split=True, batch_size=2), "split_batches=True cuts batches of 2"),
+    "two a batch": (lambda: loader_of(shares(), batch_size=2), "batches of 2.*per_device_train_batch_size=1"),
+    "three processes": (lambda: loader_of(shares(), processes=3), "shares for 2 ranks, and 3 processes read them"),
+    "not prepared": (lambda: DataLoader(shares(), collate_fn=collate), "shares for 2 ranks, and 1 process reads them"),
+    "ragged end": (lambda: loader_of(Odd()), "31 of them for 2 processes.*dataloader_drop_last=True"),
+    "ragged end, uneven": (lambda: loader_of(Odd(), even=False), "31 of them for 2 processes.*dataloader_drop_last=True"),
+    "stream, split": (lambda: loader_of(stream(), split=True, batch_size=2), "split_batches=True"),
+    "stream, two a batch": (lambda: loader_of(stream(), batch_size=2), "batches of 2"),
+    "stream, three processes": (lambda: loader_of(stream(), processes=3), "3 processes read them"),
+    "stream, not prepared": (lambda: DataLoader(stream(), collate_fn=collate), "1 process reads them"),
+    "stream of one rank, prepared": (lambda: loader_of(stream(0)), "2 processes read them"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_loader_that_gives_ranks_other_shares_is_refused(name: str) -> None:
+    make, named = BAD[name]
+    with pytest.raises(hf_distca.UnsupportedError, match=named):
+        check_shares(make())
+
+
+def named_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return outputs.loss
+
+
+IN_ORDER = {"per_device_eval_batch_size": 1, "train_sampling_strategy": "sequential"}
+
+
+def trainer_of(
+    kind: type[Trainer] = Trainer, *, eval_dataset: Any = None, compute_loss_func: Any = None, **changes: Any
+) -> Trainer:
+    """A Trainer of shares for one rank."""
+    arguments = {**COMMON, **IN_ORDER, "output_dir": tempfile.gettempdir(), "max_steps": 1, **changes}
+    return kind(
+        tiny_llama("distca"),
+        TrainingArguments(**arguments),
+        data_collator=collate,
+        train_dataset=shares(1),
+        eval_dataset=eval_dataset,
+        callbacks=[hf_distca.DistCACallback(settings())],
+        compute_loss_func=compute_loss_func,
+    )
+
+
+class MixedTrainer(hf_distca.DistCATrainerMixin, Trainer):
+    pass
+
+
+KINDS = pytest.mark.parametrize("kind", [Trainer, MixedTrainer])
+
+
+@KINDS
+def test_a_trainer_of_shares_trains_and_evaluates(kind: type[Trainer]) -> None:
+    trainer = trainer_of(kind, eval_dataset=shares(1, length=1))
+    assert trainer.train().training_loss > 0
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"train_sampling_strategy": "random"}, "RandomSampler .*train_sampling_strategy"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "BatchRebalanceSampler .*train_sampling_strategy"),
+        ({"per_device_train_batch_size": 2}, "batches of 2"),
+        ({"dataloader_num_workers": 1, "dataloader_in_order": False}, "dataloader_in_order=True"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 shifts"),
+        ({"compute_loss_func": named_loss}, "compute_loss_func=named_loss gets `labels`"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_the_trainer_is_told_before_its_first_step(kind: type[Trainer], changes: dict[str, Any], named: str) -> None:
+    trainer = trainer_of(kind, **changes)
+    with pytest.raises(hf_distca.UnsupportedError, match=named):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@KINDS
+def test_a_loader_for_evaluation_is_refused_too(kind: type[Trainer]) -> None:
+    trainer = trainer_of(kind, eval_dataset=shares(1), label_smoothing_factor=0.1)
+    with pytest.raises(hf_distca.UnsupportedError, match=r"label_smoothing_factor=0\.1"):
+        trainer.evaluate()
+
+
+def test_columns_that_the_trainer_drops_are_named() -> None:
+    """Of a torch data set it looks at the items; a `datasets.Dataset` keeps what is made when it is read."""
+    trainer = trainer_of(remove_unused_columns=True)
+    trainer.train()
+    trainer.train_dataset = hf_distca.integration.shares.shares_of(shares(1))
+    with pytest.raises(hf_distca.UnsupportedError, match=r"drops distca_documents, shift_labels .*remove_unused_columns=False"):
+        trainer.train()
+
+
+def test_other_data_needs_none_of_this() -> None:
+    trainer = make_trainer("distca", rows(2), max_steps=1, label_smoothing_factor=0.1, per_device_train_batch_size=2)
+    assert trainer.train().training_loss > 0
+
+
+def test_each_rank_must_count_the_targets_of_all() -> None:
+    args = TrainingArguments(**COMMON, average_tokens_across_devices=False)
+    with pytest.raises(hf_distca.UnsupportedError, match="average_tokens_across_devices=True"):
+        check_shares(loader_of(shares()), args=args)
+    check_shares(loader_of(shares(1), processes=1), args=args)
+    trainer = trainer_of()
+    check_shares(loader_of(shares()), trainer=trainer)
+    trainer.model_accepts_loss_kwargs = False
+    with pytest.raises(hf_distca.UnsupportedError, match=r"LlamaForCausalLM is a mean .*accepts_loss_kwargs = True"):
+        check_shares(loader_of(shares()), trainer=trainer)
+
+
+def test_ranks_that_evaluate_alone_are_refused() -> None:
+    hf_distca.configure(settings())
+    with pytest.raises(hf_distca.UnsupportedError, match="balance_evaluation=True"):
+        check_shares(loader_of(shares()), evaluating=True)
+    hf_distca.configure(settings(balance_evaluation=True))
+    check_shares(loader_of(shares()), evaluating=True)
+    assert current_session().config.balance_evaluation
+
+
+def jamba() -> torch.nn.Module:
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = JambaConfig(num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=2, **sizes)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="distca")
+
+
+def whisper() -> torch.nn.Module:
+    config = WhisperConfig(
+        vocab_size=61,
+        d_model=32,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=32,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="distca")
+
+
+def prompted() -> torch.nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks the model for what has another name now
+        return get_peft_model(tiny_llama("distca"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: tiny_llama("sdpa"), 'no part of LlamaForCausalLM has attn_implementation="distca"'),
+        (jamba, "jamba models need whole documents: their other layers carry state"),
+        (whisper, "whisper models need whole documents: their loss reads only `labels`"),
+        (prompted, "PROMPT_TUNING puts virtual tokens"),
+    ],
+    ids=["sdpa", "jamba", "whisper", "prompt tuning"],
+)
+def test_models_that_need_whole_documents_are_refused_on_several_ranks(make: Callable[[], torch.nn.Module], named: str) -> None:
+    model = make()
+    with pytest.raises(hf_distca.UnsupportedError, match=named):
+        check_shares(loader_of(shares()), model=model)
+    check_shares(loader_of(shares(1), processes=1), model=model)
+
+
+def train_on_two_ranks(rank: int, changes: dict[str, Any]) -> str:
+    data = shares()
+    trainer = make_trainer("distca", data, config=settings(), **{"max_steps": 2, **IN_ORDER, **changes})
+    try:
+        return str(trainer.train().training_loss)
+    except hf_distca.UnsupportedError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, ""),
+        ({"train_sampling_strategy": "random"}, "RandomSampler reads them"),
+        ({"per_device_train_batch_size": 2}, "batches of 2"),
+        ({"per_device_train_batch_size": 2, "accelerator_config": {"split_batches": True}}, "split_batches=True"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
+    ],
+    ids=lambda value: " ".join(value) or "nothing" if isinstance(value, dict) else "",
+)
+def test_trainers_of_two_ranks(rank_pool: Callable[[int], RankPool], changes: dict[str, Any], named: str) -> None:
+    for said in rank_pool(2)(train_on_two_ranks, changes):
+        if named:
+            assert named in said
+        else:
+            assert float(said) > 0
