@@ -16,7 +16,7 @@ from some_documents import check_shares, dealing, some_documents, some_lengths, 
 
 from hf_distca import ConfigError, LayoutError, PackingCollator
 from hf_distca.data.global_batches import GlobalBatches
-from hf_distca.data.lengths import token_counts
+from hf_distca.data.lengths import document_lengths
 from hf_distca.data.shares import Shares
 
 FORMS: dict[str, Any] = {
@@ -31,7 +31,7 @@ FORMS: dict[str, Any] = {
 
 
 def make(documents: Any, ranks: int, tokens: int, *, ping_pong: bool = False, column: str = "input_ids", **how: Any) -> Shares:
-    batches = GlobalBatches(token_counts(documents, column), ranks * tokens, quiet=True, **how)
+    batches = GlobalBatches(document_lengths(documents, column), ranks * tokens, quiet=True, **how)
     return Shares(documents, batches, dealing(ranks, tokens, ping_pong=ping_pong), column=column, pad_token_id=77)
 
 

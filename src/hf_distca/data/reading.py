@@ -110,8 +110,11 @@ def _row_views(column: Any) -> list[np.ndarray | None]:
         if pa.types.is_null(chunk.type):
             views += [None] * len(chunk)
             continue
+        array = chunk.flatten().to_numpy(zero_copy_only=False)
+        if len(chunk) == 1:  # as nearly always: rows from here and there are chunks of their own
+            views.append(None if chunk.null_count else array)
+            continue
         missing = chunk.is_null().to_numpy(zero_copy_only=False)
         ends = np.cumsum(pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False))
-        array = chunk.flatten().to_numpy(zero_copy_only=False)
         views += [None if gone else array[a:b] for gone, a, b in zip(missing, [0, *ends[:-1]], ends, strict=True)]
     return views

@@ -15,7 +15,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing, Placement
 from hf_distca.config import DistCAConfig
 from hf_distca.data.global_batches import Fill, GlobalBatches, Longer
-from hf_distca.data.lengths import token_counts
+from hf_distca.data.lengths import document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError
@@ -103,7 +103,7 @@ def document_shares(
         _check_stream(seed, fill, longer, lengths)
         return StreamedShares(documents, dealing, column=column)
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
-    counts = token_counts(documents, column, lengths, quiet=quiet)
+    counts = document_lengths(documents, column, lengths, quiet=quiet)
     batches = GlobalBatches(counts, ranks * tokens_per_rank, seed, fill, longer, quiet=quiet)
     # Not before it is needed: `datasets` is an extra, and slow to import.
     from hf_distca.integration.share_dataset import lazy_dataset
