@@ -27,7 +27,10 @@ SMALL = {
     "python benchmarks/memory.py": "--tokens 512 --heads 2 --ranks 2 --json out.json",
     "python benchmarks/scheduler.py --placements benchmarks/placements": "--repeats 1 --json out.json",
     "python benchmarks/timeline.py --record traces timeline.png": "--tokens 512 --latency 20",
+    "python benchmarks/context_parallel.py --placement benchmarks/placements/long_tail_8_ranks.json": "--json out.json",
+    "python benchmarks/dealt_step_time.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json",
     "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
+    "python tests/engines/equal_training.py": '--only "Trainer, DDP, 2 ranks" --json out.json',
 }
 # One starts as users start it, in an interpreter of its own.
 AS_USERS_DO = "python benchmarks/scheduler.py --placements benchmarks/placements"

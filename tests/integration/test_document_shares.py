@@ -24,6 +24,7 @@ from hf_distca.data.streaming import StreamedShares
 from hf_distca.integration.shares import shares_of
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
+from recorded import counted_planning
 
 LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
 TOKENS = 96  # of a global batch: two documents are longer
@@ -197,3 +198,24 @@ def test_what_cannot_be_dealt_is_refused() -> None:
             hf_distca.document_shares(some_documents(), **{"tokens_per_rank": 16, "model": LlamaConfig(), **wrong})
     with pytest.raises(hf_distca.LayoutError, match="642 tokens together, a global batch has 10000"):
         hf_distca.document_shares(some_documents(), 10_000, model=LlamaConfig())
+
+
+def evaluate(rank: int, ranks: int) -> dict[str, float]:
+    """Evaluation on documents longer than a rank, on all ranks together."""
+    config = tiny_runs.settings(balance_evaluation=True)
+    shares = hf_distca.document_shares(
+        some_documents(), TOKENS // ranks, shapes=[(SHAPE, None)], config=config, ranks=ranks, seed=None
+    )
+    trainer = tiny_runs.make_trainer("distca", shares, eval_dataset=shares, config=config, train_sampling_strategy="sequential")
+    with counted_planning() as planning:
+        loss = trainer.evaluate()["eval_loss"]
+    return {"loss": loss, "planning": len(planning), "dispatches": tiny_runs.dispatches()}
+
+
+def test_ranks_evaluate_long_documents_together(rank_pool: Callable[[int], RankPool]) -> None:
+    alone = evaluate(0, 1)
+    for ranks in (2, 3):
+        for found in rank_pool(ranks)(evaluate, ranks):
+            assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+            assert found["planning"] == 0
+            assert found["dispatches"] > 0

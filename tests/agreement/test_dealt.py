@@ -1,0 +1,74 @@
+"""Shares of a global batch: every rank finds the same layout and plans by itself."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_distca.agreement import dealt as dealt_module
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.documents import read_documents
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import ConfigError
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+
+SHAPE = AttentionShape(4, 2, 16, 16, 2)
+KEY = PlanKey(SHAPE, "cpu")
+COST = CostModel.pairs(SHAPE)
+
+
+def dealing(ranks: int, tokens: int, placement: str = "dealt", **settings: object) -> Dealing:
+    config = DistCAConfig(**{"tile": 4, "min_gain": 0.0, **settings})
+    return Dealing(ranks, tokens, {KEY: COST}, config, placement=placement)
+
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
+
+
+@given(st.integers(1, 5), LENGTHS, st.booleans(), st.sampled_from(["dealt", "in order"]))
+def test_shares_of_all_ranks_are_the_layout(ranks: int, lengths: list[int], ping_pong: bool, placement: str) -> None:
+    lengths.append((-sum(lengths)) % ranks + ranks)
+    tokens, more = divmod(sum(lengths), ranks)
+    assert not more
+    made = dealing(ranks, tokens, placement, ping_pong=ping_pong)
+    shares = [pickle.loads(pickle.dumps(made)).share(np.array(lengths), (3, 7), rank) for rank in range(ranks)]
+    rows = [list(zip(one.documents, one.starts, one.lengths, strict=True)) for one in shares]
+    layout = Layout.from_segments(rows)
+    assert layout.query_tokens.tolist() == [tokens] * ranks
+    for rank, one in enumerate(shares):
+        assert str(one.dealt) == "global batch 7 of epoch 3"
+        assert (one.dealt.rank, one.dealt.ranks, one.dealt.longest) == (rank, ranks, max(lengths))
+        assert [one.dealt.whole.segments(r) for r in range(ranks)] == [layout.segments(r) for r in range(ranks)]
+        first = one.dealt.first_tokens
+        assert first is None or (ping_pong and 0 < first < tokens)
+        if first is not None:  # no document is in both nano-batches
+            parts = read_documents(1, tokens, packed=one).cut(first)
+            assert not set(parts[0].rows[:, 0]) & set(parts[1].rows[:, 0])
+            assert [int(part.rows[:, 2].sum()) for part in parts] == [first, tokens - first]
+
+
+def test_plans_travel_and_are_made_again_under_other_settings() -> None:
+    share = pickle.loads(pickle.dumps(dealing(2, 32).share(np.array([40, 24]), (0, 0), 1)))
+    config = DistCAConfig(tile=4, min_gain=0.0)
+    with patch.object(dealt_module, "plan_dealt", wraps=dealt_module.plan_dealt) as made:
+        plan = share.dealt.plan(KEY, COST, config)
+        assert not made.called
+        assert share.dealt.plan(KEY, COST, config) is plan
+        share.dealt.plan(KEY, COST, replace(config, balance=False))
+        share.dealt.plan(KEY._replace(window=8), replace(COST, window=8), config)
+        assert made.call_count == 2
+
+
+def test_a_dealing_without_costs_or_with_another_placement_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give that of at least one kind of layer"):
+        Dealing(2, 8, {}, DistCAConfig())
+    with pytest.raises(ConfigError, match="placement='random' must be one of 'dealt', 'in order'"):
+        dealing(2, 8, "random")
