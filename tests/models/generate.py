@@ -46,8 +46,8 @@ Rotary embeddings that depend on the longest document in a batch (`rope_type` "d
 the longest document of all ranks. Only the shares of `document_shares` know it; other batches with a document in several parts
 are refused, and so is Moshi with such an embedding, whose layers make it one by one.
 
-In Llama 4, layers without rotary embedding scale queries by the place of a token in its row, not in its document. Up to 8,192
-tokens a row (`floor_scale`) this changes nothing. In longer packed rows it does, under any attention.
+In Llama 4, layers without rotary embedding scale queries by the place of a token in its row, not in its document. In rows of
+fewer than 8,192 tokens (`floor_scale`) this changes nothing. In longer packed rows it does, under any attention.
 
 ## Positions and decoders
 
