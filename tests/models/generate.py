@@ -40,7 +40,7 @@ REASONS = (
 
 # What stands behind the table.
 NOTES = """
-Types that are not in the table are tried by nobody: documents over ranks pass, and it is for you to compare.
+Nobody has tried models that are not in the table. Documents over ranks pass with a warning, and it is for you to compare.
 
 Rotary embeddings that depend on the longest document in a batch (`rope_type` "dynamic" and "longrope", as in Phi-3) are made for
 the longest document of all ranks. Only the shares of `document_shares` know it; other batches with a document in several parts
