@@ -22,7 +22,7 @@ def check_positions(
     """Refuse a first batch whose position ids are not those of its documents, as when a loop leaves them out.
 
     Attention knows from the documents where parts begin. The rest of the model knows it from position ids, and counts a rank's
-    tokens from 0 without them. Asked once a model, as it may wait for a device.
+    tokens from 0 without them. Not asked again of a model that had the right ones, as it may wait for a device.
 
     Args:
         model: whose forward it is.
@@ -45,7 +45,6 @@ def check_positions(
         return  # the latter is said where documents are read
     else:
         found = position_ids.reshape(-1).cpu().numpy()
-    _checked.add(model)
     ahead = found - position
     wrong = np.flatnonzero((ahead != ahead[:1]) | (ahead < 0))
     if len(wrong):
@@ -54,3 +53,4 @@ def check_positions(
             f"token {at} of the batch is at position {position[at]} of its document, by distca_documents, and "
             f"{type(model).__name__} has {found[at]} for it: give the model position_ids, as PackingCollator does for shares."
         )
+    _checked.add(model)
