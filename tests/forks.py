@@ -21,7 +21,13 @@ from typing import Any
 from unittest.mock import patch
 
 # Libraries that patch others (DeepSpeed, TRL) or read settings when they are imported (trackers) are left to those who use them.
-PRELOADED = ["torch", "hf_distca", "transformers.trainer", "transformers.models.llama.modeling_llama", "pytest"]
+PRELOADED = [
+    "torch",
+    "hf_distca.integration.trainer",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "pytest",
+]
 # A fork has the thread that calls it alone, so libraries may start none where these are imported.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 

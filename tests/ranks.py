@@ -20,14 +20,14 @@ import forks
 class RankPool:
     """`world_size` processes in one gloo world. Call it with a module-level function and arguments."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, daemon: bool = True) -> None:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = Pipe()
-            self._processes.append(forks.start(_serve, rank, world_size, Path(self._folder.name, "store"), theirs))
+            self._processes.append(forks.start(_serve, rank, world_size, Path(self._folder.name, "store"), theirs, daemon=daemon))
             theirs.close()  # else a rank that dies would leave a connection that never ends
             self._pipes.append(ours)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import hf_distca
 from hf_distca.cli import app
 from hf_distca.schedule.plan import Plan
 
@@ -88,7 +89,8 @@ def test_plan_with_a_window(tmp_path: Path, window: int) -> None:
         ({"lengths": [["a"]]}, "'a' must be an integer"),
         ({"lengths": [[1.5]]}, "1.5 must be an integer"),
         ({"lengths": [[0]]}, "length 0"),
-        ({"lengths": [[10**30]]}, "must be an integer"),
+        ({"lengths": [[10**30], [2048]]}, f"{10**30} is too large"),
+        ({"lengths": [[], []]}, "has no tokens"),
         ({"rank_segments": [[3]]}, "segment 3 must be"),
         ({"rank_segments": [[[0, 1]]]}, "segment [0, 1] must be"),
         ({"rank_segments": [[[0, 1, 2]]]}, "starts at 1 where position 0 is next"),
@@ -111,6 +113,34 @@ def test_bad_placements(tmp_path: Path, content: object, message: str) -> None:
 )
 def test_bad_options(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
     one_line(run("plan", placement(tmp_path, {"lengths": [[1]]}), "--output", tmp_path / "plan.json", *options), message)
+
+
+def test_standard_input_and_output(tmp_path: Path) -> None:
+    """Without --output the plan goes to standard output, and what there is to say about it elsewhere."""
+    content = json.dumps({"lengths": [[16384], [2048] * 8]})
+    for options in ((), ("--output", "-")):
+        result = CliRunner().invoke(app, ["plan", "-", *options], input=content)
+        assert result.exit_code == 0, result.output
+        assert Plan.from_json(result.stdout).layout.world_size == 2
+        assert "imbalance of causal pairs" in result.stderr
+    wrong = CliRunner().invoke(app, ["plan", "-"], input="{")
+    one_line(wrong, "standard input is not JSON")
+
+
+def test_seconds_are_those_of_a_device(tmp_path: Path) -> None:
+    """Where only pairs count there are no seconds: 2**30 pairs were called one."""
+    file = placement(tmp_path, {"lengths": [[16384], [2048] * 8]})
+    for cost, said in (("pairs", False), ("cuda", True)):
+        result = run("plan", file, "--cost", cost)
+        assert ("slowest rank, estimated" in result.stderr) == said
+        assert "with no move at all" not in result.stderr
+    assert "on 1 rank," in run("plan", placement(tmp_path, {"lengths": [[5]]})).stderr
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"hf-distca {hf_distca.__version__}\n"
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:

@@ -49,11 +49,12 @@ def test_the_example_trains_compares_and_draws(tmp_path: Path) -> None:
     command = words_of(
         "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_long_documents.py"
     )
-    small = ["--max_length", "2048", "--tokens_per_batch", "2048", "--max_steps", "2", "--comparison_batches", "1"]
+    small = ["--max_length", "4096", "--tokens_per_rank", "2048", "--max_steps", "2", "--comparison_batches", "1"]
     output = run_program([*command, *small, "--output_dir", "out"], tmp_path, 360)
-    for text in ("balancing off", "balancing on", "attention imbalance, measured", "distca/imbalance_estimated_after"):
+    for text in ("balancing off", "balancing on", "dealt", "attention imbalance, measured", "distca/imbalance_estimated_after"):
         assert text in output
-    assert (tmp_path / "out" / "balance.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("balance.png", "global_batch.png"):
+        assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from transformers import AttentionInterface, AttentionMaskInterface
+from hf_distca.register import register, when_models_load
 
-from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.config import DistCAConfig
-from hf_distca.data.collator import PackingCollator
-from hf_distca.errors import (
-    ConfigError,
-    DistCADesyncError,
-    DistCAError,
-    KernelError,
-    LayoutError,
-    PlanError,
-    UnsupportedError,
-)
-from hf_distca.integration.ahead import plan_ahead
-from hf_distca.integration.attention import distca_attention
-from hf_distca.integration.figures import Metrics, balance_figures, metrics
-from hf_distca.integration.mask import distca_mask
-from hf_distca.integration.prepare import prepare
-from hf_distca.integration.profile import profile
-from hf_distca.integration.session import attention_seconds, balancing, configure
-from hf_distca.integration.shares import document_shares
-from hf_distca.integration.trainer import DistCACallback, DistCATrainerMixin, PlanAheadMixin
+if TYPE_CHECKING:
+    from hf_distca.agreement.documents import PackedDocuments
+    from hf_distca.config import DistCAConfig
+    from hf_distca.data.collator import PackingCollator
+    from hf_distca.errors import (
+        ConfigError,
+        DistCADesyncError,
+        DistCAError,
+        KernelError,
+        LayoutError,
+        PlanError,
+        UnsupportedError,
+    )
+    from hf_distca.integration.ahead import plan_ahead
+    from hf_distca.integration.figures import Metrics, balance_figures, metrics
+    from hf_distca.integration.prepare import prepare
+    from hf_distca.integration.profile import profile
+    from hf_distca.integration.session import attention_seconds, balancing, configure
+    from hf_distca.integration.share_tokens import share_tokens
+    from hf_distca.integration.shares import document_shares
+    from hf_distca.integration.stand_in import stand_in
+    from hf_distca.integration.trainer import DistCACallback, DistCATrainerMixin, PlanAheadMixin
+
+    __version__: str
 
 __all__ = [
     "ConfigError",
@@ -53,9 +57,52 @@ __all__ = [
     "plan_ahead",
     "prepare",
     "profile",
+    "share_tokens",
+    "stand_in",
 ]
 
-__version__ = version("hf-distca")
+# Where names come from when they are first used. Together they take seconds to import, most of it torch and transformers.
+_MODULES = {
+    "agreement.documents": ("PackedDocuments",),
+    "config": ("DistCAConfig",),
+    "data.collator": ("PackingCollator",),
+    "errors": (
+        "ConfigError",
+        "DistCADesyncError",
+        "DistCAError",
+        "KernelError",
+        "LayoutError",
+        "PlanError",
+        "UnsupportedError",
+    ),
+    "integration.ahead": ("plan_ahead",),
+    "integration.figures": ("Metrics", "balance_figures", "metrics"),
+    "integration.prepare": ("prepare",),
+    "integration.profile": ("profile",),
+    "integration.session": ("attention_seconds", "balancing", "configure"),
+    "integration.share_tokens": ("share_tokens",),
+    "integration.shares": ("document_shares",),
+    "integration.stand_in": ("stand_in",),
+    "integration.trainer": ("DistCACallback", "DistCATrainerMixin", "PlanAheadMixin"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-AttentionInterface.register("distca", distca_attention)
-AttentionMaskInterface.register("distca", distca_mask)
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("hf-distca")
+    elif name in _MODULE_OF:
+        value = getattr(import_module(f"hf_distca.{_MODULE_OF[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # found directly from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+when_models_load(register)

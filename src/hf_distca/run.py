@@ -1,39 +1,196 @@
-"""``python -m hf_distca.run train.py ...``: run a script that does not import hf_distca, with "distca" registered.
+"""``hf-distca run train.py ...`` or ``python -m hf_distca.run``: run a script that does not import hf_distca, under distca.
 
-For scripts that take the name of an attention implementation from their arguments. Processes that the script itself starts
-afresh import the script, not this module: there the script has to ``import hf_distca``.
+What holds for the script holds for Python processes that it starts, such as those of accelerate's launcher: each of them runs a
+``sitecustomize`` module that is in front of their ``PYTHONPATH`` while the script runs. No other way reaches them all: launchers
+write their own command lines, and packages of others call launchers in more ways than could be rewritten.
 """
 
 from __future__ import annotations
 
-import argparse
-import runpy
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-import hf_distca  # noqa: F401 - registers the name
+from hf_distca.register import when_models_load
 
-__all__ = ["main"]
+__all__ = ["Options", "begin", "main", "run_command"]
+
+_PYTHONPATH = "PYTHONPATH"
+# Each Python process runs this at its start; an interpreter of another environment may lack hf_distca, and then has no models.
+_AT_THE_START = '''\
+"""Written by `hf-distca run`, which deletes it at its end."""
+
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+
+hidden = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != {folder!r}])
+if hidden is not None and hidden.loader is not None:
+    hidden.loader.exec_module(module_from_spec(hidden))
+try:
+    from hf_distca.run import Options, begin
+except ImportError:
+    pass
+else:
+    begin(Options{options!r})
+'''
+
+
+class Options(NamedTuple):
+    """What holds for a script and all that it starts.
+
+    Attributes:
+        attn_implementation: "distca" for models that are loaded without naming one, None to leave that to transformers.
+        summary: whether to print the balance at the end.
+        instead_of: the attention that distca stands in for, None for none.
+    """
+
+    attn_implementation: Literal["distca"] | None = None
+    summary: bool = True
+    instead_of: str | None = None
+
+
+def begin(options: Options) -> None:
+    """Set up this process."""
+    if options.attn_implementation is not None:
+        when_models_load(_make_default)
+    if options.instead_of is not None:
+        when_models_load(partial(_stand_in, options.instead_of))
+    if options.summary:
+        import atexit
+
+        atexit.register(_sum_up)
+
+
+def run_command(command: str, arguments: Sequence[str], options: Options) -> None:
+    """Run a Python script in this process as ``__main__``, any other command in one of its own.
+
+    Args:
+        command: path of a script, or the name of a command on the PATH.
+        arguments: what it gets as its arguments.
+        options: what holds for it.
+
+    Raises:
+        FileNotFoundError: if there is neither.
+        SystemExit: with the exit status of a command that is no Python script, unless that is 0.
+    """
+    path = _find(command)
+    begin(options)
+    with _for_children(options):
+        if not _is_python(path):
+            import subprocess
+
+            if status := subprocess.run([path, *arguments], check=False).returncode:
+                raise SystemExit(status)
+            return
+        import runpy
+
+        sys.argv = [str(path), *arguments]
+        if not sys.flags.safe_path:  # as Python does for a script: what lies beside it can be imported
+            sys.path[0] = str(path.resolve().parent)
+        runpy.run_path(str(path), run_name="__main__")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the script named in the arguments, those of the command line by default, as ``__main__``."""
+    """Run the script named in the arguments, those of the command line by default."""
+    import argparse
+
     parser = argparse.ArgumentParser(
         prog="python -m hf_distca.run",
         description='Run a Python script with attn_implementation="distca" registered.',
         epilog="Under a launcher: accelerate launch -m hf_distca.run train.py --attn_implementation distca",
+        allow_abbrev=False,
     )
-    parser.add_argument("script", help="the script to run")
+    parser.add_argument(
+        "--attn-implementation", choices=["distca"], help="attention of models that are loaded without naming one"
+    )
+    parser.add_argument(
+        "--instead-of",
+        metavar="NAME",
+        help='the attention that distca stands in for, like "flash_attention_2", for scripts with a closed list of names',
+    )
+    parser.add_argument("--no-summary", dest="summary", action="store_false", help="do not print the balance at the end")
+    parser.add_argument("script", help="the script, or a command such as trl")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
     parsed = parser.parse_args(arguments)
-    script = Path(parsed.script)
-    if not script.is_file():
-        parser.error(f"there is no file {parsed.script!r} in {Path.cwd()}: the first argument is the script to run.")
-    sys.argv = [parsed.script, *parsed.arguments]
-    if not sys.flags.safe_path:  # as Python does for a script: what lies beside it can be imported
-        sys.path[0] = str(script.resolve().parent)
-    runpy.run_path(parsed.script, run_name="__main__")
+    try:
+        run_command(parsed.script, parsed.arguments, Options(parsed.attn_implementation, parsed.summary, parsed.instead_of))
+    except FileNotFoundError as error:
+        parser.error(str(error))
+
+
+def _find(command: str) -> Path:
+    """The file of a command.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    if Path(command).is_file():
+        return Path(command)
+    from shutil import which
+
+    found = which(command)
+    if found is None:
+        raise FileNotFoundError(
+            f"there is no file {command!r} in {Path.cwd()}, and no such command on the PATH: the first argument is what to run."
+        )
+    return Path(found)
+
+
+def _is_python(path: Path) -> bool:
+    if path.suffix == ".py":
+        return True
+    with path.open("rb") as file:
+        first = file.readline(256)
+    return first.startswith(b"#!") and b"python" in first
+
+
+@contextmanager
+def _for_children(options: Options) -> Iterator[None]:
+    """Let Python processes that start inside begin as this one did."""
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory(prefix="hf-distca-") as folder:
+        module = _AT_THE_START.format(folder=folder, options=tuple(options))
+        Path(folder, "sitecustomize.py").write_text(module, encoding="utf-8")
+        before = os.environ.get(_PYTHONPATH)
+        os.environ[_PYTHONPATH] = folder if not before else os.pathsep.join([folder, before])
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_PYTHONPATH]
+            else:
+                os.environ[_PYTHONPATH] = before
+
+
+def _stand_in(name: str) -> None:
+    from hf_distca.integration.stand_in import stand_in
+
+    stand_in(name)
+
+
+def _make_default() -> None:
+    from hf_distca.integration.default import make_default
+
+    make_default()
+
+
+def _sum_up() -> None:
+    """Print the balance, on the first rank of a process that balanced anything, unless that was done."""
+    if "hf_distca.integration.session" in sys.modules:
+        from hf_distca.integration.progress import say
+        from hf_distca.integration.report import summary
+        from hf_distca.integration.session import current_session
+
+        session = current_session()
+        text = summary(session.planner.history.total, session)
+        if text is not None and session.is_first and not session.summarized:
+            say(text)
 
 
 if __name__ == "__main__":

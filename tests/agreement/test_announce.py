@@ -46,7 +46,7 @@ def test_documents_of_all_ranks_are_read_as_they_were_announced(first: list[list
 @given(LENGTHS)
 def test_a_document_on_one_rank_is_announced_as_one_number(ranks: list[list[int]]) -> None:
     sizes = {len(announcement(packed(lengths)).row()) - len(lengths) for lengths in ranks}
-    assert sizes == {6 + 2 + 4}
+    assert sizes == {7 + 2 + 4}
 
 
 def test_documents_over_ranks_are_announced_with_number_and_start() -> None:
@@ -107,7 +107,7 @@ def test_settings_and_costs_are_in_the_fingerprint() -> None:
 
 def test_one_rank_with_many_documents_makes_no_other_row_longer() -> None:
     many, few = announcement(packed([1] * 1024)).row(), announcement(packed([1024])).row()
-    assert (len(many), len(few)) == (12 + 1024, 12 + 1)
+    assert (len(many), len(few)) == (13 + 1024, 13 + 1)
     (stated,) = Announcements.read([many, few]).stated()
     assert stated.counts.tolist() == [1024, 1]
     assert np.array_equal(layout_of(stated).offsets, [0, 1024, 1025])

@@ -120,9 +120,9 @@ def test_a_measurement_with_kernels_that_still_run_is_left_out_on_all_ranks() ->
 
     def others(row: np.ndarray) -> list[np.ndarray]:
         other = row.copy()
-        if len(row) > 8 and row[5]:  # one measured plan: this rank is done, the other is not
-            other[6] = -1
-            unfinished.append(row[6])
+        if len(row) > 9 and row[5]:  # one measured plan: this rank is done, the other is not
+            other[7] = -1
+            unfinished.append(row[7])
         return [row, other]
 
     ours, group = planner(), MadeUpGroup(2, others)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from some_documents import check_shares, dealing, some_documents, some_lengths, whole
 
 from hf_distca import ConfigError, LayoutError, PackingCollator
 from hf_distca.data.global_batches import GlobalBatches
-from hf_distca.data.lengths import token_counts
+from hf_distca.data.lengths import document_lengths
 from hf_distca.data.shares import Shares
 
 FORMS: dict[str, Any] = {
@@ -29,7 +31,7 @@ FORMS: dict[str, Any] = {
 
 
 def make(documents: Any, ranks: int, tokens: int, *, ping_pong: bool = False, column: str = "input_ids", **how: Any) -> Shares:
-    batches = GlobalBatches(token_counts(documents, column), ranks * tokens, quiet=True, **how)
+    batches = GlobalBatches(document_lengths(documents, column), ranks * tokens, quiet=True, **how)
     return Shares(documents, batches, dealing(ranks, tokens, ping_pong=ping_pong), column=column, pad_token_id=77)
 
 
@@ -87,6 +89,31 @@ def test_the_tokens_may_have_a_column_of_another_name() -> None:
     rows = [{"text": "x", "tokens": row["input_ids"]} for row in some_documents(some_lengths(20))]
     for documents in (rows, datasets.Dataset.from_list(rows)):
         check_epoch(make(documents, 2, 100, column="tokens"), [{"input_ids": row["tokens"]} for row in rows])
+
+
+def in_chunks(values: list[Any], kind: pa.DataType) -> pa.ChunkedArray:
+    return pa.chunked_array([pa.array(values[:7], kind), pa.array(values[7:], kind)])
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.uint16()), pa.list_(pa.int64(), 40)])
+def test_lists_of_any_kind_are_read_from_any_chunk(kind: pa.DataType) -> None:
+    rows = some_documents([40] * 20, labels=True)
+    tokens = in_chunks([[token % 2**15 for token in row["input_ids"]] for row in rows], kind)
+    labels = in_chunks([row["labels"] if number % 3 else None for number, row in enumerate(rows)], pa.list_(pa.int64()))
+    documents = datasets.Dataset(pa.table({"labels": labels, "input_ids": tokens})).select([*range(3, 20), 0, 1, 2])
+    expected = [{name: row for name, row in one.items() if row is not None} for one in documents]
+    check_epoch(make(documents, 2, 100), expected)
+    nothing = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 2, "labels": [None] * 2})
+    check_epoch(make(nothing, 2, 3), [{"input_ids": [1, 2, 3]}] * 2)
+
+
+def test_documents_on_a_disk_are_read_there(tmp_path: Path) -> None:
+    rows = some_documents(some_lengths())
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path)
+    shares = make(datasets.load_from_disk(str(tmp_path)).shuffle(seed=0), 2, 100)
+    assert len(pickle.dumps(shares)) < 20_000  # a worker gets no tokens
+    in_order = [row["input_ids"] for row in datasets.load_from_disk(str(tmp_path)).shuffle(seed=0)]
+    check_epoch(shares, [{"input_ids": row} for row in in_order])
 
 
 def test_only_documents_of_the_share_are_read() -> None:

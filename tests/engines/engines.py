@@ -82,14 +82,14 @@ def train(rank: int, case: Case, implementation: str) -> Run:
     """Train on this rank; every rank of the world must call it."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)
-    _forget_accelerate()
+    forget_accelerate()
     hf_distca.configure(case.settings)
     with counting_gathers() as gathers:
         run = BY_NAME[case.engine](case, rank, implementation)
     return replace(run, gathers=len(gathers))
 
 
-def _forget_accelerate() -> None:
+def forget_accelerate() -> None:
     """accelerate keeps the engine of a process in shared state and environment variables: an earlier run's must not stay."""
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 import hf_distca
 from hf_distca.integration.handle import AttentionHandle
@@ -174,6 +186,44 @@ def call(**changes: object) -> None:
 def test_refused_by_name(changes: dict[str, object], named: str) -> None:
     with pytest.raises(hf_distca.UnsupportedError, match=named):
         call(**changes)
+
+
+def small(kind: str) -> Any:
+    """A model with the attention dropout of its family's default, in training mode."""
+    if kind == "gpt2":
+        return GPT2LMHeadModel, GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=31)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 31}
+    if kind == "bert":
+        return BertLMHeadModel, BertConfig(**sizes, is_decoder=True)
+    return LlamaForCausalLM, LlamaConfig(**sizes, attention_dropout=0.25)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"), [("gpt2", "attn_pdrop"), ("bert", "attention_probs_dropout_prob"), ("llama", "attention_dropout")]
+)
+def test_dropout_is_called_by_its_name_in_the_config(kind: str, setting: str) -> None:
+    """Following the message helps: GPT-2 has no attention_dropout."""
+    model, config = small(kind)
+    config._attn_implementation = "distca"
+    ids = torch.arange(1, 9)[None]
+    with pytest.raises(hf_distca.UnsupportedError, match=f"set {setting}=0.0 in the model's config"):
+        model(config).train()(input_ids=ids, use_cache=False)
+    setattr(config, setting, 0.0)
+    model(config).train()(input_ids=ids, use_cache=False)
+
+
+def test_with_a_cache_sdpa_lets_packed_documents_see_each_other_and_distca_does_not() -> None:
+    """As docs/troubleshooting.md says: whoever compares the two in a bare loop has to pass use_cache=False."""
+    ids, positions = tokens(1, 60), torch.cat([torch.arange(40), torch.arange(20)])[None]
+    logits = {
+        (name, cache): model_for(name)(input_ids=ids, position_ids=positions, use_cache=cache).logits.detach()
+        for name in ("distca", "sdpa")
+        for cache in (False, True)
+    }
+    right = logits["sdpa", False]
+    assert torch.allclose(logits["distca", False], right, atol=1e-5)
+    assert torch.allclose(logits["distca", True], right, atol=1e-5)
+    assert not torch.allclose(logits["sdpa", True], right, atol=1e-3)
 
 
 def test_harmless_arguments_pass() -> None:

@@ -43,7 +43,7 @@ def test_figures_since_the_last_call(rank_pool: Callable[[int], RankPool]) -> No
         assert trained["distca/exchanged_mb_per_layer"] > 0
         assert 0 < trained[SHARE] < 1
         assert again == {}, "figures are given once"
-        assert anew.keys() == FIGURES - {SHARE}, "when `configure` was called is not known"
+        assert anew.keys() == FIGURES
     one, other = (trained for _, trained, _, _ in ours)
     assert one | OWN == other | OWN, "what is of all ranks is the same on all"
 
@@ -70,7 +70,7 @@ def test_metrics_are_sums_that_reading_does_not_change(rank_pool: Callable[[int]
         assert trained.balance == again.balance
         assert trained.figures().keys() == FIGURES
         assert (again - trained).figures() == {}
-        assert (trained.balance.micro_batches, more.balance.micro_batches) == (2, 4)
+        assert (trained.balance.micro_batches, more.balance.micro_batches) == (1, 3), "the newest one is not measured yet"
         assert (more - again).figures().keys() == FIGURES
         assert 0 < (more - again).figures()[SHARE] < 1
         assert more.elapsed_seconds > again.elapsed_seconds >= trained.elapsed_seconds > 0

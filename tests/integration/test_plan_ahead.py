@@ -25,6 +25,7 @@ from transformers import (
 )
 
 import hf_distca
+from hf_distca.agreement.figures import Tally
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 from recorded import counted_planning
@@ -83,6 +84,7 @@ def train(rank: int, ahead: bool, kind: str, wrapper: str) -> tuple[list[float],
         optimizer.step()
         optimizer.zero_grad()
         gathers.append(len(gather))
+        current_session().collect()  # so that the figures of a step are its own
         figures.append((history.total - before).figures())
     return losses, figures, gathers, current_session().planner.number
 
@@ -99,10 +101,11 @@ def test_steps_planned_ahead_are_those_planned_as_they_run(
         assert number == same_number == STEPS * MICRO_BATCHES
         assert gathers == [2 * MICRO_BATCHES * plans] * STEPS, "both nano-batches are planned in one go"
         assert fewer == [2 * MICRO_BATCHES * plans, 2, 2], "the first step tells what there is to plan"
-        for step, (one, other) in enumerate(zip(figures, same_figures, strict=True)):
+        for one, other in zip(figures, same_figures, strict=True):
+            assert one["distca/micro_batches"] == other["distca/micro_batches"] == MICRO_BATCHES
             for name in ("before", "after"):
                 assert other[f"distca/imbalance_estimated_{name}"] == one[f"distca/imbalance_estimated_{name}"]
-            assert (other.get("distca/exchanged_mb_per_layer", 0) > 0) == (step > 0 or "distca/exchanged_mb_per_layer" in one)
+            assert other["distca/exchanged_mb_per_layer"] == one["distca/exchanged_mb_per_layer"] > 0
 
 
 def changed(rank: int) -> str:
@@ -159,8 +162,8 @@ def test_the_mixin_keeps_its_first_name() -> None:
     assert hf_distca.PlanAheadMixin is hf_distca.DistCATrainerMixin
 
 
-def train_with(rank: int, ahead: bool) -> tuple[list[dict[str, float]], int, int]:
-    """The log history of a Trainer's run, the number of its last micro-batch, and the rows exchanged for planning."""
+def train_with(rank: int, ahead: bool) -> tuple[list[dict[str, float]], Tally, int, int]:
+    """Log history and balance of a Trainer's run, the number of its last micro-batch, and the rows exchanged for planning."""
     trainer = make_trainer(
         "distca",
         [{"documents": [[7] * n for n in LENGTHS[at % 2][at // 2 % MICRO_BATCHES]]} for at in range(2 * 4 * 2)],
@@ -171,17 +174,20 @@ def train_with(rank: int, ahead: bool) -> tuple[list[dict[str, float]], int, int
     )
     with counted_planning() as gather:
         trainer.train()
-    return trainer.state.log_history, current_session().planner.number, len(gather)
+    history = [row for row in trainer.state.log_history if "loss" in row]
+    return history, hf_distca.metrics().balance, current_session().planner.number, len(gather)
 
 
 def test_a_trainer_plans_its_steps_ahead(rank_pool: Callable[[int], RankPool]) -> None:
     lazily, ahead = (rank_pool(2)(train_with, planned, timeout=120) for planned in (False, True))
-    for (history, number, gathers), (same, same_number, fewer) in zip(lazily, ahead, strict=True):
-        assert number == same_number == 16
-        assert (gathers, fewer) == (2 * 16, 2 * 3 + 2 * 5), "after the first of six steps, two a step"
+    for (history, balance, number, gathers), (same, same_balance, same_number, fewer) in zip(lazily, ahead, strict=True):
+        assert number == same_number == balance.micro_batches == same_balance.micro_batches == 16
+        assert (gathers, fewer) == (2 * 16 + 1, 2 * 3 + 2 * 5 + 1), "after the first of six steps, two a step; one at the end"
         for one, other in zip(history, same, strict=True):
-            for name in ("loss", "grad_norm", "distca/imbalance_estimated_after"):
+            for name in ("loss", "grad_norm"):
                 assert one.get(name) == other.get(name)
+        for name in ("imbalance_estimated_before", "imbalance_estimated_after", "exchanged_mb_per_layer"):
+            assert balance.figures()[f"distca/{name}"] == pytest.approx(same_balance.figures()[f"distca/{name}"])
 
 
 def order(rank: int) -> list[int]:

@@ -44,6 +44,12 @@ def test_configure_takes_settings_only(given: Any) -> None:
         hf_distca.configure(given)
 
 
+@pytest.mark.parametrize("given", ["dp", [0, 1], -100])
+def test_configure_takes_groups_and_meshes_only(given: Any) -> None:
+    with pytest.raises(hf_distca.ConfigError, match="give it a process group"):
+        hf_distca.configure(group=given)
+
+
 def test_balancing_is_switched_for_a_while() -> None:
     hf_distca.configure(hf_distca.DistCAConfig(tile=64))
     with hf_distca.balancing(False):
@@ -111,7 +117,9 @@ def test_figures_of_a_tally() -> None:
     history = History()
     estimate = Estimate(2, np.array([0, 0, 1]), np.array([0, 1, 1]), np.array([2.0, 1.0, 1.0]), 5.0)
     history.planned(estimate, 1)
-    history.measured(estimate, np.array([2.0, 3.0]), np.array([4_000_000, 1_000_000]), 2)
+    history.measured(estimate, 1, np.array([2.0, 3.0]), np.array([4_000_000, 1_000_000]), 2, rank=1)
+    assert history.total.figures() == {}, "the micro-batch is not over"
+    history.planned(estimate, 2)
     before = history.total
     figures = before.figures()
     assert figures["distca/imbalance_estimated_before"] == pytest.approx(3 / 2)
@@ -122,12 +130,13 @@ def test_figures_of_a_tally() -> None:
     assert figures["distca/exchanged_mb_per_layer"] == pytest.approx(2.0)
     assert figures["distca/planning_ms"] == pytest.approx(5.0)
     assert (history.total - before).figures() == {}
-    history.planned(estimate, 2)
-    assert (history.total - before).figures().keys() == {
-        "distca/imbalance_estimated_before",
-        "distca/imbalance_estimated_after",
-        "distca/planning_ms",
-    }
+    history.end()
+    assert (history.total - before).figures() == {}, "it is not measured yet"
+    history.measured(estimate, 2, np.array([1.0, 1.0]), np.array([0, 0]), 2, rank=1)
+    after = (history.total - before).figures()
+    assert after.keys() == figures.keys()
+    assert after["distca/exchanged_mb_per_layer"] == 0.0
+    assert after["distca/imbalance_measured_after"] == pytest.approx(1.0)
     assert (before.micro_batches, history.total.micro_batches) == (1, 2), "a total is not changed by what comes after it"
 
 

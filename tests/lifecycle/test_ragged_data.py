@@ -78,6 +78,27 @@ def test_dispatched_batches_are_refused_on_every_rank(rank_pool: Callable[[int],
         assert 'accelerator_config={"dispatch_batches": False}' in message
 
 
+def dispatched_without_the_callback(rank: int, lengths: tuple[int, ...]) -> str:
+    """What rank 0 says of it, where nothing of hf_distca looks at the loader."""
+    stream = [{"input_ids": [7] * length} for length in lengths]
+    trainer = make_trainer("distca", datasets.IterableDataset.from_generator(lambda: iter(stream)), max_steps=2)
+    trainer.remove_callback(hf_distca.DistCACallback)
+    if rank:  # it waits for rank 0, in torch
+        return ""
+    with pytest.raises((TypeError, RuntimeError)) as refused:
+        next(iter(trainer.get_train_dataloader()))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("lengths", [(8, 8), (8, 9)], ids=["equal rows", "rows of two lengths"])
+def test_dispatched_batches_explain_themselves_without_the_callback(
+    rank_pool: Callable[[int], RankPool], lengths: tuple[int, ...]
+) -> None:
+    message, _ = rank_pool(2)(dispatched_without_the_callback, lengths)
+    assert "dispatch_batches" in message
+    assert "False" in message
+
+
 def test_one_process_reads_for_itself() -> None:
     run, moved, _ = train(0, "distca", True, {"max_steps": 3})
     assert len(run) >= 3

@@ -18,7 +18,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
-from hf_distca.schedule.deal import deal, deal_nano_batches, plan_dealt
+from hf_distca.schedule.deal import deal, deal_nano_batches, in_order, plan_dealt
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
@@ -292,3 +292,12 @@ def test_documents_of_real_placements() -> None:
     assert max(serial) <= 2.0
     assert np.percentile(overlapped, 90, method="higher") <= 1.04
     assert max(overlapped) <= 1.3
+
+
+@given(batches())
+def test_in_order_means_one_after_another(batch: tuple[list[int], int, int]) -> None:
+    lengths, ranks, tokens = batch
+    layout = in_order(lengths, ranks, tokens)
+    check(layout, lengths, [tokens] * ranks)
+    assert layout.document.tolist() == sorted(layout.document.tolist())
+    assert not layout.scattered or len(layout.spanning)

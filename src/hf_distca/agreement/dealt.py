@@ -6,20 +6,24 @@ have, deals and plans for itself, and finds what they find: ranks need not meet 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Literal, get_args
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import ConfigError
+from hf_distca.errors import ConfigError, LayoutError
+from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.deal import deal, deal_nano_batches, plan_dealt
+from hf_distca.schedule.deal import deal, deal_nano_batches, in_order, plan_dealt
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["Dealing", "Dealt"]
+__all__ = ["Dealing", "Dealt", "Placement"]
+
+Placement = Literal["dealt", "in order"]
 
 
 class Dealt:
@@ -63,6 +67,23 @@ class Dealt:
             return None
         return int(self.layouts[0].query_tokens[self.rank])
 
+    def check_is_for(self, group: AttentionGroup) -> None:
+        """Refuse a share that is not for this rank of this group.
+
+        Raises:
+            LayoutError: says whose it is.
+        """
+        if self.ranks != group.size:
+            raise LayoutError(
+                f"{self} is dealt to {self.ranks} ranks, and the attention group has {group.size}: {group.ranks}. Deal to as "
+                "many ranks as share attention."
+            )
+        if self.rank != group.rank:
+            raise LayoutError(
+                f"rank {group.ranks[group.rank]} holds the share of rank {group.ranks[self.rank]} of {self}: read shares in "
+                "order, one a batch, with as many processes as they are dealt to."
+            )
+
     def plan(self, key: PlanKey, cost: CostModel, config: DistCAConfig) -> Plan:
         """The plan of a kind of layer; it is made now, unless one was made before under the same settings.
 
@@ -83,37 +104,49 @@ class Dealing:
 
     Args:
         ranks: how many share a global batch.
-        tokens_per_rank: tokens of each.
+        tokens_per_rank: tokens of each, one number for all or one for each.
         costs: seconds of the tasks of each kind of layer, by its plan (of whole batches). Documents are dealt by the first one.
         config: settings under which the batches will train. Under others, plans are made when they are needed.
         ranks_per_node: as for `deal`.
+        placement: "dealt"; or "in order" for documents one after another, cut where a rank is full, to compare with.
 
     Raises:
-        ConfigError: if there is no cost.
+        ConfigError: if there is no cost, or no such placement.
     """
 
     def __init__(
         self,
         ranks: int,
-        tokens_per_rank: int,
+        tokens_per_rank: int | Sequence[int],
         costs: Mapping[PlanKey, CostModel],
         config: DistCAConfig,
         ranks_per_node: int | None = None,
+        placement: Placement = "dealt",
     ) -> None:
+        if placement not in get_args(Placement):
+            raise ConfigError(f"placement={placement!r} must be one of {', '.join(map(repr, get_args(Placement)))}.")
         if not costs:
             raise ConfigError("documents are dealt by the cost of attention: give that of at least one kind of layer.")
         self.ranks, self.tokens_per_rank, self.costs, self.config = ranks, tokens_per_rank, dict(costs), config
-        self.ranks_per_node = ranks_per_node
+        self.ranks_per_node, self.placement = ranks_per_node, placement
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a global batch."""
+        each = self.tokens_per_rank
+        return sum(each) if isinstance(each, Sequence) else self.ranks * each
 
     def layouts(self, lengths: IntArray) -> tuple[Layout, ...]:
         """Deal documents of so many tokens, `ranks` times `tokens_per_rank` together.
 
         Returns:
-            One layout, or those of both nano-batches with ping-pong.
+            One layout, or, dealt with ping-pong, those of both nano-batches.
 
         Raises:
             LayoutError, ConfigError: as `deal`.
         """
+        if self.placement == "in order":
+            return (in_order(lengths, self.ranks, self.tokens_per_rank),)
         cost = next(iter(self.costs.values()))
         if self.config.ping_pong:
             return deal_nano_batches(

@@ -32,7 +32,19 @@ class PlansAhead:
         return self._plans.pop(kind, None)
 
 
-class PackedDocuments:
+class _Explained(type):
+    """The type of a class whose name says where its objects cannot go: libraries put it into their errors."""
+
+    def __repr__(cls) -> str:
+        return (
+            f"<class '{cls.__module__}.{cls.__qualname__}'>, which stays on the rank that packed it. If rank 0 reads the batches "
+            "of all ranks, as accelerate lets it do for iterable datasets, set "
+            'TrainingArguments(accelerator_config={"dispatch_batches": False}), or dispatch_batches=False in accelerate\'s '
+            "DataLoaderConfiguration"
+        )
+
+
+class PackedDocuments(metaclass=_Explained):
     """The documents of one rank's micro-batch as a host-side object, so that no rank has to read a device tensor.
 
     A collator puts it into the batch under the key ``distca_documents``; Trainer, accelerate and the model pass it on. It is no

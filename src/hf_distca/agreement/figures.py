@@ -1,13 +1,14 @@
 """What planning promised and what ranks measured, per micro-batch, and the figures made of both.
 
 The imbalance of several micro-batches is sum(max over ranks) / sum(mean over ranks): the ranks wait in every micro-batch, so
-the slowest of each counts. Ranks announce their measured seconds with their next documents; the figures lag one micro-batch, and
-on a GPU, where the host runs ahead of the kernels, two.
+the slowest of each counts. Ranks announce their measured seconds with their next documents: a micro-batch is counted, all of it
+at once, when its measurement is in. That is one micro-batch later, and on a GPU, where the host runs ahead of the kernels, two.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+import time
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 
@@ -42,6 +43,11 @@ class Estimate:
         return cls(plan.layout.world_size, plan.home, plan.server, seconds, planning_ms)
 
     @property
+    def moves(self) -> bool:
+        """Whether a task has another server than its home."""
+        return bool((self.home != self.server).any())
+
+    @property
     def before(self) -> FloatArray:
         """(ranks,) seconds if every rank computed its own attention."""
         return self._sum(self.home, self.seconds)
@@ -65,10 +71,13 @@ class Estimate:
 class Tally:
     """Sums over micro-batches. Seconds are those of attention on one rank: the slowest, or the mean of all.
 
-    The difference of two tallies of a session is the tally of what lies between them.
+    The difference of two tallies of a session is the tally of what lies between them. `moved` counts micro-batches in which work
+    was moved, `busiest_bytes` what the rank sent that sent most, `layers` layers of attention; `own_seconds` is this rank's time
+    in attention kernels, `elapsed_seconds` the time from the beginning of each micro-batch to that of the next.
     """
 
     micro_batches: int = 0
+    moved: int = 0
     planning_ms: float = 0.0
     estimated_before: float = 0.0
     estimated_after: float = 0.0
@@ -78,6 +87,8 @@ class Tally:
     measured_mean: float = 0.0
     busiest_bytes: float = 0.0
     layers: int = 0
+    own_seconds: float = 0.0
+    elapsed_seconds: float = 0.0
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -98,45 +109,90 @@ class Tally:
             figures["distca/exchanged_mb_per_layer"] = self.busiest_bytes / self.layers / 1e6
         if self.micro_batches:
             figures["distca/planning_ms"] = self.planning_ms / self.micro_batches
+            figures["distca/server_time_share"] = self.own_seconds / max(self.elapsed_seconds, 1e-9)
+            figures["distca/micro_batches"] = self.micro_batches
         return figures
 
 
+@dataclass(eq=False)
+class _MicroBatch:
+    """A micro-batch that is not counted yet: how many of its plans are not measured, and since when it runs."""
+
+    tally: Tally
+    began: float
+    unmeasured: int = 0
+    moved: bool = False
+    ended: float | None = None
+
+
+@dataclass(eq=False)
 class History:
-    """Adds up micro-batches and measurements.
+    """Adds up micro-batches. One counts when it is over and all its plans are measured, so that a sum is about whole ones.
 
     Attributes:
         total: since the start. It only grows; whoever reports keeps the one it reported last and takes the difference.
     """
 
-    def __init__(self) -> None:
-        self.total = Tally()
-        self._number = 0
+    total: Tally = field(default_factory=Tally)
+    _number: int = 0  # of the micro-batch at hand
+    _running: dict[int, _MicroBatch] = field(default_factory=dict)
 
     def planned(self, estimate: Estimate, number: int) -> None:
-        """A plan of micro-batch `number` was made: one of several, where kinds of layers or nano-batches have their own."""
+        """A plan of micro-batch `number` is used: one of several, where kinds of layers or nano-batches have their own."""
+        new = number != self._number
+        if new:
+            self.end()
+            self._number = number
+        one = self._running.setdefault(number, _MicroBatch(Tally(micro_batches=int(new)), time.perf_counter()))
         before = estimate.before
-        self.total += Tally(
-            micro_batches=int(number != self._number),
+        one.tally += Tally(
+            moved=int(estimate.moves and not one.moved),
             planning_ms=estimate.planning_ms,
             estimated_before=float(before.max()),
             estimated_after=float(estimate.after.max()),
             estimated_mean=float(before.mean()),
         )
-        self._number = number
+        one.moved |= estimate.moves
+        one.unmeasured += 1
 
-    def measured(self, estimate: Estimate, seconds: FloatArray, sent_bytes: IntArray, calls: int) -> None:
-        """What all ranks did for a micro-batch.
+    def measured(self, estimate: Estimate, number: int, seconds: FloatArray, sent_bytes: IntArray, calls: int, rank: int) -> None:
+        """What all ranks did by a plan of a micro-batch.
 
         Args:
             estimate: what the plan was to take.
+            number: of the micro-batch.
             seconds: attention kernel seconds of each rank.
             sent_bytes: bytes each rank sent.
             calls: attention layers that ran.
+            rank: this one.
         """
-        self.total += Tally(
+        one = self._running.get(number)
+        if one is None:  # dropped
+            return
+        one.tally += Tally(
             measured_before=float(estimate.given_back(seconds).max()),
             measured_after=float(seconds.max()),
             measured_mean=float(seconds.mean()),
             busiest_bytes=float(sent_bytes.max()),
             layers=calls,
+            own_seconds=float(seconds[rank]),
         )
+        one.unmeasured -= 1
+        self._count(number)
+
+    def drop(self, number: int) -> None:
+        """Count nothing of a micro-batch: what some rank did for it will not be known."""
+        self._running.pop(number, None)
+
+    def end(self) -> None:
+        """The micro-batch at hand is over."""
+        one = self._running.get(self._number)
+        if one is not None:
+            one.ended = one.ended or time.perf_counter()
+            self._count(self._number)
+
+    def _count(self, number: int) -> None:
+        one = self._running[number]
+        if one.ended is not None and not one.unmeasured:
+            self.total += one.tally + Tally(elapsed_seconds=one.ended - one.began)
+            del self._running[number]

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from threading import Thread
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from hf_distca.agreement.announce import Announcement, Announcements, Common, Pl
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.figures import Estimate, History
+from hf_distca.agreement.measured import Measured, Measurements, record
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
@@ -59,19 +59,6 @@ class Planned:
     source: str = ""
 
 
-class _Measured(NamedTuple):
-    """What a plan was to take, and the meter of what it takes."""
-
-    key: PlanKey
-    estimate: Estimate
-    meter: Meter
-
-    @property
-    def figures(self) -> tuple[int, int]:
-        """Kernel nanoseconds, -1 while kernels still run, and sent bytes."""
-        return int(self.meter.seconds * 1e9) if self.meter.finished else -1, self.meter.sent_bytes
-
-
 @dataclass(frozen=True, eq=False)
 class Planning:
     """Plans that are being made.
@@ -107,12 +94,11 @@ class Planner:
         self.history = History()
         self.number = 0
         self._meter = meter
-        self._asked = 0
+        self._asked = self._collected = self._rank = 0
         self._used: set[PlanKey] = set()  # in this micro-batch
         self._recent: dict[PlanKey, None] = {}  # since `recent_keys` was asked
-        # What ranks measured is announced with the next plan of the same key: until then all of it was launched.
-        self._measured: dict[PlanKey, list[_Measured]] = {}
-        self._meetings: deque[tuple[Meeting, list[_Measured]]] = deque()
+        self._measurements = Measurements()
+        self._meetings: deque[tuple[Meeting, list[Measured]]] = deque()
 
     @property
     def next_number(self) -> int:
@@ -206,14 +192,33 @@ class Planner:
         self._recent[key] = None
         estimate, meter = Estimate.of(planned.plan, self.cost(key), planned.milliseconds), Meter(self._meter)
         self.history.planned(estimate, self.number)
-        self._measured.setdefault(key, []).append(_Measured(key, estimate, meter))
+        self._measurements.add(Measured(key, self.number, estimate, meter))
         return meter
+
+    def collect(self, group: AttentionGroup) -> None:
+        """Compare what was done since the last announcement, with one collective: at the end, when no next one will tell.
+
+        All ranks must call it at the same point; again has no effect. What a kernel that still runs belongs to is left out.
+
+        Raises:
+            DistCADesyncError: if ranks turned out not to do the same, or do not all come.
+        """
+        if self._collected == self.number:
+            return
+        self._collected = self.number
+        self.look(at_most=0)
+        self.history.end()
+        measured = self._measurements.take_all()
+        own = np.array([one.figures for one in measured], dtype=np.int64).reshape(-1)
+        rows = group.gather(own, doing="comparing what ranks measured up to the end of training")
+        if all(len(row) == len(own) for row in rows):
+            record(measured, np.stack(rows).reshape(len(rows), -1, 2), self.history, group.rank)
 
     def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
         """Plans that need no other rank."""
         started = time.perf_counter()
         for dealt in shares:
-            _check_share(dealt, group)
+            dealt.check_is_for(group)
         plans = [
             dealt.plan(key, self.cost(key), self._settings_for(key)) for dealt, (_, key) in zip(shares, requests, strict=True)
         ]
@@ -229,16 +234,16 @@ class Planner:
         """Announce what this rank measured and has, to be compared while it goes on."""
         self.look(at_most=_MEETINGS)
         self._asked += 1
-        common, measured = self._common(keys), self._newly_measured(keys)
+        common, measured = self._common(keys), self._measurements.take(keys)
         # What does not fit is announced later; on all ranks the same.
         room = (group.most_numbers - len(self._announcement(group, common, [], dealt=dealt).row())) // 2
-        for one in measured[room:]:
-            self._measured.setdefault(one.key, []).insert(0, one)
+        self._measurements.put_back(measured[room:])
         own = self._announcement(group, common, measured[:room], dealt=dealt)
 
         def compare(rows: Sequence[IntArray]) -> None:
             agree(Announcements.read(rows), common, group, place)
 
+        self._rank = group.rank
         meeting = group.meet(own.row(), doing=f"comparing shares of {place}", agree=compare)
         self._meetings.append((meeting, measured[:room]))
 
@@ -258,7 +263,8 @@ class Planner:
             if not meeting.done:
                 return
             self._meetings.popleft()
-            self._record(measured, Announcements.read(meeting.rows))
+            for one in record(measured, Announcements.read(meeting.rows).measured, self.history, self._rank):
+                self.history.drop(one.number)  # ranks are here at different times: they cannot announce it again together
 
     def _ahead(self, documents: Documents, key: PlanKey) -> Planned | None:
         """The plan that was made ahead under the settings of now."""
@@ -274,11 +280,11 @@ class Planner:
         self.look(at_most=0)  # in the order in which micro-batches ran
         self._asked += 1
         keys = [key for _, key in requests]
-        common, measured = self._common(keys), self._newly_measured(keys)
+        common, measured = self._common(keys), self._measurements.take(keys)
         own = self._announcement(group, common, measured, requests)
         announced = Announcements.read(group.gather(own.row(), doing=f"planning {place}"))
         stated = agree(announced, common, group, place)
-        self._record(measured, announced)
+        self._measurements.put_back(record(measured, announced.measured, self.history, group.rank))
         return [layout_of(one) for one in stated]
 
     def _settings_for(self, key: PlanKey) -> DistCAConfig:
@@ -292,7 +298,7 @@ class Planner:
         self,
         group: AttentionGroup,
         common: Common,
-        measured: Sequence[_Measured],
+        measured: Sequence[Measured],
         requests: Sequence[Request] = (),
         dealt: Sequence[int] = (),
     ) -> Announcement:
@@ -306,24 +312,6 @@ class Planner:
             dealt=dealt,
         )
 
-    def _record(self, measured: Sequence[_Measured], announced: Announcements) -> None:
-        """Add what all ranks measured to the history."""
-        for one, (nanoseconds, sent_bytes) in zip(measured, announced.measured.transpose(1, 2, 0), strict=True):
-            if nanoseconds.min() >= 0:  # else a kernel still runs somewhere: nothing to compare with
-                # Both nano-batches go through each layer: one of them counts it.
-                calls = 0 if one.key.nano == 2 else one.meter.calls
-                self.history.measured(one.estimate, nanoseconds / 1e9, sent_bytes, calls)
-
-    def _newly_measured(self, keys: Iterable[PlanKey]) -> list[_Measured]:
-        return [one for key in dict.fromkeys(keys) for one in self._finished(key)]
-
-    def _finished(self, key: PlanKey) -> list[_Measured]:
-        """What is announced of the plans of a key. On a GPU the newest waits: its kernels may still have to run."""
-        measured = self._measured.pop(key, [])
-        if key.device != "cpu" and measured:
-            self._measured[key] = [measured.pop()]
-        return measured
-
     def _compare(self, plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:
         """Plans come from equal inputs, but an exchange with unequal plans would hang: compare before using them."""
         digests = np.array([_number(plan) for plan in plans], dtype=np.int64)
@@ -336,20 +324,6 @@ class Planner:
 def _number(plan: Plan) -> int:
     """The digest of a plan, or enough of it, as a number of 64 bits."""
     return int(plan.digest[:15], 16)
-
-
-def _check_share(dealt: Dealt, group: AttentionGroup) -> None:
-    """Raise if a share is not for this rank."""
-    if dealt.ranks != group.size:
-        raise LayoutError(
-            f"{dealt} is dealt to {dealt.ranks} ranks, and the attention group has {group.size}: {group.ranks}. Deal to as many "
-            "ranks as share attention."
-        )
-    if dealt.rank != group.rank:
-        raise LayoutError(
-            f"rank {group.ranks[group.rank]} holds the share of rank {group.ranks[dealt.rank]} of {dealt}: read shares in order, "
-            "one a batch, with as many processes as they are dealt to."
-        )
 
 
 def _make(jobs: Sequence[tuple[Layout, CostModel, DistCAConfig]], plans: Future[tuple[list[Plan], float]]) -> None:

@@ -1,21 +1,38 @@
-"""The command line ``hf-distca``, one file a verb."""
+"""The command line ``hf-distca``, one file a verb. What a verb needs is imported when it runs."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import typer
 
 from hf_distca.cli.deal import deal
 from hf_distca.cli.plan import plan
+from hf_distca.cli.run import run
 
 __all__ = ["app"]
 
 app = typer.Typer(name="hf-distca", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"hf-distca {version('hf-distca')}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Core attention disaggregation for Hugging Face."""
 
 
 app.command()(plan)
 app.command()(deal)
+# What follows the script is the script's, options included.
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)

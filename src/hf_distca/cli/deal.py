@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_distca.cli.plan import CostName, cost_model, fail
-from hf_distca.config import DistCAConfig
-from hf_distca.errors import DistCAError, LayoutError
-from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.deal import deal as deal_documents
-from hf_distca.schedule.deal import deal_nano_batches, plan_dealt
-from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import summarize
+from hf_distca.cli.files import errors_in_one_line, name_of, read, write
+from hf_distca.cli.plan import CostName, cost_model
+
+if TYPE_CHECKING:
+    from hf_distca.config import DistCAConfig
+    from hf_distca.schedule.cost import CostModel
+    from hf_distca.schedule.layout import Layout
 
 __all__ = ["deal"]
 
 
 def deal(
-    lengths: Annotated[Path, typer.Argument(help="JSON file with a list of document lengths in tokens.", show_default=False)],
+    lengths: Annotated[
+        Path, typer.Argument(help="JSON file with a list of lengths in tokens; - for standard input.", show_default=False)
+    ],
     ranks: Annotated[int, typer.Option(help="Ranks to deal to.", show_default=False)],
     tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the placement goes, as JSON.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where the placement goes, as JSON; standard output if left out.")
+    ] = None,
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node, which a document should not leave.")] = None,
     ping_pong: Annotated[bool, typer.Option("--ping-pong", help="Deal two nano-batches that share no document.")] = False,
     tile: Annotated[int, typer.Option(help="Documents are cut at multiples of this where tokens allow.")] = 128,
@@ -41,29 +43,36 @@ def deal(
     with --ping-pong it also holds "first_nano_batch", the tokens that each rank has in its first half. The default shape is
     that of Llama-3-8B in bfloat16.
     """
-    try:
+    from dataclasses import replace
+
+    from hf_distca.config import DistCAConfig
+    from hf_distca.schedule.cost import AttentionShape
+    from hf_distca.schedule.deal import deal as deal_documents
+    from hf_distca.schedule.deal import deal_nano_batches
+
+    with errors_in_one_line():
         shape = AttentionShape(query_heads, key_value_heads, head_dim, head_dim, 2)
         model = replace(cost_model(shape, cost, tile), window=window)
         config = DistCAConfig(tile=tile, ping_pong=ping_pong)
+        documents = _read_lengths(lengths)
         options: dict[str, Any] = {"tile": tile, "ranks_per_node": ranks_per_node}
         layouts: tuple[Layout, ...]
         if ping_pong:
-            layouts = deal_nano_batches(_read_lengths(lengths), ranks, tokens_per_rank, model, **options)
+            layouts = deal_nano_batches(documents, ranks, tokens_per_rank, model, **options)
         else:
-            layouts = (deal_documents(_read_lengths(lengths), ranks, tokens_per_rank, model, **options),)
-        output.write_text(json.dumps(_placement(layouts), separators=(",", ":")) + "\n", encoding="utf-8")
-    except DistCAError as error:
-        fail(str(error))
-    except OSError as error:
-        fail(f"{error.filename or output}: {error.strerror or error}.")
-    typer.echo(f"{'cost model':<26} {model.name}")
-    for number, layout in enumerate(layouts, 1):
-        if ping_pong:
-            typer.echo(f"{'nano-batch':<26} {number}")
-        typer.echo(_summary(layout, model, config))
+            layouts = (deal_documents(documents, ranks, tokens_per_rank, model, **options),)
+        lines = [f"{'cost model':<26} {model.name}"]
+        for number, layout in enumerate(layouts, 1):
+            if ping_pong:
+                lines.append(f"{'nano-batch':<26} {number}")
+            lines.append(_summary(layout, model, config))
+        write(json.dumps(_placement(layouts), separators=(",", ":")), "\n".join(lines), output)
 
 
 def _summary(layout: Layout, model: CostModel, config: DistCAConfig) -> str:
+    from hf_distca.schedule.deal import plan_dealt
+    from hf_distca.schedule.load import summarize
+
     tokens = layout.query_tokens
     equal = f"{tokens.max()} on each rank" if tokens.min() == tokens.max() else f"{tokens.min()} or {tokens.max()} on a rank"
     documents = len(set(layout.document.tolist()))
@@ -85,14 +94,18 @@ def _placement(layouts: tuple[Layout, ...]) -> dict[str, Any]:
     return placement
 
 
-def _read_lengths(path: Path) -> list[Any]:
+def _read_lengths(path: Path) -> list[int]:
+    from hf_distca.errors import LayoutError
+    from hf_distca.schedule.placement import whole_number
+
+    name = name_of(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read(path).decode("utf-8"))
     except ValueError as error:
-        raise LayoutError(f"{path} is not JSON: {error}.") from error
+        raise LayoutError(f"{name} is not JSON: {error}.") from error
     if not isinstance(data, list):
-        raise LayoutError(f"{path} must hold a list of document lengths, it holds {type(data).__name__}.")
-    wrong = next((value for value in data if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63), None)
-    if wrong is not None:
-        raise LayoutError(f"{path}: {wrong!r} must be an integer.")
-    return data
+        raise LayoutError(f"{name} must hold a list of document lengths, it holds {type(data).__name__}.")
+    try:
+        return [whole_number(value) for value in data]
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from error

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_distca.config import DistCAConfig
-from hf_distca.errors import DistCAError
-from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.load import summarize
-from hf_distca.schedule.placement import read_placement
+from hf_distca.cli.files import errors_in_one_line, fail, name_of, read, write
 
-__all__ = ["CostName", "cost_model", "fail", "plan"]
+if TYPE_CHECKING:
+    from hf_distca.schedule.cost import AttentionShape, CostModel
+
+__all__ = ["CostName", "cost_model", "plan"]
 
 
 class CostName(StrEnum):
@@ -28,8 +25,12 @@ class CostName(StrEnum):
 
 
 def plan(
-    placement: Annotated[Path, typer.Argument(help="JSON file with 'rank_segments' or 'lengths'.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan goes, as JSON.", show_default=False)],
+    placement: Annotated[
+        Path, typer.Argument(help="JSON file with 'rank_segments' or 'lengths'; - for standard input.", show_default=False)
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where the plan goes, as JSON; standard output if left out.")
+    ] = None,
     tolerance: Annotated[float, typer.Option(help="How far a rank may lie from the mean, as a fraction.")] = 0.01,
     min_gain: Annotated[float, typer.Option(help="Smallest gain for which anything is moved, as a fraction.")] = 0.02,
     tile: Annotated[int, typer.Option(help="Documents are cut at multiples of this.")] = 128,
@@ -45,31 +46,34 @@ def plan(
     length, or {"lengths": [[tokens of a document, ...] per rank]} where no document crosses ranks. The default shape is that
     of Llama-3-8B in bfloat16.
     """
-    try:
+    from dataclasses import replace
+
+    from hf_distca.config import DistCAConfig
+    from hf_distca.schedule.balance import balance
+    from hf_distca.schedule.cost import AttentionShape
+    from hf_distca.schedule.load import summarize
+    from hf_distca.schedule.placement import parse_placement
+
+    with errors_in_one_line():
         config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=tile)
         shape = AttentionShape(query_heads, key_value_heads, head_dim, head_dim, 2)
         model = replace(cost_model(shape, cost, tile), window=window)
-        result = balance(read_placement(placement), model, config)
-        output.write_text(result.to_json() + "\n", encoding="utf-8")
-    except DistCAError as error:
-        fail(str(error))
-    except OSError as error:
-        fail(f"{error.filename or output}: {error.strerror or error}.")
-    typer.echo(f"{'cost model':<26} {model.name}")
-    if window is not None:
-        # Without, the plan is for layers that see all: no document is longer than the window.
-        typer.echo(f"{'sliding window':<26} {window} keys{'' if result.window else ', as long as any document'}")
-    typer.echo(str(summarize(result, model)))
+        layout = parse_placement(read(placement), name_of(placement))
+        if not layout.query_tokens.any():
+            fail(f"{name_of(placement)} has no tokens: there is nothing to plan.")
+        result = balance(layout, model, config)
+        lines = [f"{'cost model':<26} {model.name}"]
+        if window is not None:
+            # Without, the plan is for layers that see all: no document is longer than the window.
+            lines.append(f"{'sliding window':<26} {window} keys{'' if result.window else ', as long as any document'}")
+        lines.append(summarize(result, model).table(seconds=cost is not CostName.pairs))
+        write(result.to_json(), "\n".join(lines), output)
 
 
 def cost_model(shape: AttentionShape, cost: CostName, tile: int) -> CostModel:
     """The built-in cost model of this name."""
+    from hf_distca.schedule.cost import CostModel
+
     if cost is CostName.pairs:
         return CostModel.pairs(shape)
     return CostModel.analytic(shape, device_type=cost.value, tile=tile)
-
-
-def fail(message: str) -> None:
-    """Say what is wrong in one line and end."""
-    typer.echo(f"hf-distca: {' '.join(message.split())}", err=True)
-    raise typer.Exit(2)

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray, as_integers
 
-__all__ = ["count_tokens", "is_arrow", "splits_itself", "token_counts"]
+__all__ = ["document_lengths", "is_arrow", "length_of", "splits_itself"]
 
 
 def is_arrow(documents: object) -> bool:
@@ -30,7 +30,7 @@ def _is_of(name: str, documents: object) -> bool:
     return datasets is not None and isinstance(documents, getattr(datasets, name, ()))
 
 
-def token_counts(documents: Any, column: str = "input_ids", lengths: Any = None, *, quiet: bool = False) -> IntArray:
+def document_lengths(documents: Any, column: str = "input_ids", lengths: Any = None, *, quiet: bool = False) -> IntArray:
     """Tokens of each document: int64, as many as there are documents. A missing (null) document has 0.
 
     Args:
@@ -112,11 +112,11 @@ def _one_by_one(documents: Sequence[Any], column: str, quiet: bool) -> IntArray:
     bar = tqdm(documents, "reading lengths of documents", delay=1.0, disable=quiet, unit=" documents")
     counts = np.zeros(len(documents), dtype=np.int64)
     for at, document in enumerate(bar):
-        counts[at] = count_tokens(document, column, at)
+        counts[at] = length_of(document, column, at)
     return counts
 
 
-def count_tokens(document: Any, column: str, at: int) -> int:
+def length_of(document: Any, column: str, at: int) -> int:
     """Tokens of document number `at`, a row with the column or the tokens themselves; 0 of a missing one.
 
     Raises:

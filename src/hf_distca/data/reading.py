@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -100,13 +100,21 @@ def as_row(document: Any, column: str) -> Mapping[str, Any]:
     return {"input_ids": document[column], **{name: document[name] for name in names}}
 
 
-def _row_views(column: Any) -> Sequence[np.ndarray | None]:
+def _row_views(column: Any) -> list[np.ndarray | None]:
     """Each list of an Arrow column as an array: a view where no value is missing. None for a missing list."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     views: list[np.ndarray | None] = []
     for chunk in column.chunks:
-        values = chunk.flatten()
+        if pa.types.is_null(chunk.type):
+            views += [None] * len(chunk)
+            continue
+        array = chunk.flatten().to_numpy(zero_copy_only=False)
+        if len(chunk) == 1:  # as nearly always: rows from here and there are chunks of their own
+            views.append(None if chunk.null_count else array)
+            continue
         missing = chunk.is_null().to_numpy(zero_copy_only=False)
-        ends = np.cumsum(np.where(missing, 0, chunk.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)))
-        array = values.to_numpy(zero_copy_only=False)
+        ends = np.cumsum(pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False))
         views += [None if gone else array[a:b] for gone, a, b in zip(missing, [0, *ends[:-1]], ends, strict=True)]
     return views

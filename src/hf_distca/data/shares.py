@@ -68,11 +68,10 @@ class Shares:
     def __init__(
         self, documents: Any, batches: GlobalBatches, dealing: Dealing, *, column: str = "input_ids", pad_token_id: int = 0
     ) -> None:
-        tokens = dealing.ranks * dealing.tokens_per_rank
-        if tokens != batches.tokens:
+        if dealing.tokens != batches.tokens:
             raise ConfigError(
                 f"global batches have {batches.tokens} tokens, {dealing.ranks} ranks with {dealing.tokens_per_rank} tokens have "
-                f"{tokens}: they must be equal."
+                f"{dealing.tokens}: they must be equal."
             )
         self.batches, self.dealing, self.pad_token_id = batches, dealing, pad_token_id
         self._reader = Reader(documents, column)
@@ -92,7 +91,7 @@ class Shares:
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         epoch = self.epoch
-        number, rank = divmod(item, self.dealing.ranks)
+        number, rank = divmod(int(item), self.dealing.ranks)
         pieces = self.batches.pieces(epoch, number)
         packed = self.dealing.share(pieces.lengths, (epoch, number), rank)
         here = np.unique(np.asarray(packed.documents, dtype=np.int64))

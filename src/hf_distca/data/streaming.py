@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from hf_distca.agreement.dealt import Dealing
-from hf_distca.data.lengths import count_tokens, splits_itself
+from hf_distca.data.lengths import length_of, splits_itself
 from hf_distca.data.reading import Piece, as_row
 from hf_distca.data.shares import Epoch, cut_share
 from hf_distca.errors import ConfigError
@@ -75,11 +75,11 @@ class StreamedShares(torch.utils.data.IterableDataset[Mapping[str, Any]]):
                 yield _LateShare(self.dealing, batch, rank, pieces)
 
     def _global_batches(self) -> Iterator[list[Piece]]:
-        tokens = self.dealing.ranks * self.dealing.tokens_per_rank
+        tokens = self.dealing.tokens
         pieces: list[Piece] = []
         free = tokens
         for at, document in enumerate(self.documents):
-            begin, count = 0, count_tokens(document, self.column, at)
+            begin, count = 0, length_of(document, self.column, at)
             while begin < count:
                 end = min(count, begin + free)
                 pieces.append(Piece(as_row(document, self.column), begin, end))

@@ -218,7 +218,8 @@ def _check_handle(
 def _check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     name = type(module).__name__
     if dropout and module.training:
-        raise UnsupportedError(f"{name} has attention dropout {dropout}: set attention_dropout=0.0 in the model's config.")
+        setting = _dropout_setting(getattr(module, "config", None), dropout)
+        raise UnsupportedError(f"{name} has attention dropout {dropout}: set {setting}=0.0 in the model's config.")
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         raise UnsupportedError(f'{name} is asked for output_attentions: attn_implementation="eager" has weights to return.')
     causal = kwargs.get("is_causal")
@@ -230,3 +231,9 @@ def _check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, 
             f"{name} passes {', '.join(unknown)} to attention, which distca does not compute. "
             'Use attn_implementation="eager" (or "sdpa", where it knows the argument).'
         )
+
+
+def _dropout_setting(config: object, dropout: float) -> str:
+    """What a config calls its attention dropout: `attn_pdrop` in GPT-2, `attention_probs_dropout_prob` in BERT."""
+    equal = [name for name, value in vars(config).items() if "drop" in name and value == dropout] if config is not None else []
+    return next((name for name in equal if "att" in name), equal[0] if equal else "attention_dropout")

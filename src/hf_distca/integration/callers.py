@@ -18,20 +18,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from types import FrameType
+from functools import cache
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
-from transformers.trainer_callback import CallbackHandler
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # importing it brings in peft and, through that, what must not be there when a notebook starts processes
     from transformers import Trainer
+    from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 __all__ = ["MaskCall", "calling_handler", "calling_trainer", "given_documents"]
-
-_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 class MaskCall:
@@ -65,7 +64,7 @@ class MaskCall:
     @property
     def generating(self) -> bool:
         """Whether `generate` led here."""
-        return any(frame.f_code is _GENERATE for frame in _callers(self._creator))
+        return any(frame.f_code is _generate() for frame in _callers(self._creator))
 
     def models(self) -> Iterator[PreTrainedModel]:
         """The models whose forwards led here, from the inside out."""
@@ -84,6 +83,8 @@ def given_documents(frame: FrameType | None = None) -> Any:
 
 def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
     """The handler that is calling a callback."""
+    from transformers.trainer_callback import CallbackHandler
+
     for frame in _callers():
         handler = frame.f_locals.get("self")
         if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
@@ -98,6 +99,14 @@ def calling_trainer(callback: TrainerCallback) -> Trainer | None:
         if callback in getattr(getattr(trainer, "callback_handler", None), "callbacks", ()):
             return cast("Trainer", trainer)
     return None
+
+
+@cache
+def _generate() -> CodeType:
+    from transformers import GenerationMixin
+
+    code: CodeType = inspect.unwrap(GenerationMixin.generate).__code__
+    return code
 
 
 def _of_models(frame: FrameType | None = None) -> Iterator[FrameType]:

@@ -11,8 +11,6 @@ from hf_distca.integration.session import Session, current_session
 
 __all__ = ["Metrics", "Reading", "balance_figures", "metrics"]
 
-_SHARE = "distca/server_time_share"
-
 
 @dataclass(frozen=True)
 class Metrics:
@@ -37,10 +35,7 @@ class Metrics:
 
     def figures(self) -> dict[str, float]:
         """The figures that `DistCACallback` logs and explains; those without data are left out."""
-        figures = self.balance.figures()
-        if figures:
-            figures[_SHARE] = self.attention_seconds / max(self.elapsed_seconds, 1e-9)
-        return figures
+        return self.balance.figures()
 
 
 def metrics() -> Metrics:
@@ -48,10 +43,7 @@ def metrics() -> Metrics:
 
     For loggers of your own: ``before = metrics()``, and later ``(metrics() - before).figures()``.
     """
-    return _read(current_session())
-
-
-def _read(session: Session) -> Metrics:
+    session = current_session()
     return Metrics(session.planner.history.total, session.meter.seconds, time.perf_counter() - session.started)
 
 
@@ -60,17 +52,15 @@ class Reading:
 
     def __init__(self) -> None:
         self._session: weakref.ref[Session] | None = None
-        self._last: Metrics | None = None
+        self._last = Tally()
 
     def figures(self) -> dict[str, float]:
-        """The figures since the last call; since `configure` in the first one after it, without the share of time."""
+        """The figures since the last call; since `configure` in the first one after it."""
         session = current_session()
-        now, last = _read(session), self._last
-        known = last is not None and self._session is not None and self._session() is session
+        now, last = session.planner.history.total, self._last
+        known = self._session is not None and self._session() is session
         self._session, self._last = weakref.ref(session), now
-        if known and last is not None:
-            return (now - last).figures()
-        return {name: value for name, value in now.figures().items() if name != _SHARE}
+        return (now - last if known else now).figures()
 
     def rounded(self) -> dict[str, float]:
         """The figures since the last call, for a log."""
@@ -85,10 +75,10 @@ def balance_figures() -> dict[str, float]:
 
     Call it before the first step, to start counting, and then whenever you log. Nothing is exchanged: a rank may call it alone.
     All ranks see the same figures, but for ``distca/planning_ms`` and ``distca/server_time_share``, which are of this rank.
-    What a micro-batch measured comes in with the documents of the next one, and is in the figures after that.
+    What a micro-batch measured comes in with the documents of the next one, and only then is it in the figures, with all that
+    was planned and done for it: ``distca/micro_batches`` says how many they are about.
 
-    Figures without data are left out: all of them where nothing was planned, as with one rank or another attention
-    implementation, and the share of time in the first call after `configure`. Other readers, such as `metrics` and
-    `DistCACallback`, take nothing away from it.
+    Without such micro-batches there are no figures, as with one rank or another attention implementation. Other readers, such as
+    `metrics` and `DistCACallback`, take nothing away from it.
     """
     return _reading.figures()

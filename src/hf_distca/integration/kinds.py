@@ -40,7 +40,8 @@ def layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[PlanK
     keys = [_key(_of_layer(config, at), kind, bytes_, device) for at, kind in _each(kinds)]
     found = list(dict.fromkeys(key for key in keys if key is not None))
     if not found:
-        raise ConfigError(f"{type(config).__name__} has layer_types {kinds}: none of them is attention. Give shapes instead.")
+        named = ", ".join(dict.fromkeys(kinds or ()))
+        raise ConfigError(f"{type(config).__name__} has layer_types {named}, and none of them is attention. Give shapes instead.")
     return sorted(found, key=lambda key: (key.window is not None, key.chunk is not None))
 
 

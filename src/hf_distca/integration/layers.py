@@ -16,8 +16,8 @@ from weakref import WeakSet
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_distca.borrowed import in_backward
 from hf_distca.integration.families import PING_PONG
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.nano_batches import NanoBatches
@@ -42,6 +42,8 @@ def cut_layers(model: torch.nn.Module) -> None:
             model_type,
         )
         return
+    from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
+
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in layers:
         if not hasattr(type(module), "_distca_whole"):
@@ -93,7 +95,7 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
     if len(handles) != 1:
         return None
     handle = next(iter(handles.values()))
-    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - a recompute, which must do what the forward did
+    if in_backward():  # a recompute, which must do what the forward did
         found = handle.nano_batches
         return found if found is not None and id(layer) in found.layers else None
     # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model in training mode.

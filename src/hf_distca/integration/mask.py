@@ -11,28 +11,18 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
 from hf_distca.integration.callers import MaskCall
 from hf_distca.integration.families import check_family, check_layerdrop, why_whole
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
 from hf_distca.integration.layers import cut_layers
 from hf_distca.integration.mesh import mesh_of
+from hf_distca.integration.names import check_untouched
 from hf_distca.integration.positions import check_positions
 from hf_distca.integration.rotary import see_longest
 from hf_distca.integration.session import current_session
 
 __all__ = ["distca_mask"]
-
-# The parts that transformers builds causal masks from. Anything else changes who sees whom.
-_CHUNKS = "chunked_overlay"
-_BLOCKS = "blockwise_overlay"
-_KNOWN_PARTS = {
-    "causal_mask_function",
-    "and_masks",
-    "packed_sequence_mask_function",
-    "sliding_window_overlay",
-    "remap_positions_for_packed_sequence",
-    _CHUNKS,
-}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -55,15 +45,17 @@ def distca_mask(
     A mask that is not causal, or has an overlay, comes back as a `ForeignMask`.
 
     Raises:
-        UnsupportedError: if the model is of a family that is refused, or drops layers while it trains.
+        UnsupportedError: if the model is of a family that is refused, or drops layers while it trains, or if another package has
+            put itself in front of distca.
         LayoutError: if position ids are not those of the documents.
     """
     if isinstance(attention_mask, (AttentionHandle, ForeignMask)):
         return attention_mask
     model_type = getattr(config, "model_type", None)
     check_family(model_type, encoder_decoder=getattr(config, "is_encoder_decoder", False))
+    check_untouched(config)
     parts = set(_parts(mask_function))
-    foreign = sorted(parts - _KNOWN_PARTS)
+    foreign = sorted(parts - CAUSAL_MASK_PARTS)
     if use_vmap or foreign:
         return ForeignMask(", ".join(foreign) or "a custom mask function")
     if kv_offset or kv_length != q_length or not isinstance(q_offset, int) or q_offset:
@@ -80,7 +72,7 @@ def distca_mask(
             local_size=local_size,
         )
     padding = None if attention_mask is None else attention_mask[:, :q_length]
-    chunk, window = (local_size, None) if _CHUNKS in parts else (None, local_size)
+    chunk, window = (local_size, None) if MASK_CHUNKS in parts else (None, local_size)
     call = MaskCall()
     if _trains(call):
         check_layerdrop(config)
@@ -145,9 +137,9 @@ def _parts(function: Callable[..., Any]) -> Iterator[str]:
         return
     inner = inspect.getclosurevars(function).nonlocals.values()
     functions = [part for value in inner for part in (value if isinstance(value, (tuple, list)) else (value,)) if callable(part)]
-    if name == "or_masks":
+    if name == MASK_UNION:
         functions = [part for part in functions if not _hides_all(part)]
-    if name != "or_masks" or len(functions) > 1:
+    if name != MASK_UNION or len(functions) > 1:
         yield name
     for part in functions:
         yield from _parts(part)
@@ -162,7 +154,7 @@ def _hides_all(function: Callable[..., Any]) -> bool:
 
     Reads the device once a mask, for models with such blocks only.
     """
-    if _name(function) != _BLOCKS:
+    if _name(function) != MASK_BLOCKS:
         return False
     ids = inspect.getclosurevars(function).nonlocals.get("block_sequence_ids")
     return isinstance(ids, torch.Tensor) and bool((ids < 0).all())

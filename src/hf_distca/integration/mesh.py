@@ -7,6 +7,7 @@ from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from hf_distca.borrowed import accelerate_started, loaded_mesh
 from hf_distca.errors import UnsupportedError
 from hf_distca.runtime.group import Members
 
@@ -24,7 +25,7 @@ def find_members() -> Members | None:
     Raises:
         UnsupportedError: if accelerate cuts sequences over ranks.
     """
-    if not AcceleratorState._shared_state:  # noqa: SLF001 - constructing one would initialise it
+    if not accelerate_started():
         return None
     state = AcceleratorState()
     mesh: DeviceMesh | None = getattr(state, "device_mesh", None)
@@ -38,11 +39,7 @@ def find_members() -> Members | None:
 
 def mesh_of(model: object) -> DeviceMesh | None:
     """The mesh on which transformers laid out a model that was loaded with a `DistributedConfig`, None for other objects."""
-    manager = getattr(model, "_mesh_manager", None) if isinstance(model, PreTrainedModel) else None
-    if manager is None:
-        return None
-    mesh: DeviceMesh = manager.get_mesh(("pp", "dp_replicate", "fsdp", "tp"))
-    return mesh._get_root_mesh()  # noqa: SLF001 - with dimensions that were not asked for, if it has any
+    return loaded_mesh(model) if isinstance(model, PreTrainedModel) else None
 
 
 def data_parallel_group(mesh: DeviceMesh) -> Members:

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_distca.integration.families import PING_PONG, check_family, check_layerdrop
 from hf_distca.integration.layers import cut_layers
 from hf_distca.integration.mesh import mesh_of
+from hf_distca.integration.names import asks_for_distca, check_untouched
 from hf_distca.integration.session import current_session
 
 __all__ = ["distca_configs", "prepare"]
@@ -33,13 +34,15 @@ def prepare(model: Model) -> Model:
         The model.
 
     Raises:
-        UnsupportedError: if the model, or a part of it that asks for distca, is of a family that is refused or drops layers.
+        UnsupportedError: if the model, or a part of it that asks for distca, is of a family that is refused or drops layers,
+            or if another package has put itself in front of distca.
         DistCADesyncError: if not all ranks come.
     """
     configs = distca_configs(model)
     for config in configs:
         check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
         check_layerdrop(config)
+        check_untouched(config)
     if not configs:
         return model
     session = current_session()
@@ -56,9 +59,9 @@ def prepare(model: Model) -> Model:
 
 
 def distca_configs(model: torch.nn.Module | None) -> list[PreTrainedConfig]:
-    """The configurations of a model and its parts, like a language tower, that ask for distca."""
+    """The configurations of a model and its parts, like a language tower, that ask for distca, under whatever name."""
     configs = {id(part.config): part.config for part in _models(model)}
-    return [config for config in configs.values() if getattr(config, "_attn_implementation", None) == "distca"]
+    return [config for config in configs.values() if asks_for_distca(config)]
 
 
 def _models(model: torch.nn.Module | None) -> Iterator[PreTrainedModel]:

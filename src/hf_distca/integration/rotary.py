@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import UnsupportedError
@@ -77,8 +76,12 @@ def _rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]:
 
     A layer that runs again in backward would make it for the batch that came last.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
+
     if model not in _found:
         rotaries = [module for module in model.modules() if any(_depends(kind) for kind in _kinds(module))]
+        from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
+
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         _found[model] = rotaries, any(part is one for layer in layers for part in layer.modules() for one in rotaries)
     return _found[model]

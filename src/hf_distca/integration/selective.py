@@ -11,8 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from hf_distca.borrowed import dispatch_modes, is_policy_mode, without_dispatch_modes
 
 __all__ = ["unseen_by_policies"]
 
@@ -25,10 +24,9 @@ def unseen_by_policies(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        modes = _get_current_dispatch_mode_stack()
-        if not any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes):
+        if not any(is_policy_mode(mode) for mode in dispatch_modes()):
             return function(*args, **kwargs)
-        with _disable_current_modes():
+        with without_dispatch_modes():
             return function(*args, **kwargs)
 
     return call

@@ -24,6 +24,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.mesh import data_parallel_group, find_members
+from hf_distca.integration.progress import said_if_long
 from hf_distca.kernels import Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.calibrate import calibrate
@@ -53,6 +54,8 @@ class Session:
         trace: where a timeline is recorded, None for no timeline.
         started: when the session was made, by `time.perf_counter`.
         given: the group that the user gave, None if it is to be found.
+        kernels: names of those that attention ran in, in the order of their first use.
+        summarized: whether somebody has printed the summary of the run.
     """
 
     def __init__(self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -61,6 +64,8 @@ class Session:
         self.trace: Trace | None = None
         self.started = time.perf_counter()
         self.given = members
+        self.kernels: dict[str, None] = {}
+        self.summarized = False
         self._members = members
         self._group: AttentionGroup | None = None
         self._world: object = None
@@ -82,9 +87,26 @@ class Session:
             members = data_parallel_group(self._members) if isinstance(self._members, DeviceMesh) else self._members
             if members is None and world is not None:
                 members = find_members()
-            self._group = AttentionGroup.of(members, timeout_seconds=self.config.timeout_seconds)
+            with said_if_long("making the attention group, which waits for all its ranks,"):
+                self._group = AttentionGroup.of(members, timeout_seconds=self.config.timeout_seconds)
             self._world = world
         return self._group
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the attention group has, or had when torch.distributed ended; 1 if it was not made."""
+        return 1 if self._group is None else self._group.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of its attention group, or alone."""
+        return self._group is None or self._group.rank == 0
+
+    def collect(self) -> None:
+        """Compare what was measured since the last plan, where no next one will tell: at the end of training, on all ranks."""
+        group = self._group
+        if group is not None and group.size > 1 and not group.left and dist.is_initialized():
+            self.planner.collect(group)
 
     @property
     def looks_for_mesh(self) -> bool:
@@ -207,7 +229,9 @@ class Session:
             raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
 
     def _kernel(self, query: torch.Tensor, widths: tuple[int, int], scores: Scores) -> Kernel:
-        return select_kernel(self.config.kernel, query.device, query.dtype, *widths, scores)
+        kernel = select_kernel(self.config.kernel, query.device, query.dtype, *widths, scores)
+        self.kernels[kernel.name] = None
+        return kernel
 
     def _learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
         """Make the cost model of a shape, at its first layer."""
@@ -221,7 +245,8 @@ class Session:
         if source == "calibrated":
             widths = shape.head_dim, shape.value_head_dim
             kernel = self._kernel(query, widths, Scores(1.0))
-            cost = calibrate(cost, kernel, query.dtype, query.device, group)
+            with said_if_long(f"timing the attention kernel {kernel.name!r} before the first plan"):
+                cost = calibrate(cost, kernel, query.dtype, query.device, group)
         self.planner.costs[shape, key.device] = cost
 
     def _warn_above_bound(self, waves: Waves, group: AttentionGroup) -> None:
@@ -263,11 +288,16 @@ def configure(config: DistCAConfig | None = None, *, group: dist.ProcessGroup | 
         The settings now in use.
 
     Raises:
-        ConfigError: if `config` is no `DistCAConfig`.
+        ConfigError: if `config` is no `DistCAConfig`, or `group` neither a process group nor a device mesh.
     """
     global _session
     if config is not None and not isinstance(config, DistCAConfig):
         raise ConfigError(f"configure() got {config!r}: give it a DistCAConfig, such as DistCAConfig(tolerance=0.02).")
+    if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
+        raise ConfigError(
+            f"configure() got group={group!r}: give it a process group (torch.distributed.new_group) or a device mesh, or leave "
+            "it out."
+        )
     _session = Session(config or DistCAConfig(), group)
     return _session.config
 

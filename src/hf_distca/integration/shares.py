@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt import Dealing, Placement
 from hf_distca.config import DistCAConfig
 from hf_distca.data.global_batches import Fill, GlobalBatches, Longer
-from hf_distca.data.lengths import token_counts
+from hf_distca.data.lengths import document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError
@@ -45,6 +46,7 @@ def document_shares(
     column: str = "input_ids",
     lengths: Any = None,
     pad_token_id: int = 0,
+    placement: Placement = "dealt",
 ) -> Dataset | StreamedShares:
     """Documents, dealt to ranks: equal tokens on every rank, about equal attention, and no document too long for it.
 
@@ -77,6 +79,8 @@ def document_shares(
         lengths: tokens of each document, or the name of the column that has them, where they are known. Not needed for a
             `datasets.Dataset` of token ids, which knows them without being read.
         pad_token_id: what padding is made of.
+        placement: ``"in order"`` puts documents on ranks one after another, cut where a rank is full, to see what dealing
+            changes: the same global batches, tokens and numbers.
 
     Returns:
         A `datasets.Dataset` that makes shares when they are read; `datasets` must be installed. With the shares come
@@ -93,12 +97,13 @@ def document_shares(
     ranks, device_type = _place(ranks, device)
     config = config or current_session().config
     keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype, device_type)
-    dealing = Dealing(ranks, tokens_per_rank, {key: _cost(key, config) for key in keys}, config, ranks_per_node)
+    dealing = Dealing(ranks, tokens_per_rank, {key: _cost(key, config) for key in keys}, config, ranks_per_node, placement)
+    dealing.layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
     if not hasattr(documents, "__len__"):
         _check_stream(seed, fill, longer, lengths)
         return StreamedShares(documents, dealing, column=column)
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
-    counts = token_counts(documents, column, lengths, quiet=quiet)
+    counts = document_lengths(documents, column, lengths, quiet=quiet)
     batches = GlobalBatches(counts, ranks * tokens_per_rank, seed, fill, longer, quiet=quiet)
     # Not before it is needed: `datasets` is an extra, and slow to import.
     from hf_distca.integration.share_dataset import lazy_dataset

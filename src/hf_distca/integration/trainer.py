@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_distca.agreement.figures import Tally
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.ahead import Announced, announce, have_documents
@@ -21,19 +22,24 @@ from hf_distca.integration.figures import Reading
 from hf_distca.integration.loaders import check_loader, check_shares
 from hf_distca.integration.prepare import distca_configs, prepare
 from hf_distca.integration.profile import write_trace
+from hf_distca.integration.progress import say
+from hf_distca.integration.report import summary, why_nothing_moved
 from hf_distca.integration.session import Session, configure, current_session
+from hf_distca.integration.share_tokens import share_tokens
 from hf_distca.runtime.trace import Trace
 
 __all__ = ["DistCACallback", "DistCATrainerMixin", "PlanAheadMixin"]
 
 _log = logging.getLogger("hf_distca")
 _TRACED_STEP = 3  # the first ones make buffers and caches
+_ENOUGH = 20  # micro-batches in which nothing was moved, to say so
 
 
 class DistCACallback(TrainerCallback):
     """Adds the balance of core attention to the logs of a Trainer: console, ``state.log_history`` and every reporter.
 
-    Figures, since the last log:
+    A row is about whole micro-batches, ``distca/micro_batches`` of them: those whose measurement came in since the last log,
+    which lags one micro-batch, or two on a GPU. Those left at the end of training get a row before the Trainer's last one.
 
     - ``distca/imbalance_estimated_before``, ``..._after``: slowest rank / mean of all ranks, by the scheduler's estimate, if
       every rank computed its own attention, and as planned.
@@ -54,6 +60,7 @@ class DistCACallback(TrainerCallback):
         config: settings, used from when the Trainer is made; leave it out if you call `hf_distca.configure` yourself.
         trace_path: folder into which each rank writes a timeline of the third optimizer step, as `hf_distca.profile` does.
         group: the ranks that share core attention, as `hf_distca.configure` takes them; by default those given there.
+        summary: whether rank 0 prints the balance of the whole run after training.
     """
 
     def __init__(
@@ -62,14 +69,17 @@ class DistCACallback(TrainerCallback):
         trace_path: str | Path | None = None,
         *,
         group: dist.ProcessGroup | DeviceMesh | None = None,
+        summary: bool = True,
     ) -> None:
-        self.config, self.trace_path, self.group = config, trace_path, group
+        self.config, self.trace_path, self.group, self.summary = config, trace_path, group, summary
         self.reports = True  # unless the Trainer does
         self._session: Session | None = None  # the one with these settings
         self._reading = Reading()
         self._steps = 0
         self._evaluated: object = None  # the loader that was checked last
         self._calls: int | None = None  # of attention before the first step, until that has run
+        self._before = Tally()  # what was done before this training
+        self._judged = False  # whether it was looked at if anything moves
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Apply the settings: they hold for evaluation before training, too."""
@@ -94,6 +104,7 @@ class DistCACallback(TrainerCallback):
         self._calls, self._steps = current_session().meter.calls, 0
         self._reading = Reading()
         self._reading.figures()  # what came before is not of this training
+        self._before, self._judged = current_session().planner.history.total, False
 
     def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Apply the settings if the callback was added too late to see an earlier event; refuse loaders as in training.
@@ -133,6 +144,24 @@ class DistCACallback(TrainerCallback):
                 'does not use the attention interface of transformers. Load it with attn_implementation="eager".'
             )
 
+        self._judge(after=_ENOUGH)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Log what the last steps measured, which no further plan tells, and print a summary on rank 0."""
+        session = current_session()
+        session.collect()
+        if self.reports and (figures := self._reading.rounded()):
+            state.log_history.append({**figures, "epoch": state.epoch, "step": state.global_step})
+            _before_the_last_row(state)
+            handler = calling_handler(self)
+            if handler is not None:
+                handler.on_log(args, state, control, {**figures, "epoch": state.epoch})
+        self._judge(after=1)
+        text = summary(session.planner.history.total - self._before, session)
+        if self.summary and text is not None and session.is_first:
+            say(text)
+            session.summarized = True
+
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the figures to the logs of a training step."""
         logs: dict[str, Any] | None = kwargs.get("logs")
@@ -142,6 +171,17 @@ class DistCACallback(TrainerCallback):
         logs.update(figures)
         if state.log_history:  # the Trainer has already put a copy of the logs there
             state.log_history[-1].update(figures)
+
+    def _judge(self, after: int) -> None:
+        """Say once why nothing was moved, if it was not, after so many micro-batches."""
+        session = current_session()
+        done = session.planner.history.total - self._before
+        if self._judged or done.micro_batches < after:
+            return
+        self._judged = True
+        why = why_nothing_moved(done, session)
+        if why is not None and session.is_first:
+            _log.warning(why)
 
     @property
     def _has_settings(self) -> bool:
@@ -188,6 +228,13 @@ def _say_what_is_missing(model: torch.nn.Module) -> None:
         _log.warning("DistCACallback has nothing to balance: the attention group is this process alone.")
 
 
+def _before_the_last_row(state: TrainerState) -> None:
+    """Move the newest row of the log in front of the one that the Trainer ends with, which scripts look for at the end."""
+    history = state.log_history
+    if len(history) > 1 and "train_runtime" in history[-2]:
+        history.insert(-1, history.pop())
+
+
 class DistCATrainerMixin:
     """Plans optimizer steps ahead and logs the balance: ``class MyTrainer(hf_distca.DistCATrainerMixin, Trainer)``.
 
@@ -199,8 +246,13 @@ class DistCATrainerMixin:
 
     Figures go into the logs before the Trainer hands these to ``state.log_history`` and to reporters; `DistCACallback` says what
     they mean, and beside this class is still what gives settings and checks the model.
+
+    Attributes:
+        shares_tokens: deal the micro-batches of every step anew among the ranks, by `share_tokens`, instead of planning ahead.
+            Set it in your class where the loader must stay as it is.
     """
 
+    shares_tokens: bool = False
     _figures: Reading | None = None
     _iterator: Iterator[Any] | None = None  # of this epoch
     _drawn: Iterator[Any] = iter(())  # batches that the next step begins with
@@ -212,9 +264,12 @@ class DistCATrainerMixin:
             if isinstance(callback, DistCACallback):
                 callback.reports = False
         self._figures = None
+        callbacks, last = self.callback_handler.callbacks, _LastRow(self)  # type: ignore[attr-defined]
+        callbacks.insert(0, last)  # reporters close their files at the end
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
+            callbacks.remove(last)
             self._forget()  # worker processes end with their iterator
 
     def get_train_dataloader(self) -> Any:
@@ -238,6 +293,8 @@ class DistCATrainerMixin:
             self._forget()
         source = chain(self._drawn, epoch_iterator)
         batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
+        if self.shares_tokens:
+            return (share_tokens(batches), *rest)
         keys, announced, self._announced = current_session().planner.recent_keys(), self._announced, None
         if announced is None or not announced.are(batches):
             announced = announce(batches, keys)
@@ -254,6 +311,15 @@ class DistCATrainerMixin:
         if "loss" in logs and self._figures is not None:
             logs.update(self._figures.rounded())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def log_what_is_left(self) -> None:
+        """Log what the last steps measured, which no further plan tells, in a row before the one that the Trainer ends with."""
+        if self._figures is None:
+            return
+        current_session().collect()
+        if figures := self._figures.rounded():
+            self.log(figures)
+            _before_the_last_row(self.state)  # type: ignore[attr-defined]
 
     def _check_loader(self, loader: Any, *, evaluating: bool) -> None:
         trainer: Any = self
@@ -275,6 +341,16 @@ class DistCATrainerMixin:
 
     def _forget(self) -> None:
         self._iterator, self._drawn, self._announced = None, iter(()), None
+
+
+class _LastRow(TrainerCallback):
+    """Tells a Trainer that training ends, before its reporters hear of it."""
+
+    def __init__(self, trainer: DistCATrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trainer.log_what_is_left()
 
 
 PlanAheadMixin = DistCATrainerMixin  # its first name

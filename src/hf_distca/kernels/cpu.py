@@ -24,14 +24,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hf_distca.borrowed import cpu_attention, cpu_attention_backward
 from hf_distca.kernels.base import Scores, TaskBatch
 from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
 from hf_distca.kernels.short import Documents, Rows, short_documents
 
 __all__ = ["CpuKernel"]
 
-_FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
-_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001
+_FORWARD: Any = cpu_attention()
+_BACKWARD: Any = cpu_attention_backward()
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # Query rows a masked call, which computes that many scores a row beside its window. Time a pair of a 16K document, over that

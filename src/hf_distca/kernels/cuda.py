@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from hf_distca.borrowed import cuda_attention, cuda_attention_backward
 from hf_distca.kernels.base import Scores
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
@@ -53,7 +54,7 @@ class _AtenFlash:
     def forward(
         self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, sequences: Sequences, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        op: Any = torch.ops.aten._flash_attention_forward  # noqa: SLF001
+        op: Any = cuda_attention()
         o_THD, lse_HT, *_ = op(
             q_THD,
             k_TKD,
@@ -81,7 +82,7 @@ class _AtenFlash:
         sequences: Sequences,
         scores: Scores,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        op: Any = torch.ops.aten._flash_attention_backward  # noqa: SLF001
+        op: Any = cuda_attention_backward()
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
         unused = torch.empty(0, dtype=torch.uint64, device=q_THD.device)
         dq_THD, dk_TKD, dv_TKD = op(

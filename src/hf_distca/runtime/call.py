@@ -10,6 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from hf_distca.borrowed import copy_each
 from hf_distca.runtime.exchange import Part, Pending, Run, launch, part_of
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
@@ -185,7 +186,7 @@ def _put(whole: torch.Tensor, runs: Sequence[Run], sections: Sequence[torch.Tens
     """Write the rows in sections where the runs say, by one operation."""
     if runs:
         places = [whole.narrow(0, run.start, run.rows) for run in runs]
-        torch._foreach_copy_(places, list(_pieces(runs, sections)))
+        copy_each(places, list(_pieces(runs, sections)))
 
 
 def _accumulator(grad_TKD: torch.Tensor) -> torch.Tensor:

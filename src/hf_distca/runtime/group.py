@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import atexit
 import datetime
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import count
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
+from hf_distca.runtime.communicator import communicator, least
 from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.watch import Watch, patience
 from hf_distca.schedule.layout import IntArray
@@ -134,11 +132,11 @@ class AttentionGroup:
             return cls(ranks, 0, timeout_seconds=timeout_seconds)
         timeout = datetime.timedelta(seconds=timeout_seconds - patience(timeout_seconds))
         try:
-            data = _communicator(ranks, who.backend, timeout, "distca-data")
-            control = _communicator(ranks, "gloo", timeout, "distca-control")
+            data = communicator(ranks, who.backend, timeout, "distca-data")
+            control = communicator(ranks, "gloo", timeout, "distca-control")
             # One that is done first may fail next and break its connections, while others still make theirs, for which they would
             # wait in vain.
-            _least(np.zeros(1, dtype=np.int64), control)
+            least(np.zeros(1, dtype=np.int64), control)
         except RuntimeError as error:
             raise DistCADesyncError(
                 f"rank {own} waited up to {timeout_seconds:g} s for ranks {ranks} while making their attention group, and not "
@@ -188,11 +186,11 @@ class AttentionGroup:
         if self.control is None or self.watch is None:
             return True
         try:
-            least = _least(np.concatenate([numbers, ~numbers]), self.control)  # ~x = -x - 1 turns the order round
+            smallest = least(np.concatenate([numbers, ~numbers]), self.control)  # ~x = -x - 1 turns the order round
         except RuntimeError as error:
             raise self.watch.give_up(doing, error) from error
         self.watch.met = doing
-        return bool((least[: len(numbers)] == ~least[len(numbers) :]).all())
+        return bool((smallest[: len(numbers)] == ~smallest[len(numbers) :]).all())
 
     def meet(self, row: IntArray, *, doing: str, agree: Callable[[Sequence[IntArray]], None]) -> Meeting:
         """Start to gather a row of integers from every rank, for which nobody waits.
@@ -208,6 +206,30 @@ class AttentionGroup:
         rows, work = self._start_padded(sent, _WIDTH, self.control)
         return Meeting(rows, work, agree, self.watch, doing)
 
+    def trade(self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str) -> torch.Tensor:
+        """Send rows of a CPU tensor to every rank.
+
+        Args:
+            sent: rows for rank 0, then those for rank 1, and so on.
+            send, receive: rows to and from each rank.
+            doing: as for `gather`.
+
+        Returns:
+            The rows from rank 0, then those from rank 1, and so on.
+
+        Raises:
+            DistCADesyncError: if not every rank comes in time.
+        """
+        if self.control is None or self.watch is None:
+            return sent
+        received = sent.new_empty((sum(receive), *sent.shape[1:]))
+        try:
+            dist.all_to_all_single(received, sent.contiguous(), list(receive), list(send), group=self.control)
+        except RuntimeError as error:
+            raise self.watch.give_up(doing, error) from error
+        self.watch.met = doing
+        return received
+
     @property
     def most_numbers(self) -> int:
         """The longest row of `meet`."""
@@ -222,9 +244,9 @@ class AttentionGroup:
         if self.watch is not None:
             self.watch.heed()
 
-    def tell(self, key: str, text: str) -> list[str]:
-        """What every rank says under a key that is new, in rank order; empty for those that say nothing soon. No collective."""
-        return [text] if self.watch is None else self.watch.tell(key, text)
+    def tell(self, text: str) -> list[str]:
+        """What every rank says, in rank order; empty for those that say nothing in time. No collective, so at any time."""
+        return [text] if self.watch is None else self.watch.tell(text)
 
     def _gather_rows(self, row: IntArray, control: dist.ProcessGroup) -> list[IntArray]:
         first = self._gather_padded(torch.tensor([len(row), *row[:_FIRST]], dtype=torch.int64), _WIDTH, control)
@@ -276,54 +298,18 @@ class _Made:
 _made = _Made()
 
 
-def _communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str) -> dist.ProcessGroup:
-    """A process group that its members make by themselves, at any time.
-
-    `dist.new_group` has two reasons to wait for ranks that need not come. If the world is bound to a device, it splits the
-    communicator of the world, for which NCCL needs all its ranks: here the world is not bound meanwhile. And it names a group
-    after the number of groups that a rank is in, so members in different numbers of groups wait for each other in vain.
-    """
-    world, taken = c10d._get_default_group(), set(c10d._world.pg_names.values())  # noqa: SLF001
-    stem = f"{purpose} {hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-    name = next(c10d.GroupName(one) for number in count(1) if (one := f"{stem} {number}") not in taken)
-    device, world.bound_device_id = world.bound_device_id, None
-    group: dist.ProcessGroup
-    try:
-        group, _ = c10d._new_process_group_helper(  # noqa: SLF001
-            len(ranks),
-            ranks.index(world.rank()),
-            list(ranks),
-            c10d.Backend(backend),
-            c10d._world.pg_map[world][1],  # noqa: SLF001
-            name,
-            timeout=timeout,
-            group_desc=purpose,
-        )
-    finally:
-        world.bound_device_id = device
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}  # noqa: SLF001
-    return group
-
-
 def _stands(group: AttentionGroup) -> bool:
     """Whether no rank has left the group, which all ranks ask at once."""
     if group.control is None or group.watch is None:
         return True
     try:
-        _least(np.zeros(1, dtype=np.int64), group.control)
+        least(np.zeros(1, dtype=np.int64), group.control)
     except RuntimeError as error:
         if not group.watch.anyone_left():
             raise group.watch.give_up("making the attention group again", error) from error
         group.watch.follow()
         return False
     return True
-
-
-def _least(numbers: IntArray, control: dist.ProcessGroup) -> IntArray:
-    """The least of all ranks at each place."""
-    least = torch.from_numpy(numbers)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=control)
-    return least.numpy()
 
 
 @atexit.register

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf_distca.borrowed import changes_in_place, in_backward
 from hf_distca.errors import UnsupportedError
 
 __all__ = ["LayerOutputs", "OutputStore"]
@@ -51,7 +52,7 @@ class LayerOutputs:
         Raises:
             UnsupportedError: if the output was changed in place since: the recompute cannot have what it was.
         """
-        if torch._C._current_graph_task_id() == -1:  # noqa: SLF001 - there is no public way to ask
+        if not in_backward():
             return None
         kept = self.store.kept.get(self.layer)
         if kept is None:
@@ -79,4 +80,4 @@ class LayerOutputs:
 
 def _version(tensor: torch.Tensor) -> int:
     """Grows with every change in place, of any view. Tensors made in inference mode have none, and no backward either."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch's docs name it, and nothing public tells
+    return 0 if tensor.is_inference() else changes_in_place(tensor)

@@ -13,17 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
-from torch._C._autograd import (
-    _pop_saved_tensors_default_hooks,
-    _push_saved_tensors_default_hooks,
-    _saved_tensors_hooks_disable,
-    _saved_tensors_hooks_enable,
-    _saved_tensors_hooks_get_disabled_error_message,
-    _top_saved_tensors_default_hooks,
-)
-from torch.distributed._composable.contract import _get_registry
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_distca import borrowed
 
 __all__ = ["checkpointed_parts", "run_nano_batches", "take_turns"]
 
@@ -94,11 +86,7 @@ def checkpointed_parts(layer: torch.nn.Module) -> list[torch.nn.Module]:
     Nano-batches of a layer may hand tensors from inside such a part to each other. Backward repeats the second one's part first,
     when what the first one gives it is not there yet.
     """
-    return [
-        module
-        for module in layer.modules()
-        if module is not layer and (isinstance(module, CheckpointWrapper) or "checkpoint" in (_get_registry(module) or ()))
-    ]
+    return [module for module in layer.modules() if module is not layer and borrowed.checkpoints_itself(module)]
 
 
 class _Modes(NamedTuple):
@@ -114,19 +102,19 @@ class _Modes(NamedTuple):
     def current(cls, device_type: str) -> _Modes:
         autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type)
-        dispatch = tuple(_get_current_dispatch_mode_stack())
+        dispatch = tuple(borrowed.dispatch_modes())
         return cls(torch.is_grad_enabled(), autocast, dtype, dispatch, _SavedTensors.current())
 
     def set(self, device_type: str) -> None:
         torch.set_grad_enabled(self.grad)
         torch.set_autocast_enabled(device_type, self.autocast)
         torch.set_autocast_dtype(device_type, self.autocast_dtype)
-        current = _get_current_dispatch_mode_stack()
+        current = borrowed.dispatch_modes()
         if tuple(current) != self.dispatch:
             for _ in current:
-                _pop_mode()
+                borrowed.pop_dispatch_mode()
             for mode in self.dispatch:
-                _push_mode(mode)
+                borrowed.push_dispatch_mode(mode)
         self.saved.set()
 
 
@@ -143,7 +131,7 @@ class _SavedTensors(NamedTuple):
 
     @classmethod
     def current(cls) -> _SavedTensors:
-        found = cls(tuple(reversed(list(_taken_off()))), _saved_tensors_hooks_get_disabled_error_message())
+        found = cls(tuple(reversed(list(_taken_off()))), borrowed.why_saved_tensor_hooks_are_forbidden())
         found._put_on()
         return found
 
@@ -153,15 +141,15 @@ class _SavedTensors(NamedTuple):
         self._put_on()
 
     def _put_on(self) -> None:
-        _saved_tensors_hooks_enable()
+        borrowed.allow_saved_tensor_hooks()
         for pack, unpack in self.hooks:
-            _push_saved_tensors_default_hooks(pack, unpack)
+            borrowed.push_saved_tensor_hooks(pack, unpack)
         if self.forbidden is not None:
-            _saved_tensors_hooks_disable(self.forbidden, False)
+            borrowed.forbid_saved_tensor_hooks(self.forbidden, False)
 
 
 def _taken_off() -> Iterator[_Hooks]:
     """The hooks in force, the last one first, which are in force no more. Only the last one can be seen."""
-    while (hooks := _top_saved_tensors_default_hooks(True)) is not None:
-        _pop_saved_tensors_default_hooks()
+    while (hooks := borrowed.top_saved_tensor_hooks(True)) is not None:
+        borrowed.pop_saved_tensor_hooks()
         yield hooks

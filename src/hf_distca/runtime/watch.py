@@ -59,6 +59,7 @@ class Watch:
         self._store = links[-1].get_group_store()
         self._word: str | None = None
         self._parted: DistCADesyncError | None = None
+        self._told = 0
 
     @contextmanager
     def reporting(self, doing: str) -> Iterator[None]:
@@ -133,15 +134,16 @@ class Watch:
         if self._parted is not None:
             raise self.give_up("", self._parted)
 
-    def tell(self, key: str, text: str) -> list[str]:
-        """What every rank says under a key, in rank order; empty for those that say nothing in time. Asks nobody to take part."""
-        self._store.set(f"distca {key} {self._rank}", text)
-        deadline, said = self.deadline(), []
+    def tell(self, text: str) -> list[str]:
+        """What every rank says, in rank order, each time that all do; empty for those that say nothing in time. No collective."""
+        self._told += 1
+        self._store.set(_said(self._told, self._rank), text)
+        deadline, said = time.monotonic() + self._timeout_seconds - patience(self._timeout_seconds), []
         for rank in range(len(self._ranks)):
             left = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))
             with suppress(RuntimeError):
-                self._store.wait([f"distca {key} {rank}"], left)
-                said.append(self._store.get(f"distca {key} {rank}").decode(errors="replace"))
+                self._store.wait([_said(self._told, rank)], left)
+                said.append(self._store.get(_said(self._told, rank)).decode(errors="replace"))
                 continue
             said.append("")
         return said
@@ -186,6 +188,10 @@ class Watch:
 
 def _entry(number: int) -> str:
     return f"distca word {number}"
+
+
+def _said(time: int, rank: int) -> str:
+    return f"distca said {time} {rank}"
 
 
 def _break(link: dist.ProcessGroup) -> None:

@@ -7,6 +7,7 @@ of attention and exchange, so that little is left for `balance` to move; and a d
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,11 +18,12 @@ from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.dealer import Dealer
+from hf_distca.schedule.fill import pour
 from hf_distca.schedule.layout import IntArray, Layout, as_integers
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["deal", "deal_nano_batches", "plan_dealt"]
+__all__ = ["deal", "deal_nano_batches", "in_order", "plan_dealt"]
 
 # Part of its seconds by which the slowest rank may be late for `balance` to find nothing: what it moves travels with queries and
 # outputs, which takes longer than a dealt rank is late.
@@ -35,7 +37,7 @@ _COINS = 16
 def deal(
     lengths: npt.ArrayLike,
     ranks: int,
-    tokens_per_rank: int,
+    tokens_per_rank: int | Sequence[int],
     cost: CostModel,
     *,
     tile: int = 128,
@@ -50,7 +52,8 @@ def deal(
     Args:
         lengths: tokens of each document, at least 1. Documents keep their index as their number.
         ranks: number of ranks.
-        tokens_per_rank: tokens of each rank; `ranks` times as many as this are dealt.
+        tokens_per_rank: tokens of each rank; `ranks` times as many as this are dealt. Or the tokens of each rank, where their
+            number cannot be divided.
         cost: seconds of tasks and of exchanges. With a window, deal for layers of which all have it; for a model that mixes both
             kinds of layers, deal without.
         tile: documents are cut at multiples of it where tokens allow.
@@ -59,11 +62,10 @@ def deal(
             `deal_nano_batches`.
 
     Raises:
-        LayoutError: if lengths are not whole numbers of at least 1, or their sum is not ``ranks * tokens_per_rank``.
+        LayoutError: if lengths are not whole numbers of at least 1, or their sum is not that of the ranks' tokens.
         ConfigError: if another argument is out of its range.
     """
-    length = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
-    tokens = [tokens_per_rank] * ranks
+    length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
     document = np.arange(len(length))
     return Dealer(document, length, tokens, cost, tile, ranks_per_node or ranks, overlapped=overlapped).layout()
 
@@ -71,7 +73,7 @@ def deal(
 def deal_nano_batches(
     lengths: npt.ArrayLike,
     ranks: int,
-    tokens_per_rank: int,
+    tokens_per_rank: int | Sequence[int],
     cost: CostModel,
     *,
     tile: int = 128,
@@ -86,16 +88,26 @@ def deal_nano_batches(
 
     Args and raises: as `deal`.
     """
-    length = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
-    first = _half(length, cost.seconds(length, length).tolist(), ranks * (tokens_per_rank // 2))
+    length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
+    first = _half(length, cost.seconds(length, length).tolist(), ranks * (min(tokens) // 2))
     each, more = divmod(int(length[first].sum()), ranks)
     here = [each + (rank < more) for rank in range(ranks)]
-    there = [tokens_per_rank - tokens for tokens in here]
+    there = [both - one for both, one in zip(tokens, here, strict=True)]
     one, two = (
         Dealer(np.flatnonzero(half), length[half], tokens, cost, tile, ranks_per_node or ranks, overlapped=True).layout()
         for half, tokens in ((first, here), (~first, there))
     )
     return one, two
+
+
+def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int]) -> Layout:
+    """The documents of a global batch one after another, cut where a rank is full: what `deal` is compared with.
+
+    Args and raises: as `deal`.
+    """
+    length, tokens = _checked(lengths, ranks, tokens_per_rank, 1, None)
+    rank, document, start, size = np.array(pour(range(len(length)), length.tolist(), tokens), dtype=np.int64).reshape(-1, 4).T
+    return Layout(document, start, size, np.searchsorted(rank, np.arange(ranks + 1)))
 
 
 def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
@@ -170,8 +182,12 @@ def _nearest_bit(bits: int, wanted: int) -> int:
     return below if wanted - below <= above - wanted else above
 
 
-def _checked(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int, tile: int, ranks_per_node: int | None) -> IntArray:
-    numbers = {"ranks": ranks, "tokens_per_rank": tokens_per_rank, "tile": tile}
+def _checked(
+    lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int], tile: int, ranks_per_node: int | None
+) -> tuple[IntArray, list[int]]:
+    """The lengths, and the tokens of each rank."""
+    least = min(tokens_per_rank, default=0) if isinstance(tokens_per_rank, Sequence) else tokens_per_rank
+    numbers = {"ranks": ranks, "tokens_per_rank": least, "tile": tile}
     if ranks_per_node is not None:
         numbers["ranks_per_node"] = ranks_per_node
     for name, value in numbers.items():
@@ -184,10 +200,11 @@ def _checked(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int, tile: int
     if len(length) and length.min() < 1:
         at = int(np.flatnonzero(length < 1)[0])
         raise LayoutError(f"document {at} has length {length[at]}: every document must have at least 1 token.")
-    total, wanted = sum(length.tolist()), ranks * tokens_per_rank
-    if total != wanted:
+    tokens = list(tokens_per_rank) if isinstance(tokens_per_rank, Sequence) else [tokens_per_rank] * ranks
+    total, wanted = sum(length.tolist()), sum(tokens)
+    if total != wanted or len(tokens) != ranks:
         raise LayoutError(
             f"{len(length)} documents have {total} tokens, {ranks} ranks with {tokens_per_rank} tokens each have {wanted}: "
             "every token must have its place, so the numbers must be equal."
         )
-    return length
+    return length, tokens

@@ -159,16 +159,27 @@ class PlanSummary:
         return asdict(self)
 
     def __str__(self) -> str:
+        return self.table()
+
+    def table(self, *, seconds: bool = True) -> str:
+        """The figures as lines of text; `seconds` are left out where a cost model of pairs has none."""
         moved = self.query_tokens_moved / max(self.query_tokens, 1)
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        spanning = f", {self.key_tokens_sent_unplanned} for documents that lie on several ranks anyway"
         lines = [
-            ("tasks", f"{self.tasks} on {self.ranks} ranks, {self.moved_tasks} moved"),
+            ("tasks", f"{self.tasks} on {ranks}, {self.moved_tasks} moved"),
             ("imbalance of causal pairs", f"{self.pairs_imbalance_before:.3f} -> {self.pairs_imbalance_after:.3f} (max/mean)"),
-            ("imbalance of seconds", f"{self.seconds_imbalance_before:.3f} -> {self.seconds_imbalance_after:.3f} (max/mean)"),
-            ("slowest rank, estimated", f"{self.slowest_seconds_before:.4g} s -> {self.slowest_seconds_after:.4g} s"),
+        ]
+        if seconds:
+            lines += [
+                ("imbalance of seconds", f"{self.seconds_imbalance_before:.3f} -> {self.seconds_imbalance_after:.3f} (max/mean)"),
+                ("slowest rank, estimated", f"{self.slowest_seconds_before:.4g} s -> {self.slowest_seconds_after:.4g} s"),
+            ]
+        lines += [
             ("query tokens moved", f"{self.query_tokens_moved} of {self.query_tokens} ({moved:.1%})"),
-            ("K/V tokens sent", f"{self.key_tokens_sent} ({self.key_tokens_sent_unplanned} with no move at all)"),
-            ("busiest sender", f"{self.max_sent_bytes / 2**20:.1f} MiB"),
-            ("busiest receiver", f"{self.max_received_bytes / 2**20:.1f} MiB"),
+            ("K/V tokens sent", f"{self.key_tokens_sent}{spanning if self.key_tokens_sent_unplanned else ''}"),
+            ("busiest sender", f"{self.max_sent_bytes / 1e6:.1f} MB per layer"),
+            ("busiest receiver", f"{self.max_received_bytes / 1e6:.1f} MB per layer"),
         ]
         return "\n".join(f"{label:<26} {value}" for label, value in lines)
 

@@ -10,7 +10,7 @@ from typing import Any
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import Layout
 
-__all__ = ["read_placement"]
+__all__ = ["parse_placement", "read_placement", "whole_number"]
 
 
 def read_placement(path: Path) -> Layout:
@@ -20,32 +20,52 @@ def read_placement(path: Path) -> Layout:
         LayoutError: if the file holds no placement; the message names the file and what is wrong.
         OSError: if the file cannot be read.
     """
+    return parse_placement(path.read_bytes(), str(path))
+
+
+def parse_placement(text: bytes, name: str) -> Layout:
+    """Read a placement from JSON.
+
+    Args:
+        text: the JSON, in UTF-8.
+        name: where it comes from, for errors.
+
+    Raises:
+        LayoutError: if it is no placement; the message says what is wrong.
+    """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(text.decode("utf-8"))
     except ValueError as error:
-        raise LayoutError(f"{path} is not JSON: {error}.") from error
+        raise LayoutError(f"{name} is not JSON: {error}.") from error
     keys = [key for key in ("rank_segments", "lengths") if isinstance(data, dict) and key in data]
     if len(keys) != 1:
-        raise LayoutError(f"{path} must be a JSON object with either 'rank_segments' or 'lengths', it has {keys or 'neither'}.")
+        raise LayoutError(f"{name} must be a JSON object with either 'rank_segments' or 'lengths', it has {keys or 'neither'}.")
     ranks = data[keys[0]]
     if not isinstance(ranks, list) or not all(isinstance(rank, list) for rank in ranks) or not ranks:
-        raise LayoutError(f"{path}: {keys[0]!r} must be a list with one list per rank.")
+        raise LayoutError(f"{name}: {keys[0]!r} must be a list with one list per rank.")
     try:
         if keys[0] == "lengths":
-            return Layout.from_lengths([[_token(length) for length in rank] for rank in ranks])
+            return Layout.from_lengths([[whole_number(length) for length in rank] for rank in ranks])
         return Layout.from_segments([[_segment(row) for row in rank] for rank in ranks])
     except LayoutError as error:
-        raise LayoutError(f"{path}: {error}") from error
+        raise LayoutError(f"{name}: {error}") from error
 
 
 def _segment(row: Any) -> tuple[int, int, int]:
     if not isinstance(row, Sequence) or len(row) not in (3, 4):
         raise LayoutError(f"segment {row!r} must be [document, start, end] or [document, start, end, document length].")
-    document, start, end = (_token(value) for value in row[:3])
+    document, start, end = (whole_number(value) for value in row[:3])
     return document, start, end - start
 
 
-def _token(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63:
+def whole_number(value: Any) -> int:
+    """A number of a file, if it is one that 64 bits hold.
+
+    Raises:
+        LayoutError: if it is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
         raise LayoutError(f"{value!r} must be an integer.")
+    if abs(value) >= 2**63:
+        raise LayoutError(f"{value} is too large: lengths, positions and numbers of documents are below 2**48.")
     return value

@@ -1,0 +1,221 @@
+"""Everything that distca takes from torch, transformers and accelerate without their promise to keep it.
+
+No other file of the package has a private name of theirs, so here is what to look at when a new version of one comes out.
+tests/test_borrowed.py holds that, and that each name is there and does what is said here; tests/oldest.sh does so with the
+oldest versions that the package allows. Each block says in which versions its names were seen. What does not need
+transformers does not import it.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _autograd
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "CAUSAL_MASK_PARTS",
+    "MASK_BLOCKS",
+    "MASK_CHUNKS",
+    "MASK_UNION",
+    "TorchDispatchMode",
+    "allow_saved_tensor_hooks",
+    "changed_flash_attention",
+    "changes_in_place",
+    "checkpoints_itself",
+    "copy_each",
+    "cpu_attention",
+    "cpu_attention_backward",
+    "cuda_attention",
+    "cuda_attention_backward",
+    "dispatch_modes",
+    "forbid_saved_tensor_hooks",
+    "group_of_members",
+    "in_backward",
+    "is_policy_mode",
+    "let_names_pass",
+    "loaded_mesh",
+    "names_of_groups",
+    "pop_dispatch_mode",
+    "pop_saved_tensor_hooks",
+    "push_dispatch_mode",
+    "push_saved_tensor_hooks",
+    "accelerate_started",
+    "top_saved_tensor_hooks",
+    "why_saved_tensor_hooks_are_forbidden",
+    "without_dispatch_modes",
+]
+
+
+# ---- torch 2.13.0
+
+# Hooks for saved tensors, by which activation checkpointing works: only the last one can be looked at.
+allow_saved_tensor_hooks = _autograd._saved_tensors_hooks_enable
+forbid_saved_tensor_hooks = _autograd._saved_tensors_hooks_disable
+why_saved_tensor_hooks_are_forbidden = _autograd._saved_tensors_hooks_get_disabled_error_message
+top_saved_tensor_hooks = _autograd._top_saved_tensors_default_hooks
+push_saved_tensor_hooks = _autograd._push_saved_tensors_default_hooks
+pop_saved_tensor_hooks = _autograd._pop_saved_tensors_default_hooks
+
+# The dispatch modes of a thread.
+dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
+push_dispatch_mode = _python_dispatch._push_mode
+pop_dispatch_mode = _python_dispatch._pop_mode
+without_dispatch_modes = _python_dispatch._disable_current_modes
+
+
+def in_backward() -> bool:
+    """Whether this runs inside backward: in a forward, that it is a recompute."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def changes_in_place(tensor: torch.Tensor) -> int:
+    """Grows with every change in place, of any view. torch's docs name it, and nothing public tells."""
+    return tensor._version
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors into others of the same shapes, by one operation."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def checkpoints_itself(module: torch.nn.Module) -> bool:
+    """Whether the activations of a module are checkpointed by a wrapper around it or by its hooks."""
+    return isinstance(module, CheckpointWrapper) or "checkpoint" in (_get_registry(module) or ())
+
+
+def is_policy_mode(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode is one of selective activation checkpointing."""
+    return isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
+
+
+def cpu_attention() -> Any:
+    """The operation under sdpa on CPUs, which also returns the log-sum-exp."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def cpu_attention_backward() -> Any:
+    """Its backward."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def cuda_attention() -> Any:
+    """Flash-attention 2 of torch itself, for sequences of several lengths."""
+    return torch.ops.aten._flash_attention_forward
+
+
+def cuda_attention_backward() -> Any:
+    """Its backward."""
+    return torch.ops.aten._flash_attention_backward
+
+
+def names_of_groups() -> set[str]:
+    """The names of the process groups that this rank is in."""
+    return set(c10d._world.pg_names.values())
+
+
+def group_of_members(
+    ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, name: str, purpose: str
+) -> dist.ProcessGroup:
+    """A process group of that name, made by its members alone and bound to no device; `dist.new_group` waits for all ranks."""
+    world = c10d._get_default_group()
+    device, world.bound_device_id = world.bound_device_id, None
+    group: dist.ProcessGroup
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(world.rank()),
+            list(ranks),
+            c10d.Backend(backend),
+            c10d._world.pg_map[world][1],
+            c10d.GroupName(name),
+            timeout=timeout,
+            group_desc=purpose,
+        )
+    finally:
+        world.bound_device_id = device
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+# ---- accelerate 1.15.0
+
+
+def accelerate_started() -> bool:
+    """Whether accelerate has its state: asking for it makes one."""
+    from accelerate.state import AcceleratorState
+
+    return bool(AcceleratorState._shared_state)
+
+
+# ---- transformers 5.23.0
+
+# Names of the functions that transformers makes masks of.
+MASK_UNION, MASK_CHUNKS, MASK_BLOCKS = "or_masks", "chunked_overlay", "blockwise_overlay"
+# Those of causal masks. Anything else changes who sees whom. 5.16 remaps no positions.
+CAUSAL_MASK_PARTS = frozenset(
+    {
+        "causal_mask_function",
+        "and_masks",
+        "packed_sequence_mask_function",
+        "sliding_window_overlay",
+        "remap_positions_for_packed_sequence",
+        MASK_CHUNKS,
+    }
+)
+
+
+def loaded_mesh(model: PreTrainedModel) -> DeviceMesh | None:
+    """The mesh on which transformers laid out a model that was loaded with a `DistributedConfig`, else None."""
+    manager = getattr(model, "_mesh_manager", None)
+    if manager is None:
+        return None
+    mesh: DeviceMesh = manager.get_mesh(("pp", "dp_replicate", "fsdp", "tp"))
+    return mesh._get_root_mesh()  # with dimensions that were not asked for, if it has any
+
+
+def changed_flash_attention() -> Callable[..., Any] | None:
+    """The function that another package has put in the place of the one through which transformers calls flash-attn, if any."""
+    from transformers import modeling_flash_attention_utils
+    from transformers.integrations import flash_attention
+
+    for module in (modeling_flash_attention_utils, flash_attention):
+        function: Callable[..., Any] = module._flash_attention_forward
+        if getattr(function, "__module__", None) != modeling_flash_attention_utils.__name__:
+            return function
+    return None
+
+
+_passing: set[str] = set()
+
+
+def let_names_pass(names: frozenset[str]) -> None:
+    """Let transformers take these names for an attention without a check for the package that computes it elsewhere.
+
+    Models check the name when they are made and when it is changed. Without the package they would ask the hub for a kernel.
+    """
+    from transformers import PreTrainedModel
+
+    if not _passing:
+        ask = PreTrainedModel._check_and_adjust_attn_implementation
+
+        @wraps(ask)
+        def check(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+            return attn_implementation if attn_implementation in _passing else ask(self, attn_implementation, *args, **kwargs)
+
+        PreTrainedModel._check_and_adjust_attn_implementation = check  # type: ignore[method-assign]
+    _passing.update(names)

@@ -1,0 +1,54 @@
+"""What the verbs read and write: files, or ``-`` for standard input and output."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+
+__all__ = ["NAME_OF_INPUT", "errors_in_one_line", "fail", "name_of", "read", "write"]
+
+NAME_OF_INPUT = "standard input"
+_STANDARD = Path("-")
+
+
+def name_of(path: Path) -> str:
+    """What errors call it."""
+    return NAME_OF_INPUT if path == _STANDARD else str(path)
+
+
+def read(path: Path) -> bytes:
+    """All of a file."""
+    return sys.stdin.buffer.read() if path == _STANDARD else path.read_bytes()
+
+
+def write(result: str, summary: str, path: Path | None) -> None:
+    """Write a result, and what there is to say about it to where the result does not go: standard output, or else error."""
+    standard = path is None or path == _STANDARD
+    if path is None or path == _STANDARD:
+        typer.echo(result)
+    else:
+        path.write_text(result + "\n", encoding="utf-8")
+    typer.echo(summary, err=standard)
+
+
+def fail(message: str) -> None:
+    """Say what is wrong in one line and end."""
+    typer.echo(f"hf-distca: {' '.join(message.split())}", err=True)
+    raise typer.Exit(2)
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """What goes wrong inside, in the input or with a file, ends the command with one line."""
+    from hf_distca.errors import DistCAError
+
+    try:
+        yield
+    except DistCAError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{error.filename or 'output'}: {error.strerror or error}.")

@@ -1,0 +1,58 @@
+"""What there is to say of a run as a whole: the balance in a few lines, and why nothing was moved."""
+
+from __future__ import annotations
+
+from hf_distca.agreement.figures import Tally
+from hf_distca.integration.session import Session
+
+__all__ = ["summary", "why_nothing_moved"]
+
+
+def summary(done: Tally, session: Session) -> str | None:
+    """The balance of micro-batches in a few lines, None if there were none.
+
+    Args:
+        done: what they did.
+        session: in which they ran.
+    """
+    if not done.micro_batches:
+        return None
+    lines = [
+        f"distca: {done.micro_batches} micro-batches on {session.ranks} ranks, work moved in {done.moved}",
+        f"  {'imbalance (slowest rank / mean)':<34}{'before':>8}{'after':>8}",
+    ]
+    for kind in ("estimated", "measured"):
+        mean = getattr(done, f"{kind}_mean")
+        if mean > 0:
+            before, after = (getattr(done, f"{kind}_{at}") / mean for at in ("before", "after"))
+            lines.append(f"    {kind:<32}{before:>8.3f}{after:>8.3f}")
+    figures = done.figures()
+    parts = {
+        "exchanged": f"{figures.get('distca/exchanged_mb_per_layer', 0.0):.3f} MB per layer and micro-batch by the busiest rank",
+        "planning": f"{figures['distca/planning_ms']:.1f} ms per micro-batch",
+        "attention": f"{figures['distca/server_time_share']:.0%} of this rank's time, in kernel {', '.join(session.kernels)}",
+    }
+    return "\n".join([*lines, *(f"  {name:<12}{value}" for name, value in parts.items())])
+
+
+def why_nothing_moved(done: Tally, session: Session) -> str | None:
+    """Why no work was moved in some micro-batches, with the figures; None if some was, or if there were none."""
+    if done.moved or not done.estimated_mean:
+        return None
+    config, ratio = session.config, done.estimated_before / done.estimated_mean
+    said = f"distca moved nothing in {done.micro_batches} micro-batches"
+    uneven = f"the slowest rank has {ratio:.3f} times the mean attention seconds, by estimate"
+    if not config.balance:
+        return f"{said}: balancing is off (balance=False). Without it, {uneven}."
+    if ratio <= 1 + config.tolerance:
+        return f"{said}: the documents are even ({uneven}; tolerance={config.tolerance:g}). There is nothing to win."
+    saved, milliseconds = 1 - 1 / ratio, (done.estimated_before - done.estimated_mean) / done.micro_batches * 1e3
+    if saved < config.min_gain:
+        return f"{said}: {uneven}, and evening that out saves {saved:.1%} at most, less than min_gain={config.min_gain:g}."
+    cost = next(iter(session.planner.costs.values()))
+    return (
+        f"{said}: {uneven}, and evening that out saves {milliseconds:.3g} ms a layer at most, of which the exchange would leave "
+        f"less than min_gain={config.min_gain:g} (cost model {cost.name!r}: {cost.exchange_bytes_per_second / 1e9:g} GB/s and "
+        f"{cost.exchange_seconds * 1e3:g} ms an exchange). Longer documents or a faster network gain more; if the figures do not "
+        "fit your machine, give DistCAConfig(cost_model=...) your own."
+    )

@@ -1,0 +1,192 @@
+"""Batches that ranks have drawn, dealt anew among them: for loaders that cannot be replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_distca.agreement.announce import PlanKey, check_equal
+from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.documents import PackedDocuments, read_documents
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.session import Session, current_session
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import IntArray
+
+__all__ = ["share_tokens"]
+
+_IGNORED = -100
+_KNOWN = {"input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "distca_documents"}
+# What is dealt by until a layer has run: causal pairs, whatever the layer is.
+_SOME_SHAPE = AttentionShape(1, 1, 1, 1, 1)
+
+
+def share_tokens(batches: Sequence[Any]) -> list[Any]:
+    """Deal what the ranks have drawn from their loaders among them: equal tokens, and about equal attention.
+
+    Every micro-batch is dealt by itself, over the attention group: documents stay whole where they fit and are cut where one
+    outweighs a rank, as `document_shares` does it in the loader. Token ids and labels travel once, on the control group: per call
+    two small collectives and one exchange of as many tokens as move. Nothing more has to be planned then.
+
+    The loss must be a sum over all ranks' targets divided by their number, as the Trainer computes it.
+
+    Args:
+        batches: micro-batches, as many on every rank, each with ``input_ids`` of shape (rows, tokens) and what `PackingCollator`
+            or a padding collator puts beside it: ``labels``, ``position_ids``, ``attention_mask``, ``distca_documents``.
+
+    Returns:
+        As many batches of shape (1, tokens), with ``shift_labels``; as they are in a group of one.
+
+    Raises:
+        UnsupportedError: if a batch holds something else, which would not travel.
+        LayoutError: if a batch does not hold the documents that it says.
+        DistCADesyncError: if not all ranks call it, with as many batches.
+    """
+    session = current_session()
+    group = session.group
+    if group.size == 1 or not batches:
+        return list(batches)
+    place = f"sharing tokens from micro-batch {session.planner.next_number} on"
+    with group.reporting(place):
+        drawn = [_Drawn.of(batch) for batch in batches]
+        rows = group.gather(np.concatenate([[len(drawn)], *(one.row for one in drawn)]), doing=place)
+        check_equal(group, np.array([row[0] for row in rows]), "numbers of micro-batches", place, "draw as many on every rank")
+        lengths = [_lengths(row) for row in rows]
+        costs = {key._replace(nano=0): session.planner.cost(key) for key in session.planner.recent_keys()}
+        shared = [_deal(session, costs, number, [each[number] for each in lengths]) for number in range(len(drawn))]
+        tokens = _exchange(group, drawn, shared, place)
+    return [
+        _batch(one, columns_T2, batch["input_ids"].device) for one, columns_T2, batch in zip(shared, tokens, batches, strict=True)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Drawn:
+    """The tokens of a batch without padding.
+
+    Attributes:
+        lengths: (documents,) tokens of each.
+        columns_T2: int64 ids, and the label that follows each.
+    """
+
+    lengths: IntArray
+    columns_T2: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any]) -> _Drawn:
+        if unknown := sorted(batch.keys() - _KNOWN):
+            raise UnsupportedError(
+                f"a batch holds {', '.join(unknown)}, and share_tokens deals {', '.join(sorted(_KNOWN))} only: tokens go to "
+                "other ranks, so leave the rest out."
+            )
+        ids = batch["input_ids"]
+        mask, packed = batch.get("attention_mask"), batch.get("distca_documents")
+        documents = read_documents(
+            *ids.shape,
+            packed=packed,
+            position_ids=batch.get("position_ids"),
+            padding=None if mask is None else mask.bool(),
+            training=True,
+        )
+        if documents.spans:
+            raise UnsupportedError("a batch is a share of dealt documents already: share_tokens is for batches that are not.")
+        keep = slice(None) if documents.keep is None else torch.from_numpy(documents.keep)
+        lengths = documents.rows[:, 2]
+        flat = [batch[name].reshape(-1).cpu()[keep] for name in ("input_ids", "labels", "shift_labels") if name in batch]
+        if "shift_labels" not in batch:
+            labels = flat[-1]
+            flat.append(torch.cat([labels[1:], labels.new_full((1,), _IGNORED)]))
+            flat[-1][np.cumsum(lengths) - 1] = _IGNORED
+        return cls(lengths, torch.stack([flat[0], flat[-1]], dim=1).long())
+
+    @property
+    def row(self) -> IntArray:
+        """What is announced of it."""
+        return np.concatenate([[len(self.lengths)], self.lengths])
+
+
+def _lengths(row: IntArray) -> list[IntArray]:
+    """The lengths of the documents in each batch of a rank."""
+    found, at = [], 1
+    for _ in range(int(row[0])):
+        count = int(row[at])
+        found.append(row[at + 1 : at + 1 + count])
+        at += 1 + count
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    """A micro-batch as it is dealt.
+
+    Attributes:
+        packed: this rank's share.
+        home: (documents,) who has drawn each.
+        start: (documents,) the place of its first token among those of its home.
+    """
+
+    packed: PackedDocuments
+    home: IntArray
+    start: IntArray
+
+    def runs(self, rank: int) -> list[tuple[int, int, int]]:
+        """What a rank gets: (who has drawn it, the first of its tokens there, tokens)."""
+        segments = [] if self.packed.dealt is None else self.packed.dealt.whole.segments(rank)
+        return [(int(self.home[s.document]), int(self.start[s.document]) + s.start, s.length) for s in segments]
+
+
+def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, lengths: Sequence[IntArray]) -> _Shared:
+    group, planner = session.group, session.planner
+    joined = np.concatenate(lengths)
+    home = np.repeat(np.arange(group.size), [len(one) for one in lengths])
+    start = np.concatenate([np.cumsum(one) - one for one in lengths])
+    each, more = divmod(int(joined.sum()), group.size)
+    dealing = Dealing(
+        group.size,
+        [each + (rank < more) for rank in range(group.size)],
+        costs or {PlanKey(_SOME_SHAPE, "cpu"): CostModel.pairs(_SOME_SHAPE)},
+        session.config,
+    )
+    return _Shared(dealing.share(joined, (0, planner.number + number + 1), group.rank), home, start)
+
+
+def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_Shared], place: str) -> list[torch.Tensor]:
+    """The (tokens, 2) columns of this rank's share of every micro-batch."""
+    sent: list[torch.Tensor] = [drawn[0].columns_T2[:0]]
+    send, receive = [0] * group.size, [0] * group.size
+    for rank in range(group.size):
+        for batch, dealt in zip(drawn, shared, strict=True):
+            pieces = [batch.columns_T2[start : start + tokens] for home, start, tokens in dealt.runs(rank) if home == group.rank]
+            sent += pieces
+            send[rank] += sum(map(len, pieces))
+    runs = [dealt.runs(group.rank) for dealt in shared]
+    for home, _, tokens in (run for one in runs for run in one):
+        receive[home] += tokens
+    arrived = group.trade(torch.cat(sent), send, receive, doing=place)
+    at = np.cumsum(receive) - receive
+    columns = []
+    for one in runs:
+        pieces = []
+        for home, _, tokens in one:
+            pieces.append(arrived[at[home] : at[home] + tokens])
+            at[home] += tokens
+        columns.append(torch.cat(pieces) if pieces else arrived[:0])
+    return columns
+
+
+def _batch(shared: _Shared, columns_T2: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    """What the model gets of a share."""
+    packed = shared.packed
+    lengths, starts = np.array(packed.lengths, dtype=np.int64), np.array(packed.starts, dtype=np.int64)
+    first = np.cumsum(lengths) - lengths
+    positions = np.arange(len(columns_T2)) + np.repeat(starts - first, lengths)
+    ids, targets = columns_T2.unbind(1)
+    labels = targets.roll(1)
+    labels[first] = _IGNORED  # who shifts labels must not go from one run to the next
+    rows = {"input_ids": ids, "labels": labels, "shift_labels": targets, "position_ids": torch.from_numpy(positions)}
+    return {**{name: row[None].to(device) for name, row in rows.items()}, "distca_documents": packed}

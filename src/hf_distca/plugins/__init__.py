@@ -1,0 +1,1 @@
+"""What trainers that load plugins by name find here, one file for each trainer."""

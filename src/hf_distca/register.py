@@ -1,0 +1,64 @@
+"""Registers "distca" with transformers: at once where models can be loaded already, else as soon as they can.
+
+Nothing of transformers or torch is imported for it, so that `import hf_distca` costs nothing where no model is loaded: on the
+command line, in a process that only starts others, at the top of a notebook. `transformers.modeling_utils`, where attention
+implementations are registered, is what every model file imports first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+__all__ = ["register", "when_models_load"]
+
+_MODELS = "transformers.modeling_utils"
+
+
+def when_models_load(act: Callable[[], None]) -> None:
+    """Do something now if transformers has imported what all models share, else right after it does."""
+    if _MODELS in sys.modules:
+        act()
+        return
+    waiting = next((finder for finder in sys.meta_path if isinstance(finder, _AfterModels)), None)
+    if waiting is None:
+        waiting = _AfterModels()
+        sys.meta_path.insert(0, waiting)
+    waiting.acts.append(act)
+
+
+class _AfterModels(MetaPathFinder):
+    """Finds no module by itself; it adds calls to the end of one import, and then is gone."""
+
+    def __init__(self) -> None:
+        self.acts: list[Callable[[], None]] = []
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """What the other finders find."""
+        if fullname != _MODELS:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def and_act(module: ModuleType) -> None:
+                execute(module)
+                for act in self.acts:
+                    act()
+
+            spec.loader.exec_module = and_act  # type: ignore[method-assign]
+        return spec
+
+
+def register() -> None:
+    """Give transformers the attention function and the mask function named "distca"."""
+    from hf_distca.integration.attention import distca_attention
+    from hf_distca.integration.mask import distca_mask
+    from hf_distca.integration.names import register as register_as
+
+    register_as("distca", distca_attention, distca_mask)

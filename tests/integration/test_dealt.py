@@ -1,0 +1,202 @@
+"""Shares of dealt global batches: exact, no collective that a rank waits for, and an error where they do not belong together."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+import hf_distca
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.dealt import Dealing
+from hf_distca.integration.session import current_session
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from ranks import RankPool
+from recorded import counted_planning
+
+VOCABULARY, WINDOW = 61, 24
+# Gemma's norms compute in float32, whatever the model is in.
+CLOSE = {"full": {"rtol": 1e-9, "atol": 1e-12}, "windows": {"rtol": 1e-4, "atol": 1e-8}}
+SHAPE = AttentionShape(4, 2, 16, 16, 8)
+PAIRS = CostModel.pairs(SHAPE)
+TOKENS = 192  # of a global batch, on any number of ranks
+# Longer than a rank of two, three or four; one token; two long ones.
+BATCHES = ([180, 1, 11], [96, 95, 1], [7, 9, 150, 26], [12] * 16)
+
+
+def model_for(kind: str, implementation: str) -> Any:
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "head_dim": 16,
+        "attn_implementation": implementation,
+        "dtype": torch.float64,
+    }
+    if kind == "windows":
+        windows = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+        return Gemma3ForCausalLM._from_config(Gemma3TextConfig(**shape, **windows)).train()
+    return LlamaForCausalLM._from_config(LlamaConfig(**shape)).train()
+
+
+def settings(**changes: Any) -> hf_distca.DistCAConfig:
+    return hf_distca.DistCAConfig(**{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "timeout_seconds": 20.0, **changes})
+
+
+def dealing(ranks: int, kind: str, **changes: Any) -> Dealing:
+    windows = (None, WINDOW) if kind == "windows" else (None,)
+    costs = {PlanKey(SHAPE, "cpu", window): replace(PAIRS, window=window) for window in windows}
+    return Dealing(ranks, TOKENS // ranks, costs, settings(**changes))
+
+
+def documents(number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in BATCHES[number]]
+
+
+def share(made: Dealing, number: int, rank: int) -> dict[str, Any]:
+    texts = documents(number)
+    packed = made.share(np.array([len(one) for one in texts]), (0, number), rank)
+    shifted = [torch.cat([one[1:], torch.tensor([-100])]) for one in texts]
+    runs = list(zip(packed.documents or (), packed.starts or (), packed.lengths, strict=True))
+    pieces = [[column[d][s : s + n] for d, s, n in runs] for column in (texts, shifted)]
+    ids, targets = (torch.cat(piece)[None] for piece in pieces)
+    positions = torch.cat([torch.arange(s, s + n) for _, s, n in runs])[None]
+    return {"input_ids": ids, "labels": targets, "shift_labels": targets, "position_ids": positions, "distca_documents": packed}
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def loss_of(model: Any, targets: torch.Tensor, number: int, **batch: Any) -> torch.Tensor:
+    """In float64, which the losses of transformers are not."""
+    logits = model(**batch, use_cache=False).logits[0]
+    return torch.nn.functional.cross_entropy(logits, targets[0], reduction="sum") / sum(n - 1 for n in BATCHES[number])
+
+
+def alone(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of the whole global batches in one process under sdpa, and the sum of their gradients."""
+    model, losses = model_for(kind, "sdpa"), []
+    for number in range(len(BATCHES)):
+        total = 0.0
+        for text in documents(number):
+            loss = loss_of(model, torch.cat([text[1:], torch.tensor([-100])])[None], number, input_ids=text[None])
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+    return losses, gradients(model)
+
+
+def together(rank: int, ranks: int, kind: str, changes: dict[str, Any]) -> tuple[list[float], dict[str, Any], list[str], int]:
+    hf_distca.configure(settings(**changes))
+    model, losses = model_for(kind, "distca"), []
+    made = dealing(ranks, kind, **changes)
+    hf_distca.prepare(model)
+    if changes.get("checkpointing"):
+        model.gradient_checkpointing_enable()
+    shares = [share(made, number, rank) for number in range(len(BATCHES))]
+    with counted_planning() as planning:
+        for number, batch in enumerate(shares):
+            assert batch["input_ids"].shape == (1, TOKENS // ranks)
+            targets = batch.pop("shift_labels")
+            loss = loss_of(model, targets, number, **{name: value for name, value in batch.items() if name != "labels"})
+            loss.backward()
+            losses.append(loss.detach())
+    sums = torch.stack(losses)
+    if ranks > 1:
+        dist.all_reduce(sums)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+    current_session().collect()
+    figures = hf_distca.metrics().figures()
+    return sums.tolist(), gradients(model), planning, int(figures.get("distca/imbalance_measured_after", 0) > 0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"ping_pong": True}, {"balance": False}], ids=["whole", "ping-pong", "unbalanced"])
+@pytest.mark.parametrize("kind", ["full", "windows"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_shares_train_as_one_process_does(
+    rank_pool: Callable[[int], RankPool], ranks: int, kind: str, changes: dict[str, Any]
+) -> None:
+    losses, grads = alone(kind)
+    for same_losses, same_grads, planning, measured in rank_pool(ranks)(together, ranks, kind, changes):
+        assert same_losses == pytest.approx(losses, rel=1e-12)
+        for name, grad in grads.items():
+            torch.testing.assert_close(same_grads[name], grad, **CLOSE[kind])
+        assert planning == [], "a rank waits for nobody"
+        assert measured, "what ranks measured is exchanged beside"
+
+
+def odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
+    """What rank 1 of two gets as the second global batch, if something is wrong."""
+    batch = share(made, 2 if wrong == "batch" else 1, 0 if wrong == "share" else 1)
+    packed = batch["distca_documents"]
+    if wrong == "plan":
+        (key, (cost, config, plan)), *_ = packed.dealt._plans.items()
+        tasks = [task._replace(server=1 - task.server) for task in plan.tasks]
+        packed.dealt._plans[key] = cost, config, type(plan).from_tasks(plan.layout, tasks)
+    if wrong == "no share":
+        batch["distca_documents"] = hf_distca.PackedDocuments(packed.lengths, packed.starts, packed.documents)
+    return batch
+
+
+def train_apart(rank: int, wrong: str) -> None:
+    model, made = model_for("full", "distca"), dealing(2, "full")
+    for number in range(len(BATCHES)):
+        odd = rank == 1 and number == 1
+        if odd and wrong == "settings":
+            current_session().config = settings(tolerance=0.5)
+        batch = odd_share(made, wrong) if odd else share(made, number, rank)
+        loss_of(model, batch.pop("shift_labels"), number, **{k: v for k, v in batch.items() if k != "labels"}).backward()
+
+
+def apart(rank: int, wrong: str) -> str:
+    """The error on this rank, if rank 1 does something else in the second global batch."""
+    hf_distca.configure(settings())
+    with pytest.raises(hf_distca.DistCAError) as caught:
+        train_apart(rank, wrong)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("batch", "different global batches in micro-batch 2 .*rank 0: 1, rank 1: 2; all ranks must read their shares in order"),
+        ("plan", "different plans for the same global batch in micro-batch 2 .*rank 0: [0-9]+, rank 1: [0-9]+"),
+        ("share", "rank 1 holds the share of rank 0 of global batch 1 of epoch 0"),
+        ("settings", "tolerance is 0.01 on rank 0, 0.5 on rank 1"),
+        ("no share", "different ways of loading batches .* in micro-batch 2.*rank 0: 4, rank 1: 0"),
+    ],
+)
+def test_shares_that_do_not_belong_together_end_in_an_error(rank_pool: Callable[[int], RankPool], wrong: str, said: str) -> None:
+    began = time.monotonic()
+    errors = rank_pool(2)(apart, wrong)
+    assert time.monotonic() - began < 15, "found at once, not after the timeout of 20 s"
+    for error in errors:
+        assert re.search(said, error), error
+
+
+def test_a_share_for_another_number_of_ranks_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
+    for error in rank_pool(2)(for_three_ranks):
+        assert "global batch 0 of epoch 0 is dealt to 3 ranks, and the attention group has 2: (0, 1)" in error
+
+
+def for_three_ranks(rank: int) -> str:
+    hf_distca.configure(settings())
+    model, batch = model_for("full", "distca"), share(dealing(3, "full"), 0, rank)
+    with pytest.raises(hf_distca.LayoutError) as caught:
+        loss_of(model, batch.pop("shift_labels"), 0, **{k: v for k, v in batch.items() if k != "labels"})
+    return str(caught.value)

@@ -1,0 +1,199 @@
+"""`document_shares` in the Trainer and TRL: what they make of it stays a data set of shares, and trains as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from accelerate.data_loader import IterableDatasetShard
+from torch.utils.data import DataLoader, Subset
+from transformers import Gemma2Config, LlamaConfig, Trainer, TrainerCallback
+
+import hf_distca
+import tiny_runs
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.data.shares import Shares
+from hf_distca.data.streaming import StreamedShares
+from hf_distca.integration.shares import shares_of
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from ranks import RankPool
+
+LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
+TOKENS = 96  # of a global batch: two documents are longer
+SHAPE = AttentionShape(4, 2, 16, 16, 4)
+
+
+def some_documents() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"input_ids": tiny_runs.documents(*LENGTHS)})
+
+
+def make(ranks: int, **more: Any) -> Any:
+    shapes, config = [(SHAPE, None)], tiny_runs.settings()
+    return hf_distca.document_shares(some_documents(), TOKENS // ranks, shapes=shapes, config=config, ranks=ranks, **more)
+
+
+def trainer_of(dataset: Any, **more: Any) -> Trainer:
+    how = {"train_sampling_strategy": "sequential", "remove_unused_columns": True, "num_train_epochs": 2, **more}
+    return tiny_runs.make_trainer("distca", dataset, **how)
+
+
+def train(rank: int, ranks: int) -> tuple[list[float], int, int]:
+    """Losses of two epochs, the number of shares in one, and dispatches."""
+    trainer = trainer_of(make(ranks))
+    trainer.train()
+    return tiny_runs.losses(trainer), len(make(ranks)), tiny_runs.dispatches()
+
+
+def test_two_ranks_train_as_one_does(rank_pool: Callable[[int], RankPool]) -> None:
+    alone, items, _ = train(0, 1)
+    assert items == sum(LENGTHS) // TOKENS
+    for found, shares, exchanged in rank_pool(2)(train, 2):
+        assert shares == 2 * items
+        assert found[::2] == pytest.approx(alone[::2], rel=1e-5)  # losses
+        assert found[1::2] == pytest.approx(alone[1::2], rel=1e-4)  # norms of gradients
+        assert exchanged > 0  # documents longer than a rank need the keys of the other one
+    assert len(alone) == 2 * 2 * items  # loss and norm, two epochs
+
+
+def test_a_run_that_resumes_in_its_second_epoch_goes_on_with_the_same_shares(tmp_path: Path) -> None:
+    items = sum(LENGTHS) // TOKENS
+    whole = trainer_of(make(1), folder=str(tmp_path), save_strategy="steps", save_steps=items + 2)
+    whole.train()
+    resumed = trainer_of(make(1), folder=str(tmp_path / "other"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{items + 2}"))
+    assert tiny_runs.losses(resumed) == pytest.approx(tiny_runs.losses(whole), rel=1e-6)
+
+
+class Epochs(TrainerCallback):
+    """Notes the epoch that the shares are of."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        shares = shares_of(kwargs["train_dataloader"])
+        assert shares is not None
+        self.seen.append(shares.epoch)
+
+
+@pytest.mark.parametrize("unused", [True, False])
+def test_the_trainer_tells_shares_their_epoch(unused: bool) -> None:
+    dataset, epochs = make(1), Epochs()
+    trainer = trainer_of(dataset, remove_unused_columns=unused, callbacks=[epochs])
+    trainer.train()
+    items = sum(LENGTHS) // TOKENS
+    assert epochs.seen == [0] * items + [1] * items
+    assert shares_of(trainer.get_train_dataloader()) is shares_of(dataset)
+
+
+def test_trl_takes_them() -> None:
+    trl = pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({str(n): n for n in range(tiny_runs.VOCABULARY)}, unk_token="0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
+    arguments = {**tiny_runs.COMMON, "output_dir": "/tmp", "learning_rate": 1e-2, "num_train_epochs": 2}
+    how = {
+        "bf16": False,
+        "max_length": None,
+        "activation_checkpointing": False,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "train_sampling_strategy": "sequential",
+        "lr_scheduler_type": "linear",
+    }
+    trainer = trl.SFTTrainer(
+        tiny_runs.tiny_llama("distca"),
+        trl.SFTConfig(**arguments, **how),
+        data_collator=hf_distca.PackingCollator(),
+        train_dataset=make(1),
+        processing_class=tokenizer,
+        callbacks=[hf_distca.DistCACallback(tiny_runs.settings())],
+    )
+    trainer.train()
+    plain = trainer_of(make(1))
+    plain.train()
+    assert tiny_runs.losses(trainer) == pytest.approx(tiny_runs.losses(plain), rel=1e-5)
+
+
+def test_shares_are_found_behind_what_is_wrapped_around_them() -> None:
+    dataset = make(2)
+    shares = shares_of(dataset)
+    assert isinstance(shares, Shares)
+    for wrapped in (
+        shares,
+        dataset.remove_columns([]),
+        dataset.select(range(4)),
+        datasets.concatenate_datasets([dataset]),
+        Subset(dataset, range(2)),
+        DataLoader(dataset),
+        DataLoader(Subset(dataset, range(2))),
+    ):
+        assert shares_of(wrapped) is shares
+    stream = hf_distca.document_shares(some_documents().to_iterable_dataset(), 48, shapes=[(SHAPE, None)], ranks=2)
+    assert shares_of(DataLoader(IterableDatasetShard(stream))) is stream
+    for other in (None, some_documents(), some_documents().with_transform(lambda rows: rows), [1], "text", DataLoader([1])):
+        assert shares_of(other) is None
+
+
+def dealing_of(**how: Any) -> Any:
+    shares = shares_of(hf_distca.document_shares(some_documents(), 16, **how))
+    assert shares is not None
+    return shares.dealing
+
+
+def test_what_is_dealt_by_is_the_model_the_settings_and_the_place() -> None:
+    small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
+    config = Gemma2Config(**small, sliding_window=40, dtype=torch.bfloat16)
+    half = AttentionShape(4, 2, 16, 16, 2)
+    settings = hf_distca.DistCAConfig(tile=64, ping_pong=True)
+    made = dealing_of(model=config, ranks=4, ranks_per_node=2, device="cuda", config=settings)
+    assert (made.ranks, made.tokens_per_rank, made.ranks_per_node, made.config) == (4, 16, 2, settings)
+    assert list(made.costs) == [PlanKey(half, "cuda"), PlanKey(half, "cuda", 40)]
+    assert [cost.window for cost in made.costs.values()] == [None, 40]
+    assert made.costs[PlanKey(half, "cuda")] == CostModel.analytic(half, device_type="cuda", tile=64)
+
+    own = CostModel.pairs(AttentionShape(1, 1, 8, 8, 2))
+    hf_distca.configure(hf_distca.DistCAConfig(cost_model=own))
+    made = dealing_of(model=tiny_runs.tiny_llama("sdpa"), dtype=torch.float64)
+    (key,) = made.costs
+    assert (made.ranks, key) == (1, PlanKey(AttentionShape(4, 2, 16, 16, 8), "cpu"))
+    assert made.costs[key] == replace(own, shape=key.shape)
+    hf_distca.configure()
+    assert list(dealing_of(shapes=[(SHAPE, 5)], device="cpu").costs) == [PlanKey(SHAPE, "cpu", 5)]
+
+
+class Endless:
+    """Documents without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield np.arange(10)
+
+
+def test_documents_without_a_length_are_streamed() -> None:
+    stream = hf_distca.document_shares(Endless(), 8, shapes=[(SHAPE, None)], ranks=2)
+    assert isinstance(stream, StreamedShares)
+    first = next(iter(stream))
+    assert first["input_ids"].shape == (8,)
+    for how in ({"fill": "whole"}, {"longer": "refuse"}, {"seed": 3}, {"lengths": [1]}):
+        with pytest.raises(hf_distca.ConfigError, match="for documents without a length"):
+            hf_distca.document_shares(Endless(), 8, shapes=[(SHAPE, None)], ranks=2, **how)
+
+
+def test_what_cannot_be_dealt_is_refused() -> None:
+    with pytest.raises(hf_distca.ConfigError, match=r"model=NoneType is no model .* give one, or shapes"):
+        hf_distca.document_shares(some_documents(), 16)
+    with pytest.raises(hf_distca.ConfigError, match=r"shapes=\[\] names no kind"):
+        hf_distca.document_shares(some_documents(), 16, shapes=[])
+    for wrong in ({"ranks": 0}, {"ranks": 2, "ranks_per_node": 3}, {"tokens_per_rank": 0}):
+        with pytest.raises(hf_distca.ConfigError, match=r"ranks|tokens"):
+            hf_distca.document_shares(some_documents(), **{"tokens_per_rank": 16, "model": LlamaConfig(), **wrong})
+    with pytest.raises(hf_distca.LayoutError, match="642 tokens together, a global batch has 10000"):
+        hf_distca.document_shares(some_documents(), 10_000, model=LlamaConfig())

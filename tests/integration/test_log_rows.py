@@ -1,0 +1,131 @@
+"""One row of the log, one set of micro-batches: checked against what each micro-batch really did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from transformers import Trainer, TrainerCallback
+
+import hf_distca
+from hf_distca.agreement.planner import Planned, Planner
+from hf_distca.integration.session import current_session
+from hf_distca.runtime.meter import Meter
+from ranks import RankPool
+from tiny_runs import documents, make_trainer, settings
+
+STEPS = 6
+ESTIMATED = "distca/imbalance_estimated_before"
+MEGABYTES = "distca/exchanged_mb_per_layer"
+MEASURED = "distca/imbalance_measured_after"
+
+
+class PlanningTrainer(hf_distca.DistCATrainerMixin, Trainer):
+    pass
+
+
+@dataclass
+class Did:
+    """What one micro-batch did on this rank."""
+
+    before: float
+    mean: float
+    meters: list[Meter]
+
+    @property
+    def sent_bytes(self) -> list[int]:
+        """By each of its plans: one, or those of two nano-batches."""
+        return [meter.sent_bytes for meter in self.meters]
+
+
+@contextmanager
+def recorded() -> Iterator[dict[int, Did]]:
+    """What the micro-batches inside do, by number: their plans, and the meters of what is done by them."""
+    done: dict[int, Did] = {}
+    use = Planner.use
+
+    def spy(self: Planner, planned: Planned, *args: Any) -> Meter:
+        meter = use(self, planned, *args)
+        seconds = self.cost(planned.key).seconds(planned.plan.end - planned.plan.start, planned.plan.end)
+        before = [float(seconds[planned.plan.home == rank].sum()) for rank in (0, 1)]
+        did = done.setdefault(self.number, Did(0.0, 0.0, []))
+        did.before += max(before)
+        did.mean += sum(before) / 2
+        did.meters.append(meter)
+        return meter
+
+    with patch.object(Planner, "use", spy):
+        yield done
+
+
+def data(accumulation: int) -> list[dict[str, Any]]:
+    """Rows for steps that are even and uneven in turns: in an uneven one, rank 0 has one long document for many short ones."""
+    even, uneven = ((48, 48), (48, 48)), ((96,), (24, 24, 24, 24))
+    lengths = [(uneven if step % 2 else even)[rank] for step in range(STEPS) for _ in range(accumulation) for rank in (0, 1)]
+    return [{"documents": documents(*some, seed=at)} for at, some in enumerate(lengths)]
+
+
+def train(
+    rank: int, accumulation: int, checkpointing: bool, ping_pong: bool, ahead: bool, every: int
+) -> tuple[list[dict[str, Any]], dict[int, tuple[float, float, list[int]]], list[dict[str, Any]]]:
+    """The log history, (slowest, mean, sent bytes) of each micro-batch, and what reporters saw."""
+    seen: list[dict[str, Any]] = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            seen.append(dict(logs))
+
+    trainer = make_trainer(
+        "distca",
+        data(accumulation),
+        kind=PlanningTrainer if ahead else Trainer,
+        callbacks=[Reporter()],
+        config=settings(ping_pong=ping_pong),
+        gradient_accumulation_steps=accumulation,
+        activation_checkpointing=checkpointing,
+        max_steps=STEPS,
+        logging_steps=every,
+        train_sampling_strategy="sequential",
+    )
+    with recorded() as done:
+        trainer.train()
+    assert current_session().planner.number == STEPS * accumulation
+    return trainer.state.log_history, {number: (did.before, did.mean, did.sent_bytes) for number, did in done.items()}, seen
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "checkpointing", "ping_pong", "ahead", "every"),
+    [
+        (1, False, False, False, 1),
+        (1, False, True, False, 1),
+        (2, True, False, False, 1),
+        (2, True, True, True, 1),
+        (2, False, False, True, 2),
+        (1, False, False, False, 4),  # the last log is two steps before the end
+    ],
+)
+def test_a_row_is_about_the_same_micro_batches_in_all_its_figures(
+    rank_pool: Callable[[int], RankPool], accumulation: int, checkpointing: bool, ping_pong: bool, ahead: bool, every: int
+) -> None:
+    (history, done, seen), (_, others, _) = rank_pool(2)(train, accumulation, checkpointing, ping_pong, ahead, every)
+    rows = [row for row in history if ESTIMATED in row]
+    layers, number = 2, 0
+    for row in rows:
+        count = int(row["distca/micro_batches"])
+        numbers = range(number + 1, number + 1 + count)
+        number += count
+        slowest, mean = (sum(done[one][part] for one in numbers) for part in (0, 1))
+        assert row[ESTIMATED] == pytest.approx(slowest / mean, abs=1e-4)
+        sent = [max(pair) for one in numbers for pair in zip(done[one][2], others[one][2], strict=True)]
+        assert row[MEGABYTES] == pytest.approx(sum(sent) / (count * layers) / 1e6, abs=1e-4)
+        assert (row[MEGABYTES] > 0) == (row[ESTIMATED] > 1.001), "what was uneven was moved, in the same row"
+        assert row.keys() >= {MEASURED, "distca/server_time_share", "distca/planning_ms"}
+        assert 0 < row["distca/server_time_share"] < 1
+    assert number == STEPS * accumulation, "each micro-batch is in one row, the last ones at the end of training"
+    assert "train_loss" in history[-1], "the row that the Trainer ends with stays the last one"
+    reported = [row for row in seen if ESTIMATED in row]
+    assert [row[ESTIMATED] for row in reported] == [row[ESTIMATED] for row in rows]

@@ -1,0 +1,165 @@
+"""What is said of a run as a whole: why nothing moved, the summary, and what takes long before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+
+import hf_distca
+from hf_distca.agreement.figures import Tally
+from hf_distca.integration import progress
+from hf_distca.integration.report import summary, why_nothing_moved
+from hf_distca.integration.session import Session
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from ranks import RankPool
+from tiny_runs import documents, make_trainer, rows, settings
+
+SHAPE = AttentionShape(4, 2, 16, 16, 2)
+EVEN = [{"documents": documents(48, 48, seed=at)} for at in range(12)]
+
+
+def session(**changes: Any) -> Session:
+    made = Session(hf_distca.DistCAConfig(**changes))
+    made.planner.costs[SHAPE, "cpu"] = CostModel.analytic(SHAPE, device_type="cpu")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("before", "changes", "said"),
+    [
+        (
+            1.004,
+            {},
+            "distca moved nothing in 20 micro-batches: the documents are even (the slowest rank has 1.004 times the mean "
+            "attention seconds, by estimate; tolerance=0.01). There is nothing to win.",
+        ),
+        (
+            1.5,
+            {"balance": False},
+            "distca moved nothing in 20 micro-batches: balancing is off (balance=False). Without it, the slowest rank has 1.500 "
+            "times the mean attention seconds, by estimate.",
+        ),
+        (
+            1.05,
+            {"min_gain": 0.1},
+            "distca moved nothing in 20 micro-batches: the slowest rank has 1.050 times the mean attention seconds, by estimate, "
+            "and evening that out saves 4.8% at most, less than min_gain=0.1.",
+        ),
+        (
+            1.5,
+            {},
+            "distca moved nothing in 20 micro-batches: the slowest rank has 1.500 times the mean attention seconds, by estimate, "
+            "and evening that out saves 0.1 ms a layer at most, of which the exchange would leave less than min_gain=0.02 (cost "
+            "model 'analytic cpu': 1 GB/s and 0.3 ms an exchange). Longer documents or a faster network gain more; if the "
+            "figures do not fit your machine, give DistCAConfig(cost_model=...) your own.",
+        ),
+    ],
+    ids=["even", "off", "min_gain", "exchange"],
+)
+def test_why_nothing_moved(before: float, changes: dict[str, Any], said: str) -> None:
+    mean = 20 * 2e-4
+    done = Tally(micro_batches=20, estimated_before=before * mean, estimated_after=before * mean, estimated_mean=mean)
+    assert why_nothing_moved(done, session(**changes)) == said
+    assert why_nothing_moved(done + Tally(moved=1), session(**changes)) is None
+    assert why_nothing_moved(Tally(), session(**changes)) is None
+
+
+def test_the_summary_of_a_tally() -> None:
+    made = session()
+    made.kernels["cpu"] = None
+    done = Tally(6, 3, 7.2, 1.575, 1.006, 1.0, 3.138, 2.016, 2.0, 9.9e6, 12, 1.0, 8.0)
+    assert summary(done, made) == (
+        "distca: 6 micro-batches on 1 ranks, work moved in 3\n"
+        "  imbalance (slowest rank / mean)     before   after\n"
+        "    estimated                          1.575   1.006\n"
+        "    measured                           1.569   1.008\n"
+        "  exchanged   0.825 MB per layer and micro-batch by the busiest rank\n"
+        "  planning    1.2 ms per micro-batch\n"
+        "  attention   12% of this rank's time, in kernel cpu"
+    )
+    assert summary(Tally(), made) is None
+
+
+def train(rank: int, case: str) -> tuple[list[str], str]:
+    """What was logged, and what was written to standard error."""
+    config = {"off": settings(balance=False), "exchange": hf_distca.DistCAConfig()}.get(case, settings())
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("hf_distca")
+    log.addHandler(handler)
+    trainer = make_trainer(
+        "distca", EVEN if case == "even" else rows(12), config=config, max_steps=6, train_sampling_strategy="sequential"
+    )
+    if case == "quiet":
+        trainer.remove_callback(hf_distca.DistCACallback)
+        trainer.add_callback(hf_distca.DistCACallback(config, summary=False))
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as written:
+            trainer.train()
+    finally:
+        log.removeHandler(handler)
+    return [line for line in said if "moved nothing" in line], written.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"), [("even", "documents are even"), ("off", "balance=False"), ("exchange", "GB/s"), ("moving", None)]
+)
+def test_rank_0_says_once_why_nothing_moved_and_sums_up(
+    rank_pool: Callable[[int], RankPool], case: str, reason: str | None
+) -> None:
+    (said, written), (said_by_other, written_by_other) = rank_pool(2)(train, case)
+    assert said_by_other == []
+    assert "distca" not in written_by_other
+    assert len(said) == (reason is not None)
+    assert all("in 6 micro-batches" in line and str(reason) in line for line in said)
+    assert f"distca: 6 micro-batches on 2 ranks, work moved in {0 if reason else 6}" in written
+    assert "in kernel cpu" in written
+
+
+def test_the_summary_can_be_switched_off(rank_pool: Callable[[int], RankPool]) -> None:
+    for _, written in rank_pool(2)(train, "quiet"):
+        assert "micro-batches" not in written
+
+
+@pytest.mark.parametrize(("seconds", "enabled", "lines"), [(0.0, True, 0), (0.3, True, 2), (0.3, False, 0)])
+def test_what_takes_long_is_said(seconds: float, enabled: bool, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(progress, "_LONG_SECONDS", 0.1)
+    monkeypatch.setattr(progress, "say", said.append)
+    if not enabled:
+        disable_progress_bar()
+    try:
+        with progress.said_if_long("timing the attention kernel"):
+            time.sleep(seconds)
+    finally:
+        enable_progress_bar()
+    time.sleep(0.15)
+    assert len(said) == lines
+    if said:
+        assert said[0] == "distca: timing the attention kernel ..."
+        assert said[1].startswith("distca: timing the attention kernel took 0.3")
+
+
+def waits(rank: int) -> str:
+    """What rank 0 writes while the first step is prepared, with a clock for which all takes long."""
+    hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
+    trainer = make_trainer("distca", rows(2), config=hf_distca.DistCAConfig(cost_model="calibrated"), max_steps=1)
+    with patch.object(progress, "_LONG_SECONDS", 1e-3), contextlib.redirect_stderr(io.StringIO()) as written:
+        trainer.train()
+    return written.getvalue()
+
+
+def test_calibration_is_announced_by_rank_0(rank_pool: Callable[[int], RankPool]) -> None:
+    first, other = rank_pool(2)(waits)
+    assert "distca: timing the attention kernel 'cpu' before the first plan ..." in first
+    assert "before the first plan took" in first
+    assert "distca" not in other

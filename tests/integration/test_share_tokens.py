@@ -1,0 +1,147 @@
+"""Batches that ranks have drawn, dealt anew: equal tokens, and the numbers of the batches as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from test_dealt import model_for, settings
+from transformers import Trainer
+
+import hf_distca
+from ranks import RankPool
+from recorded import counted_planning
+from tiny_runs import documents, losses, make_trainer
+
+# Of each rank's micro-batches; the first has a document longer than its share.
+LENGTHS: tuple[list[list[int]], ...] = ([[150, 3], [20, 30]], [[16, 1], [8] * 6], [[40], [21]], [[7, 7], [90, 1, 1]])
+
+
+def drawn(rank: int, form: str) -> list[dict[str, Any]]:
+    made = []
+    for number, lengths in enumerate(LENGTHS[rank]):
+        texts = documents(*lengths, seed=10 * rank + number)
+        if form == "packed":
+            made.append(hf_distca.PackingCollator()([{"documents": texts}]))
+            continue
+        longest = max(lengths)  # padded on the left, as some tokenizers do
+        ids, mask = (torch.zeros((len(texts), longest), dtype=torch.long) for _ in range(2))
+        for row, text in enumerate(texts):
+            ids[row, longest - len(text) :], mask[row, longest - len(text) :] = torch.tensor(text), 1
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    return made
+
+
+def summed(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """The sum of the losses of a batch's targets, in float64."""
+    targets = batch["shift_labels"]
+    known = {name: batch[name] for name in ("input_ids", "position_ids", "distca_documents")}
+    logits = model(**known, use_cache=False).logits[0]
+    return torch.nn.functional.cross_entropy(logits, targets[0], reduction="sum")
+
+
+def train(rank: int, ranks: int, form: str, ping_pong: bool) -> tuple[float, dict[str, torch.Tensor], list[int], list[str]]:
+    hf_distca.configure(settings(ping_pong=ping_pong))
+    model, total = model_for("full", "distca"), torch.zeros((), dtype=torch.float64)
+    for _ in range(2):  # in the second round it is known what layers there are
+        model.zero_grad()
+        total.zero_()
+        batches = hf_distca.share_tokens(drawn(rank, form))
+        with counted_planning() as planning:
+            for batch in batches:
+                loss = summed(model, batch)
+                loss.backward()
+                total += loss.detach()
+    if ranks > 1:
+        dist.all_reduce(total)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return total.item(), grads, [batch["input_ids"].numel() for batch in batches], planning
+
+
+@pytest.mark.parametrize(("form", "ping_pong"), [("packed", False), ("padded", False), ("packed", True)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shared_tokens_train_as_the_batches_that_were_drawn(
+    rank_pool: Callable[[int], RankPool], ranks: int, form: str, ping_pong: bool
+) -> None:
+    model, total = model_for("full", "sdpa"), 0.0
+    for rank in range(ranks):
+        for number, lengths in enumerate(LENGTHS[rank]):
+            for text in documents(*lengths, seed=10 * rank + number):
+                ids = torch.tensor(text)
+                logits = model(input_ids=ids[None], use_cache=False).logits[0]
+                loss = (
+                    torch.nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum") if len(ids) > 1 else logits.sum() * 0
+                )
+                loss.backward()
+                total += loss.item()
+    results = rank_pool(ranks)(train, ranks, form, ping_pong)
+    for same_total, grads, _, planning in results:
+        assert same_total == pytest.approx(total, rel=1e-12)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-9, atol=1e-10)
+        assert planning == []
+    for number in range(2):
+        tokens = [sizes[number] for _, _, sizes, _ in results]
+        assert sum(tokens) == sum(sum(LENGTHS[rank][number]) for rank in range(ranks))
+        assert max(tokens) - min(tokens) <= 1
+
+
+class SharingTrainer(hf_distca.DistCATrainerMixin, Trainer):
+    shares_tokens = True
+
+
+def under_the_trainer(rank: int, kind: str) -> list[float]:
+    rows = [{"documents": documents(*lengths, seed=n)} for n, lengths in enumerate([[150, 3], [16, 1], [96], [30, 2]] * 3)]
+    trainer = make_trainer(
+        "distca" if kind == "shared" else "sdpa",
+        rows,
+        kind=SharingTrainer if kind == "shared" else Trainer,
+        max_steps=3,
+        gradient_accumulation_steps=2,
+        train_sampling_strategy="sequential",
+    )
+    trainer.train()
+    return losses(trainer)
+
+
+def test_a_trainer_shares_the_tokens_that_its_ranks_draw(rank_pool: Callable[[int], RankPool]) -> None:
+    shared, plain = (rank_pool(2)(under_the_trainer, kind) for kind in ("shared", "plain"))
+    assert shared[0] == pytest.approx(plain[0], rel=1e-5)
+    assert len(shared[0]) == 6
+
+
+def wrong(rank: int, what: str) -> str:
+    hf_distca.configure(settings(timeout_seconds=5))
+    batches = drawn(rank, "packed")
+    if what == "column":
+        batches[0]["token_type_ids"] = torch.zeros(1)
+    elif rank == 1:
+        batches.pop()
+    with pytest.raises(hf_distca.DistCAError) as caught:
+        hf_distca.share_tokens(batches)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("column", "a batch holds token_type_ids, and share_tokens deals"),
+        ("count", "different numbers of micro-batches in sharing tokens"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(rank_pool: Callable[[int], RankPool], what: str, said: str) -> None:
+    for error in rank_pool(2)(wrong, what):
+        assert said in error, error
+
+
+def test_alone_batches_stay_as_they_are() -> None:
+    hf_distca.configure(settings())
+    batches = drawn(0, "packed")
+    assert all(one is other for one, other in zip(hf_distca.share_tokens(batches), batches, strict=True))
+    assert np.array_equal(batches[0]["input_ids"][0, :3], documents(150, 3, seed=0)[0][:3])

@@ -1,0 +1,96 @@
+"""What `import hf_distca` and the command line cost, in interpreters of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import hf_distca
+
+# Slow, or noisy, or taken for a sign that a device is in use, as accelerate's notebook_launcher takes bitsandbytes.
+HEAVY = ("torch", "transformers", "accelerate", "numpy", "peft", "bitsandbytes")
+
+
+def run(code: str) -> dict[str, Any]:
+    """What a program found out, and what else it said."""
+    program = f"import json, sys, time\nseen = {{}}\n{code}\nprint(json.dumps(seen))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    *before, seen = done.stdout.splitlines()
+    return {**json.loads(seen), "said": "".join(before) + done.stderr}
+
+
+def test_the_import_alone_brings_in_nothing_heavy_and_is_silent() -> None:
+    seen = run(f"import hf_distca\nseen['loaded'] = [name for name in {HEAVY} if name in sys.modules]")
+    assert seen == {"loaded": [], "said": ""}
+
+
+@pytest.mark.parametrize("first", ["transformers", "hf_distca"])
+def test_beside_the_models_of_transformers_the_import_costs_little(first: str) -> None:
+    """peft and bitsandbytes come with transformers' Trainer, and so with the callback; not with all that a model needs."""
+    models = "from transformers import AutoModelForCausalLM, LlamaForCausalLM\nfrom transformers import AttentionInterface"
+    ours = "import hf_distca"
+    parts = {"transformers": (models, ours), "hf_distca": (ours, models)}[first]
+    lines = ["marks = [time.perf_counter()]"]
+    for part in parts:
+        lines += [part, "marks.append(time.perf_counter())"]
+    lines += [
+        "seen['seconds'] = [after - before for before, after in zip(marks, marks[1:])]",
+        "seen['registered'] = 'distca' in AttentionInterface._global_mapping",
+        "hf_distca.configure(hf_distca.DistCAConfig()), hf_distca.PackingCollator(), hf_distca.prepare",
+        "seen['loaded'] = [name for name in ('peft', 'bitsandbytes', 'transformers.trainer') if name in sys.modules]",
+    ]
+    seen = run("\n".join(lines))
+    assert seen["registered"]
+    assert seen["loaded"] == []
+    assert seen["said"] == ""
+    if first == "transformers":
+        stock, added = seen["seconds"]
+        assert added < 0.2 * stock, "a tenth of a second beside four seconds"
+
+
+@pytest.mark.parametrize("name", ["configure", "PackingCollator", "DistCACallback", "plan_ahead"])
+def test_any_name_can_be_the_first(name: str) -> None:
+    """Registering imports modules that may be the ones that brought transformers in."""
+    seen = run(
+        f"import hf_distca\nhf_distca.{name}\nfrom transformers import AttentionInterface\n"
+        "seen['registered'] = 'distca' in AttentionInterface._global_mapping"
+    )
+    assert seen["registered"]
+
+
+def test_every_public_name_is_there_when_it_is_asked_for() -> None:
+    assert set(hf_distca.__all__) <= set(dir(hf_distca))
+    for name in hf_distca.__all__:
+        assert getattr(hf_distca, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'balance_figure'"):
+        _ = hf_distca.balance_figure  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["run", "--help"], ["--version"]])
+def test_the_command_line_imports_nothing_heavy_before_it_works(arguments: list[str]) -> None:
+    seen = run(
+        "from hf_distca.cli import app\n"
+        "try:\n"
+        f"    app({arguments!r})\n"
+        "except SystemExit as end:\n"
+        "    seen['code'] = end.code\n"
+        f"seen['loaded'] = [name for name in {HEAVY} if name in sys.modules]"
+    )
+    assert (seen["code"], seen["loaded"]) == (0, [])
+
+
+def test_planning_on_the_command_line_needs_no_torch() -> None:
+    seen = run(
+        "import io\nfrom hf_distca.cli import app\n"
+        "sys.stdin = io.TextIOWrapper(io.BytesIO(b'{\"lengths\": [[4096], [512, 512]]}'))\n"
+        "try:\n"
+        "    app(['plan', '-'])\n"
+        "except SystemExit as end:\n"
+        "    seen['code'] = end.code\n"
+        "seen['loaded'] = [name for name in ('torch', 'transformers') if name in sys.modules]"
+    )
+    assert (seen["code"], seen["loaded"]) == (0, [])
