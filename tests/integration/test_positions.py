@@ -44,8 +44,11 @@ def test_positions_may_be_counted_from_another_number() -> None:
     check_positions(tiny_llama("distca"), PACKED, POSITIONS + 2)
 
 
-def test_it_is_asked_once_a_model() -> None:
+def test_it_is_asked_until_it_was_right_once() -> None:
     model = tiny_llama("distca")
+    for _ in range(2):
+        with pytest.raises(hf_distca.LayoutError):
+            check_positions(model, PACKED, 0 * POSITIONS)
     check_positions(model, PACKED, POSITIONS)
     check_positions(model, PACKED, 0 * POSITIONS)
 

@@ -40,14 +40,14 @@ REASONS = (
 
 # What stands behind the table.
 NOTES = """
-Types that are not in the table are tried by nobody: documents over ranks pass, and it is for you to compare.
+Nobody has tried models that are not in the table. Documents over ranks pass with a warning, and it is for you to compare.
 
 Rotary embeddings that depend on the longest document in a batch (`rope_type` "dynamic" and "longrope", as in Phi-3) are made for
 the longest document of all ranks. Only the shares of `document_shares` know it; other batches with a document in several parts
 are refused, and so is Moshi with such an embedding, whose layers make it one by one.
 
-In Llama 4, layers without rotary embedding scale queries by the place of a token in its row, not in its document. Up to 8,192
-tokens a row (`floor_scale`) this changes nothing. In longer packed rows it does, under any attention.
+In Llama 4, layers without rotary embedding scale queries by the place of a token in its row, not in its document. In rows of
+fewer than 8,192 tokens (`floor_scale`) this changes nothing. In longer packed rows it does, under any attention.
 
 ## Positions and decoders
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from compare import documents, forward, quiet
+from compare import alone, difference, documents, forward, packed, quiet
 from tiny import build
 
 import hf_distca
@@ -41,3 +41,18 @@ def test_packed_documents_are_warned_of_once(model_type: str, said: str, caplog:
 @pytest.mark.parametrize(("model_type", "lengths"), [("jamba", (14,)), ("bart", (14,)), ("llama", (9, 5))])
 def test_nothing_is_said_where_nothing_leaks(model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
     assert warnings_of(model_type, lengths, caplog) == []
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "distca"])
+def test_llama_4_tells_packed_documents_by_their_place_in_the_row(implementation: str) -> None:
+    """As docs/models.md says: only beyond `floor_scale` tokens a row, and under any attention."""
+    lengths, found = (9, 5), {}
+    for scale in (4, 15):
+        with quiet():
+            models = [build("llama4_text", implementation, torch.float64) for _ in range(2)]
+        for part in (part for model in models for part in model.modules() if hasattr(part, "floor_scale")):
+            part.floor_scale, part.use_rope = scale, False
+        together, apart = packed(models[0], documents(lengths)), alone(models[1], documents(lengths))
+        found[scale], _ = difference(together, apart)
+    assert found[4] > 1e-3
+    assert found[15] < 1e-5

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
 from hf_distca.integration.callers import MaskCall
 from hf_distca.integration.families import check_family, check_layerdrop, why_whole
@@ -77,7 +78,8 @@ def distca_mask(
         check_layerdrop(config)
     _prepare_caller(call)
     model, packed, position_ids = next(call.models(), None), call.documents, call.position_ids
-    check_positions(model, packed, position_ids, lacking=call.lacks_positions)
+    if model is not None and isinstance(packed, PackedDocuments) and packed.starts is not None:
+        check_positions(model, packed, position_ids, lacking=call.lacks_positions)
     # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
     return AttentionHandle(
         batch_size,

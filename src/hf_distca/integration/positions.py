@@ -17,16 +17,16 @@ _checked: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def check_positions(
-    model: PreTrainedModel | None, documents: object, position_ids: torch.Tensor | None, *, lacking: bool = False
+    model: PreTrainedModel, documents: PackedDocuments, position_ids: torch.Tensor | None, *, lacking: bool = False
 ) -> None:
     """Refuse a first batch whose position ids are not those of its documents, as when a loop leaves them out.
 
     Attention knows from the documents where parts begin. The rest of the model knows it from position ids, and counts a rank's
-    tokens from 0 without them. Asked once a model, as it may wait for a device.
+    tokens from 0 without them. Not asked again of a model that had the right ones, as it may wait for a device.
 
     Args:
-        model: whose forward it is, None if it is not found.
-        documents: those that it was given.
+        model: whose forward it is.
+        documents: those that it was given, in parts.
         position_ids: (1 or batch, length), those that the model goes on with; None if they are not known. They may be larger than
             document positions by one number.
         lacking: whether the model was given none and counts tokens from 0, also where what it counts is not known (OPT).
@@ -34,7 +34,7 @@ def check_positions(
     Raises:
         LayoutError: says what differs.
     """
-    if model is None or model in _checked or not isinstance(documents, PackedDocuments) or documents.starts is None:
+    if model in _checked or documents.starts is None:
         return
     lengths = np.array(documents.lengths, dtype=np.int64)
     token = np.arange(lengths.sum())
@@ -45,7 +45,6 @@ def check_positions(
         return  # the latter is said where documents are read
     else:
         found = position_ids.reshape(-1).cpu().numpy()
-    _checked.add(model)
     ahead = found - position
     wrong = np.flatnonzero((ahead != ahead[:1]) | (ahead < 0))
     if len(wrong):
@@ -54,3 +53,4 @@ def check_positions(
             f"token {at} of the batch is at position {position[at]} of its document, by distca_documents, and "
             f"{type(model).__name__} has {found[at]} for it: give the model position_ids, as PackingCollator does for shares."
         )
+    _checked.add(model)
