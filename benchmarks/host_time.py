@@ -185,7 +185,7 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     def bookkeeping() -> None:
         estimate = Estimate.of(plan, COST, 1.0)
         history.planned(estimate, 1)
-        history.measured(estimate, seconds, sent, 1)
+        history.measured(estimate, 1, seconds, sent, calls=1, rank=0)
 
     def digest() -> None:
         vars(plan).pop("digest", None)

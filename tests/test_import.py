@@ -52,6 +52,16 @@ def test_beside_the_models_of_transformers_the_import_costs_little(first: str) -
         assert added < 0.2 * stock, "a tenth of a second beside four seconds"
 
 
+def test_a_look_for_the_module_of_the_models_does_no_harm() -> None:
+    seen = run(
+        "import hf_distca\nfrom importlib.util import find_spec\nfind_spec('transformers.modeling_utils')\n"
+        "from transformers import AttentionInterface\n"
+        "seen['registered'] = 'distca' in AttentionInterface._global_mapping\n"
+        "seen['left'] = [type(one).__name__ for one in sys.meta_path if type(one).__module__.startswith('hf_distca')]"
+    )
+    assert (seen["registered"], seen["left"]) == (True, [])
+
+
 @pytest.mark.parametrize("name", ["configure", "PackingCollator", "DistCACallback", "plan_ahead"])
 def test_any_name_can_be_the_first(name: str) -> None:
     """Registering imports modules that may be the ones that brought transformers in."""

@@ -36,18 +36,23 @@ class _AfterModels(MetaPathFinder):
 
     def __init__(self) -> None:
         self.acts: list[Callable[[], None]] = []
+        self._looking = False
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """What the other finders find."""
-        if fullname != _MODELS:
+        if fullname != _MODELS or self._looking:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        self._looking = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._looking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def and_act(module: ModuleType) -> None:
                 execute(module)
+                sys.meta_path.remove(self)
                 for act in self.acts:
                     act()
 

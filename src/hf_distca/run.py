@@ -191,6 +191,7 @@ def _sum_up() -> None:
         text = summary(session.planner.history.total, session)
         if text is not None and session.is_first and not session.summarized:
             say(text)
+            session.summarized = True
 
 
 if __name__ == "__main__":

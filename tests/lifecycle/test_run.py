@@ -145,6 +145,23 @@ print([model.config._attn_implementation for model in models])
     assert "leaves mpt models" in done.stderr
 
 
+def test_the_script_gets_its_arguments_and_gives_its_status(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nif 'fail' in sys.argv:\n    raise ValueError('no')\nprint(sys.argv[1:])\nsys.exit(3)")
+    program = str(Path(sys.executable).with_name("hf-distca"))
+    for arguments, status, said in (
+        (["--help", "-x", "--", "a"], 3, "['--help', '-x', '--', 'a']"),
+        (["fail"], 1, "ValueError: no"),
+    ):
+        done = subprocess.run([program, "run", str(script), *arguments], capture_output=True, text=True, timeout=60)
+        assert done.returncode == status
+        assert said in done.stdout + done.stderr
+    missing = subprocess.run([program, "run", "none.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert missing.returncode == 2
+    assert missing.stderr.count("\n") == 1
+    assert f"there is no file 'none.py' in {tmp_path}" in missing.stderr
+
+
 def test_a_command_that_is_no_python_is_run_beside(tmp_path: Path) -> None:
     from hf_distca.run import Options, run_command
 

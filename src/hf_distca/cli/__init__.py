@@ -12,7 +12,9 @@ from hf_distca.cli.run import run
 
 __all__ = ["app"]
 
-app = typer.Typer(name="hf-distca", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    name="hf-distca", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 
 
 def _say_version(wanted: bool) -> None:

@@ -56,11 +56,15 @@ class Reading:
 
     def figures(self) -> dict[str, float]:
         """The figures since the last call; since `configure` in the first one after it."""
+        done, session = self.so_far(), current_session()
+        self._session, self._last = weakref.ref(session), session.planner.history.total
+        return done.figures()
+
+    def so_far(self) -> Tally:
+        """What was done since the last call of `figures`."""
         session = current_session()
-        now, last = session.planner.history.total, self._last
         known = self._session is not None and self._session() is session
-        self._session, self._last = weakref.ref(session), now
-        return (now - last if known else now).figures()
+        return session.planner.history.total - self._last if known else session.planner.history.total
 
     def rounded(self) -> dict[str, float]:
         """The figures since the last call, for a log."""

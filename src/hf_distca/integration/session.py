@@ -99,8 +99,8 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank of its attention group, or alone."""
-        return self._group is None or self._group.rank == 0
+        """Whether this is rank 0 of all: others say nothing of what is the same everywhere."""
+        return self._group is None or self._group.ranks[self._group.rank] == 0
 
     def collect(self) -> None:
         """Compare what was measured since the last plan, where no next one will tell: at the end of training, on all ranks."""

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_distca.agreement.figures import Tally
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.ahead import Announced, announce, have_documents
@@ -78,7 +77,7 @@ class DistCACallback(TrainerCallback):
         self._steps = 0
         self._evaluated: object = None  # the loader that was checked last
         self._calls: int | None = None  # of attention before the first step, until that has run
-        self._before = Tally()  # what was done before this training
+        self._training = Reading()  # since this training began
         self._judged = False  # whether it was looked at if anything moves
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -104,7 +103,8 @@ class DistCACallback(TrainerCallback):
         self._calls, self._steps = current_session().meter.calls, 0
         self._reading = Reading()
         self._reading.figures()  # what came before is not of this training
-        self._before, self._judged = current_session().planner.history.total, False
+        self._training, self._judged = Reading(), False
+        self._training.figures()
 
     def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Apply the settings if the callback was added too late to see an earlier event; refuse loaders as in training.
@@ -157,7 +157,7 @@ class DistCACallback(TrainerCallback):
             if handler is not None:
                 handler.on_log(args, state, control, {**figures, "epoch": state.epoch})
         self._judge(after=1)
-        text = summary(session.planner.history.total - self._before, session)
+        text = summary(self._training.so_far(), session)
         if self.summary and text is not None and session.is_first:
             say(text)
             session.summarized = True
@@ -174,8 +174,7 @@ class DistCACallback(TrainerCallback):
 
     def _judge(self, after: int) -> None:
         """Say once why nothing was moved, if it was not, after so many micro-batches."""
-        session = current_session()
-        done = session.planner.history.total - self._before
+        done, session = self._training.so_far(), current_session()
         if self._judged or done.micro_batches < after:
             return
         self._judged = True
