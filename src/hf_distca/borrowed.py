@@ -152,7 +152,7 @@ def group_of_members(
     return group
 
 
-# ---- accelerate 1.15.0
+# ---- accelerate 1.11.0 to 1.15.0
 
 
 def accelerate_started() -> bool:
@@ -162,11 +162,11 @@ def accelerate_started() -> bool:
     return bool(AcceleratorState._shared_state)
 
 
-# ---- transformers 5.23.0
+# ---- transformers 5.5.3, 5.6.0, 5.9.0, 5.16.1, 5.19.0 and 5.23.0
 
 # Names of the functions that transformers makes masks of.
 MASK_UNION, MASK_CHUNKS, MASK_BLOCKS = "or_masks", "chunked_overlay", "blockwise_overlay"
-# Those of causal masks. Anything else changes who sees whom. 5.16 remaps no positions.
+# Those of causal masks. Anything else changes who sees whom. Versions before 5.23 do not have them all.
 CAUSAL_MASK_PARTS = frozenset(
     {
         "causal_mask_function",
@@ -180,7 +180,10 @@ CAUSAL_MASK_PARTS = frozenset(
 
 
 def loaded_mesh(model: PreTrainedModel) -> DeviceMesh | None:
-    """The mesh on which transformers laid out a model that was loaded with a `DistributedConfig`, else None."""
+    """The mesh on which transformers laid out a model that was loaded with a `DistributedConfig`, else None.
+
+    Seen in 5.23.0; 5.19.0 and older keep none, so there `hf_distca.configure` takes the group.
+    """
     manager = getattr(model, "_mesh_manager", None)
     if manager is None:
         return None

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import hf_distca
+from checkpointed import checkpoint_layers
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.mask import distca_mask
 from hf_distca.integration.session import current_session
@@ -142,7 +143,7 @@ def test_activation_checkpointing_changes_nothing(reentrant: bool) -> None:
     for checkpointing in (False, True):
         model = model_for("distca").train()
         if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            checkpoint_layers(model, use_reentrant=reentrant)
             model.enable_input_require_grads()
         model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
         grads.append([p.grad for p in model.parameters()])
@@ -278,7 +279,7 @@ def test_a_handle_says_whether_its_forward_has_gradients(reentrant: bool | None)
     handles: list[AttentionHandle] = []
     model = model_for("distca").train()
     if reentrant:
-        model.activation_checkpointing_enable({"use_reentrant": True})
+        checkpoint_layers(model, use_reentrant=True)
         model.enable_input_require_grads()
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(

@@ -7,6 +7,7 @@ import torch
 from test_parity import model_for, tokens_of
 
 import hf_distca
+from checkpointed import checkpoint_layers
 
 
 def gradients(reentrant: bool | None, change: str) -> dict[str, torch.Tensor]:
@@ -14,7 +15,7 @@ def gradients(reentrant: bool | None, change: str) -> dict[str, torch.Tensor]:
     hf_distca.configure()
     model = model_for(2, "distca", torch.float64)
     if reentrant is not None:
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        checkpoint_layers(model, use_reentrant=reentrant)
         model.enable_input_require_grads()
 
     def double(_: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:

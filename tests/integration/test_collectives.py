@@ -14,6 +14,7 @@ from test_parity import PAIRS, model_for
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_distca
+from checkpointed import checkpoint_layers
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.session import current_session
 from hf_distca.kernels import Scores
@@ -35,7 +36,7 @@ def step(rank: int, balance: bool, even: bool, reentrant: bool | None) -> tuple[
     hf_distca.configure(hf_distca.DistCAConfig(balance=balance, tile=8, min_gain=0.0, cost_model=PAIRS))
     model = model_for(2, "distca", torch.float32)
     if reentrant is not None:
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        checkpoint_layers(model, use_reentrant=reentrant)
         model.enable_input_require_grads()
     assert current_session().group.size == dist.get_world_size()  # made before recording starts
     with recorded() as names:

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import fully_shard
 
 import hf_distca
+from checkpointed import checkpoint_layers
 from hf_distca.agreement.documents import read_documents
 from hf_distca.integration import layers
 from hf_distca.integration.handle import AttentionHandle
@@ -60,7 +61,7 @@ def step(rank: int, placement: str, reentrant: bool | None, use_cache: bool, **s
     rows = PLACEMENTS[placement][rank]
     model = model_for(2, "distca", torch.float64)
     if reentrant is not None:
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        checkpoint_layers(model, use_reentrant=reentrant)
         model.enable_input_require_grads()
     logits = model(**batch_of(rows), use_cache=use_cache).logits
     pieces, losses = {}, [logits.sum() * 0]

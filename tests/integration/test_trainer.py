@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer, TrainerCallback
 
 import hf_distca
+from checkpointed import ARGUMENT
 from hf_distca.integration import trainer as ours
 from hf_distca.integration.session import current_session
 from ranks import RankPool
@@ -59,7 +60,7 @@ def train(
             trace_path=folder,
             callbacks=[reporter],
             gradient_accumulation_steps=accumulation,
-            activation_checkpointing=checkpointing,
+            **{ARGUMENT: checkpointing},
             max_steps=steps,
             logging_steps=2,
             eval_strategy="steps",

@@ -174,3 +174,20 @@ def test_a_command_that_is_no_python_is_run_beside(tmp_path: Path) -> None:
     assert not folder.exists(), "what children begin with is gone at the end"
     assert "begin(Options(None, True, None))" in (tmp_path / "sitecustomize.py").read_text()
     assert os.environ.get("PYTHONPATH", "").split(os.pathsep)[0] != str(folder)
+
+
+def test_distca_stands_in_for_what_a_script_knows(script: Path, tmp_path: Path) -> None:
+    options = ["--attn_implementation", "flash_attention_2", "--output", str(tmp_path)]
+    command = words_of("python -m hf_distca.run --instead-of flash_attention_2 train.py")
+    said = scripts.run([*command[:-1], str(script), *options], tmp_path)
+    assert 'distca stands in for attn_implementation="flash_attention_2"' in said
+    assert json.loads((tmp_path / "seen.json").read_text())["attention"] == "flash_attention_2"
+
+
+def test_what_distca_cannot_stand_in_for(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from hf_distca.run import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["--instead-of", "flex_attention", str(script)])
+    assert ended.value.code == 2
+    assert "cannot stand in for 'flex_attention'" in capsys.readouterr().err

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_distca import borrowed
+from hf_distca.borrowed import TorchDispatchMode
 
 __all__ = ["checkpointed_parts", "run_nano_batches", "take_turns"]
 

@@ -1,0 +1,91 @@
+"""Private names of torch, transformers and accelerate: all in one file, and what is said of them there holds."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+
+from hf_distca import borrowed
+
+SOURCE = Path(borrowed.__file__).parent
+OTHERS = sorted(path for path in SOURCE.rglob("*.py") if path.name != "borrowed.py")
+PACKAGES = ("torch", "transformers", "accelerate")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_other_file_has_a_private_name_of_theirs(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert "SLF001" not in text, "ruff is asked to overlook a private member"
+    for node in ast.walk(ast.parse(text)):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for alias in node.names if alias.name.split(".")[0] in PACKAGES for part in alias.name.split(".")]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in ("torch", "dist"):
+            names = ast.unparse(node).split(".")
+        private = [name for name in names if is_private(name)]
+        assert not private, f"{private}: take it from hf_distca.borrowed"
+
+
+def test_every_public_name_is_there() -> None:
+    assert [name for name in borrowed.__all__ if not hasattr(borrowed, name)] == []
+
+
+def test_a_recompute_is_told_from_a_forward() -> None:
+    seen = []
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            seen.append(borrowed.in_backward())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            seen.append(borrowed.in_backward())
+            return grad
+
+    Identity.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert seen == [False, True]
+
+
+def test_changes_in_place_are_counted() -> None:
+    tensor = torch.zeros(3)
+    before = borrowed.changes_in_place(tensor)
+    tensor[1:].add_(1)
+    assert borrowed.changes_in_place(tensor) > before
+
+
+def test_masks_are_made_of_the_parts_that_are_named() -> None:
+    there = {name for name, value in vars(masking_utils).items() if inspect.isfunction(value)}
+    # The newest versions have all of them. The oldest lack these two.
+    assert borrowed.CAUSAL_MASK_PARTS | {borrowed.MASK_UNION, borrowed.MASK_BLOCKS} <= there | {
+        "remap_positions_for_packed_sequence",
+        borrowed.MASK_BLOCKS,
+    }
+
+
+def test_models_ask_about_the_name_of_their_attention_where_it_is_said() -> None:
+    """`let_names_pass` replaces the method that a model calls when it is made."""
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    asked = []
+    ask = LlamaForCausalLM._check_and_adjust_attn_implementation
+
+    class Asking(LlamaForCausalLM):
+        def _check_and_adjust_attn_implementation(self, *args: object, **kwargs: object) -> str:
+            asked.append(args[0])
+            return ask(self, *args, **kwargs)
+
+    Asking._from_config(config, attn_implementation="sdpa")
+    assert "sdpa" in asked
+    assert borrowed.changed_flash_attention() is None
