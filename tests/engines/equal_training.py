@@ -198,7 +198,8 @@ def _made(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
         from trl import SFTConfig, SFTTrainer
 
         kinds = SFTTrainer, SFTConfig
-        options = {**options, "packing": False, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        options |= {"packing": False, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        options |= {"bf16": False, "lr_scheduler_type": "linear"}  # TRL has defaults of its own
         more = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
     arguments = kinds[1](**options)
     model = _model(case, folder)

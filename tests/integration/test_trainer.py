@@ -25,6 +25,7 @@ from ranks import RankPool
 from tiny_runs import dispatches, make_trainer, rows, settings
 
 FIGURES = {
+    "distca/imbalance_tokens",
     "distca/imbalance_estimated_before",
     "distca/imbalance_estimated_after",
     "distca/imbalance_measured_before",

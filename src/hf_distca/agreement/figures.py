@@ -28,6 +28,7 @@ class Estimate:
         home, server: (tasks,) of each CA-task.
         seconds: (tasks,) estimated, forward and backward.
         planning_ms: milliseconds of planning, exchange of the documents included, up to the plan.
+        tokens: (largest, mean) of the ranks, whose queries are computed.
     """
 
     ranks: int
@@ -35,12 +36,15 @@ class Estimate:
     server: IntArray
     seconds: FloatArray
     planning_ms: float
+    tokens: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def of(cls, plan: Plan, cost: CostModel, planning_ms: float) -> Estimate:
         """The estimate of a plan's tasks."""
         seconds = cost.seconds(plan.end - plan.start, plan.end)
-        return cls(plan.layout.world_size, plan.home, plan.server, seconds, planning_ms)
+        tokens = plan.layout.query_tokens
+        most_and_mean = float(tokens.max()), float(tokens.mean())
+        return cls(plan.layout.world_size, plan.home, plan.server, seconds, planning_ms, most_and_mean)
 
     @property
     def moves(self) -> bool:
@@ -71,13 +75,16 @@ class Estimate:
 class Tally:
     """Sums over micro-batches. Seconds are those of attention on one rank: the slowest, or the mean of all.
 
-    The difference of two tallies of a session is the tally of what lies between them. `moved` counts micro-batches in which work
+    The difference of two tallies of a session is the tally of what lies between them. `largest_tokens` and `mean_tokens` are of
+    the ranks, for each plan, of which a micro-batch may have several. `moved` counts micro-batches in which work
     was moved, `busiest_bytes` what the rank sent that sent most, `layers` layers of attention; `own_seconds` is this rank's time
     in attention kernels, `elapsed_seconds` the time from the beginning of each micro-batch to that of the next.
     """
 
     micro_batches: int = 0
     moved: int = 0
+    largest_tokens: float = 0.0
+    mean_tokens: float = 0.0
     planning_ms: float = 0.0
     estimated_before: float = 0.0
     estimated_after: float = 0.0
@@ -99,6 +106,8 @@ class Tally:
     def figures(self) -> dict[str, float]:
         """The figures to log; those without data are left out."""
         figures: dict[str, float] = {}
+        if self.mean_tokens > 0:
+            figures["distca/imbalance_tokens"] = self.largest_tokens / self.mean_tokens
         if self.estimated_mean > 0:
             figures["distca/imbalance_estimated_before"] = self.estimated_before / self.estimated_mean
             figures["distca/imbalance_estimated_after"] = self.estimated_after / self.estimated_mean
@@ -147,6 +156,8 @@ class History:
         before = estimate.before
         one.tally += Tally(
             moved=int(estimate.moves and not one.moved),
+            largest_tokens=estimate.tokens[0],
+            mean_tokens=estimate.tokens[1],
             planning_ms=estimate.planning_ms,
             estimated_before=float(before.max()),
             estimated_after=float(estimate.after.max()),

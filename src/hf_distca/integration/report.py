@@ -17,9 +17,11 @@ def summary(done: Tally, session: Session) -> str | None:
     """
     if not done.micro_batches:
         return None
+    tokens = done.largest_tokens / done.mean_tokens if done.mean_tokens else 1.0
     lines = [
         f"distca: {done.micro_batches} micro-batches on {session.ranks} ranks, work moved in {done.moved}",
         f"  {'imbalance (slowest rank / mean)':<34}{'before':>8}{'after':>8}",
+        f"    {'tokens':<32}{tokens:>8.3f}{tokens:>8.3f}",
     ]
     for kind in ("estimated", "measured"):
         mean = getattr(done, f"{kind}_mean")
@@ -37,7 +39,7 @@ def summary(done: Tally, session: Session) -> str | None:
 
 def why_nothing_moved(done: Tally, session: Session) -> str | None:
     """Why no work was moved in some micro-batches, with the figures; None if some was, or if there were none."""
-    if done.moved or not done.estimated_mean:
+    if done.moved or done.busiest_bytes or not done.estimated_mean:
         return None
     config, ratio = session.config, done.estimated_before / done.estimated_mean
     said = f"distca moved nothing in {done.micro_batches} micro-batches"

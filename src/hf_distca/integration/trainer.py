@@ -40,6 +40,7 @@ class DistCACallback(TrainerCallback):
     A row is about whole micro-batches, ``distca/micro_batches`` of them: those whose measurement came in since the last log,
     which lags one micro-batch, or two on a GPU. Those left at the end of training get a row before the Trainer's last one.
 
+    - ``distca/imbalance_tokens``: tokens of the fullest rank / mean of all ranks; 1 for dealt documents.
     - ``distca/imbalance_estimated_before``, ``..._after``: slowest rank / mean of all ranks, by the scheduler's estimate, if
       every rank computed its own attention, and as planned.
     - ``distca/imbalance_measured_after``: the same of measured kernel seconds; ``..._measured_before`` gives each server's
