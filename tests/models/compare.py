@@ -23,7 +23,7 @@ from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, build
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, PreTrainedModel
 
-from hf_distca.integration import families
+from hf_distca.integration import families, names
 
 PACKED = (23, 1, 40, 9)  # tokens of the documents of a packed row
 ROWS = (24, 24, 24)  # tokens of the documents of a batch of full rows
@@ -73,11 +73,9 @@ def spying(name: str) -> Iterator[Calls]:
         calls.variants |= _variants(given["query"], given["key"], given["value"], given.get("attention_mask"), kwargs)
         return original(module, *args, **kwargs)
 
-    known[name] = spy
-    try:
+    ours = {name: spy} if name in names.registered() else {}  # else distca would find that it was replaced, and refuse
+    with patch.dict(known, {name: spy}), patch.dict(names._attention, ours):
         yield calls
-    finally:
-        known[name] = original
 
 
 def _variants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> set[str]:
