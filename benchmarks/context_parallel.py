@@ -6,8 +6,8 @@ Counted, not measured: tokens of a rank, attention of the slowest rank, and the 
 forward and backward, for Llama-3-8B in bf16. All ranks of the placement are one context-parallel group.
 
 - Context parallelism is that of accelerate 1.15 (torch's `context_parallel`): the packed batch is one sequence, and each rank
-  holds a head and a tail chunk of it. The mask is dropped, so documents attend to those before them: pairs of the whole sequence. Keys
-  and values of all ranks come to each, in forward and again in backward, where their gradients travel as well.
+  holds a head and a tail chunk of it. The mask is dropped, so documents attend to those before them: pairs of the whole
+  sequence. Keys and values of all ranks come to each, in forward and again in backward, where their gradients travel as well.
 - Ulysses is that of accelerate 1.15 with DeepSpeed: q, k, v and outputs of all tokens change ranks, in forward and, as
   gradients, in backward; each rank computes some heads of all documents. Ranks must divide the query heads.
 """

@@ -21,9 +21,9 @@ ARROWS = {
     "runtime": {"borrowed", "kernels", "schedule"},
     "agreement": {"schedule", "runtime.group", "runtime.meeting", "runtime.meter"},
     "data": {"schedule", "agreement.documents", "agreement.dealt"},
-    "integration": {"borrowed", "data", "agreement", "runtime", "kernels", "schedule"},
-    "plugins": {"integration"},
-    "cli": {"schedule", "run"},
+    "integration": {"borrowed", "register", "data", "agreement", "runtime", "kernels", "schedule"},
+    "plugins": {"integration", "register"},
+    "cli": {"schedule", "run", "register"},
     "run": {"register", "integration"},
     "register": {"integration"},
 }

@@ -14,7 +14,10 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-__all__ = ["register", "when_models_load"]
+__all__ = ["STAND_INS", "register", "when_models_load", "why_no_stand_in"]
+
+# The attentions of transformers that distca can stand in for.
+STAND_INS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa")
 
 _MODELS = "transformers.modeling_utils"
 
@@ -58,6 +61,16 @@ class _AfterModels(MetaPathFinder):
 
             spec.loader.exec_module = and_act  # type: ignore[method-assign]
         return spec
+
+
+def why_no_stand_in(name: str) -> str | None:
+    """Why distca cannot stand in for an attention of this name; None if it can."""
+    if name in STAND_INS:
+        return None
+    return (
+        f"distca cannot stand in for {name!r}, only for {', '.join(STAND_INS)}: others take masks or arguments of their own, or "
+        "are kernels that transformers loads from the hub."
+    )
 
 
 def register() -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from hf_distca.register import when_models_load
+from hf_distca.register import when_models_load, why_no_stand_in
 
 __all__ = ["Options", "begin", "main", "run_command"]
 
@@ -117,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("script", help="the script, or a command such as trl")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
     parsed = parser.parse_args(arguments)
+    if parsed.instead_of is not None and (why := why_no_stand_in(parsed.instead_of)) is not None:
+        parser.error(why)
     try:
         run_command(parsed.script, parsed.arguments, Options(parsed.attn_implementation, parsed.summary, parsed.instead_of))
     except FileNotFoundError as error:
