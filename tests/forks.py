@@ -23,7 +23,7 @@ from unittest.mock import patch
 # Libraries that patch others (DeepSpeed, TRL) or read settings when they are imported (trackers) are left to those who use them.
 PRELOADED = [
     "torch",
-    "hf_distca.integration.trainer",
+    "hf_distca.integration.mixin",
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "pytest",

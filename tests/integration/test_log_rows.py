@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import datasets
 import pytest
 from transformers import Trainer, TrainerCallback
 
@@ -15,6 +16,7 @@ import hf_distca
 from hf_distca.agreement.planner import Planned, Planner
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
 from tiny_runs import documents, make_trainer, settings
 
@@ -129,3 +131,28 @@ def test_a_row_is_about_the_same_micro_batches_in_all_its_figures(
     assert "train_loss" in history[-1], "the row that the Trainer ends with stays the last one"
     reported = [row for row in seen if ESTIMATED in row]
     assert [row[ESTIMATED] for row in reported] == [row[ESTIMATED] for row in rows]
+
+
+def train_on_shares(rank: int) -> tuple[list[dict[str, Any]], dict[int, tuple[float, float, list[int]]]]:
+    """The log history of training on shares of dealt documents, and what each micro-batch did."""
+    lengths = (96, 24, 24, 24, 24, 48, 48, 96)  # four global batches; in each, documents are dealt to both ranks
+    dataset = datasets.Dataset.from_dict({"input_ids": documents(*lengths)})
+    shares = hf_distca.document_shares(dataset, 48, shapes=[(AttentionShape(4, 2, 16, 16, 4), None)], config=settings(), ranks=2)
+    trainer = make_trainer("distca", shares, num_train_epochs=2, train_sampling_strategy="sequential", remove_unused_columns=True)
+    with recorded() as done:
+        trainer.train()
+    return trainer.state.log_history, {number: (did.before, did.mean, did.sent_bytes) for number, did in done.items()}
+
+
+def test_rows_of_shares_whose_measurements_come_when_they_come(rank_pool: Callable[[int], RankPool]) -> None:
+    """No rank waits for a meeting on shares: how many micro-batches a row is about is open, not what it says of them."""
+    for history, done in rank_pool(2)(train_on_shares):
+        assert len(done) == 8
+        number = 0
+        for row in (row for row in history if ESTIMATED in row):
+            numbers = range(number + 1, number + 1 + int(row["distca/micro_batches"]))
+            number = numbers[-1]
+            slowest, mean = (sum(done[one][part] for one in numbers) for part in (0, 1))
+            assert row[ESTIMATED] == pytest.approx(slowest / mean, abs=1e-4)
+            assert row.keys() >= {MEASURED, MEGABYTES}
+        assert number == len(done)
