@@ -21,7 +21,7 @@ ARROWS = {
     "runtime": {"borrowed", "kernels", "schedule"},
     "agreement": {"schedule", "runtime.group", "runtime.meeting", "runtime.meter"},
     "data": {"schedule", "agreement.documents", "agreement.dealt"},
-    "integration": {"borrowed", "data", "agreement", "runtime", "kernels", "schedule"},
+    "integration": {"borrowed", "register", "data", "agreement", "runtime", "kernels", "schedule"},
     "plugins": {"integration"},
     "cli": {"schedule", "run"},
     "run": {"register", "integration"},

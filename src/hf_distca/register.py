@@ -14,8 +14,11 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-__all__ = ["register", "when_models_load"]
+from hf_distca.errors import UnsupportedError
 
+__all__ = ["STAND_INS", "check_stand_in", "register", "when_models_load"]
+
+STAND_INS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa")
 _MODELS = "transformers.modeling_utils"
 
 
@@ -58,6 +61,19 @@ class _AfterModels(MetaPathFinder):
 
             spec.loader.exec_module = and_act  # type: ignore[method-assign]
         return spec
+
+
+def check_stand_in(name: str) -> None:
+    """Check that distca can stand in for an attention of that name.
+
+    Raises:
+        UnsupportedError: if it is none that it computes as it is meant.
+    """
+    if name not in STAND_INS:
+        raise UnsupportedError(
+            f"distca cannot stand in for {name!r}, only for {', '.join(STAND_INS)}: others take masks or arguments of "
+            "their own, or are kernels that transformers loads from the hub."
+        )
 
 
 def register() -> None:

@@ -35,10 +35,11 @@ def run(
     It holds for Python processes that the command starts, too, such as those of accelerate's launcher: trl, swift and
     llamafactory-cli start one. Options of hf-distca stand before the script.
     """
+    from hf_distca.errors import UnsupportedError
     from hf_distca.run import Options, run_command
 
     try:
         run_command(script, arguments or [], Options("distca" if attn_implementation else None, summary, instead_of))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, UnsupportedError) as error:
         typer.echo(f"hf-distca: {error}", err=True)
         raise typer.Exit(2) from None

@@ -11,11 +11,11 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.mask import distca_mask
 from hf_distca.integration.names import origin, register, registered
+from hf_distca.register import STAND_INS, check_stand_in
 
 __all__ = ["STAND_INS", "stand_in"]
 
 _log = logging.getLogger("hf_distca")
-STAND_INS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa")
 
 
 def stand_in(name: str) -> None:
@@ -38,11 +38,7 @@ def stand_in(name: str) -> None:
     """
     if name in registered():
         return
-    if name not in STAND_INS:
-        raise UnsupportedError(
-            f"distca cannot stand in for {name!r}, only for {', '.join(STAND_INS)}: others take masks or arguments of "
-            "their own, or are kernels that transformers loads from the hub."
-        )
+    check_stand_in(name)
     if name not in ALL_ATTENTION_FUNCTIONS:
         raise UnsupportedError(f"distca cannot stand in for {name!r}: this version of transformers does not have it.")
     replaced = ALL_ATTENTION_FUNCTIONS[name]
