@@ -12,7 +12,7 @@ REQUIREMENTS := $(ENVIRONMENT) setup.cfg pyproject.toml constraints.txt
 # Of what pip says: a line for each package, the large downloads, and the end.
 PROGRESS := awk '/^Collecting|Downloading.*MB|^Installing|^Successfully/ { print substr($$0, 1, 100); fflush() }'
 
-.PHONY: help example test lint types docs tests
+.PHONY: help example test lint types docs tests wheel
 
 help: ## these lines
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,10 @@ docs: $(VENV)/.installed-dev ## build the pages, if there are any to build; warn
 
 tests: $(VENV)/.installed-dev ## all tests but those marked slow
 	pytest
+
+wheel: $(VENV)/.installed-dev ## build wheel and sdist into dist/, and check what the index would read of them
+	python -m build --outdir dist
+	twine check --strict dist/*
 
 $(ENVIRONMENT):
 	$(PYTHON) -m venv $(VENV)

@@ -54,8 +54,8 @@ class OverAll(Dealing):
 
 
 def lengths_of(tokens: int, ranks: int) -> list[int]:
-    """Documents of a global batch: one of one and a quarter ranks, one of half a rank, and shorter ones, in a loader's order."""
-    total, lengths = tokens * ranks, [tokens // 8, tokens * 5 // 4, tokens // 2]
+    """Documents of a global batch, in a loader's order: one of half a rank, one of one and a quarter, and shorter ones."""
+    total, lengths = tokens * ranks, [tokens // 2, tokens * 5 // 4]
     choose = np.random.default_rng(0)
     while sum(lengths) < total:
         lengths.append(min(int(choose.lognormal(np.log(tokens / 16), 0.8)) + 1, total - sum(lengths)))

@@ -23,7 +23,7 @@ def test_the_notebook_trains_two_processes_and_draws(tmp_path: Path) -> None:
     client.execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     printed = "".join(output.get("text", "") for output in outputs)
-    assert "distca/imbalance_estimated_before" in printed
+    assert "distca/imbalance_measured_before" in printed
     pictures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
     assert len(pictures) == 1
     assert base64.b64decode(pictures[0]).startswith(b"\x89PNG")

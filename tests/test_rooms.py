@@ -20,10 +20,10 @@ ARROWS = {
     "kernels": {"borrowed"},
     "runtime": {"borrowed", "kernels", "schedule"},
     "agreement": {"schedule", "runtime.group", "runtime.meeting", "runtime.meter"},
-    "data": {"schedule", "agreement.documents", "agreement.dealt"},
+    "data": {"borrowed", "schedule", "agreement.documents", "agreement.dealt"},
     "integration": {"borrowed", "register", "data", "agreement", "runtime", "kernels", "schedule"},
-    "plugins": {"integration", "register"},
-    "cli": {"schedule", "run", "register"},
+    "plugins": {"integration"},
+    "cli": {"schedule", "run"},
     "run": {"register", "integration"},
     "register": {"integration"},
 }

@@ -1,4 +1,4 @@
-"""Everything that distca takes from torch, transformers and accelerate without their promise to keep it.
+"""Everything that distca takes from torch, transformers, accelerate and datasets without their promise to keep it.
 
 No other file of the package has a private name of theirs, so here is what to look at when a new version of one comes out.
 tests/test_borrowed.py holds that, and that each name is there and does what is said here; tests/oldest.sh does so with the
@@ -47,6 +47,7 @@ __all__ = [
     "group_of_members",
     "in_backward",
     "is_policy_mode",
+    "kept_rows",
     "let_names_pass",
     "loaded_mesh",
     "names_of_groups",
@@ -150,6 +151,14 @@ def group_of_members(
         world.bound_device_id = device
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+# ---- datasets 5.2.0
+
+
+def kept_rows(documents: Any) -> Any:
+    """The table whose first column says which stored rows a data set has, None for all; nothing public tells without reading."""
+    return documents._indices
 
 
 # ---- accelerate 1.11.0 to 1.15.0

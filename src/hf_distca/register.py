@@ -14,11 +14,11 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-__all__ = ["STAND_INS", "register", "when_models_load", "why_no_stand_in"]
+from hf_distca.errors import UnsupportedError
 
-# The attentions of transformers that distca can stand in for.
+__all__ = ["STAND_INS", "check_stand_in", "register", "when_models_load"]
+
 STAND_INS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa")
-
 _MODELS = "transformers.modeling_utils"
 
 
@@ -63,14 +63,17 @@ class _AfterModels(MetaPathFinder):
         return spec
 
 
-def why_no_stand_in(name: str) -> str | None:
-    """Why distca cannot stand in for an attention of this name; None if it can."""
-    if name in STAND_INS:
-        return None
-    return (
-        f"distca cannot stand in for {name!r}, only for {', '.join(STAND_INS)}: others take masks or arguments of their own, or "
-        "are kernels that transformers loads from the hub."
-    )
+def check_stand_in(name: str) -> None:
+    """Check that distca can stand in for an attention of that name.
+
+    Raises:
+        UnsupportedError: if it is none that it computes as it is meant.
+    """
+    if name not in STAND_INS:
+        raise UnsupportedError(
+            f"distca cannot stand in for {name!r}, only for {', '.join(STAND_INS)}: others take masks or arguments of "
+            "their own, or are kernels that transformers loads from the hub."
+        )
 
 
 def register() -> None:

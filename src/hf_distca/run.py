@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from hf_distca.register import when_models_load, why_no_stand_in
+from hf_distca.errors import UnsupportedError
+from hf_distca.register import check_stand_in, when_models_load
 
 __all__ = ["Options", "begin", "main", "run_command"]
 
@@ -76,9 +77,12 @@ def run_command(command: str, arguments: Sequence[str], options: Options) -> Non
 
     Raises:
         FileNotFoundError: if there is neither.
+        UnsupportedError: if distca can stand in for no attention of that name.
         SystemExit: with the exit status of a command that is no Python script, unless that is 0.
     """
     path = _find(command)
+    if options.instead_of is not None:
+        check_stand_in(options.instead_of)
     begin(options)
     with _for_children(options):
         if not _is_python(path):
@@ -117,11 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("script", help="the script, or a command such as trl")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
     parsed = parser.parse_args(arguments)
-    if parsed.instead_of is not None and (why := why_no_stand_in(parsed.instead_of)) is not None:
-        parser.error(why)
     try:
         run_command(parsed.script, parsed.arguments, Options(parsed.attn_implementation, parsed.summary, parsed.instead_of))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, UnsupportedError) as error:
         parser.error(str(error))
 
 

@@ -1,16 +1,17 @@
-"""Trainers of other people: TRL's script for SFT with packing, under distca and under sdpa."""
+"""Trainers of other people: TRL's own command for SFT with packing, under distca and under sdpa."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import scripts
 from pages import words_of
 from tiny_runs import VOCABULARY, tiny_llama
 
@@ -39,17 +40,23 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.timeout(400)
 def test_trl_trains_packed_documents_as_with_sdpa(folder: Path) -> None:
-    sft = pytest.importorskip("trl.scripts.sft", reason="needs the extra 'trl'")
-    command = words_of(
-        "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml -m hf_distca.run "
-        """"$(python -c 'import trl.scripts.sft as sft; print(sft.__file__)')" --attn_implementation distca --packing """
+    pytest.importorskip("trl", reason="needs the extra 'trl'")
+    program, *command = words_of(
+        "hf-distca run trl sft --accelerate_config configs/accelerate/cpu_2_processes.yaml --attn_implementation distca --packing "
         "--model_name_or_path model --dataset_name data"
     )
-    words = [sft.__file__ if word.startswith("$(") else word for word in command]
     logged = {}
     for name in ("sdpa", "distca"):
-        command = [name if word == "distca" else word for word in words]
-        output = scripts.run([*command, *SMALL.split(), *CPU.split()], folder)
-        logged[name] = re.findall(r"'(?:loss|grad_norm)': '?([\d.e-]+)", output)
+        words = [name if word == "distca" else word for word in command]
+        done = subprocess.run(
+            [str(Path(sys.executable).with_name(program)), *words, *SMALL.split(), *CPU.split()],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        logged[name] = re.findall(r"'(?:loss|grad_norm)': '?([\d.e-]+)", done.stdout)
+        assert ("micro-batches on 2 ranks" in done.stderr) == (name == "distca")
     assert len(logged["sdpa"]) == 6
     assert logged["distca"] == logged["sdpa"]

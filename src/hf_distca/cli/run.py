@@ -35,14 +35,11 @@ def run(
     It holds for Python processes that the command starts, too, such as those of accelerate's launcher: trl, swift and
     llamafactory-cli start one. Options of hf-distca stand before the script.
     """
-    from hf_distca.register import why_no_stand_in
+    from hf_distca.errors import UnsupportedError
     from hf_distca.run import Options, run_command
 
-    if instead_of is not None and (why := why_no_stand_in(instead_of)) is not None:
-        typer.echo(f"hf-distca: {why}", err=True)
-        raise typer.Exit(2)
     try:
         run_command(script, arguments or [], Options("distca" if attn_implementation else None, summary, instead_of))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, UnsupportedError) as error:
         typer.echo(f"hf-distca: {error}", err=True)
         raise typer.Exit(2) from None

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
+from hf_distca.borrowed import kept_rows
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray, as_integers
 
@@ -103,8 +104,7 @@ def _arrow_column(documents: Any, name: str) -> Any:
 
 def _in_order(documents: Any, values: Any) -> Any:
     """Values of stored rows as values of the data set's rows: `filter`, `shuffle` and `select` only note which rows they keep."""
-    # There is no public way to it that does not read the rows.
-    indices = documents._indices  # noqa: SLF001
+    indices = kept_rows(documents)
     return values if indices is None else values.take(indices.column(0))
 
 

@@ -33,7 +33,7 @@ def find_members() -> Members | None:
         return data_parallel_group(mesh)
     parallelism = getattr(state, "parallelism_config", None)  # where DeepSpeed cuts sequences, accelerate makes no mesh
     if parallelism is not None:
-        _check_dimensions({"cp": parallelism.cp_size, "sp": parallelism.sp_size})
+        _check_dimensions({"cp": parallelism.cp_size, "sp": getattr(parallelism, "sp_size", 1)})  # accelerate 1.11 has no sp
     return None
 
 

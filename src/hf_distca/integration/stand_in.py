@@ -11,9 +11,9 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.mask import distca_mask
 from hf_distca.integration.names import origin, register, registered
-from hf_distca.register import why_no_stand_in
+from hf_distca.register import STAND_INS, check_stand_in
 
-__all__ = ["stand_in"]
+__all__ = ["STAND_INS", "stand_in"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -38,8 +38,7 @@ def stand_in(name: str) -> None:
     """
     if name in registered():
         return
-    if (why := why_no_stand_in(name)) is not None:
-        raise UnsupportedError(why)
+    check_stand_in(name)
     if name not in ALL_ATTENTION_FUNCTIONS:
         raise UnsupportedError(f"distca cannot stand in for {name!r}: this version of transformers does not have it.")
     replaced = ALL_ATTENTION_FUNCTIONS[name]
