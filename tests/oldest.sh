@@ -16,4 +16,6 @@ echo "$oldest"
 # versions of transformers cannot do under any attention.
 "$environment/bin/python" -m pytest tests/schedule tests/kernels tests/agreement tests/integration tests/test_borrowed.py \
     --ignore tests/integration/test_foreign_models.py --deselect tests/integration/test_plan_ahead.py::test_a_run_planned_ahead_is_resumed
-"$environment/bin/python" tests/engines/matrix.py --quick --engine DDP
+for engine in FSDP1 "DDP, torch.compile"; do
+    "$environment/bin/python" tests/engines/matrix.py --quick --engine "$engine"
+done
