@@ -42,8 +42,8 @@ def folder(tmp_path: Path) -> Path:
 def test_trl_trains_packed_documents_as_with_sdpa(folder: Path) -> None:
     pytest.importorskip("trl", reason="needs the extra 'trl'")
     program, *command = words_of(
-        "hf-distca run trl sft --accelerate_config configs/accelerate/cpu_2_processes.yaml --attn_implementation distca --packing "
-        "--model_name_or_path model --dataset_name data"
+        "hf-distca run trl sft --accelerate_config configs/accelerate/cpu_2_processes.yaml --attn_implementation distca "
+        "--packing --model_name_or_path model --dataset_name data"
     )
     logged = {}
     for name in ("sdpa", "distca"):
