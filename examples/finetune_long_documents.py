@@ -34,9 +34,9 @@ class DataArguments(DocumentArguments):
         default=32768, metadata={"help": "Longest document in tokens, which may be more than a rank holds; longer ones are cut."}
     )
     fill: str = field(
-        default="cut",
+        default="whole",
         metadata={
-            "help": "cut: batches are filled to the token, and a document may go on in the next one; whole: it never does.",
+            "help": "whole: no document is divided between global batches; cut: batches are filled to the token instead.",
             "choices": ["cut", "whole"],
         },
     )

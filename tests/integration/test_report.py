@@ -75,10 +75,11 @@ def test_why_nothing_moved(before: float, changes: dict[str, Any], said: str) ->
 def test_the_summary_of_a_tally() -> None:
     made = session()
     made.kernels["cpu"] = None
-    done = Tally(6, 3, 7.2, 1.575, 1.006, 1.0, 3.138, 2.016, 2.0, 9.9e6, 12, 1.0, 8.0)
+    done = Tally(6, 3, 1200.0, 1000.0, 7.2, 1.575, 1.006, 1.0, 3.138, 2.016, 2.0, 9.9e6, 12, 1.0, 8.0)
     assert summary(done, made) == (
         "distca: 6 micro-batches on 1 ranks, work moved in 3\n"
         "  imbalance (slowest rank / mean)     before   after\n"
+        "    tokens                             1.200   1.200\n"
         "    estimated                          1.575   1.006\n"
         "    measured                           1.569   1.008\n"
         "  exchanged   0.825 MB per layer and micro-batch by the busiest rank\n"
