@@ -50,7 +50,8 @@ def test_the_example_trains_compares_and_draws(tmp_path: Path) -> None:
         "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_long_documents.py"
     )
     small = ["--max_length", "4096", "--tokens_per_rank", "2048", "--max_steps", "2", "--comparison_batches", "1"]
-    output = run_program([*command, *small, "--output_dir", "out"], tmp_path, 360)
+    data = ["--dataset_name", write_corpus(tmp_path / "corpus")]
+    output = run_program([*command, *small, *data, "--output_dir", "out"], tmp_path, 360)
     for text in ("balancing off", "balancing on", "dealt", "attention imbalance, measured", "distca/imbalance_estimated_after"):
         assert text in output
     for picture in ("balance.png", "global_batch.png"):

@@ -62,7 +62,12 @@ def test_a_look_for_the_module_of_the_models_does_no_harm() -> None:
     assert (seen["registered"], seen["left"]) == (True, [])
 
 
-@pytest.mark.parametrize("name", ["configure", "PackingCollator", "DistCACallback", "plan_ahead"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name", ["configure", "DistCACallback", *(pytest.param(n, marks=SLOW) for n in ("PackingCollator", "plan_ahead"))]
+)
 def test_any_name_can_be_the_first(name: str) -> None:
     """Registering imports modules that may be the ones that brought transformers in."""
     seen = run(

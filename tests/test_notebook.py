@@ -10,6 +10,7 @@ import pytest
 from pages import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jupyter's packages among each other
 def test_the_notebook_trains_two_processes_and_draws(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_trl_trains_packed_documents_as_with_sdpa(folder: Path) -> None:
     pytest.importorskip("trl", reason="needs the extra 'trl'")
