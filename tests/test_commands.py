@@ -32,6 +32,8 @@ SMALL = {
     "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
     "python tests/engines/equal_training.py": '--only "Trainer, DDP, 2 ranks" --steps 2 --json out.json',
 }
+# Of those, the ones that take long however small they are.
+LONG = {"python tests/engines/equal_training.py"}
 # One starts as users start it, in an interpreter of its own.
 AS_USERS_DO = "python benchmarks/scheduler.py --placements benchmarks/placements"
 # Runs of pytest, which collect only: these tests are among them.
@@ -117,7 +119,7 @@ def test_extras_that_pages_install_exist() -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("command", SMALL)
+@pytest.mark.parametrize("command", [pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in SMALL])
 def test_the_command_runs(command: str, tmp_path: Path) -> None:
     words = words_of(command)
     run = run_program if command == AS_USERS_DO else scripts.run

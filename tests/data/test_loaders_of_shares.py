@@ -55,7 +55,7 @@ def test_every_rank_gets_its_own_shares_in_every_epoch(rank: int, workers: int) 
     check(list(loader), rank, 7)
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_that_get_a_pickle_hear_of_the_epoch_too(method: str) -> None:
     if method not in multiprocessing.get_all_start_methods():
         pytest.skip("not on this system")

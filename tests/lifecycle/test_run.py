@@ -92,6 +92,7 @@ def test_under_a_launcher(script: Path, tmp_path: Path) -> None:
     assert seen["attention"] == "distca"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_what_a_command_starts_afresh_runs_under_distca(script: Path, tmp_path: Path) -> None:
     """Real interpreters: ours, the command's, accelerate's launcher, two ranks. The script has no attention given."""
