@@ -123,8 +123,11 @@ def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
     compute, exchange = load.compute_seconds, load.exchange_seconds
     mean = math.fsum(compute.tolist()) / layout.world_size
     least, late = mean, config.min_gain
-    if not config.ping_pong and layout.world_size > 1:
-        # Whoever would relieve the slowest rank needs the keys that it exchanges.
+    # Whoever would relieve the slowest rank needs the keys that it exchanges.
+    wire = float(exchange.max(initial=0.0))
+    if config.ping_pong and wire > mean:
+        least, late = wire, _LATE
+    elif not config.ping_pong and layout.world_size > 1:
         slowest = int(np.argmax(compute + exchange))
         least, late = mean + max(float(exchange[slowest]), math.fsum(exchange.tolist()) / layout.world_size), _LATE
     # A bound of transient bytes is kept by waves, which only `balance` counts.
