@@ -12,9 +12,12 @@ oldest="$(sed -n '/^install_requires/,/^\[/s/^ *\([a-z]*\)>=\([0-9.]*\)$/\1==\2/
 echo "$oldest"
 "$environment/bin/pip" install --quiet $oldest -e . datasets hypothesis matplotlib packaging parameterized pytest pytest-timeout pytest-xdist rich
 
-# Not here: what needs names of newer versions (overlays of masks that they do not have), and a resume on CPUs, where these
+# Not here: documents over ranks, which are refused below transformers 5.11; what has other names in the Trainer's arguments;
+# what needs names of newer versions (overlays of masks that they do not have), and a resume on CPUs, where these
 # versions of transformers fail to load their own optimizer state.
 "$environment/bin/python" -m pytest tests/schedule tests/kernels tests/agreement tests/integration tests/test_borrowed.py \
+    --ignore tests/integration/test_document_shares.py --ignore tests/integration/test_loaders.py \
+    --ignore tests/integration/test_rotary.py --ignore tests/integration/test_log_rows.py \
     --ignore tests/integration/test_foreign_models.py --deselect tests/integration/test_plan_ahead.py::test_a_run_planned_ahead_is_resumed
 for engine in FSDP1 "DDP, torch.compile"; do
     "$environment/bin/python" tests/engines/matrix.py --quick --engine "$engine"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from packaging.version import Version
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing, Placement
@@ -18,7 +20,7 @@ from hf_distca.data.global_batches import Fill, GlobalBatches, Longer
 from hf_distca.data.lengths import document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
-from hf_distca.errors import ConfigError
+from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.kinds import layer_keys
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 __all__ = ["document_shares", "shares_of"]
+
+_COUNTS_SHIFTED = Version("5.11.0")
 
 
 def document_shares(
@@ -92,9 +96,11 @@ def document_shares(
 
     Raises:
         ConfigError: if an argument is out of its range, or neither a model that can be read nor shapes are given.
+        UnsupportedError: if this version of transformers counts targets in another way.
         LayoutError: if documents have no tokens, too few for one global batch, or not such a column.
     """
     ranks, device_type = _place(ranks, device)
+    _check_version(ranks)
     config = config or current_session().config
     keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype, device_type)
     dealing = Dealing(ranks, tokens_per_rank, {key: _cost(key, config) for key in keys}, config, ranks_per_node, placement)
@@ -127,6 +133,16 @@ def _place(ranks: int | None, device: str | torch.device | None) -> tuple[int, s
     if ranks is None:
         ranks = PartialState().num_processes
     return ranks, torch.device(PartialState().device if device is None else device).type
+
+
+def _check_version(ranks: int) -> None:
+    """Refuse versions whose Trainers count targets in `labels`, which lack those at cuts: losses would be too large."""
+    found = Version(version("transformers"))
+    if ranks > 1 and found < _COUNTS_SHIFTED:
+        raise UnsupportedError(
+            f"documents over {ranks} ranks need transformers {_COUNTS_SHIFTED} or newer, whose Trainer counts the targets in "
+            f"shift_labels; this is {found}."
+        )
 
 
 def _given_keys(shapes: Sequence[tuple[AttentionShape, int | None]], device: str) -> list[PlanKey]:
