@@ -11,7 +11,7 @@ from hf_distca.schedule.cost import CostModel
 
 __all__ = ["CostSource", "DistCAConfig", "KernelName"]
 
-KernelName = Literal["auto", "reference", "cpu", "cuda", "flash_attn"]
+KernelName = Literal["auto", "reference", "cpu", "cuda", "flash_attn", "flash_attn_3", "flash_attn_4"]
 CostSource = Literal["analytic", "calibrated"]
 _LONGEST_TIMEOUT = 366 * 86400.0  # seconds; what torch adds to it must fit in its clock
 
