@@ -31,8 +31,7 @@ import hf_distca
 from deal import over_all_ranks
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.kinds import layer_keys
-from hf_distca.schedule.cost import CostModel
+from hf_distca.integration.kinds import known_cost, layer_keys
 from hf_distca.schedule.layout import Layout
 from machine import describe
 from output import add_json_option, put_out
@@ -85,7 +84,7 @@ class Steps:
         config = hf_distca.DistCAConfig()
         hf_distca.configure(config)
         keys = layer_keys(self.model.module, None, "cpu")
-        costs = {key: CostModel.analytic(key.shape, device_type="cpu", tile=config.tile) for key in keys}
+        costs = {key: known_cost(key, config) for key in keys}
         place = (self.ranks, arguments.tokens, costs, config)
         self.dealings = {"dealt": Dealing(*place), "in order": Dealing(*place, placement="in order"), "over all": OverAll(*place)}
 
