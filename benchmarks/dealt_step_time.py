@@ -69,7 +69,7 @@ def batch_of(lengths: list[int], packed: PackedDocuments) -> dict[str, Any]:
     numbers = packed.documents or tuple(range(len(packed.lengths)))
     runs = list(zip(numbers, starts, packed.lengths, strict=True))
     ids, labels = (torch.cat([rows[d][s : s + n] for d, s, n in runs])[None] for rows in (documents, targets))
-    positions = torch.cat([torch.arange(s, s + n) for _, s, n in runs])[None]
+    positions = torch.from_numpy(packed.positions)[None]
     return {"input_ids": ids, "labels": labels, "shift_labels": labels, "position_ids": positions, "distca_documents": packed}
 
 
