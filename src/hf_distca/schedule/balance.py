@@ -26,6 +26,8 @@ _FINEST = 0.002
 # Coarser bands, tried when the exchange eats more than this part of what the wanted one gains in compute.
 _COARSER = (0.05, 0.15, 0.4)
 _EATEN = 0.5
+# What the slowest rank may take beyond the mean for plans that do not prefer servers of the same node not to be tried as well.
+_SERVED = 0.02
 # Times the mean that the slowest rank takes where caps are tried first, and how much lower the next cap is.
 _EXTREME = 12
 _FINER_CAP = 1.4
@@ -64,7 +66,15 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
         return local
     if cost.window is not None and not config.ping_pong and _hopeless(layout, cost, price, unmoved, config):
         return local
-    return _fastest(layout, cost, price, unmoved, config)
+    best = _fastest(layout, cost, price, unmoved, config)
+    if price.near == 1 or ranks.per_node in (None, 1, layout.world_size):
+        return best
+    slowest = _load(best, cost, config, ranks).slowest_seconds
+    if slowest <= (1 + _SERVED) * ranks.level(seconds):
+        return best
+    # Where exchanges decide, few large slices may be better than more that stay in a node.
+    other = _fastest(layout, cost, replace(price, near=1.0), unmoved, config)
+    return other if _load(other, cost, config, ranks).slowest_seconds < slowest else best
 
 
 def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, config: DistCAConfig) -> Plan:
@@ -108,7 +118,8 @@ def _hopeless(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, 
     A row may take longer to send than to compute, so that whoever gives work away ends later for it. And the slowest rank
     cannot end before the mean.
     """
-    if price.least_bytes > price.most_seconds(layout.longest) * cost.exchange_bytes_per_second:
+    least_bytes = price.least_bytes * (1.0 if unmoved.ranks.per_node is None else price.near)
+    if least_bytes > price.most_seconds(layout.longest) * cost.exchange_bytes_per_second:
         return True
     mean = unmoved.ranks.level(unmoved.compute_seconds.tolist())
     return unmoved.slowest_seconds - mean < config.min_gain * unmoved.slowest_seconds

@@ -82,6 +82,8 @@ class Greedy:
         high = self.levels.high
         self.surplus = math.fsum((work - high) * speed for work, speed in zip(seconds, speeds, strict=True) if work > high)
         self.shed = self.grown = 0.0
+        # Ranks of a node, if it matters who is in one.
+        self.per_node = ranks.per_node if price.near < 1 and (ranks.per_node or 1) < len(seconds) else None
         # Ranks that may take work, emptiest first.
         self.free = sorted((work, rank) for rank, work in enumerate(seconds) if work < self.levels.mean)
         self.pieces: dict[int, list[_Piece]] = {}
@@ -139,6 +141,7 @@ class Greedy:
         while self.free and self.free[0][0] < self.now.floor:
             work, server = self.free[0]
             donors = heapq.nsmallest(_DONORS, range(len(self.work)), key=lambda rank: (-self.work[rank], rank))
+            donors += [rank for rank in self._node_of(server) if rank not in donors]
             offers = []
             for donor in donors:
                 over, lack = self.work[donor] - self.now.floor, self.now.low - work
@@ -166,12 +169,16 @@ class Greedy:
         """
         best: _Move | None = None
         price, pieces = self.price, self._pieces(source)
+        near = self._near(source, server)
+        least_bytes = price.least_bytes if self.per_node is None else price.least_bytes * price.near
         for row, piece in enumerate(pieces):
             end = -piece.minus_end
             # No slice of a shorter prefix moves a second for fewer bytes than this.
-            if best is not None and price.least_bytes > best.bytes_per_second * price.most_seconds(end):
+            if best is not None and least_bytes > best.bytes_per_second * price.most_seconds(end):
                 break
             held = self.held.get(piece.document)
+            if near is not None:
+                best = self._try(source, row, piece, near, (held or {}).get(near, 0), surplus, strict, best)
             if held is None:
                 best = self._try(source, row, piece, server, 0, surplus, strict, best)
                 continue
@@ -179,6 +186,18 @@ class Greedy:
             for other in self._holders(held, server):
                 best = self._try(source, row, piece, other, held[other], surplus, strict, best)
         return best
+
+    def _node_of(self, rank: int) -> range:
+        """The ranks of a node; none if nodes do not matter."""
+        if self.per_node is None:
+            return range(0)
+        first = rank // self.per_node * self.per_node
+        return range(first, first + self.per_node)
+
+    def _near(self, source: int, but: int) -> int | None:
+        """The emptiest server in the node of the source, if it may take work."""
+        able = [(self.work[rank], rank) for rank in self._node_of(source) if self.work[rank] < self.now.floor and rank != but]
+        return min(able)[1] if able else None
 
     def _holders(self, held: dict[int, int], but: int) -> Iterator[int]:
         found = 0
@@ -214,6 +233,8 @@ class Greedy:
         if x == start and y == end and piece.document in self.held:
             keys -= self._saved(source, piece)
         ratio = (price.query_bytes * (y - x) + price.key_bytes * keys) / shed
+        if self.per_node is not None and source // self.per_node == server // self.per_node:
+            ratio *= price.near
         if best is None or ratio < best.bytes_per_second:
             return _Move(ratio, server, row, x, y, shed, added)
         return best

@@ -1,4 +1,4 @@
-"""What the ranks of an attention group are like: how fast each computes."""
+"""What the ranks of an attention group are like: how fast each computes, and which of them are in one node."""
 
 from __future__ import annotations
 
@@ -22,21 +22,26 @@ class Ranks:
     Attributes:
         speeds: relative speed of the attention kernels of each rank, about 1 on average: what a cost model says takes a second
             takes rank r ``1 / speeds[r]`` seconds. None if all are equally fast.
+        per_node: ranks [0, n), [n, 2n), ... are nodes, inside which exchanges take ``CostModel.node_bytes_per_second``; None if
+            nodes are not told apart, and every exchange takes ``exchange_bytes_per_second``.
 
     Raises:
-        ConfigError: if a speed is not a positive number.
+        ConfigError: if a speed is not a positive number, or a node without ranks.
     """
 
     speeds: tuple[float, ...] | None = None
+    per_node: int | None = None
 
     def __post_init__(self) -> None:
         if self.speeds is not None and not all(0 < speed < math.inf for speed in self.speeds):
             raise ConfigError(f"speeds={self.speeds}: the speed of a rank is a positive number, 1 for one like the others.")
+        if self.per_node is not None and (type(self.per_node) is not int or self.per_node < 1):
+            raise ConfigError(f"per_node={self.per_node!r}: a node has a whole number of ranks, at least 1.")
 
     @classmethod
-    def of(cls, speeds: npt.ArrayLike | None) -> Ranks:
+    def of(cls, speeds: npt.ArrayLike | None, per_node: int | None = None) -> Ranks:
         """Ranks with these speeds, as an array of shape (ranks,) or whatever makes one."""
-        return cls(None if speeds is None else tuple(np.asarray(speeds, dtype=np.float64).reshape(-1).tolist()))
+        return cls(None if speeds is None else tuple(np.asarray(speeds, dtype=np.float64).reshape(-1).tolist()), per_node)
 
     def check(self, count: int) -> None:
         """Refuse to speak of another number of ranks.
@@ -46,6 +51,8 @@ class Ranks:
         """
         if self.speeds is not None and len(self.speeds) != count:
             raise ConfigError(f"{len(self.speeds)} speeds were given for {count} ranks: give one for each rank, in rank order.")
+        if self.per_node is not None and count % self.per_node:
+            raise ConfigError(f"{count} ranks cannot be nodes of {self.per_node}: per_node must divide the number of ranks.")
 
     def each(self, count: int) -> list[float]:
         """The speed of each of so many ranks."""
