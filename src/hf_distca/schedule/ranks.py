@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import FloatArray
+from hf_distca.schedule.cost import CostModel, FloatArray
 
 __all__ = ["ALIKE", "Ranks"]
 
@@ -53,6 +53,11 @@ class Ranks:
             raise ConfigError(f"{len(self.speeds)} speeds were given for {count} ranks: give one for each rank, in rank order.")
         if self.per_node is not None and count % self.per_node:
             raise ConfigError(f"{count} ranks cannot be nodes of {self.per_node}: per_node must divide the number of ranks.")
+
+    def seen_by(self, cost: CostModel) -> Ranks:
+        """These ranks without nodes, if they make no difference to a cost model."""
+        same = self.per_node in (None, 1) or cost.node_bytes_per_second is None
+        return replace(self, per_node=None) if same else self
 
     def each(self, count: int) -> list[float]:
         """The speed of each of so many ranks."""
