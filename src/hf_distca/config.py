@@ -44,6 +44,10 @@ class DistCAConfig:
             the rank's own q, k, v, o, log-sum-exp and their gradients, which are as large as its tokens are many, nor what the
             kernel uses inside. More than fits is computed in waves, with one exchange each, and the scheduler moves only
             slices that fit. A document that spans ranks may need more, which is warned of.
+        group_size: ranks that share core attention, where those that could are more: they are cut into groups of so many
+            neighbours, which must divide their number; None for one group of all. Balance is within groups, and so is what a
+            document may span. Of whole nodes, groups keep what two levels of links gain; with a thousand ranks or more, no rank
+            then plans and exchanges with all of them.
         timeout_seconds: how long a rank waits for the others before it gives up with `DistCADesyncError`.
 
     Raises:
@@ -60,15 +64,16 @@ class DistCAConfig:
     balance_evaluation: bool = False
     ping_pong: bool = False
     max_transient_bytes: int | None = None
+    group_size: int | None = None
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         for name in ("balance", "documents_span_ranks", "balance_evaluation", "ping_pong"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
-        for name in ("tile", "max_transient_bytes"):
+        for name in ("tile", "max_transient_bytes", "group_size"):
             value: object = getattr(self, name)
-            optional = name == "max_transient_bytes" and value is None
+            optional = name != "tile" and value is None
             if not optional and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ConfigError(f"{name}={value!r} must be a whole number.")
         for name in ("tolerance", "min_gain", "timeout_seconds"):
@@ -83,6 +88,8 @@ class DistCAConfig:
             raise ConfigError(f"tile={self.tile} must be at least 1; flash-attention kernels use 128.")
         if self.max_transient_bytes is not None and self.max_transient_bytes < 1:
             raise ConfigError(f"max_transient_bytes={self.max_transient_bytes} must be at least 1, or None for no bound.")
+        if self.group_size is not None and self.group_size < 1:
+            raise ConfigError(f"group_size={self.group_size} must be at least 1, or None for one group of all ranks.")
         if not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:
             raise ConfigError(f"timeout_seconds={self.timeout_seconds} must be in (0, {_LONGEST_TIMEOUT:g}], a year.")
         _check_choice("kernel", self.kernel, get_args(KernelName))

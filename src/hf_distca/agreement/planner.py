@@ -39,6 +39,7 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import Ranks
 
 __all__ = ["Planned", "Planner", "Planning", "Request"]
 
@@ -156,7 +157,10 @@ class Planner:
         started = time.perf_counter()
         place = place or f"micro-batch {self._number_of(key for _, key in requests)}"
         layouts = self._announce(requests, group, place)
-        jobs = [(layout, self.cost(key), self._settings_for(key)) for layout, (_, key) in zip(layouts, requests, strict=True)]
+        ranks = Ranks(per_node=group.per_node)
+        jobs = [
+            (layout, self.cost(key), self._settings_for(key), ranks) for layout, (_, key) in zip(layouts, requests, strict=True)
+        ]
         plans: Future[tuple[list[Plan], float]] = Future()
         milliseconds = (time.perf_counter() - started) * 1e3
         if beside:
@@ -230,7 +234,8 @@ class Planner:
         for dealt in shares:
             dealt.check_is_for(group)
         plans = [
-            dealt.plan(key, self.cost(key), self._settings_for(key)) for dealt, (_, key) in zip(shares, requests, strict=True)
+            dealt.plan(key, self.cost(key), self._settings_for(key), Ranks(per_node=dealt.per_node))
+            for dealt, (_, key) in zip(shares, requests, strict=True)
         ]
         keys, place = [key for _, key in requests], f"micro-batch {self._number_of(key for _, key in requests)} ({shares[0]})"
         self._meet(group, place, keys, [*shares[0].batch, shares[0].rank, *(_number(plan) for plan in plans)])
@@ -335,7 +340,7 @@ def _number(plan: Plan) -> int:
     return int(plan.digest[:15], 16)
 
 
-def _make(jobs: Sequence[tuple[Layout, CostModel, DistCAConfig]], plans: Future[tuple[list[Plan], float]]) -> None:
+def _make(jobs: Sequence[tuple[Layout, CostModel, DistCAConfig, Ranks]], plans: Future[tuple[list[Plan], float]]) -> None:
     """Make plans, or keep the exception for whoever takes them."""
     started = time.perf_counter()
     try:

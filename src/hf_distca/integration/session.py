@@ -90,7 +90,8 @@ class Session:
             if members is None and world is not None:
                 members = find_members()
             with said_if_long("making the attention group, which waits for all its ranks,"):
-                self._group = AttentionGroup.of(members, timeout_seconds=self.config.timeout_seconds)
+                config = self.config
+                self._group = AttentionGroup.of(members, timeout_seconds=config.timeout_seconds, size=config.group_size)
             self._world = world
         return self._group
 
