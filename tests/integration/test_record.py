@@ -102,9 +102,7 @@ def test_rank_0_writes_what_the_log_says_and_more(rank_pool: Callable[[int], Ran
         made = [part.read() for part in plan.parts]
         assert len(made) == (2 if ahead else 1)
         assert sum(one.layout.query_tokens.sum() for one in made) == sum(plan.per_rank.tokens)
-        seconds = sum(
-            np.bincount(one.server, part.seconds, minlength=2) for one, part in zip(made, plan.parts, strict=True)
-        )
+        seconds = sum(np.bincount(one.server, part.seconds, minlength=2) for one, part in zip(made, plan.parts, strict=True))
         np.testing.assert_allclose(seconds, plan.per_rank.estimated_after, rtol=2e-3)
 
 
@@ -147,7 +145,9 @@ def test_a_record_that_cannot_be_written_ends_no_run(rank_pool: Callable[[int], 
 
 
 def alone(rank: int, folder: str) -> None:
-    trainer = make_trainer("distca", data(), folder=folder, model=tiny_llama("sdpa"), max_steps=1, distca=hf_distca.DistCACallback())
+    trainer = make_trainer(
+        "distca", data(), folder=folder, model=tiny_llama("sdpa"), max_steps=1, distca=hf_distca.DistCACallback()
+    )
     trainer.train()
 
 

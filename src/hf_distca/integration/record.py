@@ -30,7 +30,15 @@ __all__ = ["Recorder"]
 
 _log = logging.getLogger("hf_distca")
 _PACKAGES = ("hf-distca", "torch", "transformers", "accelerate", "numpy", "flash-attn", "deepspeed", "peft", "trl")
-_TRAINING = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs", "bf16", "fp16", "seed")
+_TRAINING = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "num_train_epochs",
+    "bf16",
+    "fp16",
+    "seed",
+)
 # Plans of the worst micro-batches are written up to this many bytes: some hundred steps of 8 ranks, some of 512.
 _MOST_PLAN_BYTES = 1_000_000
 
@@ -172,7 +180,9 @@ def _described(model: torch.nn.Module | None) -> dict[str, Any]:
 
 def _settings(config: DistCAConfig) -> dict[str, Any]:
     values = {one.name: getattr(config, one.name) for one in fields(config)}
-    return {name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value for name, value in values.items()}
+    return {
+        name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value for name, value in values.items()
+    }
 
 
 def _versions() -> dict[str, str]:

@@ -190,7 +190,7 @@ class DistCACallback(TrainerCallback):
         if self._recorder is not None:
             self._recorder.end(step)
             self._recorder = None
-        if self.record and session.ranks > 1 and session.is_first and distca_configs(model):
+        if self.record and args.output_dir and session.ranks > 1 and session.is_first and distca_configs(model):
             self._recorder = Recorder(Path(args.output_dir), session, every_plan=self.record == "all")
             self._recorder.begin(args, step, model, self.trace_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -127,31 +128,38 @@ def _short(figures: dict[str, float]) -> dict[str, float]:
 
 
 def _of_record(rows: Sequence[StepsRow]) -> tuple[dict[str, float], list[dict[str, float]]]:
-    tallies = [_tally(row) for row in rows]
-    whole = sum(tallies, Tally())
+    tallies: dict[int, Tally] = {}
+    losses: dict[int, dict[str, float]] = {}
+    for row in rows:  # what is left at the end of training has the step of the last row
+        tallies[row.step] = tallies.get(row.step, Tally()) + _tally(row)
+        if row.loss is not None and math.isfinite(row.loss):
+            losses[row.step] = {"loss": row.loss}
+    whole = sum(tallies.values(), Tally())
     total = _short(whole.figures()) | {"moved_micro_batches": whole.moved, "last_step": rows[-1].step}
     total["slowest_seconds_before"], total["slowest_seconds_after"] = whole.measured_before, whole.measured_after
-    steps = []
-    for row, tally in zip(rows, tallies, strict=True):
-        loss = {} if row.loss is None else {"loss": float(row.loss)}
-        steps.append({"step": row.step, **_short(tally.figures()), **loss})
-    return total, steps
+    return total, [{"step": step, **_short(tally.figures()), **losses.get(step, {})} for step, tally in tallies.items()]
 
 
 def _of_log(log: Sequence[dict[str, Any]]) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Figures of the whole run as means of those of the rows, by micro-batches: without sums, that is as near as one gets."""
-    steps = []
+    rows: dict[int, list[dict[str, float]]] = {}
     for row in log:
-        kept = {name: value for name, value in row.items() if name.startswith(_PREFIX) or name in ("step", "loss")}
-        steps.append(_short({name: float(value) for name, value in kept.items() if isinstance(value, int | float)}))
-    names = {name for row in steps for name in row} - {"step", "loss", "micro_batches"}
-    total: dict[str, float] = {}
-    for name in sorted(names):
-        values = [(row[name], row.get("micro_batches", 1.0)) for row in steps if name in row]
-        total[name] = sum(value * weight for value, weight in values) / (sum(weight for _, weight in values) or 1.0)
-    total["micro_batches"] = sum(row.get("micro_batches", 0.0) for row in steps)
-    total["last_step"] = steps[-1]["step"]
-    return total, steps
+        kept = {name: value for name, value in row.items() if name.startswith(_PREFIX) or name == "loss"}
+        numbers = {name: float(value) for name, value in kept.items() if isinstance(value, int | float) and math.isfinite(value)}
+        rows.setdefault(row["step"], []).append(_short(numbers))
+    steps = [{"step": step, **_mean(some)} for step, some in rows.items()]
+    total = _mean(steps)
+    del total["step"]
+    return total | {"last_step": steps[-1]["step"]}, steps
+
+
+def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of rows by their micro-batches, which are summed."""
+    found = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        pairs = [(row[name], row.get("micro_batches", 1.0)) for row in rows if name in row]
+        found[name] = sum(value * weight for value, weight in pairs) / (sum(weight for _, weight in pairs) or 1.0)
+    return found | {"micro_batches": sum(row.get("micro_batches", 0.0) for row in rows)}
 
 
 def _summed(rows: Sequence[StepsRow]) -> PerRank | None:
@@ -224,10 +232,8 @@ def _verdict(total: dict[str, float]) -> str:
     text = f"The slowest rank had {before:.2f} times the mean attention seconds before balancing, and {after:.2f} after ({kind})."
     if total.get("moved_micro_batches", 1) == 0:
         even = total.get("imbalance_estimated_before", before)
-        text = (
-            f"No work was moved: by estimate the slowest rank had {even:.2f} times the mean attention seconds as the documents lay"
-            f"{f', measured {after:.2f}' if kind == 'measured' else ''}."
-        )
+        measured = f", measured {after:.2f}" if kind == "measured" else ""
+        text = f"No work was moved: the slowest rank had {even:.2f} times the mean attention seconds by estimate{measured}."
     saved = total.get("slowest_seconds_before", 0.0) - total.get("slowest_seconds_after", 0.0)
     if saved > 0 and total.get("moved_micro_batches"):
         text += f" Attention of the slowest ranks took {saved:.3g} s less in {total['micro_batches']:.0f} micro-batches."
@@ -240,7 +246,7 @@ def _run(folder: RunFolder) -> dict[str, dict[str, Any]]:
     run = folder.runs[-1]
     kernels = list(dict.fromkeys(kernel for row in folder.steps for kernel in row.kernels))
     machine = {"ranks": run.ranks, "nodes": run.nodes or "not known", "device of rank 0": run.device}
-    facts = {"started": run.started, **machine, "kernels": ", ".join(kernels)}
+    facts = {"started": run.started.replace("T", " ").replace("+00:00", " UTC"), **machine, "kernels": ", ".join(kernels)}
     if run.step:
         facts["resumed after step"] = run.step
     return {"run": facts, "model": run.model, "settings": run.settings, "training": run.training, "versions": run.versions}

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from hf_distca.errors import PlanError, ReportError
 from hf_distca.schedule.plan import Plan
 
@@ -141,7 +143,7 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 def write_row(row: Row) -> str:
     """A row as a line without its end; floats are rounded to five digits."""
-    return json.dumps({"row": _NAMES[type(row)], **_rounded(asdict(row))}, separators=(",", ":"), default=str)
+    return json.dumps({"row": _NAMES[type(row)], **_rounded(asdict(row))}, separators=(",", ":"), default=_plain)
 
 
 def read_row(line: str, name: str) -> Row | None:
@@ -179,7 +181,13 @@ def _made(kind: type[Row], data: dict[str, Any]) -> Row:
         raise ValueError(f"step={row.step!r} must be a whole number")
     if isinstance(row, StepsRow | PlanRow) and not isinstance(row.per_rank, PerRank):
         raise TypeError("it has no figures by rank")
+    if isinstance(row, StepsRow) and not all(isinstance(value, int | float) for value in row.tally.values()):
+        raise TypeError("its tally is not of numbers")
     return row
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def _rounded(value: Any) -> Any:
