@@ -15,7 +15,17 @@ from threading import Thread
 
 import numpy as np
 
-from hf_distca.agreement.announce import Announcement, Announcements, Common, PlanKey, agree, check_equal, fingerprint, layout_of
+from hf_distca.agreement.announce import (
+    Announcement,
+    Announcements,
+    Common,
+    PlanKey,
+    agree,
+    check_equal,
+    fingerprint,
+    layout_of,
+    room_for_figures,
+)
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.figures import Estimate, History
@@ -235,8 +245,7 @@ class Planner:
         self.look(at_most=_MEETINGS)
         self._asked += 1
         common, measured = self._common(keys), self._measurements.take(keys)
-        # What does not fit is announced later; on all ranks the same.
-        room = (group.most_numbers - len(self._announcement(group, common, [], dealt=dealt).row())) // 2
+        room = room_for_figures(group.most_numbers, dealt)  # what does not fit is announced later; on all ranks the same
         self._measurements.put_back(measured[room:])
         own = self._announcement(group, common, measured[:room], dealt=dealt)
 
