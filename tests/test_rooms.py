@@ -24,6 +24,7 @@ ARROWS = {
     "run_report": {"schedule", "agreement.figures"},
     "integration": {"borrowed", "register", "data", "agreement", "runtime", "kernels", "schedule", "run_report.rows"},
     "plugins": {"integration"},
+    "doctor": {"integration", "kernels", "runtime"},
     "cli": {"schedule", "run", "run_report", "doctor"},
     "run": {"register", "integration"},
     "register": {"integration"},

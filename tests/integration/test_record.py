@@ -116,13 +116,13 @@ def test_a_record_costs_no_collective_and_no_operation(rank_pool: Callable[[int]
 
 
 def resumed(rank: int, folder: str) -> None:
-    train(rank, folder, True, False, {"save_strategy": "steps", "save_steps": 2, "max_steps": 4})
+    train(rank, folder, True, False, {"save_strategy": "steps", "save_steps": 2, "max_steps": 3})
     trainer = make_trainer(
         "distca",
         data(),
         folder=folder,
         distca=hf_distca.DistCACallback(settings()),
-        max_steps=STEPS,
+        max_steps=4,
         train_sampling_strategy="sequential",
     )
     trainer.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
@@ -131,7 +131,7 @@ def resumed(rank: int, folder: str) -> None:
 def test_a_resumed_run_goes_on_with_its_record(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
     rank_pool(2)(resumed, str(tmp_path))
     assert [row.step for row in rows(tmp_path) if isinstance(row, RunRow)] == [0, 2]
-    rank_pool(2)(train, str(tmp_path), True, False, {"max_steps": 2})
+    rank_pool(2)(train, str(tmp_path), True, False, {"max_steps": 1})
     assert [row.step for row in rows(tmp_path) if isinstance(row, RunRow)] == [0], "a run from the start has a record of its own"
 
 

@@ -15,7 +15,7 @@ from hf_distca.kernels.cuda import CudaKernel
 from hf_distca.kernels.flash_attn import FlashAttnKernel
 from hf_distca.kernels.reference import ReferenceKernel
 
-__all__ = ["Kernel", "Scores", "TaskBatch", "select_kernel"]
+__all__ = ["Kernel", "Scores", "TaskBatch", "select_kernel", "survey"]
 
 _logger = logging.getLogger("hf_distca")
 
@@ -64,6 +64,18 @@ def select_kernel(
     if name == "auto":
         raise KernelError(f"No kernel runs {case} ({'; '.join(refused)}). Convert q, k and v to a floating dtype.")
     raise KernelError(f'Kernel {name!r} cannot run {case}: {reason}. Set kernel="auto" to use what runs there.')
+
+
+def survey(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
+) -> list[tuple[str, str | None]]:
+    """What "auto" looks at for a case, in this order: each kernel's name, and why it cannot run, None for the one it takes."""
+    found: list[tuple[str, str | None]] = []
+    for kernel in (_made(kind) for kind, where in _KERNELS if where in (device.type, None)):
+        found.append((kernel.name, kernel.unsupported(device, dtype, head_dim, value_head_dim, scores)))
+        if found[-1][1] is None:
+            break
+    return found
 
 
 @cache
