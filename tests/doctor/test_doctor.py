@@ -24,7 +24,7 @@ from hf_distca.doctor.machine import Devices, devices, versions
 from hf_distca.doctor.model import dtype_of, family, kernels, read_config
 from hf_distca.errors import ConfigError
 from hf_distca.kernels import flash_attn
-from pages import on_a_page, words_of
+from pages import words_of
 from ranks import RankPool
 from scripts import run as run_script
 
@@ -229,6 +229,23 @@ def test_two_processes_exchange() -> None:
     assert said.endswith("ms for 4 MB each way")
 
 
+@pytest.mark.usefixtures("_two_exchange")
+@pytest.mark.parametrize(
+    "words",
+    [
+        words_of("hf-distca doctor"),
+        words_of("hf-distca doctor --model outputs/finetune_long_documents --dtype bf16"),
+    ],
+)
+def test_the_commands_of_the_pages(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    LlamaConfig().save_pretrained(tmp_path / "outputs" / "finetune_long_documents")
+    result = CliRunner().invoke(app, words[1:])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0] == "versions"
+    assert ("  documents over ranks       exact" in result.stdout) == ("--model" in words)
+
+
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["doctor", *arguments])
 
@@ -287,7 +304,7 @@ def test_wrong_input_is_one_line(options: tuple[str, str], message: str) -> None
 
 @pytest.mark.slow
 def test_under_a_launcher_rank_0_speaks(tmp_path: Path) -> None:
-    command = "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml -m hf_distca.cli doctor"
-    text = run_script(words_of(on_a_page(command)), tmp_path)
+    words = words_of("accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml -m hf_distca.cli doctor")
+    text = run_script(words, tmp_path)
     assert text.count("attention group            2 ranks on 1 node, 2 on each") == 1
     assert "exchange over gloo" in text

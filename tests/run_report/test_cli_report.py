@@ -9,6 +9,7 @@ from some_run import some_rows, write_record, write_trace
 from typer.testing import CliRunner, Result
 
 from hf_distca.cli import app
+from pages import words_of
 
 
 def run(*arguments: str | Path | int) -> Result:
@@ -72,3 +73,22 @@ def test_plotly_is_asked_for_before_anything_is_read(tmp_path: Path, monkeypatch
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "plotly").is_dir()])
     one_line(run("report", tmp_path), "pip install 'hf-distca[report]'")
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        (words_of("hf-distca report outputs/finetune_long_documents"), "report.html"),
+        (words_of("hf-distca report outputs/finetune_long_documents --step 4 --output step_4.html"), "step_4.html"),
+        (words_of("hf-distca report outputs/finetune_long_documents --json"), None),
+    ],
+)
+def test_the_commands_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], page: str | None) -> None:
+    if page is not None:
+        pytest.importorskip("plotly", reason='needs pip install -e ".[report]"')
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    write_record(tmp_path / "outputs" / "finetune_long_documents", some_rows())
+    result = run(*words[1:])
+    assert result.exit_code == 0, result.output
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ([] if page is None else [page])

@@ -117,6 +117,7 @@ def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
     row = steps_row(plan_row(1))
     found = figures(write_record(tmp_path, [RUN, replace(row, tally={**row.tally, "moved": 0})]))
     assert found.verdict.startswith("No work was moved: the slowest rank had")
+    assert found.verdict.endswith("What ranks sent is of documents that lie on several of them.")
 
 
 @pytest.mark.parametrize(

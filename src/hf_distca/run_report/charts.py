@@ -21,6 +21,7 @@ __all__ = ["AFTER", "BEFORE", "DOCUMENTS", "Chart", "charts"]
 BEFORE, AFTER, _NEUTRAL = "#d97706", "#2f74c0", "#7c7f86"
 DOCUMENTS = ("#2f74c0", "#c0501a", "#2c8154", "#b13f86", "#857000", "#6a63cf", "#0f7f8c", "#c8403a", "#5d7183", "#9a6a00")
 _MOST_BARS = 64  # ranks whose bars can be told apart
+_MOST_POINTS = 200  # of a line that has markers
 _MOST_DRAWN = 32  # ranks of a plan
 _CLEAR = "rgba(0,0,0,0)"
 _HATCH = {"fgopacity": 0.4, "size": 7, "solidity": 0.3, "fillmode": "overlay"}
@@ -83,7 +84,7 @@ def _figure(traces: Sequence[dict[str, Any]], x: str, y: str, **layout: Any) -> 
 def _line(x: Sequence[float], y: Sequence[float], name: str, colour: str, dash: str = "solid") -> dict[str, Any]:
     return {
         "type": "scatter",
-        "mode": "lines+markers",
+        "mode": "lines+markers" if len(x) <= _MOST_POINTS else "lines",
         "x": list(x),
         "y": list(y),
         "name": name,
@@ -109,7 +110,12 @@ def _balance(steps: Sequence[dict[str, float]]) -> Chart:
         *_over_steps(steps, "imbalance_tokens", "tokens", _NEUTRAL, "dash"),
     ]
     text = "Slowest rank over mean of all ranks, of attention seconds. At 1 nobody waits. Before: if every rank computed its own."
-    return Chart("balance", "Balance over steps", text, {"": _figure(traces, "step", "slowest / mean", height=360)})
+    return Chart(
+        "balance",
+        "Balance over steps",
+        text,
+        {"": _figure(traces, "step", "slowest / mean", height=360, xaxis=_whole([row["step"] for row in steps]))},
+    )
 
 
 def _by_rank(values: Sequence[float], name: str, colour: str, unit: str) -> dict[str, Any]:
@@ -120,8 +126,9 @@ def _by_rank(values: Sequence[float], name: str, colour: str, unit: str) -> dict
     return {**kind, "x": ranks, "y": list(values), "name": name, "marker": {"color": colour}, "hovertemplate": hover}
 
 
-def _rank_axis(count: int) -> dict[str, Any]:
-    return {"dtick": 1} if count <= 16 else {}
+def _whole(numbers: Sequence[float]) -> dict[str, Any]:
+    """An axis of whole numbers: few of them would get ticks in between."""
+    return {"dtick": 1} if len(numbers) and max(numbers) - min(numbers) < 10 else {}
 
 
 def _ranks(ranks: PerRank) -> Chart:
@@ -133,7 +140,7 @@ def _ranks(ranks: PerRank) -> Chart:
         "Measured seconds in attention kernels, forward and backward, over the whole run. Before: seconds given back to the rank "
         "whose documents they were spent on."
     )
-    axis = _rank_axis(len(ranks.tokens))
+    axis = _whole(range(len(ranks.tokens)))
     figure = _figure(traces, "rank", "seconds", xaxis=axis, yaxis={"rangemode": "tozero"}, bargap=0.25)
     return Chart("ranks", "Attention seconds by rank", text, {"": figure})
 
@@ -141,10 +148,14 @@ def _ranks(ranks: PerRank) -> Chart:
 def _bytes(figures: Figures) -> Chart:
     steps, ranks = figures.steps, figures.per_rank
     traces = _over_steps(steps, "exchanged_mb_per_layer", "busiest rank", AFTER)
-    found = {"busiest rank, a layer and micro-batch": _figure(traces, "step", "MB", yaxis={"rangemode": "tozero"})}
+    found = {
+        "busiest rank, a layer and micro-batch": _figure(
+            traces, "step", "MB", xaxis=_whole([row["step"] for row in steps]), yaxis={"rangemode": "tozero"}
+        )
+    }
     if ranks is not None:
         bars = _by_rank([value / 1e6 for value in ranks.sent_bytes], "sent", AFTER, "MB")
-        axis = _rank_axis(len(ranks.tokens))
+        axis = _whole(range(len(ranks.tokens)))
         found["each rank, the whole run"] = _figure([bars], "rank", "MB", xaxis=axis, yaxis={"rangemode": "tozero"}, bargap=0.4)
     return Chart("bytes", "Bytes", "What ranks sent for attention, forward and backward.", found)
 

@@ -234,6 +234,8 @@ def _verdict(total: dict[str, float]) -> str:
         even = total.get("imbalance_estimated_before", before)
         measured = f", measured {after:.2f}" if kind == "measured" else ""
         text = f"No work was moved: the slowest rank had {even:.2f} times the mean attention seconds by estimate{measured}."
+        if total.get("exchanged_mb_per_layer"):
+            text += " What ranks sent is of documents that lie on several of them."
     saved = total.get("slowest_seconds_before", 0.0) - total.get("slowest_seconds_after", 0.0)
     if saved > 0 and total.get("moved_micro_batches"):
         text += f" Attention of the slowest ranks took {saved:.3g} s less in {total['micro_batches']:.0f} micro-batches."
