@@ -8,6 +8,7 @@ at once, when its measurement is in. That is one micro-batch later, and on a GPU
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 
 import numpy as np
@@ -16,7 +17,7 @@ from hf_distca.schedule.cost import CostModel, FloatArray
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["Estimate", "History", "Tally"]
+__all__ = ["Counted", "Estimate", "History", "Measurement", "Tally"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,7 @@ class Estimate:
         seconds: (tasks,) estimated, forward and backward.
         planning_ms: milliseconds of planning, exchange of the documents included, up to the plan.
         tokens: (largest, mean) of the ranks, whose queries are computed.
+        plan: the plan, where it is known.
     """
 
     ranks: int
@@ -37,6 +39,7 @@ class Estimate:
     seconds: FloatArray
     planning_ms: float
     tokens: tuple[float, float] = (0.0, 0.0)
+    plan: Plan | None = None
 
     @classmethod
     def of(cls, plan: Plan, cost: CostModel, planning_ms: float) -> Estimate:
@@ -44,7 +47,7 @@ class Estimate:
         seconds = cost.seconds(plan.end - plan.start, plan.end)
         tokens = plan.layout.query_tokens
         most_and_mean = float(tokens.max()), float(tokens.mean())
-        return cls(plan.layout.world_size, plan.home, plan.server, seconds, planning_ms, most_and_mean)
+        return cls(plan.layout.world_size, plan.home, plan.server, seconds, planning_ms, most_and_mean, plan)
 
     @property
     def moves(self) -> bool:
@@ -123,6 +126,36 @@ class Tally:
         return figures
 
 
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """What all ranks did by one plan.
+
+    Attributes:
+        estimate: what the plan was to take.
+        seconds: (ranks,) in attention kernels.
+        sent_bytes: (ranks,) sent.
+    """
+
+    estimate: Estimate
+    seconds: FloatArray
+    sent_bytes: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class Counted:
+    """A micro-batch that was counted, rank by rank.
+
+    Attributes:
+        number: of the micro-batch.
+        tally: what it added to the total.
+        measurements: one for each of its plans.
+    """
+
+    number: int
+    tally: Tally
+    measurements: tuple[Measurement, ...]
+
+
 @dataclass(eq=False)
 class _MicroBatch:
     """A micro-batch that is not counted yet: how many of its plans are not measured, and since when it runs."""
@@ -132,6 +165,7 @@ class _MicroBatch:
     unmeasured: int = 0
     moved: bool = False
     ended: float | None = None
+    measurements: list[Measurement] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -140,9 +174,11 @@ class History:
 
     Attributes:
         total: since the start. It only grows; whoever reports keeps the one it reported last and takes the difference.
+        observer: gets each micro-batch when it is counted.
     """
 
     total: Tally = field(default_factory=Tally)
+    observer: Callable[[Counted], None] | None = None
     _number: int = 0  # of the micro-batch at hand
     _running: dict[int, _MicroBatch] = field(default_factory=dict)
 
@@ -188,6 +224,8 @@ class History:
             layers=calls,
             own_seconds=float(seconds[rank]),
         )
+        if self.observer is not None:
+            one.measurements.append(Measurement(estimate, seconds, sent_bytes))
         one.unmeasured -= 1
         self._count(number)
 
@@ -205,5 +243,8 @@ class History:
     def _count(self, number: int) -> None:
         one = self._running[number]
         if one.ended is not None and not one.unmeasured:
-            self.total += one.tally + Tally(elapsed_seconds=one.ended - one.began)
+            tally = one.tally + Tally(elapsed_seconds=one.ended - one.began)
+            self.total += tally
             del self._running[number]
+            if self.observer is not None:
+                self.observer(Counted(number, tally, tuple(one.measurements)))
