@@ -23,7 +23,8 @@ ARROWS = {
     "data": {"borrowed", "schedule", "agreement.documents", "agreement.dealt"},
     "integration": {"borrowed", "register", "data", "agreement", "runtime", "kernels", "schedule"},
     "plugins": {"integration"},
-    "cli": {"schedule", "run"},
+    "simulate": {"schedule"},
+    "cli": {"schedule", "simulate", "run"},
     "run": {"register", "integration"},
     "register": {"integration"},
 }
@@ -33,6 +34,7 @@ FREE_OF = {
     "runtime": {"transformers", "accelerate"},
     "agreement": {"transformers", "accelerate"},
     "data": {"transformers", "accelerate"},
+    "simulate": {"transformers", "accelerate", "torch"},
     "cli": {"transformers", "accelerate", "torch"},
 }
 

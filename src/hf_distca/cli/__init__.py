@@ -9,6 +9,7 @@ import typer
 from hf_distca.cli.deal import deal
 from hf_distca.cli.plan import plan
 from hf_distca.cli.run import run
+from hf_distca.cli.simulate import simulate
 
 __all__ = ["app"]
 
@@ -36,5 +37,6 @@ def main(
 
 app.command()(plan)
 app.command()(deal)
+app.command()(simulate)
 # What follows the script is the script's, options included.
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
