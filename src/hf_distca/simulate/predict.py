@@ -12,12 +12,13 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.collectives import optimizer_seconds, weight_exchange
+from hf_distca.simulate.layers import Directions, head_seconds
 from hf_distca.simulate.lengths import Documents
-from hf_distca.simulate.loaders import document_seconds
 from hf_distca.simulate.memory import peak_bytes
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES, Candidate, Strategy
 from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
+from hf_distca.simulate.work import Work
 
 __all__ = ["Prediction", "best_alternative", "best_of", "ideal_seconds", "predict_step", "simulate"]
 
@@ -195,9 +196,16 @@ def _mean(steps: list[Prediction]) -> Prediction:
 
 
 def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
-    """Seconds of a step in which every rank has an equal part of all work, and nothing is waited for."""
-    total = sum(float(document_seconds(setting, lengths).sum()) for lengths in batches)
-    return total / setting.group / setting.stages
+    """Seconds of a step in which every rank has an equal part of all work, and waits for no rank and no message of attention."""
+    parts = setting.group * setting.stages
+    total = 0.0
+    for lengths in batches:
+        tokens, nothing = np.full(1, float(lengths.sum()) / setting.group), np.zeros(1)
+        none = Directions(nothing, nothing)
+        linear = rank_seconds(setting, Work(tokens, none, none, nothing, nothing, 0.0), keeps_attention=True)
+        total += float((linear.forward + linear.backward + head_seconds(setting, tokens))[0]) / setting.stages
+        total += sum(layers * float(setting.cost(w).seconds(lengths, lengths).sum()) for w, layers in setting.model.kinds) / parts
+    return total
 
 
 def best_of(predictions: Iterable[Prediction], names: Iterable[str]) -> Prediction | None:
