@@ -25,7 +25,8 @@ ARROWS = {
     "integration": {"borrowed", "register", "data", "agreement", "runtime", "kernels", "schedule", "run_report.rows"},
     "plugins": {"integration"},
     "doctor": {"integration", "kernels", "runtime"},
-    "cli": {"schedule", "run", "run_report", "doctor"},
+    "simulate": {"schedule"},
+    "cli": {"schedule", "simulate", "run", "run_report", "doctor"},
     "run": {"register", "integration"},
     "register": {"integration"},
 }
@@ -36,6 +37,7 @@ FREE_OF = {
     "agreement": {"transformers", "accelerate"},
     "data": {"transformers", "accelerate"},
     "run_report": {"transformers", "accelerate", "torch"},
+    "simulate": {"transformers", "accelerate", "torch"},
     "cli": {"transformers", "accelerate", "torch"},
 }
 

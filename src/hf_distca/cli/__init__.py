@@ -11,6 +11,7 @@ from hf_distca.cli.doctor import doctor
 from hf_distca.cli.plan import plan
 from hf_distca.cli.report import report
 from hf_distca.cli.run import run
+from hf_distca.cli.simulate import simulate
 
 __all__ = ["app"]
 
@@ -38,6 +39,7 @@ def main(
 
 app.command()(plan)
 app.command()(deal)
+app.command()(simulate)
 app.command()(report)
 app.command()(doctor)
 # What follows the script is the script's, options included.
