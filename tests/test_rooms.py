@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "hf_distca"
 
 # What each room may import besides itself, `config`, `errors` and what lies above all rooms. A module stands for itself alone.
 ARROWS = {
-    "config": {"schedule.cost"},
+    "config": {"schedule.cost", "schedule.profiles"},
     "errors": set(),
     "borrowed": set(),
     "schedule": set(),
@@ -23,7 +23,7 @@ ARROWS = {
     "data": {"borrowed", "schedule", "agreement.documents", "agreement.dealt"},
     "integration": {"borrowed", "register", "data", "agreement", "runtime", "kernels", "schedule"},
     "plugins": {"integration"},
-    "cli": {"schedule", "run"},
+    "cli": {"schedule", "runtime", "run"},
     "run": {"register", "integration"},
     "register": {"integration"},
 }

@@ -8,6 +8,7 @@ import typer
 
 from hf_distca.cli.deal import deal
 from hf_distca.cli.plan import plan
+from hf_distca.cli.profile import profile
 from hf_distca.cli.run import run
 
 __all__ = ["app"]
@@ -36,5 +37,6 @@ def main(
 
 app.command()(plan)
 app.command()(deal)
+app.command()(profile)
 # What follows the script is the script's, options included.
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)

@@ -36,6 +36,10 @@ def deal(
     head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128,
     window: Annotated[int | None, typer.Option(help="Keys that a position sees, if all layers have a sliding window.")] = None,
     cost: Annotated[CostName, typer.Option(help="What is dealt by: causal pairs, or seconds on a device.")] = CostName.cuda,
+    measured: Annotated[
+        str | None,
+        typer.Option("--cost-model", help="Profile to use for seconds instead: a file, or a shipped one.", show_default=False),
+    ] = None,
 ) -> None:
     """Deal documents to ranks, with equal tokens and about equal attention, and write the placement as JSON.
 
@@ -52,7 +56,7 @@ def deal(
 
     with errors_in_one_line():
         shape = AttentionShape(query_heads, key_value_heads, head_dim, head_dim, 2)
-        model = replace(cost_model(shape, cost, tile), window=window)
+        model = replace(cost_model(shape, cost, tile, measured), window=window)
         config = DistCAConfig(tile=tile, ping_pong=ping_pong)
         documents = _read_lengths(lengths)
         options: dict[str, Any] = {"tile": tile, "ranks_per_node": ranks_per_node}

@@ -39,6 +39,10 @@ def plan(
     head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128,
     window: Annotated[int | None, typer.Option(help="Keys that a position sees, of layers with a sliding window.")] = None,
     cost: Annotated[CostName, typer.Option(help="What is balanced: causal pairs, or seconds on a device.")] = CostName.pairs,
+    measured: Annotated[
+        str | None,
+        typer.Option("--cost-model", help="Profile to use for seconds instead: a file, or a shipped one.", show_default=False),
+    ] = None,
 ) -> None:
     """Plan which rank computes which attention, and write the plan as JSON.
 
@@ -57,7 +61,7 @@ def plan(
     with errors_in_one_line():
         config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=tile)
         shape = AttentionShape(query_heads, key_value_heads, head_dim, head_dim, 2)
-        model = replace(cost_model(shape, cost, tile), window=window)
+        model = replace(cost_model(shape, cost, tile, measured), window=window)
         layout = parse_placement(read(placement), name_of(placement))
         if not layout.query_tokens.any():
             fail(f"{name_of(placement)} has no tokens: there is nothing to plan.")
@@ -66,13 +70,17 @@ def plan(
         if window is not None:
             # Without, the plan is for layers that see all: no document is longer than the window.
             lines.append(f"{'sliding window':<26} {window} keys{'' if result.window else ', as long as any document'}")
-        lines.append(summarize(result, model).table(seconds=cost is not CostName.pairs))
+        lines.append(summarize(result, model).table(seconds=measured is not None or cost is not CostName.pairs))
         write(result.to_json(), "\n".join(lines), output)
 
 
-def cost_model(shape: AttentionShape, cost: CostName, tile: int) -> CostModel:
-    """The built-in cost model of this name."""
+def cost_model(shape: AttentionShape, cost: CostName, tile: int, measured: str | None = None) -> CostModel:
+    """The cost model of a measured profile, or else the built-in one of this name."""
     from hf_distca.schedule.cost import CostModel
+    from hf_distca.schedule.profiles import Profile
+
+    if measured is not None:
+        return Profile.load(measured).cost_model(shape, tile=tile)
 
     if cost is CostName.pairs:
         return CostModel.pairs(shape)

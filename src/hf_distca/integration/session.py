@@ -38,6 +38,7 @@ from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.profiles import Profile
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["Session", "attention_seconds", "balancing", "configure", "current_session"]
@@ -240,6 +241,8 @@ class Session:
         source, shape = self.config.cost_model, key.shape
         if isinstance(source, CostModel):
             cost = replace(source, shape=shape)
+        elif isinstance(source, Profile):
+            cost = source.cost_model(shape, tile=self.config.tile)
         else:
             cost = CostModel.analytic(shape, device_type=key.device, tile=self.config.tile)
         if source == "calibrated":

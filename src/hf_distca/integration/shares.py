@@ -24,6 +24,7 @@ from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.kinds import layer_keys
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.profiles import Profile
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -156,6 +157,8 @@ def _cost(key: PlanKey, config: DistCAConfig) -> CostModel:
     source = config.cost_model
     if isinstance(source, CostModel):
         return replace(source, shape=key.shape, window=key.window)
+    if isinstance(source, Profile):
+        return source.cost_model(key.shape, key.window, tile=config.tile)
     return replace(CostModel.analytic(key.shape, device_type=key.device, tile=config.tile), window=key.window)
 
 
