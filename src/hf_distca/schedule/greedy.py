@@ -22,6 +22,7 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.levels import Levels
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.prices import Price
+from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import Fit
 
 __all__ = ["Greedy"]
@@ -57,6 +58,8 @@ class Greedy:
     """One run of the greedy for one tolerance. With `fit`, slices are only moved as far as they fit a server.
 
     With `cap`, ranks above that many seconds come down to it, and `tolerance` is not read.
+
+    Seconds of ranks and levels are what a rank takes; those of slices and of what is still to move are of a rank of speed 1.
     """
 
     def __init__(
@@ -67,14 +70,17 @@ class Greedy:
         tolerance: float,
         fit: Fit | None = None,
         cap: float | None = None,
+        ranks: Ranks = ALIKE,
     ) -> None:
         self.layout, self.price, self.fit, self.fills_all = layout, price, fit, cap is None
         self.work = list(seconds)
-        self.total = math.fsum(seconds)
-        mean = self.total / len(seconds)
-        self.levels = Levels.of(seconds, mean, tolerance) if cap is None else Levels.below(cap)
+        self.speeds = speeds = ranks.each(len(seconds))
+        mean = ranks.level(seconds)
+        self.total = ranks.work(seconds)
+        self.levels = Levels.of(seconds, speeds, mean, tolerance) if cap is None else Levels.below(cap)
         self.now = self.levels
-        self.surplus = math.fsum(work - self.levels.high for work in seconds if work > self.levels.high)
+        high = self.levels.high
+        self.surplus = math.fsum((work - high) * speed for work, speed in zip(seconds, speeds, strict=True) if work > high)
         self.shed = self.grown = 0.0
         # Ranks that may take work, emptiest first.
         self.free = sorted((work, rank) for rank, work in enumerate(seconds) if work < self.levels.mean)
@@ -119,7 +125,7 @@ class Greedy:
     def _unload(self, source: int) -> None:
         """Move slices away until the source is at its level."""
         while self.work[source] > self.now.cap and self.free:
-            surplus = self.work[source] - self.now.high
+            surplus = (self.work[source] - self.now.high) * self.speeds[source]
             server = self._server_for(surplus)
             # A tile of rows may be more than the tolerated band is wide. Then a source too low, which `_lift` mends, or a
             # server too high, but lower than the source was, is better than leaving the source as it is.
@@ -135,7 +141,8 @@ class Greedy:
             donors = heapq.nsmallest(_DONORS, range(len(self.work)), key=lambda rank: (-self.work[rank], rank))
             offers = []
             for donor in donors:
-                want = min(self.work[donor] - self.now.floor, self.now.low - work)
+                over, lack = self.work[donor] - self.now.floor, self.now.low - work
+                want = min(over * self.speeds[donor], lack * self.speeds[server])
                 if self.work[donor] > self.now.low and (move := self._best(donor, server, want)):
                     offers.append((move.bytes_per_second, donor, move))
             if offers:
@@ -145,11 +152,12 @@ class Greedy:
 
     def _server_for(self, surplus: float) -> int:
         """A server that the surplus fits exactly, or else the emptiest."""
-        if self.now.low - self.free[0][0] > surplus:
+        work, emptiest = self.free[0]
+        if (self.now.low - work) * self.speeds[emptiest] > surplus:
             at = bisect_left(self.free, (self.now.floor - surplus, -1))
-            if at < len(self.free) and self.free[at][0] + surplus <= self.now.cap:
+            if at < len(self.free) and self.free[at][0] + surplus / self.speeds[self.free[at][1]] <= self.now.cap:
                 return self.free[at][1]
-        return self.free[0][1]
+        return emptiest
 
     def _best(self, source: int, server: int, surplus: float, *, strict: bool = True) -> _Move | None:
         """The cheapest slice for `server`, or for one that holds keys of a document already.
@@ -185,10 +193,10 @@ class Greedy:
         self, source: int, row: int, piece: _Piece, server: int, held: int, surplus: float, strict: bool, best: _Move | None
     ) -> _Move | None:
         price, start, end = self.price, piece.start, -piece.minus_end
-        work = self.work[server]
-        room = (self.now.cap if strict else max(self.now.cap, (self.work[source] + work) / 2)) - work
-        want = min(surplus, self.now.low - work if work < self.now.floor else room)
-        most = min(self.work[source] - self.now.floor, room) if strict else room
+        work, speed = self.work[server], self.speeds[server]
+        room = ((self.now.cap if strict else max(self.now.cap, (self.work[source] + work) / 2)) - work) * speed
+        want = min(surplus, (self.now.low - work) * speed if work < self.now.floor else room)
+        most = min((self.work[source] - self.now.floor) * self.speeds[source], room) if strict else room
         whole = price.seconds(start, end)
         if whole <= want or (whole <= most and whole <= 1.1 * want):
             x, y = start, end
@@ -244,12 +252,12 @@ class Greedy:
 
     def _change(self, rank: int, seconds: float) -> None:
         old = self.work[rank]
-        self.work[rank] = old + seconds
+        now = self.work[rank] = old + seconds / self.speeds[rank]
         at = bisect_left(self.free, (old, rank))
         if at < len(self.free) and self.free[at] == (old, rank):
             del self.free[at]
-        if old + seconds < self.now.mean:
-            insort(self.free, (old + seconds, rank))
+        if now < self.now.mean:
+            insort(self.free, (now, rank))
 
     def _build(self) -> Plan:
         """Tasks: untouched segments, what is left of the others, and what was moved."""

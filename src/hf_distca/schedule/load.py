@@ -12,6 +12,7 @@ import numpy.typing as npt
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["PlanLoad", "PlanSummary", "imbalance", "summarize"]
@@ -32,12 +33,14 @@ class PlanLoad:
         waves: the plan's waves, if it goes in several: each exchanges by itself, and keys may travel in more than one.
         overlapped: whether the plan is for a nano-batch of ping-pong, whose messages travel while the other one, with about as
             much work, computes.
+        ranks: what ranks are like.
     """
 
     plan: Plan
     cost: CostModel
     waves: Waves | None = None
     overlapped: bool = False
+    ranks: Ranks = ALIKE
 
     def __post_init__(self) -> None:
         if self.cost.window != self.plan.window:
@@ -55,9 +58,9 @@ class PlanLoad:
 
     @cached_property
     def compute_seconds(self) -> FloatArray:
-        """Forward plus backward seconds of the tasks of each rank."""
+        """Forward plus backward seconds that each rank takes for its tasks."""
         plan = self.plan
-        return self._sum(plan.server, self.cost.seconds(plan.end - plan.start, plan.end))
+        return self.ranks.taken(self._sum(plan.server, self.cost.seconds(plan.end - plan.start, plan.end)))
 
     @cached_property
     def query_tokens(self) -> tuple[FloatArray, FloatArray]:
@@ -184,9 +187,10 @@ class PlanSummary:
         return "\n".join(f"{label:<26} {value}" for label, value in lines)
 
 
-def summarize(plan: Plan, cost: CostModel) -> PlanSummary:
+def summarize(plan: Plan, cost: CostModel, ranks: Ranks = ALIKE) -> PlanSummary:
     """Figures of `plan` beside those of the plan that moves nothing, under `cost`."""
-    after, before = PlanLoad(plan, cost), PlanLoad(Plan.local(plan.layout, plan.window), cost)
+    local = Plan.local(plan.layout, plan.window)
+    after, before = PlanLoad(plan, cost, ranks=ranks), PlanLoad(local, cost, ranks=ranks)
 
     def busiest(values: FloatArray) -> int:
         return int(values.max(initial=0))
