@@ -20,6 +20,7 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches, in_order, plan_dealt
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE, Ranks
 
 __all__ = ["Dealing", "Dealt", "Placement"]
 
@@ -39,7 +40,7 @@ class Dealt:
 
     def __init__(self, batch: tuple[int, int], rank: int, layouts: tuple[Layout, ...]) -> None:
         self.batch, self.rank, self.layouts = batch, rank, layouts
-        self._plans: dict[PlanKey, tuple[CostModel, DistCAConfig, Plan]] = {}
+        self._plans: dict[PlanKey, tuple[CostModel, DistCAConfig, Ranks, Plan]] = {}
 
     def __str__(self) -> str:
         epoch, number = self.batch
@@ -84,19 +85,19 @@ class Dealt:
                 "order, one a batch, with as many processes as they are dealt to."
             )
 
-    def plan(self, key: PlanKey, cost: CostModel, config: DistCAConfig) -> Plan:
+    def plan(self, key: PlanKey, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE) -> Plan:
         """The plan of a kind of layer; it is made now, unless one was made before under the same settings.
 
         Args:
             key: which plan.
-            cost, config: as for `plan_dealt`.
+            cost, config, ranks: as for `plan_dealt`.
         """
         made = self._plans.get(key)
-        if made is None or made[:2] != (cost, config):
+        if made is None or made[:3] != (cost, config, ranks):
             layout = self.layouts[key.nano - 1] if key.nano else self.whole
-            self._plans[key] = made = cost, config, plan_dealt(layout, cost, config)
-            _ = made[2].digest  # is compared; a loader's worker has the time for it
-        return made[2]
+            self._plans[key] = made = cost, config, ranks, plan_dealt(layout, cost, config, ranks)
+            _ = made[3].digest  # is compared; a loader's worker has the time for it
+        return made[3]
 
 
 class Dealing:
