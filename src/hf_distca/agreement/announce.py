@@ -34,6 +34,7 @@ __all__ = [
     "check_equal",
     "fingerprint",
     "layout_of",
+    "room_for_figures",
 ]
 
 # A row holds these numbers, the figures of each measured plan, and then each plan that is asked for: (spans, nano-batch,
@@ -177,6 +178,11 @@ class Announcements:
         return found
 
 
+def room_for_figures(numbers: int, dealt: Sequence[int]) -> int:
+    """How many measured plans fit into an announcement of a share of so many numbers."""
+    return (numbers - _HEADER - len(dealt)) // FIGURES
+
+
 def agree(announced: Announcements, common: Common, group: AttentionGroup, place: str) -> list[Stated]:
     """Compare what ranks announced, in one order on all of them.
 
@@ -267,8 +273,9 @@ def _by_name(common: Common) -> str:
 
 
 def _settings_differ(common: Common, group: AttentionGroup, place: str) -> DistCADesyncError:
-    settings = [json.loads(said or "{}") for said in group.tell(_by_name(common))]
-    different = [name for name in json.loads(_by_name(common)) if len({str(one.get(name)) for one in settings}) > 1]
+    own = _by_name(common)
+    settings = [json.loads(said or "{}") for said in group.tell(own)]
+    different = [name for name in json.loads(own) if len({str(one.get(name)) for one in settings}) > 1]
     by_name = "; ".join(
         f"{name} is " + ", ".join(f"{one.get(name)} on rank {rank}" for rank, one in zip(group.ranks, settings, strict=True))
         for name in different
