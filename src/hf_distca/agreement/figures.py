@@ -96,11 +96,11 @@ class Tally:
     measured_before: float = 0.0
     measured_after: float = 0.0
     measured_mean: float = 0.0
-    promised: float = 0.0
     busiest_bytes: float = 0.0
     layers: int = 0
     own_seconds: float = 0.0
     elapsed_seconds: float = 0.0
+    promised: float = 0.0
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
