@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 from stand_ins import MadeUpGroup
 
 from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
 from hf_distca.agreement.planner import Planner
 from hf_distca.agreement.rates import Observation, Rates
@@ -216,3 +218,63 @@ def test_ranks_with_nothing_to_do_say_nothing_of_their_speed() -> None:
         one = observation(lambda kernel: kernel * idle)
         rates.learn(KEY, replace(one, parts=one.parts * idle[:, None]))
     assert rates.ranks.speeds is None
+
+
+class Later:
+    """A meeting that is over when the test says so, or when somebody waits."""
+
+    def __init__(self, rows: list[np.ndarray]) -> None:
+        self.rows, self.done = rows, False
+
+    def wait(self) -> None:
+        self.done = True
+
+
+class Slow(MadeUpGroup):
+    """Two ranks whose meetings take long on this one."""
+
+    def meet(self, row: np.ndarray, **_: object) -> Later:
+        self.meetings.append(Later([row, self.other(row)]))
+        return self.meetings[-1]
+
+    @staticmethod
+    def other(row: np.ndarray) -> np.ndarray:
+        """What the other rank announces, whose kernels are slower."""
+        theirs = row.copy()
+        theirs[-2] = 1  # its rank
+        if theirs[5]:
+            theirs[7] = row[7] * 2
+        return theirs
+
+
+def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ...] | None, str]]:
+    """Plan shares of dealt batches. Returns what each plan was made with."""
+    planner = Planner(DistCAConfig(), Meter())
+    planner.costs[SHAPE, "cpu"] = TRUE
+    group = Slow(2)
+    object.__setattr__(group, "meetings", [])
+    dealing = pickle.loads(pickle.dumps(Dealing(2, 4096, {KEY: TRUE}, planner.config)))
+    made = []
+    for number in range(24):
+        share = dealing.share(np.array([5120, 1024, 2048]), (0, number), 0)
+        documents = read_documents(1, 4096, packed=share)
+        (planned,) = planner.plan([(documents, KEY)], group)
+        made.append((planner.cost(KEY), planner.ranks(2).speeds, planned.plan.digest))
+        meter = planner.use(planned, documents)
+        meter.count(calls=1, kernel_calls=2, backward_calls=1)
+        meter.add(0.1)
+        if over_at_once:
+            for meeting in group.meetings:
+                meeting.done = True
+            planner.look()
+    return made
+
+
+def test_rates_of_dealt_batches_change_at_one_micro_batch_whenever_a_rank_hears_of_them() -> None:
+    soon, late = train_on_shares(over_at_once=True), train_on_shares(over_at_once=False)
+    assert soon == late
+    assert soon[0][1] is None
+    speeds = soon[-1][1]
+    assert speeds is not None
+    assert speeds[0] > 1.5 * speeds[1]
+    assert soon[-1][2] != soon[0][2]  # planned again, with what was measured
