@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "hf_distca"
 
 # What each room may import besides itself, `config`, `errors` and what lies above all rooms. A module stands for itself alone.
 ARROWS = {
-    "config": {"schedule.cost"},
+    "config": {"schedule.cost", "schedule.profiles"},
     "errors": set(),
     "borrowed": set(),
     "schedule": set(),
@@ -26,7 +26,7 @@ ARROWS = {
     "plugins": {"integration"},
     "doctor": {"integration", "kernels", "runtime"},
     "simulate": {"schedule"},
-    "cli": {"schedule", "simulate", "run", "run_report", "doctor"},
+    "cli": {"schedule", "runtime", "simulate", "run", "run_report", "doctor"},
     "run": {"register", "integration"},
     "register": {"integration"},
 }

@@ -9,6 +9,7 @@ import typer
 from hf_distca.cli.deal import deal
 from hf_distca.cli.doctor import doctor
 from hf_distca.cli.plan import plan
+from hf_distca.cli.profile import profile
 from hf_distca.cli.report import report
 from hf_distca.cli.run import run
 from hf_distca.cli.simulate import simulate
@@ -39,6 +40,7 @@ def main(
 
 app.command()(plan)
 app.command()(deal)
+app.command()(profile)
 app.command()(simulate)
 app.command()(report)
 app.command()(doctor)

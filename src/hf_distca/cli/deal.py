@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_distca.cli.files import errors_in_one_line, write
-from hf_distca.cli.layer import CostName, HeadDim, KeyValueHeads, QueryHeads, Window, cost_model
+from hf_distca.cli.layer import CostName, CostProfile, HeadDim, KeyValueHeads, QueryHeads, Window, cost_model
 from hf_distca.cli.lengths import read_lengths
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def deal(
     head_dim: HeadDim = 128,
     window: Window = None,
     cost: Annotated[CostName, typer.Option(help="What is dealt by: causal pairs, or seconds on a device.")] = CostName.cuda,
+    measured: CostProfile = None,
 ) -> None:
     """Deal documents to ranks, with equal tokens and about equal attention, and write the placement as JSON.
 
@@ -49,7 +50,7 @@ def deal(
     from hf_distca.schedule.deal import deal_nano_batches
 
     with errors_in_one_line():
-        model = cost_model(cost, query_heads, key_value_heads, head_dim, tile=tile, window=window)
+        model = cost_model(cost, query_heads, key_value_heads, head_dim, tile=tile, window=window, measured=measured)
         config = DistCAConfig(tile=tile, ping_pong=ping_pong)
         documents = read_lengths(lengths)
         options: dict[str, Any] = {"tile": tile, "ranks_per_node": ranks_per_node}
