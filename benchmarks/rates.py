@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +36,7 @@ from hf_distca.kernels.base import TaskBatch
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.profiles import KernelRates, Profile
 from machine import describe
 from output import add_json_option, put_out
 from step_time import batch_of, model_of
@@ -152,8 +152,9 @@ def wrong(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     """Estimates that begin wrong: everything too fast, everything too slow, and tasks and flops in opposite directions."""
     true, found = truth(arguments), {}
     for name, task, flop in (("3x too slow", WRONG, WRONG), ("3x too fast", 1 / WRONG, 1 / WRONG), ("mixed", WRONG, 1 / WRONG)):
-        model = replace(true, forward=scaled(true.forward, task, flop), backward=scaled(true.backward, task, flop))
-        hf_distca.configure(hf_distca.DistCAConfig(cost_model=model))
+        rates = KernelRates("cpu", 4, 64, 64, scaled(true.forward, task, flop), scaled(true.backward, task, flop))
+        profile = Profile(name, "cpu", "made up", "", {}, "", (rates,))
+        hf_distca.configure(hf_distca.DistCAConfig(cost_model=profile))
         with kernels(arguments, 1.0):
             rows = [steps.step(number) for number in range(arguments.steps)]
         ratios = [row["estimate"] for row in rows if "estimate" in row]

@@ -173,6 +173,13 @@ def test_without_measured_rates_plans_depend_on_documents_alone() -> None:
     assert world.planner.ranks(RANKS).speeds is None
 
 
+def test_a_cost_model_of_ones_own_is_taken_as_it_is() -> None:
+    world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), cost_model=wrong(3, 3))
+    for number in range(16):
+        world.step(number)
+    assert world.planner.cost(KEY) == wrong(3, 3)
+
+
 def test_a_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "hf_distca"):
         world = World(wrong(3, 3), (1.0, 1 / 1.5, 1.0, 1.0))

@@ -208,7 +208,15 @@ class History:
         one.unmeasured += 1
 
     def measured(
-        self, estimate: Estimate, number: int, seconds: FloatArray, sent_bytes: IntArray, calls: int, rank: int, *, again: bool
+        self,
+        estimate: Estimate,
+        number: int,
+        seconds: FloatArray,
+        sent_bytes: IntArray,
+        calls: int,
+        rank: int,
+        *,
+        again: bool = False,
     ) -> None:
         """What all ranks did by a plan of a micro-batch.
 

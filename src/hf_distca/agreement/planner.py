@@ -312,7 +312,8 @@ class Planner:
         """Correct rates by what meetings told before this one: a rank may know of later ones that others do not know of yet."""
         while self._unlearned and self._unlearned[0][0] < before:
             _, measured, figures = self._unlearned.popleft()
-            if not self.config.measured_rates:
+            # What a user's own model says is meant as it is.
+            if not self.config.measured_rates or isinstance(self.config.cost_model, CostModel):
                 continue
             for together, theirs in by_micro_batch(measured, figures):
                 key = together[0].key
