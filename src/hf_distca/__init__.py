@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         KernelError,
         LayoutError,
         PlanError,
+        ReportError,
         UnsupportedError,
     )
     from hf_distca.integration.ahead import plan_ahead
@@ -47,6 +48,7 @@ __all__ = [
     "PackingCollator",
     "PlanAheadMixin",
     "PlanError",
+    "ReportError",
     "UnsupportedError",
     "__version__",
     "attention_seconds",
@@ -74,6 +76,7 @@ _MODULES = {
         "KernelError",
         "LayoutError",
         "PlanError",
+        "ReportError",
         "UnsupportedError",
     ),
     "integration.ahead": ("plan_ahead",),

@@ -8,10 +8,11 @@ from typing import Literal, get_args
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.profiles import Profile
 
 __all__ = ["CostSource", "DistCAConfig", "KernelName"]
 
-KernelName = Literal["auto", "reference", "cpu", "cuda", "flash_attn"]
+KernelName = Literal["auto", "reference", "cpu", "cuda", "flash_attn", "flash_attn_3", "flash_attn_4"]
 CostSource = Literal["analytic", "calibrated"]
 _LONGEST_TIMEOUT = 366 * 86400.0  # seconds; what torch adds to it must fit in its clock
 
@@ -30,8 +31,10 @@ class DistCAConfig:
         tile: query rows of a kernel tile. Documents are cut at positions that are multiples of it.
         kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
         cost_model: ``"analytic"`` for built-in figures of the device type; ``"calibrated"`` to time the kernel on rank 0,
-            on batches of tasks, before the first plan (a few seconds on a CPU); or a `CostModel` of your own, whose shape is
-            replaced by that of the layer at hand.
+            on batches of tasks, before the first plan (a few seconds on a CPU); a `Profile`, shipped or measured by
+            ``hf-distca profile``; or a `CostModel` of your own, whose shape is replaced by that of the layer at hand.
+        measured_rates: correct the cost model by what ranks measure while they train, give slower ranks less, and move less or
+            nothing where exchanges turn out to take longer than they gain. Off, plans depend on the documents alone.
         documents_span_ranks: read position ids that start above 0 as the continuation of another rank's document. Off, every
             run of positions is a document of its own, as it is for transformers.
         balance_evaluation: let ranks share attention also while the model is in evaluation mode. Only where every rank
@@ -59,7 +62,8 @@ class DistCAConfig:
     min_gain: float = 0.02
     tile: int = 128
     kernel: KernelName = "auto"
-    cost_model: CostSource | CostModel = "analytic"
+    cost_model: CostSource | CostModel | Profile = "analytic"
+    measured_rates: bool = True
     documents_span_ranks: bool = False
     balance_evaluation: bool = False
     ping_pong: bool = False
@@ -68,7 +72,7 @@ class DistCAConfig:
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("balance", "documents_span_ranks", "balance_evaluation", "ping_pong"):
+        for name in ("balance", "measured_rates", "documents_span_ranks", "balance_evaluation", "ping_pong"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
         for name in ("tile", "max_transient_bytes", "group_size"):
@@ -93,7 +97,7 @@ class DistCAConfig:
         if not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:
             raise ConfigError(f"timeout_seconds={self.timeout_seconds} must be in (0, {_LONGEST_TIMEOUT:g}], a year.")
         _check_choice("kernel", self.kernel, get_args(KernelName))
-        if not isinstance(self.cost_model, CostModel):
+        if not isinstance(self.cost_model, CostModel | Profile):
             _check_choice("cost_model", self.cost_model, get_args(CostSource))
 
 

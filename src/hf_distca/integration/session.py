@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_distca.agreement.announce import PlanKey, Stated, layout_of
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planned, Planner
-from hf_distca.config import DistCAConfig
+from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
+from hf_distca.integration.kinds import known_cost
 from hf_distca.integration.mesh import data_parallel_group, find_members
 from hf_distca.integration.progress import said_if_long
 from hf_distca.kernels import Kernel, Scores, select_kernel
@@ -30,13 +31,13 @@ from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.calibrate import calibrate
 from hf_distca.runtime.call import Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.fastest import fastest
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Trace, Tracer
-from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
@@ -66,6 +67,7 @@ class Session:
         self.given = members
         self.kernels: dict[str, None] = {}
         self.summarized = False
+        self._fastest: dict[tuple[torch.dtype, tuple[int, int]], str | None] = {}
         self._members = members
         self._group: AttentionGroup | None = None
         self._world: object = None
@@ -230,7 +232,8 @@ class Session:
             raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
 
     def _kernel(self, query: torch.Tensor, widths: tuple[int, int], scores: Scores) -> Kernel:
-        kernel = select_kernel(self.config.kernel, query.device, query.dtype, *widths, scores)
+        first = self._fastest.get((query.dtype, widths))
+        kernel = select_kernel(self.config.kernel, query.device, query.dtype, *widths, scores, first=first)
         self.kernels[kernel.name] = None
         return kernel
 
@@ -238,17 +241,17 @@ class Session:
         """Make the cost model of a shape, at its first layer."""
         if (key.shape, key.device) in self.planner.costs:
             return
-        source, shape = self.config.cost_model, key.shape
-        if isinstance(source, CostModel):
-            cost = replace(source, shape=shape)
-        else:
-            cost = CostModel.analytic(shape, device_type=key.device, tile=self.config.tile)
-        if source == "calibrated":
-            widths = shape.head_dim, shape.value_head_dim
+        cost = known_cost(key._replace(window=None), self.config)
+        if self.config.cost_model == "calibrated":
+            widths = key.shape.head_dim, key.shape.value_head_dim
+            if self.config.kernel == "auto" and key.device == "cuda":
+                names = get_args(KernelName)
+                with said_if_long("comparing attention kernels before the first plan"):
+                    self._fastest[query.dtype, widths] = fastest(key.shape, names, query.dtype, query.device, group)
             kernel = self._kernel(query, widths, Scores(1.0))
             with said_if_long(f"timing the attention kernel {kernel.name!r} before the first plan"):
                 cost = calibrate(cost, kernel, query.dtype, query.device, group)
-        self.planner.costs[shape, key.device] = cost
+        self.planner.costs[key.shape, key.device] = cost
 
     def _warn_above_bound(self, waves: Waves, group: AttentionGroup) -> None:
         """A document over ranks needs its keys wherever its rows are. Exact anyway, and most likely it fits: no error."""

@@ -250,6 +250,14 @@ class CostModel:
         """Backward seconds of each task: 2.5 times the flops and about twice the bytes of forward."""
         return _apply(self.backward, self.counts(rows, keys) * np.array([1.0, 2.0, 2.5]))
 
+    def parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
+        """The three parts that add up to `seconds`: of the task, of bytes and of flops, shape (tasks, 3)."""
+        one, other = self.forward, self.backward
+        task = one.task_seconds + other.task_seconds
+        byte = 1 / one.bytes_per_second + 2.0 / other.bytes_per_second
+        flop = 1 / one.flops_per_second + 2.5 / other.flops_per_second
+        return np.asarray(self.counts(rows, keys) * np.array([task, byte, flop]))
+
     def transfer_seconds(self, query_tokens: npt.ArrayLike, key_tokens: npt.ArrayLike) -> FloatArray:
         """Seconds on the wire of moved tokens, forward and backward together, without the fixed part."""
         moved = np.asarray(query_tokens) * self.shape.moved_query_bytes + np.asarray(key_tokens) * self.shape.moved_key_bytes
