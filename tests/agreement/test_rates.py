@@ -14,7 +14,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
 from hf_distca.agreement.planner import Planner
-from hf_distca.agreement.rates import Observation, Rates
+from hf_distca.agreement.rates import Correction, Observation, Rates
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
@@ -285,3 +285,11 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch_whenever_a_rank_hears_
     assert speeds is not None
     assert speeds[0] > 1.5 * speeds[1]
     assert soon[-1][2] != soon[0][2]  # planned again, with what was measured
+
+
+def test_a_correction_of_exchanges_is_one_of_both_levels() -> None:
+    cost = replace(TRUE, node_bytes_per_second=8 * TRUE.exchange_bytes_per_second)
+    corrected = Correction(exchange=2.0).of(cost)
+    assert corrected.node_bytes_per_second == cost.node_bytes_per_second / 2
+    assert corrected.near == cost.near
+    assert Correction(exchange=2.0).of(TRUE).node_bytes_per_second is None

@@ -15,6 +15,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.deal import deal, plan_dealt
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, summarize
 from hf_distca.schedule.plan import Plan
@@ -171,3 +172,32 @@ def test_wrong_nodes_are_refused() -> None:
         Ranks(per_node=0)
     with pytest.raises(ConfigError, match="6 ranks cannot be nodes of 4"):
         balance(Layout.from_segments([[]] * 6), CUDA, DistCAConfig(), Ranks(per_node=4))
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_dealt_documents_are_exchanged_inside_nodes(overlapped: bool) -> None:
+    """Long documents lie in nodes, where their exchange is shorter."""
+    lengths = [131072] * 4 + [65536] * 4 + [4096] * 64
+    ranks, config = Ranks(per_node=8), DistCAConfig(ping_pong=overlapped)
+    loads = []
+    for per_node in (None, 8):
+        layout = deal(lengths, 32, sum(lengths) // 32, CUDA, ranks_per_node=per_node, overlapped=overlapped)
+        plan = plan_dealt(layout, CUDA, config, Ranks(per_node=per_node))
+        loads.append(PlanLoad(plan, CUDA, overlapped=overlapped, ranks=ranks))
+    blind, dealt = loads
+    assert dealt.node_bytes.sent_between.sum() <= 0.1 * blind.node_bytes.sent_between.sum()
+    assert dealt.slowest_seconds <= (1.005 if overlapped else 1.0) * blind.slowest_seconds  # overlapped, both are hidden
+
+
+def test_dealing_in_a_node_of_all_ranks_counts_on_its_links() -> None:
+    lengths = [131072] + [4096] * 32
+    one, fast = (deal(lengths, 8, sum(lengths) // 8, CUDA, ranks_per_node=per_node) for per_node in (None, 8))
+    assert one.world_size == fast.world_size == 8
+    ranks = Ranks(per_node=8)
+    slowest = [
+        PlanLoad(plan_dealt(layout, CUDA, DistCAConfig(), ranks), CUDA, ranks=ranks).slowest_seconds for layout in (one, fast)
+    ]
+    assert slowest[1] <= slowest[0]
+    same = deal(lengths, 8, sum(lengths) // 8, ONE_RATE, ranks_per_node=8)
+    assert same.rank.tolist() == one.rank.tolist()
+    assert same.start.tolist() == one.start.tolist()

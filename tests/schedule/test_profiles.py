@@ -48,7 +48,8 @@ def test_links_that_were_not_measured_are_those_of_the_device_type() -> None:
     cost = replace(PROFILE, inside=None).cost_model(shape(64))
     assert cost.exchange_bytes_per_second == CostModel.analytic(shape(64), device_type="cpu").exchange_bytes_per_second
     between = replace(PROFILE, between=ExchangeRates(1e9, 1e-4)).cost_model(shape(64))
-    assert between.exchange_bytes_per_second == 1e9
+    assert (between.exchange_bytes_per_second, between.node_bytes_per_second) == (1e9, 3e10)
+    assert PROFILE.cost_model(shape(64)).node_bytes_per_second is cost.node_bytes_per_second is None
 
 
 def test_a_profile_comes_back_from_json_and_a_pickle(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ class Planned:
         rows: the documents that this rank announced for it, as in `Documents`.
         milliseconds: what planning took, exchange of documents included.
         source: of a share, which global batch, and which plan; the same on all ranks that hold the same.
+        per_node: ranks of a node, as the plan counts on; None if nodes were not told apart.
     """
 
     key: PlanKey
@@ -73,6 +74,7 @@ class Planned:
     rows: IntArray
     milliseconds: float
     source: str = ""
+    per_node: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +203,7 @@ class Planner:
         self._compare(plans, group, planning.place)
         taken = planning.milliseconds + making + (time.perf_counter() - started) * 1e3
         return [
-            Planned(key, plan, planning.config, documents.rows, taken / len(requests))
+            Planned(key, plan, planning.config, documents.rows, taken / len(requests), per_node=group.per_node)
             for (documents, key), plan in zip(requests, plans, strict=True)
         ]
 
@@ -225,7 +227,7 @@ class Planner:
             self._used.clear()
         self._used.add(key)
         self._recent[key] = None
-        ranks = self.ranks(planned.plan.layout.world_size)
+        ranks = self.ranks(planned.plan.layout.world_size, planned.per_node)
         estimate, meter = Estimate.of(planned.plan, self.cost(key), planned.milliseconds, ranks), Meter(self._meter)
         self.history.planned(estimate, self.number)
         self._measurements.add(Measured(key, self.number, estimate, meter, planned.plan))
@@ -264,7 +266,7 @@ class Planner:
         self._meet(group, place, keys, [*shares[0].batch, shares[0].rank, *(_number(plan) for plan in plans)])
         taken = (time.perf_counter() - started) * 1e3 / len(plans)
         return [
-            Planned(key, plan, self.config, documents.rows, taken, f"{dealt}, plan {plan.digest[:8]}")
+            Planned(key, plan, self.config, documents.rows, taken, f"{dealt}, plan {plan.digest[:8]}", dealt.per_node)
             for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
         ]
 

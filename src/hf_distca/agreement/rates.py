@@ -52,12 +52,14 @@ class Correction:
         """The cost model with these factors."""
         if self == Correction():
             return cost
+        inside = cost.node_bytes_per_second
         return replace(
             cost,
             forward=self._kernel(cost.forward),
             backward=self._kernel(cost.backward),
             exchange_bytes_per_second=cost.exchange_bytes_per_second / self.exchange,
             exchange_seconds=cost.exchange_seconds * self.exchange,
+            node_bytes_per_second=None if inside is None else inside / self.exchange,
             name=f"{cost.name}, fitted to what was measured",
         )
 

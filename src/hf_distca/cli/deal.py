@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_distca.cli.files import errors_in_one_line, write
-from hf_distca.cli.layer import CostName, CostProfile, HeadDim, KeyValueHeads, QueryHeads, Window, cost_model
+from hf_distca.cli.layer import (
+    CostName,
+    CostProfile,
+    HeadDim,
+    KeyValueHeads,
+    LinkRate,
+    NodeRate,
+    QueryHeads,
+    RanksPerLink,
+    RanksPerNode,
+    Window,
+    cost_model,
+    with_links,
+)
 from hf_distca.cli.lengths import read_lengths
 
 if TYPE_CHECKING:
@@ -29,7 +42,7 @@ def deal(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where the placement goes, as JSON; standard output if left out.")
     ] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node, which a document should not leave.")] = None,
+    ranks_per_node: RanksPerNode = None,
     ping_pong: Annotated[bool, typer.Option("--ping-pong", help="Deal two nano-batches that share no document.")] = False,
     tile: Annotated[int, typer.Option(help="Documents are cut at multiples of this where tokens allow.")] = 128,
     query_heads: QueryHeads = 32,
@@ -38,6 +51,9 @@ def deal(
     window: Window = None,
     cost: Annotated[CostName, typer.Option(help="What is dealt by: causal pairs, or seconds on a device.")] = CostName.cuda,
     measured: CostProfile = None,
+    link_gigabytes: LinkRate = None,
+    node_gigabytes: NodeRate = None,
+    ranks_per_link: RanksPerLink = 1,
 ) -> None:
     """Deal documents to ranks, with equal tokens and about equal attention, and write the placement as JSON.
 
@@ -51,6 +67,7 @@ def deal(
 
     with errors_in_one_line():
         model = cost_model(cost, query_heads, key_value_heads, head_dim, tile=tile, window=window, measured=measured)
+        model = with_links(model, link_gigabytes, node_gigabytes, ranks_per_link)
         config = DistCAConfig(tile=tile, ping_pong=ping_pong)
         documents = read_lengths(lengths)
         options: dict[str, Any] = {"tile": tile, "ranks_per_node": ranks_per_node}
@@ -63,19 +80,21 @@ def deal(
         for number, layout in enumerate(layouts, 1):
             if ping_pong:
                 lines.append(f"{'nano-batch':<26} {number}")
-            lines.append(_summary(layout, model, config))
+            lines.append(_summary(layout, model, config, ranks_per_node))
         write(json.dumps(_placement(layouts), separators=(",", ":")), "\n".join(lines), output)
 
 
-def _summary(layout: Layout, model: CostModel, config: DistCAConfig) -> str:
+def _summary(layout: Layout, model: CostModel, config: DistCAConfig, ranks_per_node: int | None) -> str:
     from hf_distca.schedule.deal import plan_dealt
     from hf_distca.schedule.load import summarize
+    from hf_distca.schedule.ranks import Ranks
 
+    ranks = Ranks(per_node=ranks_per_node)
     tokens = layout.query_tokens
     equal = f"{tokens.max()} on each rank" if tokens.min() == tokens.max() else f"{tokens.min()} or {tokens.max()} on a rank"
     documents = len(set(layout.document.tolist()))
     lines = [f"{'tokens':<26} {equal}", f"{'documents':<26} {documents}, {len(layout.spanning)} of them on several ranks"]
-    return "\n".join([*lines, str(summarize(plan_dealt(layout, model, config), model))])
+    return "\n".join([*lines, str(summarize(plan_dealt(layout, model, config, ranks), model, ranks))])
 
 
 def _placement(layouts: tuple[Layout, ...]) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def deal(
         cost: seconds of tasks and of exchanges. With a window, deal for layers of which all have it; for a model that mixes both
             kinds of layers, deal without.
         tile: documents are cut at multiples of it where tokens allow.
-        ranks_per_node: ranks [0, n), [n, 2n), ... are nodes: a document lies on ranks of one node if one has enough left for it.
+        ranks_per_node: ranks [0, n), [n, 2n), ... are nodes: a document lies on ranks of one node if one has enough left for it,
+            and is exchanged there at the rate that `cost` has for nodes.
         overlapped: deal for ranks that end after the longer of compute and exchange, not after both. For nano-batches, see
             `deal_nano_batches`.
 
@@ -68,7 +69,7 @@ def deal(
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
     document = np.arange(len(length))
-    return Dealer(document, length, tokens, cost, tile, ranks_per_node or ranks, overlapped=overlapped).layout()
+    return Dealer(document, length, tokens, cost, tile, ranks_per_node, overlapped=overlapped).layout()
 
 
 def deal_nano_batches(
@@ -95,7 +96,7 @@ def deal_nano_batches(
     here = [each + (rank < more) for rank in range(ranks)]
     there = [both - one for both, one in zip(tokens, here, strict=True)]
     one, two = (
-        Dealer(np.flatnonzero(half), length[half], tokens, cost, tile, ranks_per_node or ranks, overlapped=True).layout()
+        Dealer(np.flatnonzero(half), length[half], tokens, cost, tile, ranks_per_node, overlapped=True).layout()
         for half, tokens in ((first, here), (~first, there))
     )
     return one, two

@@ -137,6 +137,7 @@ class Profile:
             tile or self.tile,
             f"profile {self.name}",
             window,
+            node_bytes_per_second=self.inside.bytes_per_second if self.inside and self.between else None,
         )
 
     def to_json(self) -> str:
