@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from hf_distca.cli.advise import advise
 from hf_distca.cli.deal import deal
 from hf_distca.cli.plan import plan
 from hf_distca.cli.run import run
@@ -38,5 +39,6 @@ def main(
 app.command()(plan)
 app.command()(deal)
 app.command()(simulate)
+app.command()(advise)
 # What follows the script is the script's, options included.
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)
