@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hf_distca.cli import app
+from pages import on_a_page, words_of
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 SMALL = ("--ranks", 8, "--tokens-per-rank", 8192, "--batches", 1, "--strategy", "plain", "--strategy", "dealt")
@@ -138,6 +139,46 @@ def test_bad_lengths(tmp_path: Path, content: object, message: str) -> None:
 )
 def test_bad_options(options: tuple[str | int, ...], message: str) -> None:
     one_line(run("simulate", "--lengths", "equal:1024", *SMALL, *options), message)
+
+
+def test_advice_on_documents_of_ones_own(tmp_path: Path) -> None:
+    arguments = (
+        "advise",
+        "--lengths",
+        lengths(tmp_path, [32768, *[500] * 100]),
+        "--ranks",
+        8,
+        "--tokens-per-rank",
+        8192,
+        "--batches",
+        1,
+    )
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    for text in ("times as long", "Settings", 'attn_implementation="distca"', "packed rows"):
+        assert text in result.stdout
+    found = json.loads(run(*arguments, "--json").stdout)
+    assert found["advice"]["worthwhile"]
+    assert len(found["strategies"]) > 10
+    one_line(run(*arguments, "--ranks", 0), "ranks=0")
+    one_line(run(*arguments, "--lengths", tmp_path / "none.json"), "No such file")
+
+
+def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["bash", "-c", on_a_page("echo '[90000, 40000, 2000, 3000, 5000]' > lengths.json")], check=True, timeout=60)
+    for words in (
+        words_of("hf-distca advise --lengths prolong --ranks 64"),
+        words_of("hf-distca advise --lengths lognormal:1000:0.5 --ranks 64"),
+        words_of("hf-distca simulate --lengths lengths.json --ranks 64 --hardware h200"),
+        words_of(
+            "hf-distca simulate --lengths prolong --max-length 524288 --ranks 256 --tp 8 --tokens-per-rank 131072 --hardware h200"
+        ),
+        words_of("hf-distca simulate --lengths pretrain --ranks 64 --tp 8 --pp 2 --micro-batches 8 --tokens-per-rank 131072"),
+    ):
+        result = run(*words[1:], "--batches", 1)
+        assert result.exit_code == 0, result.output
+        assert "hf-distca, dealt" in result.stdout
 
 
 def test_no_torch_and_no_transformers() -> None:

@@ -30,11 +30,18 @@ SMALL = {
     "python benchmarks/context_parallel.py --placement benchmarks/placements/long_tail_8_ranks.json": "--json out.json",
     "python benchmarks/rates.py": "--ranks 2 --tokens 256 --layers 1 --heads 2 --steps 14 --json out.json",
     "python benchmarks/dealt_step_time.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json",
+    "python benchmarks/simulator_validation.py": "--tokens 512 --heads 2 --rounds 1 --json out.json",
+    "python benchmarks/paper_table.py": "--batches 1 --rows 0 --json out.json",
+    "python benchmarks/simulator_picture.py simulated.png": "--contexts 64 --ranks 8 --middle 8 --batches 1",
     "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
     "python tests/engines/equal_training.py": '--only "Trainer, DDP, 2 ranks" --steps 2 --json out.json',
 }
 # Of those, the ones that take long however small they are.
-LONG = {"python tests/engines/equal_training.py", "python benchmarks/rates.py"}
+LONG = {
+    "python tests/engines/equal_training.py",
+    "python benchmarks/rates.py",
+    "python benchmarks/simulator_validation.py",
+}
 # One starts as users start it, in an interpreter of its own.
 AS_USERS_DO = "python benchmarks/scheduler.py --placements benchmarks/placements"
 # Runs of pytest, which collect only: these tests are among them.

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from hf_distca.errors import ConfigError
+from hf_distca.simulate.advice import advise
 from hf_distca.simulate.assumptions import assumptions
 from hf_distca.simulate.layers import Directions, head_seconds
 from hf_distca.simulate.lengths import distribution, from_list
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.predict import best_alternative, best_of, ideal_seconds, simulate
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import OURS, STRATEGIES
+from hf_distca.simulate.strategies import DISAGGREGATED, OURS, STRATEGIES
 from hf_distca.simulate.timelines import one_forward_one_backward, rank_seconds, same_phase
 from hf_distca.simulate.work import Work
 
@@ -41,9 +42,9 @@ def test_a_long_document_is_what_only_sharing_attention_helps(setting: Setting) 
     assert found["lpt"].idle_share > 0.5
     assert found["plain"].attention_share < 0.5
     assert not found["plain"].comparable
-    other = best_alternative(found.values(), OURS)
+    other = best_alternative(found.values())
     assert other is not None
-    assert other.strategy not in {"plain", *OURS}
+    assert other.strategy not in {"plain", *DISAGGREGATED}
     ours = best_of(found.values(), OURS)
     assert ours is not None
     assert ours.strategy.startswith("dealt")
@@ -75,6 +76,32 @@ def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str
         if one.attention_share > 1 - 1e-9:
             assert one.step_seconds >= 0.999 * np.mean(ideal), one.strategy
     assert found == simulate(arranged, documents, batches=2, seed=3)
+
+
+def test_equal_documents_are_advised_to_stay_as_they_are(setting: Setting) -> None:
+    found = advise(setting, simulate(setting, distribution("equal:2048", 16384), batches=1))
+    assert not found.worthwhile
+    assert found.settings == ()
+    assert "buys nothing" in found.text
+    assert "Use packed rows." in found.text
+
+
+def test_a_long_document_is_advised_to_be_dealt(setting: Setting) -> None:
+    wide = replace(setting, ranks=64, tokens_per_rank=32768, checkpointing="full")
+    found = advise(wide, simulate(wide, from_list([131072, *[1024] * 128], "one long"), batches=1))
+    assert found.worthwhile
+    assert found.gain is not None
+    assert found.gain > 1.02
+    assert any("document_shares" in line for line in found.settings)
+    assert "longer than a fair share" in found.text
+    assert found.other not in DISAGGREGATED
+
+
+def test_what_fits_nowhere_is_said(setting: Setting) -> None:
+    full = replace(setting, tokens_per_rank=2**20)
+    found = advise(full, simulate(full, distribution("equal:2048", 16384), batches=1))
+    assert not found.worthwhile
+    assert "does not fit" in found.text
 
 
 def test_dealt_ranks_hold_equally_many_tokens(setting: Setting) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from hf_distca.cli.advise import advise
 from hf_distca.cli.deal import deal
 from hf_distca.cli.doctor import doctor
 from hf_distca.cli.plan import plan
@@ -42,6 +43,7 @@ app.command()(plan)
 app.command()(deal)
 app.command()(profile)
 app.command()(simulate)
+app.command()(advise)
 app.command()(report)
 app.command()(doctor)
 # What follows the script is the script's, options included.

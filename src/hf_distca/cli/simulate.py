@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
-__all__ = ["predicted", "show_predictions", "simulate"]
+__all__ = ["predicted", "report", "show_predictions", "simulate"]
 
 _SHOWN = ("ranks", "tokens_per_rank", "tensor", "stages", "micro_batches", "ranks_per_node", "sharding", "checkpointing")
 
@@ -70,7 +70,7 @@ def simulate(
         found = predicted(setting, documents, names, batches, seed)
         facts = assumed(setting, documents, names)
         if as_json:
-            typer.echo(json.dumps(_report(setting, documents, found, facts, batches, seed), indent=1))
+            typer.echo(json.dumps(report(setting, documents, found, facts, batches, seed), indent=1))
             return
         show_predictions(setting, documents, found, batches)
         if assumptions:
@@ -96,9 +96,8 @@ def show_predictions(setting: Setting, documents: Documents, found: list[Predict
     from rich.table import Table
 
     from hf_distca.simulate.predict import best_alternative
-    from hf_distca.simulate.strategies import OURS
 
-    best = best_alternative(found, OURS)
+    best = best_alternative(found)
     about = (
         f"{setting.model.name} on {setting.ranks} {setting.hardware.name}, {setting.tokens_per_rank} tokens a rank",
         f"{documents.name}, {batches} batch{'es' if batches > 1 else ''}, checkpointing {setting.checkpointing}",
@@ -122,15 +121,16 @@ def show_predictions(setting: Setting, documents: Documents, found: list[Predict
     console = Console(width=None if Console().is_terminal else 120)
     console.print(table)
     console.print(
-        "speed: against the fastest strategy that is not hf-distca; none where memory is full or cut documents lose attention. "
-        "idle: waiting for slower ranks. waits: for messages of attention; hidden: messages beside computing.",
+        "speed: against the fastest strategy that does not disaggregate attention; none where memory is full or cut documents lose "
+        "attention. idle: waiting for slower ranks. waits: for messages of attention; hidden: messages beside computing.",
         style="dim",
     )
 
 
-def _report(
+def report(
     setting: Setting, documents: Documents, found: list[Prediction], facts: list[tuple[str, str]], batches: int, seed: int
 ) -> dict[str, Any]:
+    """Everything that was found and assumed, for `json`."""
     return {
         "setting": {
             "model": setting.model.name,

@@ -16,7 +16,7 @@ from hf_distca.simulate.layers import Directions, head_seconds
 from hf_distca.simulate.lengths import Documents
 from hf_distca.simulate.memory import peak_bytes
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import STRATEGIES, Candidate, Strategy
+from hf_distca.simulate.strategies import DISAGGREGATED, STRATEGIES, Candidate, Strategy
 from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
 from hf_distca.simulate.work import Work
 
@@ -215,7 +215,6 @@ def best_of(predictions: Iterable[Prediction], names: Iterable[str]) -> Predicti
     return min(able, key=lambda one: one.step_seconds, default=None)
 
 
-def best_alternative(predictions: Iterable[Prediction], ours: Iterable[str]) -> Prediction | None:
-    """The fastest strategy that is none of ours."""
-    mine = set(ours)
-    return best_of(predictions, [name for name in STRATEGIES if name not in mine])
+def best_alternative(predictions: Iterable[Prediction]) -> Prediction | None:
+    """The fastest strategy that does not disaggregate attention."""
+    return best_of(predictions, [name for name in STRATEGIES if name not in DISAGGREGATED])

@@ -15,7 +15,7 @@ from hf_distca.simulate.memory import most_tokens
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import Work, of_documents
 
-__all__ = ["OURS", "STRATEGIES", "Candidate", "Strategy"]
+__all__ = ["DISAGGREGATED", "OURS", "STRATEGIES", "Candidate", "Strategy"]
 
 Batches = Sequence[IntArray]
 
@@ -152,7 +152,7 @@ def _side_by_side(layouts: Sequence[Layout | None], ranks: int) -> Layout:
 
 
 _CUT = "a row's end cuts documents, and each part attends to itself alone"
-_BEST = "the fastest degree that fits in memory"
+_BEST = "the fastest degree that fits in memory, for each batch anew"
 
 STRATEGIES = {
     strategy.name: strategy
@@ -212,3 +212,4 @@ STRATEGIES = {
     )
 }
 OURS = tuple(name for name in STRATEGIES if name.startswith(("given", "dealt")))
+DISAGGREGATED = (*OURS, "published")
