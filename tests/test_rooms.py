@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "hf_distca"
 
 # What each room may import besides itself, `config`, `errors` and what lies above all rooms. A module stands for itself alone.
 ARROWS = {
-    "config": {"schedule.cost"},
+    "config": {"schedule.cost", "schedule.profiles"},
     "errors": set(),
     "borrowed": set(),
     "schedule": set(),
@@ -25,7 +25,8 @@ ARROWS = {
     "integration": {"borrowed", "register", "data", "agreement", "runtime", "kernels", "schedule", "run_report.rows"},
     "plugins": {"integration"},
     "doctor": {"integration", "kernels", "runtime"},
-    "cli": {"schedule", "run", "run_report", "doctor"},
+    "simulate": {"schedule"},
+    "cli": {"schedule", "runtime", "simulate", "run", "run_report", "doctor"},
     "run": {"register", "integration"},
     "register": {"integration"},
 }
@@ -36,6 +37,7 @@ FREE_OF = {
     "agreement": {"transformers", "accelerate"},
     "data": {"transformers", "accelerate"},
     "run_report": {"transformers", "accelerate", "torch"},
+    "simulate": {"transformers", "accelerate", "torch"},
     "cli": {"transformers", "accelerate", "torch"},
 }
 

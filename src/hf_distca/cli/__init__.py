@@ -9,8 +9,10 @@ import typer
 from hf_distca.cli.deal import deal
 from hf_distca.cli.doctor import doctor
 from hf_distca.cli.plan import plan
+from hf_distca.cli.profile import profile
 from hf_distca.cli.report import report
 from hf_distca.cli.run import run
+from hf_distca.cli.simulate import simulate
 
 __all__ = ["app"]
 
@@ -38,6 +40,8 @@ def main(
 
 app.command()(plan)
 app.command()(deal)
+app.command()(profile)
+app.command()(simulate)
 app.command()(report)
 app.command()(doctor)
 # What follows the script is the script's, options included.

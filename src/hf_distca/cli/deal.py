@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_distca.cli.files import errors_in_one_line, name_of, read, write
-from hf_distca.cli.layer import CostName, HeadDim, KeyValueHeads, QueryHeads, Window, cost_model
+from hf_distca.cli.files import errors_in_one_line, write
+from hf_distca.cli.layer import CostName, CostProfile, HeadDim, KeyValueHeads, QueryHeads, Window, cost_model
+from hf_distca.cli.lengths import read_lengths
 
 if TYPE_CHECKING:
     from hf_distca.config import DistCAConfig
@@ -36,6 +37,7 @@ def deal(
     head_dim: HeadDim = 128,
     window: Window = None,
     cost: Annotated[CostName, typer.Option(help="What is dealt by: causal pairs, or seconds on a device.")] = CostName.cuda,
+    measured: CostProfile = None,
 ) -> None:
     """Deal documents to ranks, with equal tokens and about equal attention, and write the placement as JSON.
 
@@ -48,9 +50,9 @@ def deal(
     from hf_distca.schedule.deal import deal_nano_batches
 
     with errors_in_one_line():
-        model = cost_model(cost, query_heads, key_value_heads, head_dim, tile=tile, window=window)
+        model = cost_model(cost, query_heads, key_value_heads, head_dim, tile=tile, window=window, measured=measured)
         config = DistCAConfig(tile=tile, ping_pong=ping_pong)
-        documents = _read_lengths(lengths)
+        documents = read_lengths(lengths)
         options: dict[str, Any] = {"tile": tile, "ranks_per_node": ranks_per_node}
         layouts: tuple[Layout, ...]
         if ping_pong:
@@ -88,20 +90,3 @@ def _placement(layouts: tuple[Layout, ...]) -> dict[str, Any]:
     if len(layouts) > 1:
         placement["first_nano_batch"] = layouts[0].query_tokens.tolist()
     return placement
-
-
-def _read_lengths(path: Path) -> list[int]:
-    from hf_distca.errors import LayoutError
-    from hf_distca.schedule.placement import whole_number
-
-    name = name_of(path)
-    try:
-        data = json.loads(read(path).decode("utf-8"))
-    except ValueError as error:
-        raise LayoutError(f"{name} is not JSON: {error}.") from error
-    if not isinstance(data, list):
-        raise LayoutError(f"{name} must hold a list of document lengths, it holds {type(data).__name__}.")
-    try:
-        return [whole_number(value) for value in data]
-    except LayoutError as error:
-        raise LayoutError(f"{name}: {error}") from error

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import CostModel
 
-__all__ = ["CostName", "HeadDim", "KeyValueHeads", "QueryHeads", "Window", "cost_model"]
+__all__ = ["CostName", "CostProfile", "HeadDim", "KeyValueHeads", "QueryHeads", "Window", "cost_model"]
 
 
 class CostName(StrEnum):
@@ -25,17 +25,31 @@ QueryHeads = Annotated[int, typer.Option(help="Query heads of a layer.")]
 KeyValueHeads = Annotated[int, typer.Option(help="Key/value heads of a layer.")]
 HeadDim = Annotated[int, typer.Option(help="Width of a head.")]
 Window = Annotated[int | None, typer.Option(help="Keys that a position sees, if all layers have a sliding window.")]
+CostProfile = Annotated[
+    str | None,
+    typer.Option("--cost-model", help="Profile to take seconds from instead: a file, or a shipped one.", show_default=False),
+]
 
 
 def cost_model(
-    cost: CostName, query_heads: int, key_value_heads: int, head_dim: int, *, tile: int, window: int | None
+    cost: CostName,
+    query_heads: int,
+    key_value_heads: int,
+    head_dim: int,
+    *,
+    tile: int,
+    window: int | None,
+    measured: str | None = None,
 ) -> CostModel:
-    """The built-in cost model of this name, for a layer in bfloat16."""
+    """That of a measured profile, or else the built-in cost model of this name; for a layer in bfloat16."""
     from dataclasses import replace
 
     from hf_distca.schedule.cost import AttentionShape, CostModel
+    from hf_distca.schedule.profiles import Profile
 
     shape = AttentionShape(query_heads, key_value_heads, head_dim, head_dim, 2)
+    if measured is not None:
+        return Profile.load(measured).cost_model(shape, window, tile=tile)
     pairs = cost is CostName.pairs
     model = CostModel.pairs(shape) if pairs else CostModel.analytic(shape, device_type=cost.value, tile=tile)
     return replace(model, window=window)

@@ -19,7 +19,7 @@ from hf_distca.integration.loaders import check_loader, check_shares
 from hf_distca.integration.prepare import distca_configs, prepare
 from hf_distca.integration.profile import write_trace
 from hf_distca.integration.record import Recorder
-from hf_distca.integration.report import sum_up, why_nothing_moved
+from hf_distca.integration.report import sum_up, why_given_up, why_nothing_moved
 from hf_distca.integration.session import Session, configure, current_session
 from hf_distca.runtime.trace import Trace
 
@@ -82,6 +82,7 @@ class DistCACallback(TrainerCallback):
         self._calls: int | None = None  # of attention before the first step, until that has run
         self._training = Reading()  # since this training began
         self._judged = False  # whether it was looked at if anything moves
+        self._given_up = False  # whether it was said that exchanges were
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Apply the settings: they hold for evaluation before training, too."""
@@ -147,6 +148,11 @@ class DistCACallback(TrainerCallback):
                 'does not use the attention interface of transformers. Load it with attn_implementation="eager".'
             )
         self._judge(after=_ENOUGH)
+        why = None if self._given_up else why_given_up(session)
+        if why is not None:
+            self._given_up = True
+            if session.is_first:
+                _log.warning(why)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log what the last steps measured, which no further plan tells, and print a summary on rank 0."""

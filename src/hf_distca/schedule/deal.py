@@ -22,6 +22,7 @@ from hf_distca.schedule.fill import pour
 from hf_distca.schedule.layout import IntArray, Layout, as_integers
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE, Ranks
 
 __all__ = ["deal", "deal_nano_batches", "in_order", "plan_dealt"]
 
@@ -110,18 +111,19 @@ def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence
     return Layout(document, start, size, np.searchsorted(rank, np.arange(ranks + 1)))
 
 
-def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
+def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE) -> Plan:
     """The plan of a layout that was dealt with `cost`: that of `balance`, which is not asked where it has nothing to gain.
 
     Args:
-        layout, cost, config: as for `balance`; with `ping_pong`, the layout is that of a nano-batch.
+        layout, cost, config, ranks: as for `balance`; with `ping_pong`, the layout is that of a nano-batch.
     """
+    ranks.check(layout.world_size)
     if cost.window is not None and cost.window >= layout.longest:
         cost = replace(cost, window=None)
     local = Plan.local(layout, cost.window)
-    load = PlanLoad(local, cost, overlapped=config.ping_pong)
+    load = PlanLoad(local, cost, overlapped=config.ping_pong, ranks=ranks)
     compute, exchange = load.compute_seconds, load.exchange_seconds
-    mean = math.fsum(compute.tolist()) / layout.world_size
+    mean = ranks.level(compute.tolist())
     least, late = mean, config.min_gain
     # Whoever would relieve the slowest rank needs the keys that it exchanges.
     wire = float(exchange.max(initial=0.0))
@@ -133,7 +135,7 @@ def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
     # A bound of transient bytes is kept by waves, which only `balance` counts.
     if config.max_transient_bytes is None and load.slowest_seconds * (1 - max(late, config.min_gain)) <= least:
         return local
-    return balance(layout, cost, config)
+    return balance(layout, cost, config, ranks)
 
 
 def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDArray[np.bool_]:
