@@ -144,7 +144,7 @@ def trainer_of(
         data_collator=collate,
         train_dataset=shares(1),
         eval_dataset=eval_dataset,
-        callbacks=[hf_distca.DistCACallback(settings())],
+        callbacks=[hf_distca.DistCACallback(settings(), record=False)],
         compute_loss_func=compute_loss_func,
     )
 

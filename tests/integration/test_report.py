@@ -128,7 +128,7 @@ def train(rank: int, case: str) -> tuple[list[str], str]:
     )
     if case == "quiet":
         trainer.remove_callback(hf_distca.DistCACallback)
-        trainer.add_callback(hf_distca.DistCACallback(config, summary=False))
+        trainer.add_callback(hf_distca.DistCACallback(config, summary=False, record=False))
     try:
         with contextlib.redirect_stderr(io.StringIO()) as written:
             trainer.train()

@@ -75,7 +75,7 @@ class Recorder(logging.Handler):
             device=_device(args.device),
             model=_described(model),
             settings=_settings(session.config),
-            training={name: getattr(args, name) for name in _TRAINING},
+            training={name: getattr(args, name, None) for name in _TRAINING},
             versions={"python": python_version(), **_versions()},
             traces=None if traces is None else str(Path(traces).absolute()),
         )

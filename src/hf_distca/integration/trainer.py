@@ -58,8 +58,8 @@ class DistCACallback(TrainerCallback):
         group: the ranks that share core attention, as `hf_distca.configure` takes them; by default those given there.
         summary: whether rank 0 prints the balance of the whole run after training.
         record: whether rank 0 writes ``distca_run.jsonl`` into ``args.output_dir``, from which ``hf-distca report`` makes a page:
-            what was logged, by rank, and the plans of the first micro-batch and of the worst one between two logs, which are at
-            most a megabyte in all; "all" for every plan. It takes no collective, and reads nothing from the device.
+            what was logged, by rank, and the plans of the first micro-batch and of the worst one between two logs, which are
+            about a megabyte in all; "all" for every plan. It takes no collective, and reads nothing from the device.
     """
 
     def __init__(
