@@ -8,7 +8,7 @@ import pytest
 import torch
 from dense_attention import CASES
 
-from fake_cuda import CUDA, fake_cuda
+from fake_cuda import CUDA, fake_cuda, needs_cpu_build
 from hf_distca.kernels import Scores, flash_attn, flash_attn_3, flash_attn_4
 from hf_distca.kernels.cuda import CudaKernel
 from hf_distca.kernels.flash_attn import FlashAttnKernel
@@ -16,6 +16,7 @@ from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel
 from hf_distca.kernels.flash_attn_4 import FlashAttn4Kernel
 from hf_distca.kernels.varlen import VarlenKernel
 
+pytestmark = needs_cpu_build
 KERNELS = {kind.name: kind for kind in (CudaKernel, FlashAttnKernel, FlashAttn3Kernel, FlashAttn4Kernel)}
 
 

@@ -11,7 +11,7 @@ import torch
 
 import hf_distca
 from device_events import Device
-from fake_cuda import CUDA, Tape, fake_cuda
+from fake_cuda import CUDA, Tape, fake_cuda, needs_cpu_build
 from hf_distca import kernels
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.attention import distca_attention
@@ -33,6 +33,7 @@ from hf_distca.schedule.plan import CATask, Plan
 from hf_distca.schedule.waves import Waves
 from host_syncs import NoHostSyncs
 
+pytestmark = needs_cpu_build
 HEADS, KEY_HEADS, DIM = 4, 2, 64
 
 
