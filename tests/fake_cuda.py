@@ -12,10 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 CUDA = torch.device("cuda", 0)
+# A build for CUDA would look for the GPU.
+needs_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA: there a GPU has to be real")
 
 
 def _getitem(plain: Any) -> Any:
