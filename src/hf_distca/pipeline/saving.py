@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from hf_distca.pipeline.borrowed import whole_mesh
 from hf_distca.pipeline.crew import stage_model
@@ -36,11 +37,21 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     part = into / f".stage-{model.stage}"
     if _writes(stage):
         into.mkdir(parents=True, exist_ok=True)
-        model.model.save_pretrained(part, state_dict=weights, **kwargs)
+        _write(model.model, part, weights, kwargs)
     dist.barrier()
     if _writes(stage) and model.is_first:
         _merge(into, [into / f".stage-{at}" for at in range(model.stages)])
     dist.barrier()
+
+
+def _write(model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor], kwargs: dict[str, Any]) -> None:
+    """Save a stage as if it were a model of its own. transformers 5.23 writes on rank 0 alone, unless the model says otherwise."""
+    writer: Any = model
+    writer.should_save_on_this_rank = lambda *_, **__: True
+    try:
+        model.save_pretrained(part, state_dict=weights, **kwargs)
+    finally:
+        del writer.should_save_on_this_rank
 
 
 def _writes(stage: Stage) -> bool:

@@ -234,6 +234,8 @@ def from_pretrained(name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None
     def __init__(self: Any, *args: Any, **more: Any) -> None:  # noqa: N807
         base.__init__(self, *args, **more)
         kept.append(StageModel(self, stage, layers, tied=tied))
+        if stage < stages - 1:
+            self.all_tied_weights_keys = {}  # there is nothing to tie: the head is on the last stage
 
     # Weights of other stages are in the checkpoint and not in the model: nothing to warn of.
     names = {"__init__": __init__, "__module__": base.__module__, "_keys_to_ignore_on_load_unexpected": [".*"]}
