@@ -22,6 +22,7 @@ ARROWS = {
     "agreement": {"schedule", "runtime.group", "runtime.meeting", "runtime.meter"},
     "data": {"borrowed", "schedule", "agreement.documents", "agreement.dealt"},
     "integration": {"borrowed", "register", "data", "agreement", "runtime", "kernels", "schedule"},
+    "pipeline": {"borrowed", "integration", "agreement", "runtime", "kernels", "schedule"},
     "plugins": {"integration"},
     "cli": {"schedule", "run"},
     "run": {"register", "integration"},
