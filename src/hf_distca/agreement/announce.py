@@ -23,7 +23,17 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout
 
-__all__ = ["Announcement", "Announcements", "PlanKey", "Stated", "agree", "check_equal", "fingerprint", "layout_of"]
+__all__ = [
+    "Announcement",
+    "Announcements",
+    "PlanKey",
+    "Stated",
+    "agree",
+    "check_equal",
+    "fingerprint",
+    "layout_of",
+    "room_for_figures",
+]
 
 # A row holds these numbers, (nanoseconds, bytes) of each measured plan, and then each plan that is asked for: (spans, nano-batch,
 # whether there is context, documents) and its documents. A document is its length, or its row where documents span ranks. Of
@@ -163,6 +173,11 @@ class Announcements:
         return found
 
 
+def room_for_figures(numbers: int, dealt: Sequence[int]) -> int:
+    """How many measured plans fit into an announcement of a share of so many numbers."""
+    return (numbers - _HEADER - len(dealt)) // 2
+
+
 def agree(announced: Announcements, common: Common, group: AttentionGroup, place: str) -> list[Stated]:
     """Compare what ranks announced, in one order on all of them.
 
@@ -253,8 +268,9 @@ def _by_name(common: Common) -> str:
 
 
 def _settings_differ(common: Common, group: AttentionGroup, place: str) -> DistCADesyncError:
-    settings = [json.loads(said or "{}") for said in group.tell(_by_name(common))]
-    different = [name for name in json.loads(_by_name(common)) if len({str(one.get(name)) for one in settings}) > 1]
+    own = _by_name(common)
+    settings = [json.loads(said or "{}") for said in group.tell(own)]
+    different = [name for name in json.loads(own) if len({str(one.get(name)) for one in settings}) > 1]
     by_name = "; ".join(
         f"{name} is " + ", ".join(f"{one.get(name)} on rank {rank}" for rank, one in zip(group.ranks, settings, strict=True))
         for name in different

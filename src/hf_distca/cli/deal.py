@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_distca.cli.files import errors_in_one_line, name_of, read, write
-from hf_distca.cli.plan import CostName, cost_model
+from hf_distca.cli.layer import CostName, HeadDim, KeyValueHeads, QueryHeads, Window, cost_model
 
 if TYPE_CHECKING:
     from hf_distca.config import DistCAConfig
@@ -31,10 +31,10 @@ def deal(
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node, which a document should not leave.")] = None,
     ping_pong: Annotated[bool, typer.Option("--ping-pong", help="Deal two nano-batches that share no document.")] = False,
     tile: Annotated[int, typer.Option(help="Documents are cut at multiples of this where tokens allow.")] = 128,
-    query_heads: Annotated[int, typer.Option(help="Query heads of a layer.")] = 32,
-    key_value_heads: Annotated[int, typer.Option(help="Key/value heads of a layer.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128,
-    window: Annotated[int | None, typer.Option(help="Keys that a position sees, if all layers have a sliding window.")] = None,
+    query_heads: QueryHeads = 32,
+    key_value_heads: KeyValueHeads = 8,
+    head_dim: HeadDim = 128,
+    window: Window = None,
     cost: Annotated[CostName, typer.Option(help="What is dealt by: causal pairs, or seconds on a device.")] = CostName.cuda,
 ) -> None:
     """Deal documents to ranks, with equal tokens and about equal attention, and write the placement as JSON.
@@ -43,16 +43,12 @@ def deal(
     with --ping-pong it also holds "first_nano_batch", the tokens that each rank has in its first half. The default shape is
     that of Llama-3-8B in bfloat16.
     """
-    from dataclasses import replace
-
     from hf_distca.config import DistCAConfig
-    from hf_distca.schedule.cost import AttentionShape
     from hf_distca.schedule.deal import deal as deal_documents
     from hf_distca.schedule.deal import deal_nano_batches
 
     with errors_in_one_line():
-        shape = AttentionShape(query_heads, key_value_heads, head_dim, head_dim, 2)
-        model = replace(cost_model(shape, cost, tile), window=window)
+        model = cost_model(cost, query_heads, key_value_heads, head_dim, tile=tile, window=window)
         config = DistCAConfig(tile=tile, ping_pong=ping_pong)
         documents = _read_lengths(lengths)
         options: dict[str, Any] = {"tile": tile, "ranks_per_node": ranks_per_node}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from hf_distca.agreement.figures import Tally
+from hf_distca.integration.progress import say
 from hf_distca.integration.session import Session
 
-__all__ = ["summary", "why_nothing_moved"]
+__all__ = ["sum_up", "summary", "why_nothing_moved"]
 
 
 def summary(done: Tally, session: Session) -> str | None:
@@ -35,6 +36,14 @@ def summary(done: Tally, session: Session) -> str | None:
         "attention": f"{figures['distca/server_time_share']:.0%} of this rank's time, in kernel {', '.join(session.kernels)}",
     }
     return "\n".join([*lines, *(f"  {name:<12}{value}" for name, value in parts.items())])
+
+
+def sum_up(done: Tally, session: Session) -> None:
+    """Print the summary on the first rank, if there is anything to say."""
+    text = summary(done, session)
+    if text is not None and session.is_first:
+        say(text)
+        session.summarized = True
 
 
 def why_nothing_moved(done: Tally, session: Session) -> str | None:

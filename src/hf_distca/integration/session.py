@@ -23,6 +23,7 @@ from hf_distca.agreement.planner import Planned, Planner
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
+from hf_distca.integration.kinds import known_cost
 from hf_distca.integration.mesh import data_parallel_group, find_members
 from hf_distca.integration.progress import said_if_long
 from hf_distca.kernels import Kernel, Scores, select_kernel
@@ -36,7 +37,6 @@ from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Trace, Tracer
-from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
@@ -252,17 +252,12 @@ class Session:
         """Make the cost model of a shape, at its first layer; all ranks of the group at the same point."""
         if (key.shape, key.device) in self.planner.costs:
             return
-        source, shape = self.config.cost_model, key.shape
-        if isinstance(source, CostModel):
-            cost = replace(source, shape=shape)
-        else:
-            cost = CostModel.analytic(shape, device_type=key.device, tile=self.config.tile)
-        if source == "calibrated":
-            widths = shape.head_dim, shape.value_head_dim
-            kernel = self.kernel(query, widths, Scores(1.0))
+        cost = known_cost(key._replace(window=None), self.config)
+        if self.config.cost_model == "calibrated":
+            kernel = self.kernel(query, (key.shape.head_dim, key.shape.value_head_dim), Scores(1.0))
             with said_if_long(f"timing the attention kernel {kernel.name!r} before the first plan"):
                 cost = calibrate(cost, kernel, query.dtype, query.device, group)
-        self.planner.costs[shape, key.device] = cost
+        self.planner.costs[key.shape, key.device] = cost
 
     def _warn_above_bound(self, waves: Waves, group: AttentionGroup) -> None:
         """A document over ranks needs its keys wherever its rows are. Exact anyway, and most likely it fits: no error."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,9 @@ from hf_distca.data.lengths import document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError, UnsupportedError
-from hf_distca.integration.kinds import layer_keys
+from hf_distca.integration.kinds import known_cost, layer_keys
 from hf_distca.integration.session import current_session
-from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.cost import AttentionShape
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -103,7 +102,7 @@ def document_shares(
     _check_version(ranks)
     config = config or current_session().config
     keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype, device_type)
-    dealing = Dealing(ranks, tokens_per_rank, {key: _cost(key, config) for key in keys}, config, ranks_per_node, placement)
+    dealing = Dealing(ranks, tokens_per_rank, {key: known_cost(key, config) for key in keys}, config, ranks_per_node, placement)
     dealing.layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
     if not hasattr(documents, "__len__"):
         _check_stream(seed, fill, longer, lengths)
@@ -149,14 +148,6 @@ def _given_keys(shapes: Sequence[tuple[AttentionShape, int | None]], device: str
     if not shapes:
         raise ConfigError("shapes=[] names no kind of layer: give (AttentionShape(...), window) of at least one.")
     return [PlanKey(shape, device, window) for shape, window in shapes]
-
-
-def _cost(key: PlanKey, config: DistCAConfig) -> CostModel:
-    """The cost model that layers of a kind are planned with."""
-    source = config.cost_model
-    if isinstance(source, CostModel):
-        return replace(source, shape=key.shape, window=key.window)
-    return replace(CostModel.analytic(key.shape, device_type=key.device, tile=config.tile), window=key.window)
 
 
 def _check_stream(seed: int | None, fill: Fill, longer: Longer, lengths: Any) -> None:

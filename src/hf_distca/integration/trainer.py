@@ -18,8 +18,7 @@ from hf_distca.integration.figures import Reading
 from hf_distca.integration.loaders import check_loader, check_shares
 from hf_distca.integration.prepare import distca_configs, prepare
 from hf_distca.integration.profile import write_trace
-from hf_distca.integration.progress import say
-from hf_distca.integration.report import summary, why_nothing_moved
+from hf_distca.integration.report import sum_up, why_nothing_moved
 from hf_distca.integration.session import Session, configure, current_session
 from hf_distca.runtime.trace import Trace
 
@@ -98,10 +97,7 @@ class DistCACallback(TrainerCallback):
             prepare(model)
             _say_what_is_missing(model)
         self._calls, self._steps = current_session().meter.calls, 0
-        self._reading = Reading()
-        self._reading.figures()  # what came before is not of this training
-        self._training, self._judged = Reading(), False
-        self._training.figures()
+        self._reading, self._training, self._judged = Reading.from_now(), Reading.from_now(), False
 
     def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Apply the settings if the callback was added too late to see an earlier event; refuse loaders as in training.
@@ -140,7 +136,6 @@ class DistCACallback(TrainerCallback):
                 f'{type(model).__name__} was loaded with attn_implementation="distca" and never called it in a training step: it '
                 'does not use the attention interface of transformers. Load it with attn_implementation="eager".'
             )
-
         self._judge(after=_ENOUGH)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -154,10 +149,8 @@ class DistCACallback(TrainerCallback):
             if handler is not None:
                 handler.on_log(args, state, control, {**figures, "epoch": state.epoch})
         self._judge(after=1)
-        text = summary(self._training.so_far(), session)
-        if self.summary and text is not None and session.is_first:
-            say(text)
-            session.summarized = True
+        if self.summary:
+            sum_up(self._training.so_far(), session)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the figures to the logs of a training step."""

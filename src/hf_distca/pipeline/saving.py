@@ -45,7 +45,7 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
 
 
 def _write(model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor], kwargs: dict[str, Any]) -> None:
-    """Save a stage as if it were a model of its own. transformers 5.23 writes on rank 0 alone, unless the model says otherwise."""
+    """Save a stage like a model of its own; transformers 5.23 writes on rank 0 alone unless the model says otherwise."""
     writer: Any = model
     writer.should_save_on_this_rank = lambda *_, **__: True
     try:

@@ -89,7 +89,7 @@ def deal_nano_batches(
     Args and raises: as `deal`.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
-    first = _half(length, cost.seconds(length, length).tolist(), ranks * (min(tokens) // 2))
+    first = _half(length, cost, ranks, ranks * (min(tokens) // 2))
     each, more = divmod(int(length[first].sum()), ranks)
     here = [each + (rank < more) for rank in range(ranks)]
     there = [both - one for both, one in zip(tokens, here, strict=True)]
@@ -136,8 +136,14 @@ def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
     return balance(layout, cost, config)
 
 
-def _half(length: IntArray, seconds: list[float], tokens: int) -> npt.NDArray[np.bool_]:
-    """Documents that have so many tokens together, or as near to it as can be, and about half of the seconds."""
+def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDArray[np.bool_]:
+    """Documents that have so many tokens together, or as near to it as can be, and about half of the seconds.
+
+    Those whose keys travel longer than ranks compute are in one half, on different ranks, so that only this one is late.
+    """
+    seconds = cost.seconds(length, length).tolist()
+    keys = length if cost.window is None else np.minimum(length, cost.window)
+    late = (cost.transfer_seconds(0, keys) > math.fsum(seconds) / (2 * ranks)).tolist()
     order = np.lexsort((np.arange(len(length)), -length))
     shortest_first = np.cumsum(length[order][::-1])
     coins = min(max(int(np.searchsorted(shortest_first, _CHANGE)), _COINS), 256, len(length))
@@ -147,7 +153,7 @@ def _half(length: IntArray, seconds: list[float], tokens: int) -> npt.NDArray[np
     reserve = sum(int(length[document]) for document in small) // 3
     for document in large:
         count = int(length[document])
-        half = 0 if loads[0] <= loads[1] else 1
+        half = 0 if late[document] or loads[0] <= loads[1] else 1
         # With a part of the short documents to come, many more sums can be made than with hardly any or nearly all of them.
         if rooms[half] - count < reserve and rooms[1 - half] > rooms[half]:
             half = 1 - half
