@@ -87,7 +87,7 @@ def refusals(rank: int) -> None:
     with pytest.raises(UnsupportedError, match="set ping_pong=False"):
         Schedule(stage, 2)
     configure(Case())
-    with pytest.raises(ConfigError, match="give it the stage that hf_distca.pipeline.split made"):
+    with pytest.raises(ConfigError, match=r"give it the stage that hf_distca.pipeline.split made"):
         Schedule(stage.submod, 2)  # type: ignore[arg-type]
     schedule = Schedule(stage, 2, loss_for(Case()))
     hf_distca.configure()
