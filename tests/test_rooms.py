@@ -23,6 +23,7 @@ ARROWS = {
     "data": {"borrowed", "schedule", "agreement.documents", "agreement.dealt"},
     "run_report": {"schedule", "agreement.figures"},
     "integration": {"borrowed", "register", "data", "agreement", "runtime", "kernels", "schedule", "run_report.rows"},
+    "pipeline": {"borrowed", "integration", "agreement", "runtime", "kernels", "schedule"},
     "plugins": {"integration"},
     "doctor": {"integration", "kernels", "runtime"},
     "simulate": {"schedule"},

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hf_distca.register import register, when_models_load
 
 if TYPE_CHECKING:
+    from hf_distca import pipeline
     from hf_distca.agreement.documents import PackedDocuments
     from hf_distca.config import DistCAConfig
     from hf_distca.data.collator import PackingCollator
@@ -57,6 +58,7 @@ __all__ = [
     "configure",
     "document_shares",
     "metrics",
+    "pipeline",
     "plan_ahead",
     "prepare",
     "profile",
@@ -98,6 +100,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         value: Any = version("hf-distca")
+    elif name == "pipeline":
+        value = import_module("hf_distca.pipeline")
     elif name in _MODULE_OF:
         value = getattr(import_module(f"hf_distca.{_MODULE_OF[name]}"), name)
     else:

@@ -22,6 +22,7 @@ from hf_distca.agreement.announce import (
     Announcements,
     Common,
     PlanKey,
+    Stated,
     agree,
     check_equal,
     fingerprint,
@@ -178,7 +179,7 @@ class Planner:
         """
         started = time.perf_counter()
         place = place or f"micro-batch {self._number_of(key for _, key in requests)}"
-        layouts = self._announce(requests, group, place)
+        layouts = [layout_of(one) for one in self.announce(requests, group, place)]
         ranks, costs = self.ranks(group.size, group.per_node), self._costs([key for _, key in requests])
         jobs = [
             (layout, cost, self._settings_for(key), ranks)
@@ -200,7 +201,7 @@ class Planner:
         """
         plans, making = planning.plans.result()
         started, requests = time.perf_counter(), planning.requests
-        self._compare(plans, group, planning.place)
+        self.compare(plans, group, planning.place)
         taken = planning.milliseconds + making + (time.perf_counter() - started) * 1e3
         return [
             Planned(key, plan, planning.config, documents.rows, taken / len(requests), per_node=group.per_node)
@@ -263,15 +264,20 @@ class Planner:
             for dealt, cost, key in zip(shares, self._costs(keys), keys, strict=True)
         ]
         place = f"micro-batch {self._number_of(key for _, key in requests)} ({shares[0]})"
-        self._meet(group, place, keys, [*shares[0].batch, shares[0].rank, *(_number(plan) for plan in plans)])
+        self.meet(group, place, keys, [*shares[0].batch, shares[0].rank, *(_number(plan) for plan in plans)])
         taken = (time.perf_counter() - started) * 1e3 / len(plans)
         return [
             Planned(key, plan, self.config, documents.rows, taken, f"{dealt}, plan {plan.digest[:8]}", dealt.per_node)
             for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
         ]
 
-    def _meet(self, group: AttentionGroup, place: str, keys: Sequence[PlanKey], dealt: list[int]) -> None:
-        """Announce what this rank measured and has, to be compared while it goes on."""
+    def meet(self, group: AttentionGroup, place: str, keys: Sequence[PlanKey], dealt: list[int]) -> None:
+        """Announce what this rank measured and has, to be compared while it goes on; nothing waits for it.
+
+        Args:
+            group, place, keys: as for `plan`.
+            dealt: of shares: epoch and number of the global batch, the rank of the group, and what must be the same on all.
+        """
         self.look(at_most=_MEETINGS)
         self._learn(before=self._met - _MEETINGS)
         self._met += 1
@@ -345,8 +351,15 @@ class Planner:
         """Number of the micro-batch that these plans are for: a new one if such a plan was used in the last one."""
         return self.number + (self.number == 0 or any(key in self._used for key in keys))
 
-    def _announce(self, requests: Sequence[Request], group: AttentionGroup, place: str) -> list[Layout]:
-        """Exchange documents; on the way, compare settings and collect what each rank measured."""
+    def announce(self, requests: Sequence[Request], group: AttentionGroup, place: str) -> list[Stated]:
+        """Exchange documents; on the way, compare settings and collect what each rank measured.
+
+        Returns:
+            What all ranks state for each request.
+
+        Raises:
+            DistCADesyncError: if the ranks do not agree, or do not all come.
+        """
         self._rank = group.rank
         self.look(at_most=0)  # in the order in which micro-batches ran
         self._learn(before=self._met)
@@ -360,7 +373,7 @@ class Planner:
         self._measurements.put_back(unfinished)
         self._unlearned.append((self._met, measured, announced.measured))
         self._learn(before=self._met + 1)
-        return [layout_of(one) for one in stated]
+        return stated
 
     def _settings_for(self, key: PlanKey) -> DistCAConfig:
         """The settings for a plan: layers that are left whole hide nothing, whatever the settings are."""
@@ -387,8 +400,12 @@ class Planner:
             dealt=dealt,
         )
 
-    def _compare(self, plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:
-        """Plans come from equal inputs, but an exchange with unequal plans would hang: compare before using them."""
+    def compare(self, plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:
+        """Plans come from equal inputs, but an exchange with unequal plans would hang: compare before using them.
+
+        Raises:
+            DistCADesyncError: if the ranks do not have the same plans, or do not all come.
+        """
         digests = np.array([_number(plan) for plan in plans], dtype=np.int64)
         doing = f"comparing plans of {place}"
         if not group.same(digests, doing=doing):

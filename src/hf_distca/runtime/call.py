@@ -88,6 +88,11 @@ class Call:
         self.returned: Held[Pending] = Held()
 
     @property
+    def exchanges(self) -> bool:
+        """Whether any rank moves anything, forward or backward."""
+        return self.route.exchanges
+
+    @property
     def last(self) -> Wave:
         """The last wave."""
         return self.route.waves[-1]
