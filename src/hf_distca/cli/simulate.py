@@ -121,8 +121,8 @@ def show_predictions(setting: Setting, documents: Documents, found: list[Predict
     console = Console(width=None if Console().is_terminal else 120)
     console.print(table)
     console.print(
-        "speed: against the fastest strategy that does not disaggregate attention; none where memory is full or cut documents lose "
-        "attention. idle: waiting for slower ranks. waits: for messages of attention; hidden: messages beside computing.",
+        "speed: against the fastest strategy that does not disaggregate attention; none where memory is full or cut documents "
+        "lose attention. idle: waiting for slower ranks. waits: for messages of attention; hidden: messages beside computing.",
         style="dim",
     )
 
