@@ -285,3 +285,11 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch_whenever_a_rank_hears_
     assert speeds is not None
     assert speeds[0] > 1.5 * speeds[1]
     assert soon[-1][2] != soon[0][2]  # planned again, with what was measured
+
+
+def test_of_many_micro_batches_few_are_looked_at() -> None:
+    """Observing takes milliseconds with hundreds of ranks."""
+    rates = Rates()
+    wanted = [rates.wants(KEY) for _ in range(320)]
+    assert all(wanted[:32])
+    assert sum(wanted[32:]) == 288 // 8
