@@ -243,7 +243,8 @@ class Rates:
             return
         factor = _rounded(float(np.clip(np.median(found), *_FACTORS)))
         loss = float(np.median([other.loss for other in moved]))
-        if abs(factor - fitted.correction.exchange) * float(one.exchange.max()) > _OFF * float(one.kernel.max()):
+        change = abs(factor - fitted.correction.exchange) * float(one.exchange.max())
+        if change > (_OFF if loss <= 0 else 0) * float(one.kernel.max()):
             fitted.correction = replace(fitted.correction, exchange=factor)
             self.changes.append(f"exchanges take {factor:.3g} times as long as the cost model says")
             fitted.new.clear()
