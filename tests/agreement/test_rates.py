@@ -149,12 +149,12 @@ def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
 
 def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
     world = World(TRUE, exchange=40.0)
-    for number in range(400):
+    for number in range(200):
         world.step(number)
     first = world.moved.index(False)
     assert first <= 6
     tried = [number for number, moved in enumerate(world.moved) if moved and number > first]
-    assert len(tried) <= 400 // 64
+    assert len(tried) <= 200 // 64
     assert world.planner.rates.slower is not None
     assert world.planner.rates.slower > 0.05
 
@@ -174,7 +174,7 @@ def test_exchanges_are_taken_up_when_they_pay_again() -> None:
     assert all(world.moved[-4:])
 
 
-@pytest.mark.parametrize("mib", [4, 8, 16, 64])
+@pytest.mark.parametrize("mib", [4, 64])
 def test_a_bound_of_transient_bytes_costs_no_more_than_moving_nothing(mib: int) -> None:
     """Waves that are served one after another take long: what that costs is measured, and less is moved."""
     world = World(TRUE, max_transient_bytes=mib * 2**20)
