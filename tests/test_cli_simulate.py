@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hf_distca.cli import app
-from pages import on_a_page, words_of
 from hf_distca.schedule.cost import AttentionShape, CostModel
+from pages import on_a_page, words_of
 
 SMALL = ("--ranks", 8, "--tokens-per-rank", 8192, "--batches", 1, "--strategy", "plain", "--strategy", "dealt")
 
