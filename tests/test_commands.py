@@ -29,6 +29,7 @@ SMALL = {
     "python benchmarks/timeline.py --record traces timeline.png": "--tokens 512 --latency 20",
     "python benchmarks/context_parallel.py --placement benchmarks/placements/long_tail_8_ranks.json": "--json out.json",
     "python benchmarks/dealt_step_time.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json",
+    "python benchmarks/pipeline.py": "--tokens 64 --micro-batches 2 --layers 2 --heads 2 --rounds 1 --json out.json",
     "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
     "python tests/engines/equal_training.py": '--only "Trainer, DDP, 2 ranks" --steps 2 --json out.json',
 }
