@@ -18,7 +18,7 @@ from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel
 from hf_distca.kernels.flash_attn_4 import FlashAttn4Kernel
 from hf_distca.kernels.reference import ReferenceKernel
 
-__all__ = ["Kernel", "Scores", "TaskBatch", "runnable", "select_kernel", "why_not"]
+__all__ = ["Kernel", "Scores", "TaskBatch", "runnable", "select_kernel", "survey", "why_not"]
 
 _logger = logging.getLogger("hf_distca")
 
@@ -104,6 +104,18 @@ def why_not(
     if case not in _checked:
         _checked[case] = wrong(kernel, device, dtype, head_dim, value_head_dim, scores)
     return _checked[case]
+
+
+def survey(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
+) -> list[tuple[str, str | None]]:
+    """What "auto" looks at for a case, in this order: each kernel's name, and why it cannot run, None for the one it takes."""
+    found: list[tuple[str, str | None]] = []
+    for kernel in (_made(kind) for kind, where in _KERNELS if where in (device.type, None)):
+        found.append((kernel.name, why_not(kernel, device, dtype, head_dim, value_head_dim, scores)))
+        if found[-1][1] is None:
+            break
+    return found
 
 
 @cache
