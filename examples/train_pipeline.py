@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node 2 examples/train_pipeline.py
 
-What differs from a loop with torch's own `Schedule1F1B`: `hf_distca.pipeline.split` makes the stage of a model of transformers, and
-`hf_distca.pipeline.Schedule` stands where torch's schedule stood. With more processes than stages there are several copies of the
-model, whose ranks share attention, too: `--stages 2` with 4 processes. At the end a picture shows what each stage computes in each
-tick, without sharing and with it.
+What differs from a loop with torch's own `Schedule1F1B`: `hf_distca.pipeline.split` makes the stage of a model of transformers,
+and `hf_distca.pipeline.Schedule` stands where torch's schedule stood. With more processes than stages there are several copies of
+the model, whose ranks share attention, too: `--stages 2` with 4 processes. At the end a picture shows what each stage computes in
+each tick, without sharing and with it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def of_all_ranks(figures: list[TickFigures]) -> list[list[TickFigures]]:
 def draw(before: list[list[TickFigures]], after: list[list[TickFigures]], path: Path) -> None:
     """Ranks and ticks, and how long each computes attention, without sharing and with it."""
     seconds = [np.array([[one.attention_seconds for one in rank] for rank in ranks]) for ranks in (before, after)]
-    figure, axes = plt.subplots(2, 1, figsize=(11, 1.6 + 0.9 * len(after)), sharex=True)
+    figure, axes = plt.subplots(2, 1, figsize=(11, 1.6 + 0.9 * len(after)), sharex=True, layout="constrained")
     for axis, values, title in zip(axes, seconds, ("without sharing", "shared by all stages"), strict=True):
         image = axis.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=max(value.max() for value in seconds))
         slowest = values.max(0).sum()
