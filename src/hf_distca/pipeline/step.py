@@ -6,7 +6,7 @@ import datetime
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
@@ -32,12 +32,14 @@ class TickFigures(NamedTuple):
     Attributes:
         tick: which one; says which stages had which micro-batches.
         seconds: how long it took.
+        busy_seconds: of the processor, in all threads of this process.
         attention_seconds: in attention kernels, for its own micro-batch and for others. On CUDA, of those that have finished.
         sent_bytes: of rows sent to other ranks for their attention.
     """
 
     tick: Tick
     seconds: float
+    busy_seconds: float
     attention_seconds: float
     sent_bytes: int
 
@@ -80,17 +82,17 @@ class Step:
         """Run all ticks."""
         figures = []
         for tick in self._order:
-            started, before = time.perf_counter(), (self._meter.seconds, self._meter.sent_bytes)
+            before = self._clocks()
             with self._crew.group.reporting(f"running {self._named(tick)}"):
                 self._tick(tick)
-            took = time.perf_counter() - started
-            figures.append(TickFigures(tick, took, self._meter.seconds - before[0], self._meter.sent_bytes - before[1]))
+            took, busy, attention, sent = (after - earlier for after, earlier in zip(self._clocks(), before, strict=True))
+            figures.append(TickFigures(tick, took, busy, attention, int(sent)))
         self._wait(self._last, f"sending to other stages at the end of {self._plans.name}")
         return figures
 
-    @property
-    def _meter(self) -> Any:
-        return self._crew.seat.session.meter
+    def _clocks(self) -> tuple[float, float, float, int]:
+        meter = self._crew.seat.session.meter
+        return time.perf_counter(), time.process_time(), meter.seconds, meter.sent_bytes
 
     def _named(self, tick: Tick) -> str:
         return f"{tick} of {self._plans.name}, as stage {self._stage}"
