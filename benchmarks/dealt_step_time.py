@@ -74,15 +74,20 @@ def batch_of(lengths: list[int], packed: PackedDocuments) -> dict[str, Any]:
 
 
 class Steps:
-    """Times training steps of one rank."""
+    """Times training steps of one rank, on documents of these lengths or of `lengths_of`."""
 
-    def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        rank: int,
+        lengths: list[int] | None = None,
+        config: hf_distca.DistCAConfig | None = None,
+    ) -> None:
         self.rank, self.ranks = rank, arguments.ranks
-        self.lengths = lengths_of(arguments.tokens, arguments.ranks)
+        self.lengths = lengths or lengths_of(arguments.tokens, arguments.ranks)
         self.model = model_of(arguments, "distca")
         self.targets = sum(length - 1 for length in self.lengths)
-        config = hf_distca.DistCAConfig()
-        hf_distca.configure(config)
+        config = hf_distca.configure(config)
         keys = layer_keys(self.model.module, None, "cpu")
         costs = {key: known_cost(key, config) for key in keys}
         place = (self.ranks, arguments.tokens, costs, config)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         KernelError,
         LayoutError,
         PlanError,
+        ReportError,
         UnsupportedError,
     )
     from hf_distca.integration.ahead import plan_ahead
@@ -48,6 +49,7 @@ __all__ = [
     "PackingCollator",
     "PlanAheadMixin",
     "PlanError",
+    "ReportError",
     "UnsupportedError",
     "__version__",
     "attention_seconds",
@@ -76,6 +78,7 @@ _MODULES = {
         "KernelError",
         "LayoutError",
         "PlanError",
+        "ReportError",
         "UnsupportedError",
     ),
     "integration.ahead": ("plan_ahead",),

@@ -8,7 +8,20 @@ from typing import Annotated
 import typer
 
 from hf_distca.cli.files import errors_in_one_line, fail, name_of, read, write
-from hf_distca.cli.layer import CostName, HeadDim, KeyValueHeads, QueryHeads, Window, cost_model
+from hf_distca.cli.layer import (
+    CostName,
+    CostProfile,
+    HeadDim,
+    KeyValueHeads,
+    LinkRate,
+    NodeRate,
+    QueryHeads,
+    RanksPerLink,
+    RanksPerNode,
+    Window,
+    cost_model,
+    with_links,
+)
 
 __all__ = ["plan"]
 
@@ -28,6 +41,11 @@ def plan(
     head_dim: HeadDim = 128,
     window: Window = None,
     cost: Annotated[CostName, typer.Option(help="What is balanced: causal pairs, or seconds on a device.")] = CostName.pairs,
+    measured: CostProfile = None,
+    ranks_per_node: RanksPerNode = None,
+    link_gigabytes: LinkRate = None,
+    node_gigabytes: NodeRate = None,
+    ranks_per_link: RanksPerLink = 1,
 ) -> None:
     """Plan which rank computes which attention, and write the plan as JSON.
 
@@ -39,17 +57,20 @@ def plan(
     from hf_distca.schedule.balance import balance
     from hf_distca.schedule.load import summarize
     from hf_distca.schedule.placement import parse_placement
+    from hf_distca.schedule.ranks import Ranks
 
     with errors_in_one_line():
         config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=tile)
-        model = cost_model(cost, query_heads, key_value_heads, head_dim, tile=tile, window=window)
+        model = cost_model(cost, query_heads, key_value_heads, head_dim, tile=tile, window=window, measured=measured)
+        model = with_links(model, link_gigabytes, node_gigabytes, ranks_per_link)
         layout = parse_placement(read(placement), name_of(placement))
         if not layout.query_tokens.any():
             fail(f"{name_of(placement)} has no tokens: there is nothing to plan.")
-        result = balance(layout, model, config)
+        ranks = Ranks(per_node=ranks_per_node)
+        result = balance(layout, model, config, ranks)
         lines = [f"{'cost model':<26} {model.name}"]
         if window is not None:
             # Without, the plan is for layers that see all: no document is longer than the window.
             lines.append(f"{'sliding window':<26} {window} keys{'' if result.window else ', as long as any document'}")
-        lines.append(summarize(result, model).table(seconds=cost is not CostName.pairs))
+        lines.append(summarize(result, model, ranks).table(seconds=measured is not None or cost is not CostName.pairs))
         write(result.to_json(), "\n".join(lines), output)

@@ -13,6 +13,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.profiles import Profile
 
 __all__ = ["known_cost", "layer_keys"]
 
@@ -54,6 +55,8 @@ def known_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
     """
     if isinstance(config.cost_model, CostModel):
         return replace(config.cost_model, shape=key.shape, window=key.window)
+    if isinstance(config.cost_model, Profile):
+        return config.cost_model.cost_model(key.shape, key.window, tile=config.tile)
     return replace(CostModel.analytic(key.shape, device_type=key.device, tile=config.tile), window=key.window)
 
 

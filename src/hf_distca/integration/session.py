@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_distca.agreement.announce import PlanKey, Stated, layout_of
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planned, Planner
-from hf_distca.config import DistCAConfig
+from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.kinds import known_cost
@@ -31,6 +31,7 @@ from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.calibrate import calibrate
 from hf_distca.runtime.call import Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.fastest import fastest
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
@@ -74,6 +75,7 @@ class Session:
         self.given = members
         self.kernels: dict[str, None] = {}
         self.summarized = False
+        self._fastest: dict[tuple[torch.dtype, tuple[int, int]], str | None] = {}
         self.conductor: Conductor | None = None
         self._members = members
         self._group: AttentionGroup | None = None
@@ -97,7 +99,8 @@ class Session:
             if members is None and world is not None:
                 members = find_members()
             with said_if_long("making the attention group, which waits for all its ranks,"):
-                self._group = AttentionGroup.of(members, timeout_seconds=self.config.timeout_seconds)
+                config = self.config
+                self._group = AttentionGroup.of(members, timeout_seconds=config.timeout_seconds, size=config.group_size)
             self._world = world
         return self._group
 
@@ -244,7 +247,8 @@ class Session:
 
     def kernel(self, query: torch.Tensor, widths: tuple[int, int], scores: Scores) -> Kernel:
         """The kernel for the device and dtype of a tensor, and heads of these widths of keys and values."""
-        kernel = select_kernel(self.config.kernel, query.device, query.dtype, *widths, scores)
+        first = self._fastest.get((query.dtype, widths))
+        kernel = select_kernel(self.config.kernel, query.device, query.dtype, *widths, scores, first=first)
         self.kernels[kernel.name] = None
         return kernel
 
@@ -254,7 +258,12 @@ class Session:
             return
         cost = known_cost(key._replace(window=None), self.config)
         if self.config.cost_model == "calibrated":
-            kernel = self.kernel(query, (key.shape.head_dim, key.shape.value_head_dim), Scores(1.0))
+            widths = key.shape.head_dim, key.shape.value_head_dim
+            if self.config.kernel == "auto" and key.device == "cuda":
+                names = get_args(KernelName)
+                with said_if_long("comparing attention kernels before the first plan"):
+                    self._fastest[query.dtype, widths] = fastest(key.shape, names, query.dtype, query.device, group)
+            kernel = self.kernel(query, widths, Scores(1.0))
             with said_if_long(f"timing the attention kernel {kernel.name!r} before the first plan"):
                 cost = calibrate(cost, kernel, query.dtype, query.device, group)
         self.planner.costs[key.shape, key.device] = cost

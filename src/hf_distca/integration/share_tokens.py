@@ -151,6 +151,7 @@ def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, length
         [each + (rank < more) for rank in range(group.size)],
         costs or {PlanKey(_SOME_SHAPE, "cpu"): CostModel.pairs(_SOME_SHAPE)},
         session.config,
+        group.per_node,
     )
     return _Shared(dealing.share(joined, (0, planner.number + number + 1), group.rank), home, start)
 

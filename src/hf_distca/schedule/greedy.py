@@ -22,6 +22,7 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.levels import Levels
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.prices import Price
+from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import Fit
 
 __all__ = ["Greedy"]
@@ -57,6 +58,8 @@ class Greedy:
     """One run of the greedy for one tolerance. With `fit`, slices are only moved as far as they fit a server.
 
     With `cap`, ranks above that many seconds come down to it, and `tolerance` is not read.
+
+    Seconds of ranks and levels are what a rank takes; those of slices and of what is still to move are of a rank of speed 1.
     """
 
     def __init__(
@@ -67,15 +70,20 @@ class Greedy:
         tolerance: float,
         fit: Fit | None = None,
         cap: float | None = None,
+        ranks: Ranks = ALIKE,
     ) -> None:
         self.layout, self.price, self.fit, self.fills_all = layout, price, fit, cap is None
         self.work = list(seconds)
-        self.total = math.fsum(seconds)
-        mean = self.total / len(seconds)
-        self.levels = Levels.of(seconds, mean, tolerance) if cap is None else Levels.below(cap)
+        self.speeds = speeds = ranks.each(len(seconds))
+        mean = ranks.level(seconds)
+        self.total = ranks.work(seconds)
+        self.levels = Levels.of(seconds, speeds, mean, tolerance) if cap is None else Levels.below(cap)
         self.now = self.levels
-        self.surplus = math.fsum(work - self.levels.high for work in seconds if work > self.levels.high)
+        high = self.levels.high
+        self.surplus = math.fsum((work - high) * speed for work, speed in zip(seconds, speeds, strict=True) if work > high)
         self.shed = self.grown = 0.0
+        # Ranks of a node, if it matters who is in one.
+        self.per_node = ranks.per_node if price.near < 1 and (ranks.per_node or 1) < len(seconds) else None
         # Ranks that may take work, emptiest first.
         self.free = sorted((work, rank) for rank, work in enumerate(seconds) if work < self.levels.mean)
         self.pieces: dict[int, list[_Piece]] = {}
@@ -119,7 +127,7 @@ class Greedy:
     def _unload(self, source: int) -> None:
         """Move slices away until the source is at its level."""
         while self.work[source] > self.now.cap and self.free:
-            surplus = self.work[source] - self.now.high
+            surplus = (self.work[source] - self.now.high) * self.speeds[source]
             server = self._server_for(surplus)
             # A tile of rows may be more than the tolerated band is wide. Then a source too low, which `_lift` mends, or a
             # server too high, but lower than the source was, is better than leaving the source as it is.
@@ -133,9 +141,11 @@ class Greedy:
         while self.free and self.free[0][0] < self.now.floor:
             work, server = self.free[0]
             donors = heapq.nsmallest(_DONORS, range(len(self.work)), key=lambda rank: (-self.work[rank], rank))
+            donors += [rank for rank in self._node_of(server) if rank not in donors]
             offers = []
             for donor in donors:
-                want = min(self.work[donor] - self.now.floor, self.now.low - work)
+                over, lack = self.work[donor] - self.now.floor, self.now.low - work
+                want = min(over * self.speeds[donor], lack * self.speeds[server])
                 if self.work[donor] > self.now.low and (move := self._best(donor, server, want)):
                     offers.append((move.bytes_per_second, donor, move))
             if offers:
@@ -145,11 +155,12 @@ class Greedy:
 
     def _server_for(self, surplus: float) -> int:
         """A server that the surplus fits exactly, or else the emptiest."""
-        if self.now.low - self.free[0][0] > surplus:
+        work, emptiest = self.free[0]
+        if (self.now.low - work) * self.speeds[emptiest] > surplus:
             at = bisect_left(self.free, (self.now.floor - surplus, -1))
-            if at < len(self.free) and self.free[at][0] + surplus <= self.now.cap:
+            if at < len(self.free) and self.free[at][0] + surplus / self.speeds[self.free[at][1]] <= self.now.cap:
                 return self.free[at][1]
-        return self.free[0][1]
+        return emptiest
 
     def _best(self, source: int, server: int, surplus: float, *, strict: bool = True) -> _Move | None:
         """The cheapest slice for `server`, or for one that holds keys of a document already.
@@ -158,12 +169,16 @@ class Greedy:
         """
         best: _Move | None = None
         price, pieces = self.price, self._pieces(source)
+        near = self._near(source, server)
+        least_bytes = price.least_bytes if self.per_node is None else price.least_bytes * price.near
         for row, piece in enumerate(pieces):
             end = -piece.minus_end
             # No slice of a shorter prefix moves a second for fewer bytes than this.
-            if best is not None and price.least_bytes > best.bytes_per_second * price.most_seconds(end):
+            if best is not None and least_bytes > best.bytes_per_second * price.most_seconds(end):
                 break
             held = self.held.get(piece.document)
+            if near is not None:
+                best = self._try(source, row, piece, near, (held or {}).get(near, 0), surplus, strict, best)
             if held is None:
                 best = self._try(source, row, piece, server, 0, surplus, strict, best)
                 continue
@@ -171,6 +186,18 @@ class Greedy:
             for other in self._holders(held, server):
                 best = self._try(source, row, piece, other, held[other], surplus, strict, best)
         return best
+
+    def _node_of(self, rank: int) -> range:
+        """The ranks of a node; none if nodes do not matter."""
+        if self.per_node is None:
+            return range(0)
+        first = rank // self.per_node * self.per_node
+        return range(first, first + self.per_node)
+
+    def _near(self, source: int, but: int) -> int | None:
+        """The emptiest server in the node of the source, if it may take work."""
+        able = [(self.work[rank], rank) for rank in self._node_of(source) if self.work[rank] < self.now.floor and rank != but]
+        return min(able)[1] if able else None
 
     def _holders(self, held: dict[int, int], but: int) -> Iterator[int]:
         found = 0
@@ -185,10 +212,10 @@ class Greedy:
         self, source: int, row: int, piece: _Piece, server: int, held: int, surplus: float, strict: bool, best: _Move | None
     ) -> _Move | None:
         price, start, end = self.price, piece.start, -piece.minus_end
-        work = self.work[server]
-        room = (self.now.cap if strict else max(self.now.cap, (self.work[source] + work) / 2)) - work
-        want = min(surplus, self.now.low - work if work < self.now.floor else room)
-        most = min(self.work[source] - self.now.floor, room) if strict else room
+        work, speed = self.work[server], self.speeds[server]
+        room = ((self.now.cap if strict else max(self.now.cap, (self.work[source] + work) / 2)) - work) * speed
+        want = min(surplus, (self.now.low - work) * speed if work < self.now.floor else room)
+        most = min((self.work[source] - self.now.floor) * self.speeds[source], room) if strict else room
         whole = price.seconds(start, end)
         if whole <= want or (whole <= most and whole <= 1.1 * want):
             x, y = start, end
@@ -206,6 +233,8 @@ class Greedy:
         if x == start and y == end and piece.document in self.held:
             keys -= self._saved(source, piece)
         ratio = (price.query_bytes * (y - x) + price.key_bytes * keys) / shed
+        if self.per_node is not None and source // self.per_node == server // self.per_node:
+            ratio *= price.near
         if best is None or ratio < best.bytes_per_second:
             return _Move(ratio, server, row, x, y, shed, added)
         return best
@@ -244,12 +273,12 @@ class Greedy:
 
     def _change(self, rank: int, seconds: float) -> None:
         old = self.work[rank]
-        self.work[rank] = old + seconds
+        now = self.work[rank] = old + seconds / self.speeds[rank]
         at = bisect_left(self.free, (old, rank))
         if at < len(self.free) and self.free[at] == (old, rank):
             del self.free[at]
-        if old + seconds < self.now.mean:
-            insort(self.free, (old + seconds, rank))
+        if now < self.now.mean:
+            insort(self.free, (now, rank))
 
     def _build(self) -> Plan:
         """Tasks: untouched segments, what is left of the others, and what was moved."""

@@ -11,7 +11,9 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.nodes import NodeBytes, wire_seconds
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["PlanLoad", "PlanSummary", "imbalance", "summarize"]
@@ -32,12 +34,14 @@ class PlanLoad:
         waves: the plan's waves, if it goes in several: each exchanges by itself, and keys may travel in more than one.
         overlapped: whether the plan is for a nano-batch of ping-pong, whose messages travel while the other one, with about as
             much work, computes.
+        ranks: what ranks are like.
     """
 
     plan: Plan
     cost: CostModel
     waves: Waves | None = None
     overlapped: bool = False
+    ranks: Ranks = ALIKE
 
     def __post_init__(self) -> None:
         if self.cost.window != self.plan.window:
@@ -55,9 +59,9 @@ class PlanLoad:
 
     @cached_property
     def compute_seconds(self) -> FloatArray:
-        """Forward plus backward seconds of the tasks of each rank."""
+        """Forward plus backward seconds that each rank takes for its tasks."""
         plan = self.plan
-        return self._sum(plan.server, self.cost.seconds(plan.end - plan.start, plan.end))
+        return self.ranks.taken(self._sum(plan.server, self.cost.seconds(plan.end - plan.start, plan.end)))
 
     @cached_property
     def query_tokens(self) -> tuple[FloatArray, FloatArray]:
@@ -70,16 +74,18 @@ class PlanLoad:
     @cached_property
     def key_tokens(self) -> tuple[FloatArray, FloatArray]:
         """K/V tokens that each rank sends and receives, each token once per destination."""
+        sides = [(self._sum(source, tokens), self._sum(server, tokens)) for source, server, tokens in self._sent_keys]
+        return np.sum([side[0] for side in sides], axis=0), np.sum([side[1] for side in sides], axis=0)
+
+    @cached_property
+    def _sent_keys(self) -> list[tuple[IntArray, IntArray, IntArray]]:
+        """(source, server, tokens) of the runs of keys that travel, wave by wave."""
         if self.waves is None or self.waves.bytes is None:
             found = [self.plan.key_transfers()]
         else:
             found = [self.waves.plan.key_transfers(among=self.waves.number == wave) for wave in range(self.waves.count)]
-        sides = []
-        for keys in found:
-            sent = keys.source != keys.server
-            tokens = (keys.end - keys.start)[sent]
-            sides.append((self._sum(keys.source[sent], tokens), self._sum(keys.server[sent], tokens)))
-        return np.sum([side[0] for side in sides], axis=0), np.sum([side[1] for side in sides], axis=0)
+        sent = [(keys, keys.source != keys.server) for keys in found]
+        return [(keys.source[some], keys.server[some], (keys.end - keys.start)[some]) for keys, some in sent]
 
     @cached_property
     def exchange_bytes(self) -> tuple[FloatArray, FloatArray]:
@@ -92,15 +98,32 @@ class PlanLoad:
         return sent, received
 
     @cached_property
+    def node_bytes(self) -> NodeBytes:
+        """The same bytes, inside nodes and between them; all between, if nodes are not told apart."""
+        plan, shape = self.plan, self.cost.shape
+        away = np.flatnonzero(plan.home != plan.server)
+        queries = (plan.home[away], plan.server[away], (plan.end - plan.start)[away] * shape.moved_query_bytes)
+        keys = [(source, server, tokens * shape.moved_key_bytes) for source, server, tokens in self._sent_keys]
+        source, server, amount = (np.concatenate(columns) for columns in zip(queries, *keys, strict=True))
+        return NodeBytes.of((source, server, amount), plan.layout.world_size, self.ranks.per_node or 1)
+
+    @cached_property
+    def wire_seconds(self) -> tuple[FloatArray, FloatArray]:
+        """Seconds that each rank sends and receives, without the fixed part of exchanges; see `schedule.nodes` for two levels."""
+        if self.ranks.per_node is not None and self.cost.node_bytes_per_second is not None:
+            return wire_seconds(self.node_bytes, self.cost, self.ranks)
+        sent, received = (
+            self.cost.transfer_seconds(queries, keys) for queries, keys in zip(self.query_tokens, self.key_tokens, strict=True)
+        )
+        return sent, received
+
+    @cached_property
     def exchange_seconds(self) -> FloatArray:
         """Seconds that each rank exchanges: the busier of its two roles, plus the fixed part of every exchange."""
         if not self.plan.moved:
             return np.zeros(self.plan.layout.world_size)
-        sent, received = (
-            self.cost.transfer_seconds(queries, keys) for queries, keys in zip(self.query_tokens, self.key_tokens, strict=True)
-        )
         exchanges = EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count)
-        return np.maximum(sent, received) + exchanges * self.cost.exchange_seconds
+        return np.maximum(*self.wire_seconds) + exchanges * self.cost.exchange_seconds
 
     @property
     def slowest_seconds(self) -> float:
@@ -132,6 +155,8 @@ class PlanSummary:
         max_sent_query_tokens, max_received_query_tokens: of the busiest rank.
         max_sent_key_tokens, max_received_key_tokens: of the busiest rank.
         max_sent_bytes, max_received_bytes: bytes exchanged, forward and backward, by the busiest home and the busiest server.
+        bytes_inside_nodes, bytes_between_nodes: bytes exchanged by all ranks; all are between, if nodes are not told apart.
+        max_bytes_between_nodes: exchanged with other nodes by the rank that does most of it, as a home or as a server.
     """
 
     ranks: int
@@ -153,6 +178,9 @@ class PlanSummary:
     max_received_key_tokens: int
     max_sent_bytes: int
     max_received_bytes: int
+    bytes_inside_nodes: int
+    bytes_between_nodes: int
+    max_bytes_between_nodes: int
 
     def to_dict(self) -> dict[str, int | float]:
         """The figures as a dictionary that `json` can write."""
@@ -181,12 +209,23 @@ class PlanSummary:
             ("busiest sender", f"{self.max_sent_bytes / 1e6:.1f} MB per layer"),
             ("busiest receiver", f"{self.max_received_bytes / 1e6:.1f} MB per layer"),
         ]
+        if self.bytes_inside_nodes:
+            between, total, most = (
+                f"{amount / 1e6:.1f}"
+                for amount in (
+                    self.bytes_between_nodes,
+                    self.bytes_inside_nodes + self.bytes_between_nodes,
+                    self.max_bytes_between_nodes,
+                )
+            )
+            lines.append(("between nodes", f"{between} of {total} MB per layer, {most} MB of the busiest rank"))
         return "\n".join(f"{label:<26} {value}" for label, value in lines)
 
 
-def summarize(plan: Plan, cost: CostModel) -> PlanSummary:
+def summarize(plan: Plan, cost: CostModel, ranks: Ranks = ALIKE) -> PlanSummary:
     """Figures of `plan` beside those of the plan that moves nothing, under `cost`."""
-    after, before = PlanLoad(plan, cost), PlanLoad(Plan.local(plan.layout, plan.window), cost)
+    local = Plan.local(plan.layout, plan.window)
+    after, before = PlanLoad(plan, cost, ranks=ranks), PlanLoad(local, cost, ranks=ranks)
 
     def busiest(values: FloatArray) -> int:
         return int(values.max(initial=0))
@@ -211,4 +250,7 @@ def summarize(plan: Plan, cost: CostModel) -> PlanSummary:
         max_received_key_tokens=busiest(after.key_tokens[1]),
         max_sent_bytes=busiest(after.exchange_bytes[0]),
         max_received_bytes=busiest(after.exchange_bytes[1]),
+        bytes_inside_nodes=int(after.node_bytes.sent_inside.sum()),
+        bytes_between_nodes=int(after.node_bytes.sent_between.sum()),
+        max_bytes_between_nodes=busiest(np.maximum(after.node_bytes.sent_between, after.node_bytes.received_between)),
     )
