@@ -126,21 +126,18 @@ class Step:
         mine = {leg.own: leg for leg in legs if leg.own is not None}
         name = f"micro-batch {at} of {self._plans.name} on stage {self._stage}"
         outputs = OutputStore() if back else None
-        return MicroBatch(name, self._documents[at], own, mine, {number: number in moved for number in mine}, outputs)
+        held = tuple(at if stage == self._stage else None for stage in range(len(tick.micro_batches)))
+        layout = self._plans.layout(held, None)
+        return MicroBatch(name, self._documents[at], layout, own, mine, {number: number in moved for number in mine}, outputs)
 
     def _travel(self, tick: Tick) -> None:
         """Send what this stage made in a tick, and begin to receive what its neighbour made."""
         stage, way = self._schedule.stage, -1 if tick.backward else 1
         at, source = tick.micro_batches[self._stage], self._stage - way
         coming = tick.micro_batches[source] if 0 <= source < len(tick.micro_batches) else None
-        send, receive = (
-            (stage.get_bwd_send_ops, stage.get_bwd_recv_ops)
-            if tick.backward
-            else (
-                stage.get_fwd_send_ops,
-                stage.get_fwd_recv_ops,
-            )
-        )
+        send, receive = stage.get_fwd_send_ops, stage.get_fwd_recv_ops
+        if tick.backward:
+            send, receive = stage.get_bwd_send_ops, stage.get_bwd_recv_ops
         ops = [*(send(at) if at is not None else []), *(receive(coming) if coming is not None else [])]
         self._wait(self._last, f"sending what was made before {self._named(tick)}")
         self._last = _Mail(ops)
