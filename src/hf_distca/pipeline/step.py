@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Step", "TickFigures"]
 
+_Ops = Callable[[int], list[dist.P2POp]]  # of a micro-batch
+
 
 class TickFigures(NamedTuple):
     """What one rank did in a tick.
@@ -135,9 +137,9 @@ class Step:
         stage, way = self._schedule.stage, -1 if tick.backward else 1
         at, source = tick.micro_batches[self._stage], self._stage - way
         coming = tick.micro_batches[source] if 0 <= source < len(tick.micro_batches) else None
-        send, receive = stage.get_fwd_send_ops, stage.get_fwd_recv_ops
-        if tick.backward:
-            send, receive = stage.get_bwd_send_ops, stage.get_bwd_recv_ops
+        back = tick.backward
+        send: _Ops = stage.get_bwd_send_ops if back else stage.get_fwd_send_ops
+        receive: _Ops = stage.get_bwd_recv_ops if back else stage.get_fwd_recv_ops
         ops = [*(send(at) if at is not None else []), *(receive(coming) if coming is not None else [])]
         self._wait(self._last, f"sending what was made before {self._named(tick)}")
         self._last = _Mail(ops)
