@@ -7,7 +7,11 @@ Modes take turns within each round, so that a drifting machine slows all of them
 
 Beside them stands the ideal: every tick takes the longest linear work of a stage, and the attention of all stages spread evenly
 over them; or, where processes share cores, at least the work of the tick over the number of cores. Work is processor time of
-micro-batches that each stage runs by itself. The share gained is what balancing takes off 1F1B over what the ideal does.
+micro-batches that each stage runs by itself. The share gained is what sharing takes off 1F1B over what the ideal does.
+
+A second table is for machines with less than a core for each stage, or with others on them: processor time along the critical
+path. Of shared ticks it is what the busiest stage of each tick took in the real run, and the planning; of 1F1B and the ideal it
+is simulated from the work of micro-batches, with a core for every stage.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ import hf_distca
 from hf_distca.integration.session import current_session
 from hf_distca.pipeline import Schedule, split
 from hf_distca.pipeline.ticks import ticks
+from hf_distca.runtime import meter
 from machine import describe
 from output import add_json_option, put_out
 
@@ -106,35 +111,37 @@ class Steps:
         here = self.stage.stage_index, self.stage.num_stages, self.stage.device
         return PipelineStage(self.stage.submod, *here, input_args=inputs, output_args=outputs, group=mesh.get_group())
 
-    def step(self, lengths: str, mode: str) -> float:
-        """Seconds until all stages are done."""
+    def step(self, lengths: str, mode: str) -> tuple[float, list[float]]:
+        """Seconds until all stages are done, and processor seconds of this one: of each tick, and of what is outside them."""
         ids, positions = self.batches[lengths]
         # Under 1F1B stages are in different micro-batches and must not wait for each other: a module that evaluates is alone.
         self.stage.submod.train(mode != "1f1b")
         schedule = self.classic if mode == "1f1b" else self.shared
         dist.barrier()
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.process_time()
         with hf_distca.balancing(mode == "shared"):
             schedule.step(ids, position_ids=positions, target=ids, return_outputs=False)
+        busy = time.process_time() - busy
         dist.barrier()
         seconds = time.perf_counter() - started
         self.stage.submod.zero_grad()
-        return seconds
+        ticks_ = [] if mode == "1f1b" else [one.busy_seconds for one in self.shared.figures]
+        return seconds, [*ticks_, busy - sum(ticks_)]
 
     def work(self, lengths: str) -> list[list[float]]:
         """Of each micro-batch: processor seconds of linear layers and of attention, forward and then backward."""
         self.stage.submod.eval()
-        meter, found = current_session().meter, []
+        counts, found = current_session().meter, []
         for ids, positions in zip(*self.batches[lengths], strict=True):
             hidden = torch.randn(1, len(ids), self.stage.submod.model.config.hidden_size, requires_grad=True)
-            clock, attention = [time.process_time()], [meter.seconds]
+            clock, attention = [time.process_time()], [counts.seconds]
             out = self.stage.submod(ids[None] if self.stage.is_first else hidden, position_ids=positions[None])
             loss = loss_of(out, ids) if self.stage.is_last else out.sum()
             clock.append(time.process_time())
-            attention.append(meter.seconds)
+            attention.append(counts.seconds)
             loss.backward()
             clock.append(time.process_time())
-            attention.append(meter.seconds)
+            attention.append(counts.seconds)
             both = [(b - a, d - c) for a, b, c, d in zip(clock, clock[1:], attention, attention[1:], strict=False)]
             found.append([number for all_, kernel in both for number in (max(all_ - kernel, 0.0), min(kernel, all_))])
         self.stage.submod.zero_grad()
@@ -152,12 +159,43 @@ def ideal(work: list[list[list[float]]], cores: int) -> float:
     return seconds
 
 
+def classic(work: list[list[list[float]]]) -> float:
+    """Seconds of a step of 1F1B, from the work of [stage][micro-batch], with a core for every stage."""
+    stages, count = len(work), len(work[0])
+    orders = []
+    for stage in range(stages):
+        ahead = min(count, stages - stage)
+        pairs = [(way, at + ahead * (1 - way)) for at in range(count) for way in (1, 0)]
+        orders.append([(0, at) for at in range(ahead)] + [(way, at) for way, at in pairs if at < count])
+    done: dict[tuple[int, int, int], float] = {}
+    free = [0.0] * stages
+    while any(orders):
+        for stage, order in enumerate(orders):
+            while order:
+                way, at = order[0]
+                source = stage + (1 if way else -1)
+                if 0 <= source < stages and (way, source, at) not in done:
+                    break
+                start = max(free[stage], done.get((way, source, at), 0.0))
+                free[stage] = done[way, stage, at] = start + sum(work[stage][at][2 * way : 2 * way + 2])
+                order.pop(0)
+    return max(free)
+
+
+class _ProcessorClock:
+    """In the place of the clock by which kernels are timed: theirs is the time that others on the machine take away, too."""
+
+    perf_counter = staticmethod(time.process_time)
+
+
 def run(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
+    meter.time = _ProcessorClock
     store = dist.FileStore(str(Path(folder, "store")), arguments.stages)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.stages)
     steps, modes = Steps(arguments, rank), ("1f1b", "unshared", "shared")
     seconds: dict[str, dict[str, list[float]]] = {lengths: {mode: [] for mode in modes} for lengths in steps.batches}
+    paths = {lengths: {name: list[float]() for name in ("1f1b", "shared", "ideal")} for lengths in steps.batches}
     ideals: dict[str, list[float]] = {lengths: [] for lengths in steps.batches}
     cores = min(arguments.stages, os.cpu_count() or 1)
     for mode in modes:  # the first steps pay for buffers and connections
@@ -165,46 +203,76 @@ def run(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     for round_ in tqdm(range(arguments.rounds), desc="rounds", file=sys.stderr, disable=rank > 0):
         for lengths in steps.batches:
             for mode in modes[:: 1 if round_ % 2 == 0 else -1]:
-                seconds[lengths][mode].append(steps.step(lengths, mode))
-            every: list[Any] = [None] * arguments.stages
-            dist.all_gather_object(every, steps.work(lengths))
+                taken, busy = steps.step(lengths, mode)
+                seconds[lengths][mode].append(taken)
+                if mode == "shared":
+                    paths[lengths]["shared"].append(sum(map(max, zip(*of_all(busy), strict=True))))
+            every = of_all(steps.work(lengths))
             ideals[lengths].append(ideal(every, cores))
+            paths[lengths]["1f1b"].append(classic(every))
+            paths[lengths]["ideal"].append(ideal(every, arguments.stages))
     if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(summary(arguments, seconds, ideals)))
+        Path(folder, "result.json").write_text(json.dumps(summary(arguments, seconds, ideals, paths)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def summary(arguments: argparse.Namespace, seconds: dict[str, dict[str, list[float]]], ideals: dict[str, list[float]]) -> Any:
-    rows = {}
+def of_all(own: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def gained(row: dict[str, float]) -> float:
+    return (row["1f1b"] - row["shared"]) / (row["1f1b"] - row["ideal"])
+
+
+def summary(
+    arguments: argparse.Namespace,
+    seconds: dict[str, dict[str, list[float]]],
+    ideals: dict[str, list[float]],
+    paths: dict[str, dict[str, list[float]]],
+) -> Any:
+    rows, path_rows = {}, {}
     for lengths, modes in seconds.items():
         row = {mode: statistics.median(taken) for mode, taken in modes.items()}
         row["ideal"] = statistics.median(ideals[lengths])
-        row["gained"] = (row["1f1b"] - row["shared"]) / (row["1f1b"] - row["ideal"])
+        row["gained"] = gained(row)
         row["ratio"] = statistics.median(a / b for a, b in zip(modes["shared"], modes["1f1b"], strict=True))
         rows[lengths] = row
+        path = {name: statistics.median(taken) for name, taken in paths[lengths].items()}
+        path_rows[lengths] = {**path, "gained": gained(path), "ratio": path["shared"] / path["1f1b"]}
     names = ("stages", "micro_batches", "tokens", "layers", "heads", "rounds")
-    return {"machine": describe(), "run": {name: getattr(arguments, name) for name in names}, "seconds": rows, "each": seconds}
+    return {
+        "machine": describe(),
+        "run": {name: getattr(arguments, name) for name in names},
+        "seconds": rows,
+        "critical_path": path_rows,
+        "each": seconds,
+    }
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title=f"seconds of a step, {result['run']['stages']} stages, medians of {result['run']['rounds']} rounds")
-    columns = ("documents", "1F1B", "our ticks, unshared", "shared", "ideal", "gained of what is to be gained", "shared / 1F1B")
-    for name in columns:
-        table.add_column(name, justify="left" if name == "documents" else "right")
-    for lengths, row in result["seconds"].items():
-        figures = [f"{row[name]:.2f}" for name in ("1f1b", "unshared", "shared", "ideal")]
-        table.add_row(lengths, *figures, f"{row['gained']:.0%}", f"{row['ratio']:.2f}")
-    Console(width=130).print(table)
+    of = f"{result['run']['stages']} stages, medians of {result['run']['rounds']} rounds"
+    names = {"1f1b": "1F1B", "unshared": "our ticks, unshared", "shared": "shared", "ideal": "ideal"}
+    for key, title in (("seconds", "seconds of a step"), ("critical_path", "processor seconds along the critical path")):
+        table = Table(title=f"{title}, {of}")
+        rows = result[key]
+        shown = [name for name in names if name in next(iter(rows.values()))]
+        for name in ("documents", *(names[name] for name in shown), "gained of what is to be gained", "shared / 1F1B"):
+            table.add_column(name, justify="left" if name == "documents" else "right")
+        for lengths, row in rows.items():
+            table.add_row(lengths, *(f"{row[name]:.2f}" for name in shown), f"{row['gained']:.0%}", f"{row['ratio']:.2f}")
+        Console(width=130).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=2, help="processes, one a stage (default: %(default)s)")
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a micro-batch (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers of the whole model (default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=4, help="query heads of 64; half as many key/value heads")
+    parser.add_argument("--heads", type=int, default=2, help="query heads of 64; half as many key/value heads")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each mode (default: %(default)s)")
     add_json_option(parser)
     arguments = parser.parse_args()

@@ -68,6 +68,13 @@ def test_shared_keys_are_refused() -> None:
         check_split(model)
 
 
+def test_losses_of_routers_are_refused() -> None:
+    model = build("mixtral", "distca", torch.float32)
+    model.config.output_router_logits = True
+    with pytest.raises(UnsupportedError, match="output_router_logits=True"):
+        check_split(model)
+
+
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="got a Linear: give it the model of transformers itself"):
         split(torch.nn.Linear(1, 1), Mock(ndim=1))

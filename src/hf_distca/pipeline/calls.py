@@ -29,6 +29,7 @@ class Leg:
     """One rank's part in a call of attention that stages make together.
 
     Attributes:
+        number: of the call in its tick, from 0.
         place: which call it is, in words that are the same on all ranks.
         kind: of the layers.
         own: which of its own calls it is to this rank's stage, in the order of its forward; None if it only serves.
@@ -36,6 +37,7 @@ class Leg:
         window: of the plan.
     """
 
+    number: int
     place: str
     kind: Kind
     own: int | None

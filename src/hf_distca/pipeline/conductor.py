@@ -26,6 +26,7 @@ from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Tracer
+from hf_distca.schedule.layout import Layout
 
 __all__ = ["Conductor", "MicroBatch", "Seat"]
 
@@ -37,6 +38,7 @@ class MicroBatch:
     Attributes:
         name: for errors.
         documents: of this rank.
+        layout: documents of this micro-batch on all copies of the model, by rank.
         forward, backward: its calls of attention among those of the tick; backward once that has begun.
         legs: this rank's own calls in forward, by number.
         exchanges: of each, whether anything is moved in its forward or backward.
@@ -46,6 +48,7 @@ class MicroBatch:
 
     name: str
     documents: Documents
+    layout: Layout
     forward: Legs
     legs: Mapping[int, Leg]
     exchanges: Mapping[int, bool]
@@ -77,7 +80,7 @@ class Seat:
         """What runs the tasks of a call."""
         scores, shape = leg.kind.scores(leg.window), leg.kind.key.shape
         kernel = self.session.kernel(leg.kind.nothing(self.device).q_THD, (shape.head_dim, shape.value_head_dim), scores)
-        tracer = Tracer(self.session.trace, 0, 0, self.device)
+        tracer = Tracer(self.session.trace, 0, leg.number + 1, self.device)
         return AttentionServer(
             kernel, scores, self.session.meter, tracer, partial(self.group.reporting, f"computing {leg.place}")
         )
@@ -135,6 +138,7 @@ class Conductor:
         if micro_batch is None or seat is None:
             raise DistCADesyncError("a stage of a pipeline ran a forward outside its schedule: let `Schedule.step` run it.")
         handle.documents = micro_batch.documents.in_chunks(handle.chunk)
+        handle.check(micro_batch.layout)
         keep = None if handle.documents.keep is None else to_device(torch.from_numpy(handle.documents.keep), query.device)
         attend = partial(_attend, seat, micro_batch, key)
         return Work(seat.group, _NOWHERE, keep, None, seat.session.meter, name=micro_batch.name, attend=attend)

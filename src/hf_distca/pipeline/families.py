@@ -41,6 +41,8 @@ def check_split(model: PreTrainedModel) -> None:
         why = "models of this family were never compared with their stages, or are not layers between an embedding and a head"
     elif shared := getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
         why = f"{shared} of its layers read keys of other layers (num_kv_shared_layers={shared}), which may be on another stage"
+    elif getattr(config.get_text_config(decoder=True), "output_router_logits", False):
+        why = "it adds a loss of its routers (output_router_logits=True), which stages do not hand on; set it to False"
     if why is not None:
         raise UnsupportedError(
             f"hf_distca.pipeline does not split {config.model_type} models: {why}. Train it with data parallelism, whose ranks "

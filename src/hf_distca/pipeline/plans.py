@@ -145,7 +145,8 @@ class StepPlans:
                 waves = Waves.of(plan, key.shape, self.config.tile, self.config.max_transient_bytes)
                 route = self._routes[held, key] = Route.build(plan, self.pipeline.rank, waves)
             own = None if held[stage] is None else turn.calls[stage]
-            found.append(Leg(f"attention call {number} of {tick} of {self.name}", turn.kind, own, route, plan.window))
+            place = f"attention call {number} of {tick} of {self.name}"
+            found.append(Leg(number, place, turn.kind, own, route, plan.window))
         return found
 
     def _shared(self, tick: Tick) -> Iterator[tuple[Held, Turn[Kind]]]:

@@ -166,7 +166,8 @@ class Stage(PipelineStage):
         """Say what shapes and dtypes travel, so that torch need not find out by a forward and backward of its own.
 
         Args:
-            inputs, outputs: of one micro-batch, of the device "meta".
+            inputs: of one micro-batch, of the device "meta".
+            outputs: likewise.
         """
         super().__init__(
             self.submod, self.stage_index, self.num_stages, self.device, input_args=inputs, output_args=outputs, group=self.group
@@ -214,7 +215,8 @@ def from_pretrained(name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None
 
     Args:
         name: a directory or a name on the hub, as for transformers.
-        mesh, layers: as for `split`.
+        mesh: as for `split`.
+        layers: as for `split`.
         kwargs: for ``from_pretrained`` of transformers, such as ``dtype``; ``attn_implementation`` is "distca" if not given.
 
     Raises:

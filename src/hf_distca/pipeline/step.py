@@ -6,7 +6,7 @@ import datetime
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Step", "TickFigures"]
 
+_Ops = Callable[[int], list[dist.P2POp]]  # of a micro-batch
+
 
 class TickFigures(NamedTuple):
     """What one rank did in a tick.
@@ -32,12 +34,14 @@ class TickFigures(NamedTuple):
     Attributes:
         tick: which one; says which stages had which micro-batches.
         seconds: how long it took.
+        busy_seconds: of the processor, in all threads of this process.
         attention_seconds: in attention kernels, for its own micro-batch and for others. On CUDA, of those that have finished.
         sent_bytes: of rows sent to other ranks for their attention.
     """
 
     tick: Tick
     seconds: float
+    busy_seconds: float
     attention_seconds: float
     sent_bytes: int
 
@@ -80,17 +84,17 @@ class Step:
         """Run all ticks."""
         figures = []
         for tick in self._order:
-            started, before = time.perf_counter(), (self._meter.seconds, self._meter.sent_bytes)
+            before = self._clocks()
             with self._crew.group.reporting(f"running {self._named(tick)}"):
                 self._tick(tick)
-            took = time.perf_counter() - started
-            figures.append(TickFigures(tick, took, self._meter.seconds - before[0], self._meter.sent_bytes - before[1]))
+            took, busy, attention, sent = (after - earlier for after, earlier in zip(self._clocks(), before, strict=True))
+            figures.append(TickFigures(tick, took, busy, attention, int(sent)))
         self._wait(self._last, f"sending to other stages at the end of {self._plans.name}")
         return figures
 
-    @property
-    def _meter(self) -> Any:
-        return self._crew.seat.session.meter
+    def _clocks(self) -> tuple[float, float, float, int]:
+        meter = self._crew.seat.session.meter
+        return time.perf_counter(), time.process_time(), meter.seconds, meter.sent_bytes
 
     def _named(self, tick: Tick) -> str:
         return f"{tick} of {self._plans.name}, as stage {self._stage}"
@@ -124,21 +128,18 @@ class Step:
         mine = {leg.own: leg for leg in legs if leg.own is not None}
         name = f"micro-batch {at} of {self._plans.name} on stage {self._stage}"
         outputs = OutputStore() if back else None
-        return MicroBatch(name, self._documents[at], own, mine, {number: number in moved for number in mine}, outputs)
+        held = tuple(at if stage == self._stage else None for stage in range(len(tick.micro_batches)))
+        layout = self._plans.layout(held, None)
+        return MicroBatch(name, self._documents[at], layout, own, mine, {number: number in moved for number in mine}, outputs)
 
     def _travel(self, tick: Tick) -> None:
         """Send what this stage made in a tick, and begin to receive what its neighbour made."""
         stage, way = self._schedule.stage, -1 if tick.backward else 1
         at, source = tick.micro_batches[self._stage], self._stage - way
         coming = tick.micro_batches[source] if 0 <= source < len(tick.micro_batches) else None
-        send, receive = (
-            (stage.get_bwd_send_ops, stage.get_bwd_recv_ops)
-            if tick.backward
-            else (
-                stage.get_fwd_send_ops,
-                stage.get_fwd_recv_ops,
-            )
-        )
+        back = tick.backward
+        send: _Ops = stage.get_bwd_send_ops if back else stage.get_fwd_send_ops
+        receive: _Ops = stage.get_bwd_recv_ops if back else stage.get_fwd_recv_ops
         ops = [*(send(at) if at is not None else []), *(receive(coming) if coming is not None else [])]
         self._wait(self._last, f"sending what was made before {self._named(tick)}")
         self._last = _Mail(ops)
