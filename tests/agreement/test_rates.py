@@ -75,7 +75,7 @@ class World:
         self.lengths = [[8192] if rank == number % RANKS else [8192 // int(random.integers(4, 32))] * 4 for rank in range(RANKS)]
         documents = self._documents(self.lengths[0])
         (planned,) = self.planner.plan([(documents, KEY)], self.group)
-        estimate = self.planner.cost(KEY)
+        estimate = self.planner.costs.of(KEY)
         meter = self.planner.use(planned, documents)
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         plan = planned.plan
@@ -89,7 +89,7 @@ class World:
         self.slowdown.append(float((kernel + moving).max() / unmoved.max()))
         self.measured = np.stack([kernel * 1e9, np.zeros(RANKS), waiting * 1e9, np.ones(RANKS)], axis=1).astype(np.int64)
         mine = np.bincount(plan.server, weights=estimate.seconds(plan.end - plan.start, plan.end), minlength=RANKS)
-        return float(self.planner.ranks(RANKS).taken(mine).max() / kernel.max())
+        return float(self.planner.costs.ranks(RANKS).taken(mine).max() / kernel.max())
 
     def _exchange(self, plan: Plan) -> np.ndarray:
         """Seconds beside kernels: messages, and waits for later waves, which are served one after another."""
@@ -127,24 +127,24 @@ def test_nothing_changes_where_measurements_are_as_estimated() -> None:
     world = World(TRUE)
     for number in range(24):
         world.step(number)
-    assert world.planner.cost(KEY).forward == TRUE.forward
-    assert world.planner.ranks(RANKS).speeds is None
+    assert world.planner.costs.of(KEY).forward == TRUE.forward
+    assert world.planner.costs.ranks(RANKS).speeds is None
 
 
 def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
     world = World(TRUE, (1.0, 1 / 1.5, 1.0, 1.0))
     for number in range(16):
         world.step(number)
-    speeds = np.array(world.planner.ranks(RANKS).speeds)
+    speeds = np.array(world.planner.costs.ranks(RANKS).speeds)
     assert speeds / speeds.max() == pytest.approx([1, 1 / 1.5, 1, 1], rel=0.05)
     plan = world.plans[-1]
     kernel = np.bincount(plan.server, weights=TRUE.seconds(plan.end - plan.start, plan.end), minlength=RANKS) / world.speeds
     assert kernel.max() <= 1.1 * TRUE.seconds(plan.end - plan.start, plan.end).sum() / world.speeds.sum()
-    assert world.planner.ranks(RANKS + 1).speeds is None
+    assert world.planner.costs.ranks(RANKS + 1).speeds is None
     world.speeds[1] = 1.0
     for number in range(16, 40):
         world.step(number)
-    assert world.planner.ranks(RANKS).speeds is None
+    assert world.planner.costs.ranks(RANKS).speeds is None
 
 
 def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
@@ -155,8 +155,8 @@ def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
     assert first <= 6
     tried = [number for number, moved in enumerate(world.moved) if moved and number > first]
     assert len(tried) <= 200 // 64
-    assert world.planner.rates.slower is not None
-    assert world.planner.rates.slower > 0.05
+    assert world.planner.costs.rates.slower is not None
+    assert world.planner.costs.rates.slower > 0.05
 
 
 def test_exchanges_are_taken_up_when_they_pay_again() -> None:
@@ -166,9 +166,9 @@ def test_exchanges_are_taken_up_when_they_pay_again() -> None:
     world.exchange = 1.0
     for number in range(100, 6000):
         world.step(number)
-        if world.planner.rates.slower is None:
+        if world.planner.costs.rates.slower is None:
             break
-    assert world.planner.rates.slower is None
+    assert world.planner.costs.rates.slower is None
     for number in range(6000, 6008):
         world.step(number)
     assert all(world.moved[-4:])
@@ -190,7 +190,7 @@ def test_rates_of_exchanges_are_fitted_where_they_pay() -> None:
     for number in range(24):
         world.step(number)
     assert all(world.moved)
-    found = world.planner.cost(KEY)
+    found = world.planner.costs.of(KEY)
     assert found.exchange_bytes_per_second == pytest.approx(TRUE.exchange_bytes_per_second, rel=0.5)
 
 
@@ -198,15 +198,15 @@ def test_without_measured_rates_plans_depend_on_documents_alone() -> None:
     world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), exchange=40.0, measured_rates=False)
     for number in range(16):
         world.step(number)
-    assert world.planner.cost(KEY) == wrong(3, 3)
-    assert world.planner.ranks(RANKS).speeds is None
+    assert world.planner.costs.of(KEY) == wrong(3, 3)
+    assert world.planner.costs.ranks(RANKS).speeds is None
 
 
 def test_a_cost_model_of_ones_own_is_taken_as_it_is() -> None:
     world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), cost_model=wrong(3, 3))
     for number in range(16):
         world.step(number)
-    assert world.planner.cost(KEY) == wrong(3, 3)
+    assert world.planner.costs.of(KEY) == wrong(3, 3)
 
 
 def test_a_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -295,7 +295,7 @@ def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ..
         share = dealing.share(np.array([5120, 1024, 2048]), (0, number), 0)
         documents = read_documents(1, 4096, packed=share)
         (planned,) = planner.plan([(documents, KEY)], group)
-        made.append((planner.cost(KEY), planner.ranks(2).speeds, planned.plan.digest))
+        made.append((planner.costs.of(KEY), planner.costs.ranks(2).speeds, planned.plan.digest))
         meter = planner.use(planned, documents)
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         meter.add(0.1)

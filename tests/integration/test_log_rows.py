@@ -13,7 +13,8 @@ import pytest
 from transformers import Trainer, TrainerCallback
 
 import hf_distca
-from hf_distca.agreement.planner import Planned, Planner
+from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.planner import Planner
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
@@ -52,7 +53,7 @@ def recorded() -> Iterator[dict[int, Did]]:
 
     def spy(self: Planner, planned: Planned, *args: Any) -> Meter:
         meter = use(self, planned, *args)
-        seconds = self.cost(planned.key).seconds(planned.plan.end - planned.plan.start, planned.plan.end)
+        seconds = self.costs.of(planned.key).seconds(planned.plan.end - planned.plan.start, planned.plan.end)
         before = [float(seconds[planned.plan.home == rank].sum()) for rank in (0, 1)]
         did = done.setdefault(self.number, Did(0.0, 0.0, []))
         did.before += max(before)

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Thread
 
 import numpy as np
@@ -29,25 +29,24 @@ from hf_distca.agreement.announce import (
     layout_of,
     room_for_figures,
 )
+from hf_distca.agreement.costs import Costs
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.figures import Estimate, History
-from hf_distca.agreement.measured import Lessons, Measured, Measurements, record
-from hf_distca.agreement.rates import Rates
+from hf_distca.agreement.measured import Measured, Measurements, record
+from hf_distca.agreement.planned import Planned, Planning, Request
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
-__all__ = ["Planned", "Planner", "Planning", "Request"]
-
-Request = tuple[Documents, PlanKey]
+__all__ = ["Planner"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -55,64 +54,20 @@ _log = logging.getLogger("hf_distca")
 _MEETINGS = 8
 
 
-@dataclass(frozen=True, eq=False)
-class Planned:
-    """A plan, and what it was made of.
-
-    Attributes:
-        key: what it is for.
-        plan: the same on all ranks.
-        config: the settings that it was made under.
-        rows: the documents that this rank announced for it, as in `Documents`.
-        milliseconds: what planning took, exchange of documents included.
-        source: of a share, which global batch, and which plan; the same on all ranks that hold the same.
-        per_node: ranks of a node, as the plan counts on; None if nodes were not told apart.
-    """
-
-    key: PlanKey
-    plan: Plan
-    config: DistCAConfig
-    rows: IntArray
-    milliseconds: float
-    source: str = ""
-    per_node: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Planning:
-    """Plans that are being made.
-
-    Attributes:
-        requests: what they are for, in the order of the plans.
-        config: the settings.
-        place: what is planned, for errors.
-        milliseconds: what announcing took.
-        plans: the plans and the milliseconds of making them.
-    """
-
-    requests: Sequence[Request]
-    config: DistCAConfig
-    place: str
-    milliseconds: float
-    plans: Future[tuple[list[Plan], float]]
-
-
 class Planner:
     """Plans micro-batches together with the other ranks, and collects what was planned and measured.
 
     Attributes:
         config: the settings; they may change between micro-batches, on all ranks at once.
-        costs: cost models by shape and device type, without a window.
+        costs: the cost models that plans are made with.
         history: planned and measured figures.
-        rates: what the measurements make of the cost models.
         number: of the micro-batch that was planned last, from 1.
     """
 
     def __init__(self, config: DistCAConfig, meter: Meter) -> None:
         self.config = config
-        self.costs: dict[tuple[AttentionShape, str], CostModel] = {}
+        self.costs = Costs()
         self.history = History()
-        self.rates = Rates()
         self.number = 0
         self._meter = meter
         self._asked = self._collected = self._rank = 0
@@ -120,7 +75,6 @@ class Planner:
         self._recent: dict[PlanKey, None] = {}  # since `recent_keys` was asked
         self._measurements = Measurements()
         self._meetings: deque[tuple[Meeting, list[Measured]]] = deque()
-        self._lessons = Lessons(self.rates)
         self._met = self._taken = 0  # meetings begun, and looked at
 
     @property
@@ -132,21 +86,6 @@ class Planner:
         """The plans that micro-batches had since the last call, in order of first use; the same on all ranks."""
         recent, self._recent = list(self._recent), {}
         return recent
-
-    def cost(self, key: PlanKey, *, trial: bool = False) -> CostModel:
-        """The cost model that a plan is made with: as it was given, corrected by what was measured.
-
-        Args:
-            key: which plan.
-            trial: as for `Rates.cost`.
-        """
-        kind = key.shape, key.device
-        return replace(self.rates.cost(kind, self.costs[kind], trial=trial), window=key.window)
-
-    def ranks(self, count: int, per_node: int | None = None) -> Ranks:
-        """What the ranks of a group of so many are like, as far as it was measured."""
-        speeds = self.rates.ranks.speeds
-        return Ranks(speeds if speeds is not None and len(speeds) == count else None, per_node)
 
     def plan(self, requests: Sequence[Request], group: AttentionGroup, place: str | None = None) -> list[Planned]:
         """Plan this rank's documents together with those of the other ranks, which must ask for the same plans.
@@ -180,7 +119,7 @@ class Planner:
         started = time.perf_counter()
         place = place or f"micro-batch {self._number_of(key for _, key in requests)}"
         layouts = [layout_of(one) for one in self.announce(requests, group, place)]
-        ranks, costs = self.ranks(group.size, group.per_node), self._costs([key for _, key in requests])
+        ranks, costs = self.costs.ranks(group.size, group.per_node), self.costs.of_plans([key for _, key in requests])
         jobs = [
             (layout, cost, self._settings_for(key), ranks)
             for layout, cost, (_, key) in zip(layouts, costs, requests, strict=True)
@@ -228,8 +167,8 @@ class Planner:
             self._used.clear()
         self._used.add(key)
         self._recent[key] = None
-        ranks = self.ranks(planned.plan.layout.world_size, planned.per_node)
-        estimate, meter = Estimate.of(planned.plan, self.cost(key), planned.milliseconds, ranks), Meter(self._meter)
+        ranks = self.costs.ranks(planned.plan.layout.world_size, planned.per_node)
+        estimate, meter = Estimate.of(planned.plan, self.costs.of(key), planned.milliseconds, ranks), Meter(self._meter)
         self.history.planned(estimate, self.number)
         self._measurements.add(Measured(key, self.number, estimate, meter, planned.plan))
         return meter
@@ -260,8 +199,8 @@ class Planner:
             dealt.check_is_for(group)
         keys = [key for _, key in requests]
         plans = [
-            dealt.plan(key, cost, self._settings_for(key), self.ranks(group.size, dealt.per_node))
-            for dealt, cost, key in zip(shares, self._costs(keys), keys, strict=True)
+            dealt.plan(key, cost, self._settings_for(key), self.costs.ranks(group.size, dealt.per_node))
+            for dealt, cost, key in zip(shares, self.costs.of_plans(keys), keys, strict=True)
         ]
         place = f"micro-batch {self._number_of(key for _, key in requests)} ({shares[0]})"
         self.meet(group, place, keys, [*shares[0].batch, shares[0].rank, *(_number(plan) for plan in plans)])
@@ -311,26 +250,16 @@ class Planner:
                 return
             self._meetings.popleft()
             figures = Announcements.read(meeting.rows).measured
-            self._lessons.add(self._taken, measured, figures)
+            self.costs.hear(self._taken, measured, figures)
             self._taken += 1
             for one in record(measured, figures, self.history, self._rank):
                 self.history.drop(one.number)  # ranks are here at different times: they cannot announce it again together
 
     def _learn(self, before: int) -> None:
         """Correct rates by what meetings told before this one, and say so."""
-        self._lessons.learn(before, self.costs, self.config)
-        for change in self.rates.take_changes():
+        for change in self.costs.learn(before, self.config):
             if self._rank == 0:
                 _log.info("measured up to micro-batch %d: %s; plans are made accordingly", self.number, change)
-
-    def _costs(self, keys: Sequence[PlanKey]) -> list[CostModel]:
-        """The cost models that plans of these keys are made with now; those of a trial for the first micro-batch among them."""
-        trials = {kind for kind in dict.fromkeys((key.shape, key.device) for key in keys) if self.rates.begin_trial(kind)}
-        costs, seen = [], set[PlanKey]()
-        for key in keys:
-            costs.append(self.cost(key, trial=(key.shape, key.device) in trials and key not in seen))
-            seen.add(key)
-        return costs
 
     def _ahead(self, documents: Documents, key: PlanKey) -> Planned | None:
         """The plan that was made ahead under the settings of now."""
@@ -361,7 +290,7 @@ class Planner:
         stated = agree(announced, common, group, place)
         unfinished = record(measured, announced.measured, self.history, group.rank)
         self._measurements.put_back(unfinished)
-        self._lessons.add(self._met, measured, announced.measured)
+        self.costs.hear(self._met, measured, announced.measured)
         self._learn(before=self._met + 1)
         return stated
 
@@ -370,7 +299,7 @@ class Planner:
         return replace(self.config, ping_pong=key.nano > 0)
 
     def _common(self, keys: Iterable[PlanKey]) -> Common:
-        return self.config, tuple(dict.fromkeys(self.cost(key) for key in keys))
+        return self.config, tuple(dict.fromkeys(self.costs.of(key) for key in keys))
 
     def _announcement(
         self,

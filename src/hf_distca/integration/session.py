@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.agreement.announce import PlanKey, Stated, layout_of
 from hf_distca.agreement.documents import Documents
-from hf_distca.agreement.planner import Planned, Planner
+from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work

@@ -57,7 +57,7 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
         rows = group.gather(np.concatenate([[len(drawn)], *(one.row for one in drawn)]), doing=place)
         check_equal(group, np.array([row[0] for row in rows]), "numbers of micro-batches", place, "draw as many on every rank")
         lengths = [_lengths(row) for row in rows]
-        costs = {key._replace(nano=0): session.planner.cost(key) for key in session.planner.recent_keys()}
+        costs = {key._replace(nano=0): session.planner.costs.of(key) for key in session.planner.recent_keys()}
         shared = [_deal(session, costs, number, [each[number] for each in lengths]) for number in range(len(drawn))]
         tokens = _exchange(group, drawn, shared, place)
     return [

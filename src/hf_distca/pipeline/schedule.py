@@ -150,7 +150,7 @@ class Schedule(OneStageSchedule):
                 requests = [(one, keys[0]) for one in documents]
                 of_all = documents_of_stated(planner.announce(requests, group, place))
                 _check_lanes(of_all, crew)
-            costs = {key: planner.cost(key) for key in keys}
+            costs = {key: planner.costs.of(key) for key in keys}
             plans = StepPlans(crew.pipeline, of_all, costs, self._session.config, name)
             digest = plans.make(order)
         if dealt:
