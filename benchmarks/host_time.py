@@ -38,7 +38,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from hf_distca.agreement.announce import Announcement, Announcements, PlanKey, agree, fingerprint, layout_of
+from hf_distca.agreement.announce import FIGURES, Announcement, Announcements, PlanKey, agree, fingerprint, layout_of
 from hf_distca.agreement.documents import PackedDocuments, read_documents
 from hf_distca.agreement.figures import Estimate, History
 from hf_distca.config import DistCAConfig
@@ -175,7 +175,7 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     rows = []
     for lengths in documents(ranks, arguments.tokens, "long tail"):
         one = read_documents(1, arguments.tokens, packed=PackedDocuments(lengths))
-        figures, settings = [(10**6, 10**6)], fingerprint(common)
+        figures, settings = [(10**6,) * FIGURES], fingerprint(common)
         rows.append(Announcement(1, settings, exchanges=0, checksum=0, figures=figures, requests=[(one, key)]).row())
     (stated,) = agree(Announcements.read(rows), common, group, "here")
     plan = balance(layout_of(stated), COST, config)
