@@ -144,7 +144,7 @@ class Steps:
         done = (hf_distca.metrics() - before).balance
         found = {"seconds": seconds, "kernel": (hf_distca.metrics() - before).attention_seconds}
         if done.measured_after:
-            found |= {"estimate": done.promised / done.measured_after, "slowest": done.measured_after, "moved": done.moved}
+            found |= {"estimate": done.promised / done.measured_after, "slowest": done.measured_after, "mean": done.measured_mean}
         return found
 
 
@@ -179,6 +179,8 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     }
     sessions = {name: session.Session(config) for name, (_, config) in modes.items()}
     seconds: dict[str, list[float]] = {name: [] for name in modes}
+    slowest: dict[str, float] = dict.fromkeys(modes, 0.0)
+    mean = 0.0
     kernel: list[float] = []
     for number in range(arguments.steps):  # modes take turns, so that a drifting machine slows all of them
         for name, (factor, _) in list(modes.items())[:: 1 if number % 2 == 0 else -1]:
@@ -186,12 +188,14 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
                 row = steps.step(number)
             if number >= FIRST:
                 seconds[name].append(row["seconds"])
+                slowest[name] += row["slowest"]
+                mean += row["mean"] if name == "all alike" else 0.0
                 kernel += [row["kernel"]] if name == "all alike" else []
-    mean = torch.tensor(kernel, dtype=torch.float64)
-    dist.all_reduce(mean)
+    means = torch.tensor(kernel, dtype=torch.float64)
+    dist.all_reduce(means)
     # Where ranks are alike, a step is what it is without attention and the mean of attention; the slow rank stretches the latter.
     stretch = steps.ranks / (steps.ranks - 1 + 1 / SLOWNESS) - 1
-    allowed = [taken + float(one) * stretch for taken, one in zip(seconds["all alike"], mean / steps.ranks, strict=True)]
+    allowed = [taken + float(one) * stretch for taken, one in zip(seconds["all alike"], means / steps.ranks, strict=True)]
     speeds = sessions["speeds measured"].planner.rates.ranks.speeds
     return {
         "median_seconds": {name: statistics.median(row) for name, row in seconds.items()},
@@ -201,6 +205,7 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
             for name, row in seconds.items()
             if name != "all alike"
         },
+        "attention_to_allowed": {name: taken / (mean * (1 + stretch)) for name, taken in slowest.items() if name != "all alike"},
         "speeds": speeds,
     }
 
@@ -254,7 +259,8 @@ def show(result: dict[str, Any]) -> None:
             table.add_row(ranks, "wrong rates", name, said)
         if "slow rank" in parts:
             for name, ratio in parts["slow rank"]["to_allowed"].items():
-                table.add_row(ranks, "slow rank", name, f"{ratio:.3f} of what its speed allows")
+                attention = parts["slow rank"]["attention_to_allowed"][name]
+                table.add_row(ranks, "slow rank", name, f"step {ratio:.3f}, attention {attention:.3f} of what its speed allows")
         if "slow network" in parts:
             row = parts["slow network"]
             table.add_row(ranks, "slow network", "on / off, first step", f"{row['first_step']:.3f}")

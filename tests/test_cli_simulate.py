@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from hf_distca.cli import app
 from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.profiles import Profile
 from pages import on_a_page, words_of
 
 SMALL = ("--ranks", 8, "--tokens-per-rank", 8192, "--batches", 1, "--strategy", "plain", "--strategy", "dealt")
@@ -84,6 +85,15 @@ def test_a_profile_is_read(tmp_path: Path) -> None:
         for options in (("--profile", profile), ())
     )
     assert slow > 10 * fast
+    shipped = Profile.shipped()[0]
+    profile.write_text(Profile.load(shipped).to_json())
+    named, from_file = (
+        json.loads(run("simulate", "--lengths", "equal:8192", *SMALL, "--profile", source, "--json").stdout)["strategies"]
+        for source in (shipped, profile)
+    )
+    assert named == from_file
+    profile.write_text('{"format": 99}')
+    one_line(run("simulate", "--lengths", "equal:1024", *SMALL, "--profile", profile), "no profile in JSON")
     profile.write_text("{}")
     one_line(run("simulate", "--lengths", "equal:1024", *SMALL, "--profile", profile), "no cost model in JSON")
     profile.write_bytes(b"\xff\xfe\x00")

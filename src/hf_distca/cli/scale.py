@@ -12,6 +12,8 @@ import typer
 from hf_distca.cli.files import name_of, read
 
 if TYPE_CHECKING:
+    from hf_distca.schedule.cost import CostModel
+    from hf_distca.schedule.profiles import Profile as MeasuredProfile
     from hf_distca.simulate import setting as kinds
     from hf_distca.simulate.setting import Setting
 
@@ -75,7 +77,12 @@ Stages = Annotated[int, typer.Option("--pp", help="Pipeline stages.")]
 MicroBatches = Annotated[int, typer.Option(help="Micro-batches of a step.")]
 RanksPerNode = Annotated[int, typer.Option(help="Devices of a node.")]
 LinkGbps = Annotated[float | None, typer.Option(help="Gigabits per second of a device between nodes, instead of the hardware's.")]
-Profile = Annotated[Path | None, typer.Option(help="A cost model of attention and exchange in JSON, instead of the hardware's.")]
+Profile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Rates of attention and exchange instead of the hardware's: a file of hf-distca profile, or a shipped profile."
+    ),
+]
 Column = Annotated[str, typer.Option(help="Column of a data set that holds tokens, or their number.")]
 MaxLength = Annotated[int | None, typer.Option(help="Documents are cut off at this length.")]
 Batches = Annotated[int, typer.Option(help="Global batches to predict; figures are means.")]
@@ -107,8 +114,6 @@ def setting_of(
     Raises:
         ConfigError: if one is out of its range.
     """
-    from hf_distca.errors import ConfigError
-    from hf_distca.schedule.cost import CostModel
     from hf_distca.simulate.hardware import find_hardware
     from hf_distca.simulate.memory import peak_bytes
     from hf_distca.simulate.models import find_model
@@ -117,12 +122,9 @@ def setting_of(
     device = find_hardware(hardware)
     if link_gbps is not None:
         device = replace(device, link_gbps=link_gbps)
-    measured = None
+    measured: CostModel | MeasuredProfile | None = None
     if profile is not None:
-        try:
-            measured = CostModel.from_json(read(profile).decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{name_of(profile)} is not text: {error}.") from error
+        measured = _measured(profile)
     default = "fsdp" if tensor == stages == 1 else "zero1"
     setting = Setting(
         find_model(model),
@@ -140,3 +142,18 @@ def setting_of(
     _ = setting.shape  # says which degrees heads do not allow
     full = checkpointing is CheckpointingName.auto and peak_bytes(setting, tokens_per_rank, 0.0) > device.memory_bytes
     return replace(setting, checkpointing="full") if full else setting
+
+
+def _measured(source: Path) -> CostModel | MeasuredProfile:
+    """A profile, shipped or in a file, or the JSON of a cost model."""
+    from hf_distca.errors import ConfigError
+    from hf_distca.schedule.cost import CostModel
+    from hf_distca.schedule.profiles import Profile
+
+    if str(source) in Profile.shipped():
+        return Profile.load(source)
+    try:
+        text = read(source).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name_of(source)} is not text: {error}.") from error
+    return Profile.from_json(text) if '"format"' in text else CostModel.from_json(text)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.profiles import Profile
 from hf_distca.simulate.hardware import Hardware
 from hf_distca.simulate.models import ModelShape
 
@@ -36,7 +37,7 @@ class Setting:
             (``"fsdp"``), the optimizer's alone (``"zero1"``), or nothing (``"ddp"``).
         checkpointing: ``"full"`` repeats a layer's forward in backward, attention included, as transformers does;
             ``"selective"`` keeps attention's output; hf-distca always does.
-        profile: a cost model of attention measured elsewhere, instead of the hardware's.
+        profile: rates of attention and exchange measured elsewhere, instead of the hardware's.
         tile: query rows of a kernel tile.
     """
 
@@ -50,7 +51,7 @@ class Setting:
     ranks_per_node: int = 8
     sharding: Sharding = "fsdp"
     checkpointing: Checkpointing = "none"
-    profile: CostModel | None = None
+    profile: CostModel | Profile | None = None
     tile: int = 128
 
     def __post_init__(self) -> None:
@@ -108,6 +109,8 @@ class Setting:
 
     def cost(self, window: int | None = None) -> CostModel:
         """The cost model that the scheduler gets."""
+        if isinstance(self.profile, Profile):
+            return self.profile.cost_model(self.shape, window, tile=self.tile)
         hardware, rate = self.hardware, self.rate_among(self.group)
         if self.profile is not None:
             hardware_kernel = (self.profile.forward, self.profile.backward)
