@@ -47,7 +47,8 @@ def compare(found: Path, case: Case) -> None:
     assert not any(info.values())
     ids = batch(case, 1)[0]
     logits, wanted = (one(input_ids=ids).logits for one in (plain.eval(), model.eval()))
-    assert (logits - wanted).abs().max() < 1e-7 * wanted.abs().max()
+    tolerance = 1e-7 if case.dtype == torch.float64 else 1e-4
+    assert (logits - wanted).abs().max() < tolerance * wanted.abs().max()
     assert sorted(file.name for file in found.iterdir() if file.name.startswith(".")) == []
 
 
@@ -62,6 +63,7 @@ def test_a_checkpoint_of_stages_is_one_of_the_model(rank_pool: Callable[[int], R
 def test_a_checkpoint_of_four_stages_is_one_of_the_model(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, family: str
 ) -> None:
-    case = Case(family, stages=4, micro_batches=2)
+    # What transformers loads multiplies experts in groups, which knows no float64.
+    case = Case(family, stages=4, micro_batches=2, dtype=torch.float32 if family == "mixtral" else torch.float64)
     rank_pool(4)(trained, case, tmp_path)
     compare(tmp_path, case)
