@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from hf_distca.run_report.rows import RECORD_NAME
 from ranks import RankPool
 from tiny_runs import dispatches, losses, make_trainer, rows, settings
 
@@ -35,7 +36,8 @@ def train(
 
 
 def files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    """All but the record of the run."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != RECORD_NAME}
 
 
 @pytest.mark.parametrize("ping_pong", [pytest.param(False, marks=pytest.mark.slow), True])
