@@ -16,6 +16,7 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.prices import BandPrice, Price
+from hf_distca.schedule.relief import relieve
 from hf_distca.schedule.waves import Fit, TransientBytes, Waves
 
 __all__ = ["balance"]
@@ -56,7 +57,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
     seconds = unmoved.compute_seconds.tolist()
     # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
     if not price.pair or _within(seconds, config.tolerance):
-        return local
+        return unmoved.plan
     if cost.window is not None and not config.ping_pong and _hopeless(layout, cost, price, unmoved, config):
         return local
     return _fastest(layout, cost, price, unmoved, config)
@@ -72,19 +73,18 @@ def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, c
     # what they gain; only if they come near the mean, a fine balance may be better.
     mean, cap = math.fsum(seconds) / len(seconds), max(seconds) / 2
     while max(seconds) >= _EXTREME * mean and cap > 2 * mean:
-        plan = Greedy(layout, price, seconds, config.tolerance, fit, cap).plan()
-        slowest = _load(plan, cost, config).slowest_seconds
+        load = _load(Greedy(layout, price, seconds, config.tolerance, fit, cap).plan(), cost, config)
+        slowest = load.slowest_seconds
         if slowest >= fastest:
             return best
         if before - slowest >= config.min_gain * before:
-            best, fastest = plan, slowest
+            best, fastest = load.plan, slowest
         cap /= _FINER_CAP
     wanted = max(config.tolerance, _FINEST)
     for tolerance in (wanted, *(t for t in _COARSER if t > wanted)):
-        plan = Greedy(layout, price, seconds, tolerance, fit).plan()
-        load = _load(plan, cost, config)
+        load = _load(Greedy(layout, price, seconds, tolerance, fit).plan(), cost, config)
         if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:
-            best, fastest = plan, load.slowest_seconds
+            best, fastest = load.plan, load.slowest_seconds
         elif best is not unmoved.plan:
             break  # Coarser than one that helped, and no better.
         if before - fastest > (1 - _EATEN) * (before - float(load.compute_seconds.max())):
@@ -94,7 +94,9 @@ def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, c
 
 def _load(plan: Plan, cost: CostModel, config: DistCAConfig) -> PlanLoad:
     waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes)
-    return PlanLoad(plan, cost, waves, overlapped=config.ping_pong)
+    load = PlanLoad(plan, cost, waves, overlapped=config.ping_pong)
+    # A bound of transient bytes is kept by waves, which relays do not know.
+    return load if config.max_transient_bytes is not None else relieve(load)
 
 
 def _hopeless(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, config: DistCAConfig) -> bool:

@@ -11,13 +11,18 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
-from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
+from hf_distca.schedule.relays import sent_key_tokens
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["PlanLoad", "PlanSummary", "imbalance", "summarize"]
 
 # Dispatch and return, forward and backward: what a rank that exchanges anything waits for at least.
 EXCHANGES_PER_LAYER = 4
+# With relays: dispatch a second time, forward and backward, and gradients of keys to relays.
+RELAY_EXCHANGES = 3
+# What a `PlanLoad` keeps and relays do not change.
+_UNRELATED = {"pairs", "compute_seconds", "query_tokens", "wave_transfers"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,12 @@ class PlanLoad:
     def __post_init__(self) -> None:
         if self.cost.window != self.plan.window:
             object.__setattr__(self, "cost", replace(self.cost, window=self.plan.window))
+
+    def with_relays(self, relays: Relays) -> PlanLoad:
+        """That of the plan with relays, without counting again what these do not change."""
+        load = replace(self, plan=self.plan.with_relays(relays))
+        vars(load).update({name: vars(self)[name] for name in _UNRELATED & vars(self).keys()})
+        return load
 
     def _sum(self, rank: IntArray, weights: npt.NDArray[Any]) -> FloatArray:
         # bincount of nothing counts in integers, whatever the weights are.
@@ -70,16 +81,25 @@ class PlanLoad:
     @cached_property
     def key_tokens(self) -> tuple[FloatArray, FloatArray]:
         """K/V tokens that each rank sends and receives, each token once per destination."""
-        if self.waves is None or self.waves.bytes is None:
-            found = [self.plan.key_transfers()]
-        else:
-            found = [self.waves.plan.key_transfers(among=self.waves.number == wave) for wave in range(self.waves.count)]
+        layout, relays = self.plan.layout, self.plan.relays
         sides = []
-        for keys in found:
-            sent = keys.source != keys.server
-            tokens = (keys.end - keys.start)[sent]
-            sides.append((self._sum(keys.source[sent], tokens), self._sum(keys.server[sent], tokens)))
+        for keys in self.wave_transfers:
+            came = keys.source != keys.server
+            received = self._sum(keys.server[came], (keys.end - keys.start)[came])
+            sides.append((sent_key_tokens(keys, relays, layout).astype(np.float64), received))
         return np.sum([side[0] for side in sides], axis=0), np.sum([side[1] for side in sides], axis=0)
+
+    @property
+    def transfers(self) -> KeyTransfers:
+        """What keys servers need, if there are no waves."""
+        return self.wave_transfers[0]
+
+    @cached_property
+    def wave_transfers(self) -> list[KeyTransfers]:
+        """What keys servers need, wave by wave."""
+        if self.waves is None or self.waves.bytes is None:
+            return [self.plan.key_transfers()]
+        return [self.waves.plan.key_transfers(among=self.waves.number == wave) for wave in range(self.waves.count)]
 
     @cached_property
     def exchange_bytes(self) -> tuple[FloatArray, FloatArray]:
@@ -92,15 +112,21 @@ class PlanLoad:
         return sent, received
 
     @cached_property
+    def wire_seconds(self) -> tuple[FloatArray, FloatArray]:
+        """Seconds that each rank sends and receives, without the fixed part of exchanges."""
+        sent, received = (
+            self.cost.transfer_seconds(queries, keys) for queries, keys in zip(self.query_tokens, self.key_tokens, strict=True)
+        )
+        return sent, received
+
+    @cached_property
     def exchange_seconds(self) -> FloatArray:
         """Seconds that each rank exchanges: the busier of its two roles, plus the fixed part of every exchange."""
         if not self.plan.moved:
             return np.zeros(self.plan.layout.world_size)
-        sent, received = (
-            self.cost.transfer_seconds(queries, keys) for queries, keys in zip(self.query_tokens, self.key_tokens, strict=True)
-        )
         exchanges = EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count)
-        return np.maximum(sent, received) + exchanges * self.cost.exchange_seconds
+        exchanges += RELAY_EXCHANGES if self.plan.relays is not None else 0
+        return np.maximum(*self.wire_seconds) + exchanges * self.cost.exchange_seconds
 
     @property
     def slowest_seconds(self) -> float:
