@@ -27,6 +27,10 @@ _FINEST = 0.002
 # Coarser bands, tried when the exchange eats more than this part of what the wanted one gains in compute.
 _COARSER = (0.05, 0.15, 0.4)
 _EATEN = 0.5
+# The finest band where compute and exchange are evened out together, which takes many small moves; and ranks that are so few that
+# evening out compute alone is tried as well.
+_SERIAL = 0.02
+_FEW = 64
 # Times the mean that the slowest rank takes where caps are tried first, and how much lower the next cap is.
 _EXTREME = 12
 _FINER_CAP = 1.4
@@ -53,13 +57,13 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
     if not config.balance or layout.world_size < 2:
         return local
     price = (Price if cost.window is None else BandPrice).of(cost, config.tile)
-    unmoved = _load(local, cost, config)
+    unmoved = _unmoved(local, cost, config)
     seconds = unmoved.compute_seconds.tolist()
     # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
     if not price.pair or _within(seconds, config.tolerance):
         return unmoved.plan
-    if cost.window is not None and not config.ping_pong and _hopeless(layout, cost, price, unmoved, config):
-        return local
+    if _hopeless(price, unmoved, config):
+        return unmoved.plan
     return _fastest(layout, cost, price, unmoved, config)
 
 
@@ -69,10 +73,12 @@ def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, c
     fit = None if bound is None else Fit(TransientBytes.of(cost.shape), bound, cost.window, config.tile)
     seconds = unmoved.compute_seconds.tolist()
     best, fastest, before = unmoved.plan, unmoved.slowest_seconds, unmoved.slowest_seconds
-    # One document that outweighs all others: the fewer servers, the less its home has to send. Caps go down until sending eats
-    # what they gain; only if they come near the mean, a fine balance may be better.
     mean, cap = math.fsum(seconds) / len(seconds), max(seconds) / 2
-    while max(seconds) >= _EXTREME * mean and cap > 2 * mean:
+    extreme = max(seconds) >= _EXTREME * mean
+    relayed, wanted = bound is None and cost.window is None, max(config.tolerance, _FINEST)
+    # One document that outweighs all others, and no relays: the fewer servers, the less its home has to send. Caps go down until
+    # sending eats what they gain; only if they come near the mean, a fine balance may be better.
+    while extreme and not relayed and cap > 2 * mean:
         load = _load(Greedy(layout, price, seconds, config.tolerance, fit, cap).plan(), cost, config)
         slowest = load.slowest_seconds
         if slowest >= fastest:
@@ -80,14 +86,22 @@ def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, c
         if before - slowest >= config.min_gain * before:
             best, fastest = load.plan, slowest
         cap /= _FINER_CAP
-    wanted = max(config.tolerance, _FINEST)
+    if relayed and not extreme and not config.ping_pong and cost.exchange_bytes_per_second < math.inf:
+        both = (unmoved.compute_seconds + unmoved.exchange_seconds).tolist()
+        exchanged = price.with_exchange(cost.exchange_bytes_per_second)
+        load = _load(Greedy(layout, price, both, max(wanted, _SERIAL), exchanged=exchanged).plan(), cost, config)
+        if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:
+            best, fastest = load.plan, load.slowest_seconds
+            if layout.world_size > _FEW:
+                return best
     for tolerance in (wanted, *(t for t in _COARSER if t > wanted)):
         load = _load(Greedy(layout, price, seconds, tolerance, fit).plan(), cost, config)
         if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:
             best, fastest = load.plan, load.slowest_seconds
         elif best is not unmoved.plan:
             break  # Coarser than one that helped, and no better.
-        if before - fastest > (1 - _EATEN) * (before - float(load.compute_seconds.max())):
+        compute = float(load.compute_seconds.max())
+        if before - fastest > (1 - _EATEN) * (before - compute) or load.slowest_seconds == compute:
             break
     return best
 
@@ -99,16 +113,28 @@ def _load(plan: Plan, cost: CostModel, config: DistCAConfig) -> PlanLoad:
     return load if config.max_transient_bytes is not None else relieve(load)
 
 
-def _hopeless(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, config: DistCAConfig) -> bool:
-    """Whether no plan can gain enough, as is common in narrow bands: the greedy need not try.
+def _unmoved(local: Plan, cost: CostModel, config: DistCAConfig) -> PlanLoad:
+    """The load of the plan that moves nothing, with relays if they alone gain enough."""
+    relieved = _load(local, cost, config)
+    if relieved.plan is local:
+        return relieved
+    load = PlanLoad(local, cost, overlapped=config.ping_pong)
+    gain = load.slowest_seconds - relieved.slowest_seconds
+    return relieved if gain > 0 and gain >= config.min_gain * load.slowest_seconds else load
 
-    A row may take longer to send than to compute, so that whoever gives work away ends later for it. And the slowest rank
-    cannot end before the mean.
-    """
-    if price.least_bytes > price.most_seconds(layout.longest) * cost.exchange_bytes_per_second:
+
+def _hopeless(price: Price, unmoved: PlanLoad, config: DistCAConfig) -> bool:
+    """Whether no plan can gain enough: the greedy need not try. Common in narrow bands, and where documents were dealt."""
+    cost = unmoved.cost
+    # A row may take longer to send than to compute, so that whoever gives work away ends later for it.
+    most = price.most_seconds(unmoved.plan.layout.longest) * cost.exchange_bytes_per_second
+    if cost.window is not None and not config.ping_pong and price.least_bytes > most:
         return True
-    mean = math.fsum(unmoved.compute_seconds.tolist()) / layout.world_size
-    return unmoved.slowest_seconds - mean < config.min_gain * unmoved.slowest_seconds
+    # The slowest rank cannot end before the mean, and moving work seldom saves exchanges.
+    mean = math.fsum(unmoved.compute_seconds.tolist())
+    if not config.ping_pong:
+        mean += math.fsum(unmoved.exchange_seconds.tolist())
+    return unmoved.slowest_seconds * (1 - config.min_gain) < mean / unmoved.plan.layout.world_size
 
 
 def _within(seconds: list[float], tolerance: float) -> bool:
