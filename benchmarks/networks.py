@@ -45,7 +45,7 @@ MODES = ("unbalanced", "planned without relays", "same tasks without relays", "r
 
 @contextmanager
 def plans_of(mode: str) -> Iterator[None]:
-    """Make the plans of a mode. Without relays, what is worth moving may be less; with the same tasks, it is just sent directly."""
+    """Make the plans of a mode. Without relays, less may be worth moving; with the same tasks, all is just sent directly."""
     if mode == "planned without relays":
         with patch.object(balance, "relieve", lambda load: load):
             yield
