@@ -31,8 +31,7 @@ import hf_distca
 from deal import over_all_ranks
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.kinds import layer_keys
-from hf_distca.schedule.cost import CostModel
+from hf_distca.integration.kinds import known_cost, layer_keys
 from hf_distca.schedule.layout import Layout
 from machine import describe
 from output import add_json_option, put_out
@@ -70,22 +69,27 @@ def batch_of(lengths: list[int], packed: PackedDocuments) -> dict[str, Any]:
     numbers = packed.documents or tuple(range(len(packed.lengths)))
     runs = list(zip(numbers, starts, packed.lengths, strict=True))
     ids, labels = (torch.cat([rows[d][s : s + n] for d, s, n in runs])[None] for rows in (documents, targets))
-    positions = torch.cat([torch.arange(s, s + n) for _, s, n in runs])[None]
+    positions = torch.from_numpy(packed.positions)[None]
     return {"input_ids": ids, "labels": labels, "shift_labels": labels, "position_ids": positions, "distca_documents": packed}
 
 
 class Steps:
-    """Times training steps of one rank."""
+    """Times training steps of one rank, on documents of these lengths or of `lengths_of`."""
 
-    def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        rank: int,
+        lengths: list[int] | None = None,
+        config: hf_distca.DistCAConfig | None = None,
+    ) -> None:
         self.rank, self.ranks = rank, arguments.ranks
-        self.lengths = lengths_of(arguments.tokens, arguments.ranks)
+        self.lengths = lengths or lengths_of(arguments.tokens, arguments.ranks)
         self.model = model_of(arguments, "distca")
         self.targets = sum(length - 1 for length in self.lengths)
-        config = hf_distca.DistCAConfig()
-        hf_distca.configure(config)
+        config = hf_distca.configure(config)
         keys = layer_keys(self.model.module, None, "cpu")
-        costs = {key: CostModel.analytic(key.shape, device_type="cpu", tile=config.tile) for key in keys}
+        costs = {key: known_cost(key, config) for key in keys}
         place = (self.ranks, arguments.tokens, costs, config)
         self.dealings = {"dealt": Dealing(*place), "in order": Dealing(*place, placement="in order"), "over all": OverAll(*place)}
 

@@ -111,10 +111,32 @@ def test_bad_lengths(tmp_path: Path, content: object, message: str) -> None:
         (("--window", 0), "window=0"),
         (("--ranks-per-node", 3), "ranks_per_node=3 must divide ranks=4"),
         (("--query-heads", 5, "--key-value-heads", 2), "query_heads=5"),
+        (("--link-gigabytes", 0), "--link-gigabytes 0: a rate is more than 0 GB/s"),
+        (("--node-gigabytes", "nan"), "--node-gigabytes nan"),
+        (("--ranks-per-link", 0), "ranks_per_link=0"),
     ],
 )
 def test_bad_options(tmp_path: Path, options: tuple[str | int, ...], message: str) -> None:
     one_line(deal(tmp_path, [16384], *options), message)
+
+
+def test_links_of_nodes(tmp_path: Path) -> None:
+    """The rates are those that were given, and what goes between nodes is said."""
+    said = []
+    for gigabytes in (40, 4):
+        options = ("--ranks-per-node", 2, "--node-gigabytes", 300, "--link-gigabytes", gigabytes)
+        dealt = deal(tmp_path, [12288, 1024, 1024, 1024, 1024], *options)
+        assert dealt.exit_code == 0, dealt.output
+        assert "between nodes" in dealt.stdout
+        said.append(float(dealt.stdout.split("slowest rank, estimated")[1].split()[0]))
+    assert said[1] > 2 * said[0]
+    planned = CliRunner().invoke(
+        app, ["plan", "-", "--cost", "cuda", "--ranks-per-node", "2"], input='{"lengths": [[65536], [512], [65536], [512]]}'
+    )
+    assert planned.exit_code == 0, planned.output
+    assert "between nodes              0.0 of" in planned.stderr
+    wrong = CliRunner().invoke(app, ["plan", "-", "--ranks-per-node", "3"], input='{"lengths": [[8], [8]]}')
+    one_line(wrong, "2 ranks cannot be nodes of 3")
 
 
 def test_standard_input_and_output() -> None:

@@ -28,12 +28,20 @@ SMALL = {
     "python benchmarks/scheduler.py --placements benchmarks/placements": "--repeats 1 --json out.json",
     "python benchmarks/timeline.py --record traces timeline.png": "--tokens 512 --latency 20",
     "python benchmarks/context_parallel.py --placement benchmarks/placements/long_tail_8_ranks.json": "--json out.json",
+    "python benchmarks/rates.py": "--ranks 2 --tokens 256 --layers 1 --heads 2 --steps 14 --json out.json",
     "python benchmarks/dealt_step_time.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json",
+    "python benchmarks/simulator_validation.py": "--tokens 512 --heads 2 --rounds 1 --json out.json",
+    "python benchmarks/paper_table.py": "--batches 1 --rows 0 --json out.json",
+    "python benchmarks/simulator_picture.py simulated.png": "--contexts 64 --ranks 8 --middle 8 --batches 1",
     "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
     "python tests/engines/equal_training.py": '--only "Trainer, DDP, 2 ranks" --steps 2 --json out.json',
 }
 # Of those, the ones that take long however small they are.
-LONG = {"python tests/engines/equal_training.py"}
+LONG = {
+    "python tests/engines/equal_training.py",
+    "python benchmarks/rates.py",
+    "python benchmarks/simulator_validation.py",
+}
 # One starts as users start it, in an interpreter of its own.
 AS_USERS_DO = "python benchmarks/scheduler.py --placements benchmarks/placements"
 # Runs of pytest, which collect only: these tests are among them.
@@ -53,6 +61,8 @@ OF_OTHER_TRAINERS = {
 }
 # Cannot be run by a test: they start all tests, or never end. The last one writes what tests/models/test_families.py compares.
 NOT_HERE = {"bash .ci/run", "make test", "mkdocs serve", "python tests/models/generate.py", *OF_OTHER_TRAINERS}
+# It downloads half a gigabyte; where that was done, tests/test_cuda_wheel.py runs it.
+NOT_HERE |= {"python tests/cuda_wheel.py tests/kernels tests/runtime tests/test_borrowed.py"}
 
 
 @cache
@@ -161,6 +171,13 @@ def test_pre_commit_takes_the_configuration(tmp_path: Path) -> None:
     run_program(["pre-commit", "validate-config"], tmp_path, 60)
     run_program(words_of("pre-commit install"), tmp_path, 60)
     assert "pre-commit" in (tmp_path / ".git" / "hooks" / "pre-commit").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_profile_command(tmp_path: Path) -> None:
+    run_program(words_of("hf-distca profile --ranks 2 --output profile.json"), tmp_path, 280)
+    assert json.loads((tmp_path / "profile.json").read_text())["inside"]
 
 
 def test_the_plan_command(tmp_path: Path) -> None:

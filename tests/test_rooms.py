@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "hf_distca"
 
 # What each room may import besides itself, `config`, `errors` and what lies above all rooms. A module stands for itself alone.
 ARROWS = {
-    "config": {"schedule.cost"},
+    "config": {"schedule.cost", "schedule.profiles"},
     "errors": set(),
     "borrowed": set(),
     "schedule": set(),
@@ -21,9 +21,13 @@ ARROWS = {
     "runtime": {"borrowed", "kernels", "schedule"},
     "agreement": {"schedule", "runtime.group", "runtime.meeting", "runtime.meter"},
     "data": {"borrowed", "schedule", "agreement.documents", "agreement.dealt"},
-    "integration": {"borrowed", "register", "data", "agreement", "runtime", "kernels", "schedule"},
+    "run_report": {"schedule", "agreement.figures"},
+    "integration": {"borrowed", "register", "data", "agreement", "runtime", "kernels", "schedule", "run_report.rows"},
+    "pipeline": {"borrowed", "integration", "agreement", "runtime", "kernels", "schedule"},
     "plugins": {"integration"},
-    "cli": {"schedule", "run"},
+    "doctor": {"integration", "kernels", "runtime"},
+    "simulate": {"schedule"},
+    "cli": {"schedule", "runtime", "simulate", "run", "run_report", "doctor"},
     "run": {"register", "integration"},
     "register": {"integration"},
 }
@@ -33,6 +37,8 @@ FREE_OF = {
     "runtime": {"transformers", "accelerate"},
     "agreement": {"transformers", "accelerate"},
     "data": {"transformers", "accelerate"},
+    "run_report": {"transformers", "accelerate", "torch"},
+    "simulate": {"transformers", "accelerate", "torch"},
     "cli": {"transformers", "accelerate", "torch"},
 }
 
@@ -72,7 +78,10 @@ def test_a_room_is_free_of_what_it_does_not_know(path: Path) -> None:
     assert not packages & FREE_OF.get(room_of(path), set())
 
 
-def test_schedule_runs_without_torch() -> None:
+@pytest.mark.parametrize(
+    "modules", ["schedule.balance, hf_distca.schedule.placement", "run_report.page, hf_distca.run_report.figures"]
+)
+def test_a_room_runs_without_torch(modules: str) -> None:
     """Not only no import of its own: nothing that it imports brings torch in."""
-    code = "import sys, hf_distca.schedule.balance, hf_distca.schedule.placement\nsys.exit('torch' in sys.modules)"
+    code = f"import sys, hf_distca.{modules}\nsys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -80,9 +80,13 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback] = (),
     model: LlamaForCausalLM | None = None,
     eval_dataset: Data | None = None,
+    distca: hf_distca.DistCACallback | None = None,
     **changes: Any,
 ) -> Trainer:
-    """A Trainer that logs every step, with distca's callback behind `callbacks`; `changes` are for `TrainingArguments`."""
+    """A Trainer that logs every step, with distca's callback behind `callbacks`; `changes` are for `TrainingArguments`.
+
+    Only in a folder of its own does it keep a record.
+    """
     logging.getLogger("transformers").setLevel(logging.ERROR)
     arguments = {
         **COMMON,
@@ -97,7 +101,7 @@ def make_trainer(
         data_collator=hf_distca.PackingCollator(),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        callbacks=[*callbacks, hf_distca.DistCACallback(config or settings(), trace_path)],
+        callbacks=[*callbacks, distca or hf_distca.DistCACallback(config or settings(), trace_path, record=folder is not None)],
     )
 
 

@@ -9,17 +9,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import attention
 
-from gpu_flash4 import Flash4Kernel
 from gpu_setting import Setting
+from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Kernel, Scores, TaskBatch, select_kernel
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.cuda import CudaKernel
 from hf_distca.kernels.flash_attn import FlashAttnKernel
+from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel
+from hf_distca.kernels.flash_attn_4 import FlashAttn4Kernel
 from hf_distca.runtime.route import Route
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, causal_pairs
+from hf_distca.schedule.deal import deal, plan_dealt
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
@@ -64,6 +69,16 @@ def placements(setting: Setting, names: Sequence[str], others: Sequence[Placemen
         if setting.placements is not None and (path := setting.placements / f"{name}.json").exists():
             yield name, read_placement(path)
     yield from others
+
+
+def plans(layout: Layout, cost: CostModel) -> Iterator[tuple[str, Plan]]:
+    """Plans of a placement: of its documents where they lie, and of the same documents dealt to as many ranks."""
+    config = DistCAConfig()
+    yield "as given", balance(layout, cost, config)
+    documents, place = np.unique(layout.document, return_inverse=True)
+    lengths = np.bincount(place, weights=layout.length, minlength=len(documents)).astype(np.int64)
+    dealt = deal(lengths, layout.world_size, layout.query_tokens.tolist(), cost)
+    yield "dealt", plan_dealt(dealt, cost, config)
 
 
 class Batch(NamedTuple):
@@ -153,7 +168,7 @@ def variants(setting: Setting) -> Iterator[Variant]:
         yield Variant(CpuKernel())
         return
     refused: dict[str, str] = {}
-    kernels = [Variant(kernel) for kernel in (CudaKernel(), FlashAttnKernel(), Flash4Kernel())]
+    kernels = [Variant(kernel) for kernel in (CudaKernel(), FlashAttnKernel(), FlashAttn3Kernel(), FlashAttn4Kernel())]
     for variant in (*kernels, Variant(CudaKernel(), "FA3"), Variant(CudaKernel(), "FA4")):
         reason = variant.kernel.unsupported(setting.device, setting.dtype, 128, 128, Scores(1.0))
         if reason is not None:

@@ -17,17 +17,25 @@ from gpu_workloads import (
     batch_of,
     made_up,
     placements,
+    plans,
     server_batches,
     shapes,
     skewed,
     variants,
 )
-from hf_distca.config import DistCAConfig
-from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, causal_pairs
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
 
-PLACEMENTS = ("wlbllm_raw_r8_t128k_s0", "wlbllm_raw_r64_t64k_s0", "prolong_e8_lcr03_shuf_r64_t64k_s0")
+PLACEMENTS = (
+    "wlbllm_raw_r8_t128k_s0",
+    "long_tail_8_ranks",
+    "wlbllm_raw_r64_t64k_s0",
+    "long_tail_64_ranks",
+    "prolong_e8_lcr03_shuf_r64_t64k_s0",
+    "wlbllm_raw_r512_t64k_s0",
+    "long_tail_512_ranks",
+)
 GOAL = 0.95
 
 
@@ -67,9 +75,16 @@ def servers_to_time(batches: list[list[Batch]], most: int) -> list[int]:
 
 
 def rebatched(setting: Setting, variant: Variant, label: str, shape: AttentionShape, name: str, layout: Layout) -> list[Any]:
-    """Some servers of a plan beside whole documents, which have as many keys as a task, weighed by pairs, has on average."""
-    plan = balance(layout, CostModel.analytic(shape, device_type=setting.device.type), DistCAConfig())
-    batches = [server_batches(plan, rank, setting.device) for rank in range(layout.world_size)]
+    """Some servers of each plan beside whole documents, which have as many keys as a task, weighed by pairs, has on average."""
+    cost = CostModel.analytic(shape, device_type=setting.device.type)
+    found = []
+    for way, plan in plans(layout, cost):
+        found += servers(setting, variant, label, shape, f"{name}, {way}", plan)
+    return found
+
+
+def servers(setting: Setting, variant: Variant, label: str, shape: AttentionShape, name: str, plan: Plan) -> list[Any]:
+    batches = [server_batches(plan, rank, setting.device) for rank in range(plan.layout.world_size)]
     keys = mean_keys([batch for rank in batches for batch in rank])
     found = []
     for rank in servers_to_time(batches, setting.size(quick=1, cpu=2, gpu=3)):

@@ -17,8 +17,11 @@ import torch.multiprocessing as mp
 
 import hf_distca
 from gpu_models import Packed, stack
-from gpu_setting import Setting
+from gpu_setting import Setting, seconds_of
 from hf_distca.integration.session import current_session
+from hf_distca.runtime.channel import Channel
+from hf_distca.runtime.exchange import Part, Rows, launch
+from hf_distca.runtime.watch import Watch
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 LAYERS, STEPS, TIMEOUT = 2, 3, 60.0
@@ -112,8 +115,40 @@ def work(rank: int, ranks: int, setting: Setting, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def world_of_one(setting: Setting) -> dict[str, Any]:
+    """Exchanges with oneself over the backend of the device: whether each arrives as it was sent, and seconds of one."""
+    backend = "nccl" if setting.device.type == "cuda" else "gloo"
+    size = setting.size(quick=2**12, cpu=2**20, gpu=2**27)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(backend, store=dist.FileStore(str(Path(folder, "store")), 1), rank=0, world_size=1)
+        try:
+            world = dist.GroupMember.WORLD
+            channel = Channel(world, Watch((0,), 0, TIMEOUT, (world,)), TIMEOUT)
+            rows = Rows.of([(0, 2, 3), (0, 0, 1)], [(0, 4)])
+            equal = True
+            for round_ in range(4):
+                # What is sent is computed just before, and overwritten while it travels: the streams have to keep the order.
+                x = torch.full((8, size), float(round_), dtype=setting.dtype, device=setting.device) + torch.arange(
+                    8, dtype=setting.dtype, device=setting.device
+                ).unsqueeze(1)
+                expected = torch.cat([x[2:5], x[:1]])
+                pending = launch(channel, [Part(x, rows)])
+                x.fill_(float("nan"))
+                ((arrived,),) = pending.sections()
+                equal &= bool(torch.equal(arrived, expected))
+            tensor = torch.zeros(8, size, dtype=setting.dtype, device=setting.device)
+            seconds = seconds_of(lambda: launch(channel, [Part(tensor, rows)]).sections(), setting.device)
+        finally:
+            dist.destroy_process_group()
+    return {"backend": backend, "equal": equal, "bytes": 4 * size * setting.dtype.itemsize, "seconds": seconds}
+
+
 def run(setting: Setting) -> None:
-    """Put the errors of every rank, by number of ranks, dtype and mode."""
+    """Put exchanges in a world of one, then the errors of every rank, by number of ranks, dtype and mode."""
+    try:
+        setting.put(world_of_one=world_of_one(setting))
+    except Exception as error:  # the other figures do not need it
+        setting.put(world_of_one={"failed": f"{type(error).__name__}: {error}"[:500]})
     found: dict[str, Any] = {}
     for ranks in setting.size(quick=(2,), cpu=(2,), gpu=(2, 4)):
         if not setting.time_for(f"{ranks} ranks", setting.size(quick=0.0, cpu=30.0, gpu=25.0)):

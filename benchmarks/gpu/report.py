@@ -113,7 +113,8 @@ def ranks(data: Figures) -> list[str]:
                 rows.append((count, dtype.removeprefix("torch."), mode, *(f"{x:.1e}" for x in worst), exchanges, good))
         if found["failed"]:
             rows.append((count, "", "failed", found["failed"][-200:].replace("\n", " "), "", "", False))
-    text = [
+    text = ["## A world of one", "", f"Exchanges with oneself: {data['world_of_one']}", ""] if "world_of_one" in data else []
+    text += [
         "## Several ranks on one device",
         "",
         "Relative errors of the output and of the worst gradient to `sdpa` in float32.",
@@ -179,6 +180,25 @@ def memory(data: Figures) -> list[str]:
     return ["## Memory", "", "MiB above weights and inputs.", "", *table(head, rows)]
 
 
+def overlap(data: Figures) -> list[str]:
+    rows = []
+    for row in data.get("rows", []):
+        cells = [
+            cell
+            for name in ("whole", "ping-pong")
+            for cell in (f"{row[name]['without']:.4g}", f"{row[name]['with']:.4g}", percent(row[name]["hidden"]))
+        ]
+        rows.append((row["load"], f"{row['exchange_seconds']:.4g}", *cells))
+    each = ("s without", "s with", "hidden")
+    head = (
+        "exchanges / compute",
+        "s of exchanges",
+        *(f"{name}, {what}" for name in ("whole layers", "ping-pong") for what in each),
+    )
+    text = ["## Artificial exchanges", "", f"Share that is hidden (goal in ping-pong: {percent(data.get('goal', 0.8))})."]
+    return [*text, f"Outputs of both ways differ by {data.get('difference', float('nan')):.1e}.", "", *table(head, rows)]
+
+
 PARTS: dict[str, Callable[[Figures], list[str]]] = {
     "parity": parity,
     "kernels": kernels,
@@ -187,6 +207,7 @@ PARTS: dict[str, Callable[[Figures], list[str]]] = {
     "emulator": emulator,
     "profile": profile,
     "memory": memory,
+    "overlap": overlap,
 }
 
 
@@ -225,6 +246,11 @@ def main() -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page(arguments.figures, arguments.note), encoding="utf-8")
     print(output)
+    fitted = arguments.figures / "cost_model.json"
+    if fitted.exists():  # for DistCAConfig(cost_model=CostModel.from_json(...)) on the same hardware
+        shipped = output.with_name(f"{output.stem}_cost_model.json")
+        shipped.write_text(fitted.read_text())
+        print(shipped)
 
 
 if __name__ == "__main__":

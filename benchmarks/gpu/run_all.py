@@ -1,7 +1,10 @@
 """Everything that is measured on one GPU, part by part; or, small, on a CPU.
 
-    python benchmarks/gpu/run_all.py --device cuda --out gpu_figures --placements DIR --seconds 540
+    python benchmarks/gpu/run_all.py --out gpu_figures --placements DIR --seconds 540 --call 1
+    python benchmarks/gpu/run_all.py --out gpu_figures --placements DIR --seconds 540 --call 2
     python benchmarks/gpu/report.py gpu_figures
+
+Where a command may take ten minutes, two calls run all parts; the second one needs the folder that the first one wrote.
 
 Every part runs in a process of its own, within its share of the time, and writes its figures as it finds them: a part that fails
 or is stopped takes nothing from the others. The package is used from this clone, installed or not.
@@ -26,7 +29,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 # In this order; the numbers are shares of the time. Emulator and report use the cost model of "profile".
-PARTS = {"parity": 3, "profile": 2, "kernels": 3, "emulator": 3, "stack": 3, "memory": 1, "ranks": 2}
+PARTS = {"parity": 3, "profile": 2, "kernels": 3, "emulator": 3, "stack": 3, "memory": 1, "overlap": 1, "ranks": 2}
+CALLS = {1: ("parity", "profile", "kernels"), 2: ("emulator", "stack", "memory", "overlap", "ranks")}
 # A part, whose imports count, is told less than it gets, for what it has begun when the time is over.
 TOLD = 0.85
 NEEDED = ("numpy", "torch", "transformers", "accelerate", "typer", "rich", "greenlet", "tqdm")
@@ -128,12 +132,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="sizes that only show that every part works")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
+    which.add_argument("--call", type=int, choices=CALLS, help="run the parts of the first or of the second of two calls")
     parser.add_argument("--out", type=Path, default=Path("gpu_figures"), help="folder of the figures (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=540, help="for all parts together (default: %(default)s)")
     parser.add_argument("--placements", type=Path, help="folder of placements; without, made-up ones")
     arguments = parser.parse_args()
     end = time.monotonic() + arguments.seconds
+    only = arguments.only if arguments.call is None else CALLS[arguments.call]
     arguments.out.mkdir(parents=True, exist_ok=True)
     out = arguments.out.resolve()
     environment = prepare(out)
@@ -153,7 +160,7 @@ def main() -> None:
     path = out / "run.json"
     before = json.loads(path.read_text())["parts"] if path.exists() else {}
     record: dict[str, Any] = {"environment": environment, "command": command, "parts": before}
-    parts = [part for part in PARTS if part in arguments.only]
+    parts = [part for part in PARTS if part in only]
     for place, part in enumerate(parts):
         share = PARTS[part] / sum(PARTS[later] for later in parts[place:])
         seconds = max((end - time.monotonic()) * share, 1.0)

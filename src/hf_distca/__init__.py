@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hf_distca.register import register, when_models_load
 
 if TYPE_CHECKING:
+    from hf_distca import pipeline
     from hf_distca.agreement.documents import PackedDocuments
     from hf_distca.config import DistCAConfig
     from hf_distca.data.collator import PackingCollator
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         KernelError,
         LayoutError,
         PlanError,
+        ReportError,
         UnsupportedError,
     )
     from hf_distca.integration.ahead import plan_ahead
@@ -47,6 +49,7 @@ __all__ = [
     "PackingCollator",
     "PlanAheadMixin",
     "PlanError",
+    "ReportError",
     "UnsupportedError",
     "__version__",
     "attention_seconds",
@@ -55,6 +58,7 @@ __all__ = [
     "configure",
     "document_shares",
     "metrics",
+    "pipeline",
     "plan_ahead",
     "prepare",
     "profile",
@@ -74,6 +78,7 @@ _MODULES = {
         "KernelError",
         "LayoutError",
         "PlanError",
+        "ReportError",
         "UnsupportedError",
     ),
     "integration.ahead": ("plan_ahead",),
@@ -95,6 +100,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         value: Any = version("hf-distca")
+    elif name == "pipeline":
+        value = import_module("hf_distca.pipeline")
     elif name in _MODULE_OF:
         value = getattr(import_module(f"hf_distca.{_MODULE_OF[name]}"), name)
     else:

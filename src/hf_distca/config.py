@@ -8,10 +8,11 @@ from typing import Literal, get_args
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.profiles import Profile
 
 __all__ = ["CostSource", "DistCAConfig", "KernelName"]
 
-KernelName = Literal["auto", "reference", "cpu", "cuda", "flash_attn"]
+KernelName = Literal["auto", "reference", "cpu", "cuda", "flash_attn", "flash_attn_3", "flash_attn_4"]
 CostSource = Literal["analytic", "calibrated"]
 _LONGEST_TIMEOUT = 366 * 86400.0  # seconds; what torch adds to it must fit in its clock
 
@@ -30,8 +31,11 @@ class DistCAConfig:
         tile: query rows of a kernel tile. Documents are cut at positions that are multiples of it.
         kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
         cost_model: ``"analytic"`` for built-in figures of the device type; ``"calibrated"`` to time the kernel on rank 0,
-            on batches of tasks, before the first plan (a few seconds on a CPU); or a `CostModel` of your own, whose shape is
-            replaced by that of the layer at hand.
+            on batches of tasks, before the first plan (a few seconds on a CPU); a `Profile`, shipped or measured by
+            ``hf-distca profile``; or a `CostModel` of your own, whose shape is replaced by that of the layer at hand.
+        measured_rates: correct the cost model by what ranks measure while they train, give slower ranks less, and move less or
+            nothing where exchanges turn out to take longer than they gain. Off, plans depend on the documents alone, as they
+            do with a `CostModel` of your own, which is taken as it is.
         documents_span_ranks: read position ids that start above 0 as the continuation of another rank's document. Off, every
             run of positions is a document of its own, as it is for transformers.
         balance_evaluation: let ranks share attention also while the model is in evaluation mode. Only where every rank
@@ -44,6 +48,10 @@ class DistCAConfig:
             the rank's own q, k, v, o, log-sum-exp and their gradients, which are as large as its tokens are many, nor what the
             kernel uses inside. More than fits is computed in waves, with one exchange each, and the scheduler moves only
             slices that fit. A document that spans ranks may need more, which is warned of.
+        group_size: ranks that share core attention, where those that could are more: they are cut into groups of so many
+            neighbours, which must divide their number; None for one group of all. Balance is within groups, and so is what a
+            document may span. Of whole nodes, groups keep what two levels of links gain; with a thousand ranks or more, no rank
+            then plans and exchanges with all of them.
         timeout_seconds: how long a rank waits for the others before it gives up with `DistCADesyncError`.
 
     Raises:
@@ -55,20 +63,22 @@ class DistCAConfig:
     min_gain: float = 0.02
     tile: int = 128
     kernel: KernelName = "auto"
-    cost_model: CostSource | CostModel = "analytic"
+    cost_model: CostSource | CostModel | Profile = "analytic"
+    measured_rates: bool = True
     documents_span_ranks: bool = False
     balance_evaluation: bool = False
     ping_pong: bool = False
     max_transient_bytes: int | None = None
+    group_size: int | None = None
     timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("balance", "documents_span_ranks", "balance_evaluation", "ping_pong"):
+        for name in ("balance", "measured_rates", "documents_span_ranks", "balance_evaluation", "ping_pong"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
-        for name in ("tile", "max_transient_bytes"):
+        for name in ("tile", "max_transient_bytes", "group_size"):
             value: object = getattr(self, name)
-            optional = name == "max_transient_bytes" and value is None
+            optional = name != "tile" and value is None
             if not optional and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ConfigError(f"{name}={value!r} must be a whole number.")
         for name in ("tolerance", "min_gain", "timeout_seconds"):
@@ -83,10 +93,12 @@ class DistCAConfig:
             raise ConfigError(f"tile={self.tile} must be at least 1; flash-attention kernels use 128.")
         if self.max_transient_bytes is not None and self.max_transient_bytes < 1:
             raise ConfigError(f"max_transient_bytes={self.max_transient_bytes} must be at least 1, or None for no bound.")
+        if self.group_size is not None and self.group_size < 1:
+            raise ConfigError(f"group_size={self.group_size} must be at least 1, or None for one group of all ranks.")
         if not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:
             raise ConfigError(f"timeout_seconds={self.timeout_seconds} must be in (0, {_LONGEST_TIMEOUT:g}], a year.")
         _check_choice("kernel", self.kernel, get_args(KernelName))
-        if not isinstance(self.cost_model, CostModel):
+        if not isinstance(self.cost_model, CostModel | Profile):
             _check_choice("cost_model", self.cost_model, get_args(CostSource))
 
 

@@ -6,6 +6,7 @@
     ├── ConfigError (ValueError)               a configuration value out of its range
     ├── LayoutError (ValueError)               positions or lengths that describe no set of documents
     ├── PlanError (ValueError)                 a plan that breaks one of its invariants
+    ├── ReportError (ValueError)               a run folder that no page can be made of
     ├── UnsupportedError (NotImplementedError) a model or an argument whose maths distca would get wrong
     ├── KernelError (RuntimeError)             no kernel for this device, dtype or shape
     └── DistCADesyncError (RuntimeError)       ranks that disagree about what they compute
@@ -22,6 +23,7 @@ __all__ = [
     "KernelError",
     "LayoutError",
     "PlanError",
+    "ReportError",
     "UnsupportedError",
 ]
 
@@ -40,6 +42,10 @@ class LayoutError(DistCAError, ValueError):
 
 class PlanError(DistCAError, ValueError):
     """A plan does not compute every query token exactly once, or asks for keys nobody holds."""
+
+
+class ReportError(DistCAError, ValueError):
+    """A run folder holds nothing that a report could be made of, or what it holds cannot be read."""
 
 
 class UnsupportedError(DistCAError, NotImplementedError):

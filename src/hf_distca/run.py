@@ -187,15 +187,12 @@ def _make_default() -> None:
 def _sum_up() -> None:
     """Print the balance, on the first rank of a process that balanced anything, unless that was done."""
     if "hf_distca.integration.session" in sys.modules:
-        from hf_distca.integration.progress import say
-        from hf_distca.integration.report import summary
+        from hf_distca.integration.report import sum_up
         from hf_distca.integration.session import current_session
 
         session = current_session()
-        text = summary(session.planner.history.total, session)
-        if text is not None and session.is_first and not session.summarized:
-            say(text)
-            session.summarized = True
+        if not session.summarized:
+            sum_up(session.planner.history.total, session)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.ranks import Ranks
 
 SHAPE = AttentionShape(4, 2, 16, 16, 2)
 KEY = PlanKey(SHAPE, "cpu")
@@ -72,3 +73,17 @@ def test_a_dealing_without_costs_or_with_another_placement_is_refused() -> None:
         Dealing(2, 8, {}, DistCAConfig())
     with pytest.raises(ConfigError, match="placement='random' must be one of 'dealt', 'in order'"):
         dealing(2, 8, "random")
+
+
+def test_shares_are_planned_for_the_nodes_they_are_dealt_to() -> None:
+    """Plans that a loader made are taken in the step, where ranks need not have found the same nodes."""
+    cost = CostModel.analytic(SHAPE, device_type="cuda")
+    made = Dealing(4, 4096, {KEY: cost}, DistCAConfig(ping_pong=False), ranks_per_node=2)
+    share = made.share(np.array([9000, 4000, 3384]), (0, 0), 1)
+    assert share.dealt is not None
+    nodes = Ranks(per_node=share.dealt.per_node)
+    assert nodes == Ranks(per_node=2)
+    with patch.object(dealt_module, "plan_dealt", side_effect=AssertionError("planned again")):
+        share.dealt.plan(KEY, cost, DistCAConfig(), nodes)
+        with pytest.raises(AssertionError, match="planned again"):
+            share.dealt.plan(KEY, cost, DistCAConfig())

@@ -145,9 +145,9 @@ def odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
     batch = share(made, 2 if wrong == "batch" else 1, 0 if wrong == "share" else 1)
     packed = batch["distca_documents"]
     if wrong == "plan":
-        (key, (cost, config, plan)), *_ = packed.dealt._plans.items()
+        (key, (*under, plan)), *_ = packed.dealt._plans.items()
         tasks = [task._replace(server=1 - task.server) for task in plan.tasks]
-        packed.dealt._plans[key] = cost, config, type(plan).from_tasks(plan.layout, tasks)
+        packed.dealt._plans[key] = *under, type(plan).from_tasks(plan.layout, tasks)
     if wrong == "no share":
         batch["distca_documents"] = hf_distca.PackedDocuments(packed.lengths, packed.starts, packed.documents)
     return batch

@@ -116,7 +116,7 @@ def test_trl_takes_them() -> None:
         data_collator=hf_distca.PackingCollator(),
         train_dataset=make(1),
         processing_class=tokenizer,
-        callbacks=[hf_distca.DistCACallback(tiny_runs.settings())],
+        callbacks=[hf_distca.DistCACallback(tiny_runs.settings(), record=False)],
     )
     trainer.train()
     plain = trainer_of(make(1))

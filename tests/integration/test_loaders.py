@@ -24,11 +24,12 @@ TOKENS = 64
 collate = hf_distca.PackingCollator()
 
 
-def shares(ranks: int = 2, *, length: int = 8) -> Any:
+def shares(ranks: int | None = 2, *, length: int = 8, group_size: int | None = None) -> Any:
     """`length` global batches, some with a document that is longer than a rank."""
     lengths = [100, 20, 8, 64, 50, 14] * length
+    config = settings(group_size=group_size)
     return hf_distca.document_shares(
-        documents(*lengths), TOKENS, shapes=[(PAIRS.shape, None)], ranks=ranks, device="cpu", config=settings()
+        documents(*lengths), TOKENS, shapes=[(PAIRS.shape, None)], ranks=ranks, device="cpu", config=config
     )
 
 
@@ -47,8 +48,9 @@ class Stream(torch.utils.data.IterableDataset):
         yield from ({"input_ids": one} for one in documents(100, 20, 8, 64, 50, 14))
 
 
-def stream(rank: int | None = None) -> Any:
-    made = hf_distca.document_shares(Stream(), TOKENS, shapes=[(PAIRS.shape, None)], ranks=2, device="cpu", config=settings())
+def stream(rank: int | None = None, *, group_size: int | None = None) -> Any:
+    config = settings(group_size=group_size)
+    made = hf_distca.document_shares(Stream(), TOKENS, shapes=[(PAIRS.shape, None)], ranks=2, device="cpu", config=config)
     made.rank = rank
     return made
 
@@ -77,7 +79,9 @@ GOOD: dict[str, Callable[[], Any]] = {
     "batch sampler": lambda: DataLoader(
         data := shares(1), collate_fn=collate, batch_sampler=BatchSampler(SequentialSampler(data), 1, False)
     ),
+    "two groups": lambda: loader_of(shares(None, group_size=2), processes=4),
     "stream": lambda: loader_of(stream()),
+    "stream, two groups": lambda: loader_of(stream(group_size=2), processes=4),
     "stream of one rank": lambda: DataLoader(stream(0), collate_fn=collate),
     "no shares": lambda: loader_of(rows(3), shuffle=True, batch_size=2),
 }
@@ -100,12 +104,16 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "split": (lambda: loader_of(shares(), split=True, batch_size=2), "split_batches=True cuts batches of 2"),
     "two a batch": (lambda: loader_of(shares(), batch_size=2), "batches of 2.*per_device_train_batch_size=1"),
     "three processes": (lambda: loader_of(shares(), processes=3), "shares for 2 ranks, and 3 processes read them"),
+    "two groups, other size": (lambda: loader_of(shares(group_size=4), processes=4), "shares for 2 ranks, and 4 processes read"),
+    "groups, three processes": (lambda: loader_of(shares(group_size=2), processes=3), "shares for 2 ranks, and 3 processes"),
+    "groups, not prepared": (lambda: DataLoader(shares(group_size=2), collate_fn=collate), "2 ranks, and 1 process reads them"),
     "not prepared": (lambda: DataLoader(shares(), collate_fn=collate), "shares for 2 ranks, and 1 process reads them"),
     "ragged end": (lambda: loader_of(Odd()), "31 of them for 2 processes.*dataloader_drop_last=True"),
     "ragged end, uneven": (lambda: loader_of(Odd(), even=False), "31 of them for 2 processes.*dataloader_drop_last=True"),
     "stream, split": (lambda: loader_of(stream(), split=True, batch_size=2), "split_batches=True"),
     "stream, two a batch": (lambda: loader_of(stream(), batch_size=2), "batches of 2"),
     "stream, three processes": (lambda: loader_of(stream(), processes=3), "3 processes read them"),
+    "stream, groups, three processes": (lambda: loader_of(stream(group_size=2), processes=3), "3 processes read them"),
     "stream, not prepared": (lambda: DataLoader(stream(), collate_fn=collate), "1 process reads them"),
     "stream of one rank, prepared": (lambda: loader_of(stream(0)), "2 processes read them"),
 }
@@ -136,7 +144,7 @@ def trainer_of(
         data_collator=collate,
         train_dataset=shares(1),
         eval_dataset=eval_dataset,
-        callbacks=[hf_distca.DistCACallback(settings())],
+        callbacks=[hf_distca.DistCACallback(settings(), record=False)],
         compute_loss_func=compute_loss_func,
     )
 

@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import GradientState
+from test_dealt import model_for
 from test_parity import PAIRS
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     Trainer,
     TrainerCallback,
 )
@@ -36,24 +33,6 @@ STEPS, MICRO_BATCHES = 3, 3
 LENGTHS = ([[96], [70, 26], [5, 91]], [[16] * 6, [96], [32] * 3])  # of each rank's micro-batches
 
 
-def model_for(kind: str) -> Any:
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 61,
-        "head_dim": 16,
-        "attn_implementation": "distca",
-    }
-    if kind == "windows":  # one layer of each kind: two plans a micro-batch
-        windows = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
-        return Gemma3ForCausalLM(Gemma3TextConfig(**shape, **windows)).train()
-    return LlamaForCausalLM(LlamaConfig(**shape)).train()
-
-
 def batches(rank: int, step: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(step)
     made = []
@@ -66,7 +45,7 @@ def batches(rank: int, step: int) -> list[dict[str, Any]]:
 def train(rank: int, ahead: bool, kind: str, wrapper: str) -> tuple[list[float], list[dict[str, float]], list[int], int]:
     """Losses, balance figures of each step, rows exchanged for planning in each step, and the number of the last micro-batch."""
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, ping_pong=kind == "halves"))
-    model = model_for(kind)
+    model = model_for(kind, "distca")
     if wrapper == "ddp":
         model = DistributedDataParallel(model)
     elif wrapper == "fsdp1":
@@ -90,7 +69,7 @@ def train(rank: int, ahead: bool, kind: str, wrapper: str) -> tuple[list[float],
 
 
 @pytest.mark.parametrize(
-    ("kind", "wrapper", "plans"), [("whole", "ddp", 1), ("windows", "ddp", 2), ("halves", "ddp", 1), ("whole", "fsdp1", 1)]
+    ("kind", "wrapper", "plans"), [("full", "ddp", 1), ("windows", "ddp", 2), ("halves", "ddp", 1), ("full", "fsdp1", 1)]
 )
 def test_steps_planned_ahead_are_those_planned_as_they_run(
     rank_pool: Callable[[int], RankPool], kind: str, wrapper: str, plans: int
@@ -110,7 +89,7 @@ def test_steps_planned_ahead_are_those_planned_as_they_run(
 
 def changed(rank: int) -> str:
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=5))
-    model = model_for("whole")
+    model = model_for("full", "distca")
     for batch in batches(rank, 0):
         model(**batch, use_cache=False).loss.backward()
     (batch, *_) = hf_distca.plan_ahead(batches(rank, 1))
@@ -132,7 +111,7 @@ def test_a_batch_changed_after_planning_is_refused(rank_pool: Callable[[int], Ra
 
 def unequal(rank: int) -> str:
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=5))
-    model = model_for("whole")
+    model = model_for("full", "distca")
     for batch in batches(rank, 0):
         model(**batch, use_cache=False).loss.backward()
     with pytest.raises(hf_distca.DistCADesyncError) as caught:

@@ -10,13 +10,15 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import hf_distca
 from hf_distca.agreement.figures import Tally
+from hf_distca.agreement.rates import Observation, Rates
 from hf_distca.integration import progress
-from hf_distca.integration.report import summary, why_nothing_moved
+from hf_distca.integration.report import summary, why_given_up, why_nothing_moved
 from hf_distca.integration.session import Session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
@@ -72,6 +74,30 @@ def test_why_nothing_moved(before: float, changes: dict[str, Any], said: str) ->
     assert why_nothing_moved(Tally(), session(**changes)) is None
 
 
+def test_why_exchanges_were_given_up() -> None:
+    made, none = session(), np.zeros(2)
+    assert why_given_up(made) is None
+    kernel, waiting = np.array([2.0, 2.0]), np.array([3.0, 3.0])
+    slow = Observation(np.ones((2, 3)), kernel, waiting, np.array([0.5, 0.5]), np.array([4.0, 0.0]), none)
+    for _ in range(8):
+        made.planner.rates.learn((SHAPE, "cpu"), slow)
+    said = why_given_up(made)
+    assert said is not None
+    assert "attention took 25% longer than it would have taken where it was" in said
+
+
+def test_the_callback_says_once_that_exchanges_were_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Rates, "slower", 0.5)
+    trainer = make_trainer("distca", EVEN, config=settings(), max_steps=3)
+    with caplog.at_level(logging.WARNING, "hf_distca"):
+        trainer.train()
+    said = [record.getMessage() for record in caplog.records if "moves less, or nothing" in record.getMessage()]
+    assert len(said) == 1
+    assert "50% longer" in said[0]
+
+
 def test_the_summary_of_a_tally() -> None:
     made = session()
     made.kernels["cpu"] = None
@@ -102,7 +128,7 @@ def train(rank: int, case: str) -> tuple[list[str], str]:
     )
     if case == "quiet":
         trainer.remove_callback(hf_distca.DistCACallback)
-        trainer.add_callback(hf_distca.DistCACallback(config, summary=False))
+        trainer.add_callback(hf_distca.DistCACallback(config, summary=False, record=False))
     try:
         with contextlib.redirect_stderr(io.StringIO()) as written:
             trainer.train()

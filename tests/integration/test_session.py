@@ -28,6 +28,8 @@ def batch(rank: int) -> dict[str, Any]:
         ({"tolerance": -0.1}, "tolerance=-0.1"),
         ({"min_gain": 1.0}, "min_gain=1.0"),
         ({"tile": 0}, "tile=0"),
+        ({"group_size": 0}, "group_size=0"),
+        ({"group_size": 1.5}, "group_size=1.5"),
         ({"timeout_seconds": 0}, "timeout_seconds=0"),
         ({"kernel": "flash"}, "kernel='flash' must be one of 'auto'"),
         ({"cost_model": "measured"}, "cost_model='measured' must be one of"),

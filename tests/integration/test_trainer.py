@@ -118,7 +118,7 @@ def report(rank: int, how: str) -> tuple[list[dict[str, Any]], list[dict[str, An
         trainer.remove_callback(hf_distca.DistCACallback)
         hf_distca.configure(settings())
     if how == "late":
-        trainer.add_callback(hf_distca.DistCACallback(settings()))
+        trainer.add_callback(hf_distca.DistCACallback(settings(), record=False))
     names = [type(one).__name__ for one in trainer.callback_handler.callbacks]
     with patch.object(ours, "calling_handler", side_effect=ours.calling_handler) as looked:
         trainer.train()
@@ -176,7 +176,7 @@ def test_readers_of_the_balance_take_nothing_from_each_other(rank_pool: Callable
 
 def evaluate_first(rank: int, when: str) -> tuple[int, int, int, str, bool]:
     """Exchanges of evaluation before training and of prediction after it, and whether the same settings held throughout."""
-    callback = hf_distca.DistCACallback(settings(balance_evaluation=True))
+    callback = hf_distca.DistCACallback(settings(balance_evaluation=True), record=False)
     hf_distca.configure()  # what another run left
     trainer = make_trainer("distca", rows(4), eval_dataset=rows(4), max_steps=2, train_sampling_strategy="sequential")
     if when == "late":

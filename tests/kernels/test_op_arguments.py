@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from dense_attention import CASES, SCORES, SHAPES, exact, random_pools, relative_error, run_kernel
+from signatures import FLASH_ATTN_3, FLASH_ATTN_4
 from strict_varlen_op import StrictVarlenOp
 
-from hf_distca.kernels import Scores, flash_attn
+from hf_distca.kernels import Scores, flash_attn, flash_attn_3, flash_attn_4
 from hf_distca.kernels.cuda import CudaKernel, _AtenFlash
 from hf_distca.kernels.flash_attn import FlashAttnKernel
+from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel
+from hf_distca.kernels.flash_attn_4 import FlashAttn4Kernel
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 OP = StrictVarlenOp()
@@ -120,8 +127,67 @@ def package(version: tuple[int, int, int]) -> dict[str, Callable[..., Any]]:
     return {"_flash_attn_varlen_forward": forward, "_flash_attn_varlen_backward": backward}
 
 
-@pytest.fixture(params=["cuda", "flash_attn 2.6.2", "flash_attn 2.8.3"])
+def sizes(options: dict[str, Any]) -> Sequences:
+    return Sequences(*(options.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")))
+
+
+class Interface3:
+    """FlashAttention 3."""
+
+    def _flash_attn_forward(self, **options: Any) -> tuple[Any, ...]:
+        assert options.keys() <= set(FLASH_ATTN_3["_flash_attn_forward"])
+        assert options.pop("num_splits") == 1
+        return *OP.forward(*self._pools(options), sizes(options), self._scores(options, "causal")), None, None
+
+    def _flash_attn_backward(self, **options: Any) -> None:
+        assert options.keys() <= set(FLASH_ATTN_3["_flash_attn_backward"])
+        assert options.pop("deterministic") is False
+        do, *grads, o, lse = (options.pop(name) for name in ("dout", "dq", "dk", "dv", "out", "softmax_lse"))
+        found = OP.backward(do, *self._pools(options), o, lse, sizes(options), self._scores(options, "is_causal"))
+        for dx, value in zip(grads, found, strict=True):
+            dx.copy_(value)
+
+    @staticmethod
+    def _pools(options: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(options.pop(name) for name in "qkv")
+
+    @staticmethod
+    def _scores(options: dict[str, Any], causal: str) -> Scores:
+        left, right = options.pop("window_size_left"), options.pop("window_size_right")
+        scores = scores_of(options.pop("softmax_scale"), left, right, options.pop(causal), options.pop("softcap"))
+        assert not options
+        return scores
+
+
+class Interface4(Interface3):
+    """FlashAttention 4: no limit is None, and the gradients are returned."""
+
+    def _flash_attn_fwd(self, **options: Any) -> tuple[Any, ...]:
+        assert options.keys() <= set(FLASH_ATTN_4["_flash_attn_fwd"])
+        assert options.pop("return_lse") is True
+        return *OP.forward(*self._pools(options), sizes(options), self._scores(self._limits(options), "causal")), None, None, None
+
+    def _flash_attn_bwd(self, **options: Any) -> tuple[Any, ...]:
+        assert options.keys() <= set(FLASH_ATTN_4["_flash_attn_bwd"])
+        assert options.pop("deterministic") is False
+        do, o, lse = (options.pop(name) for name in ("dout", "out", "lse"))
+        return OP.backward(do, *self._pools(options), o, lse, sizes(options), self._scores(self._limits(options), "causal"))
+
+    @staticmethod
+    def _limits(options: dict[str, Any]) -> dict[str, Any]:
+        for name in ("window_size_left", "window_size_right"):
+            options[name] = -1 if options[name] is None else options[name]
+        return options
+
+
+@pytest.fixture(params=["cuda", "flash_attn 2.6.2", "flash_attn 2.8.3", "flash_attn_3", "flash_attn_4"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VarlenKernel:
+    if request.param == "flash_attn_3":
+        monkeypatch.setattr(flash_attn_3, "_interface", Interface3)
+        return FlashAttn3Kernel()
+    if request.param == "flash_attn_4":
+        monkeypatch.setattr(flash_attn_4, "_interface", Interface4)
+        return FlashAttn4Kernel()
     if request.param == "cuda":
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
@@ -155,3 +221,29 @@ def test_the_installed_torch_takes_these_arguments(window: int | None) -> None:
     dq, dk, dv = _AtenFlash().backward(q, q, k, k, o, lse, sequences, scores)
     assert dq.shape == q.shape
     assert dk.shape == dv.shape == k.shape
+
+
+def source_of(package: str) -> Path | None:
+    """The file of the functions, where the package is installed: it is read, not imported."""
+    if package == "flash_attn_3":
+        spec = find_spec("flash_attn_interface")
+        return None if spec is None or spec.origin is None else Path(spec.origin)
+    try:
+        path = Path(str(distribution("flash-attn-4").locate_file("flash_attn/cute/interface.py")))
+    except PackageNotFoundError:
+        return None
+    return path if path.exists() else None
+
+
+@pytest.mark.parametrize(("package", "known"), [("flash_attn_3", FLASH_ATTN_3), ("flash_attn_4", FLASH_ATTN_4)])
+def test_installed_sources_have_the_arguments_that_were_read(package: str, known: dict[str, list[str]]) -> None:
+    path = source_of(package)
+    if path is None:
+        pytest.skip(f"{package} is not installed: its arguments are those of signatures.py")
+    found = {
+        node.name: [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    for name, arguments in known.items():
+        assert found[name] == arguments, f"{name} of {path}"

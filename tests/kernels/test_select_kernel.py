@@ -9,7 +9,7 @@ import torch
 import hf_distca.kernels as kernels
 from hf_distca.config import KernelName
 from hf_distca.errors import KernelError
-from hf_distca.kernels import Scores, flash_attn, select_kernel
+from hf_distca.kernels import Kernel, Scores, flash_attn, flash_attn_3, flash_attn_4, runnable, select_kernel
 from hf_distca.kernels.cuda import flash_attention_unsupported
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -26,6 +26,10 @@ def _one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(kernels, "_checked", {})
+    monkeypatch.setattr(kernels, "wrong", lambda *case: None)
+    for module in (flash_attn_3, flash_attn_4):
+        monkeypatch.setattr(module, "_interface", lambda: ImportError("not here"))
 
 
 def test_auto_on_cpu() -> None:
@@ -66,7 +70,12 @@ def test_a_named_kernel() -> None:
         ("cpu", CPU, torch.float8_e4m3fn, "not in torch.float8_e4m3fn"),
         ("reference", CPU, torch.int32, "torch.int32 is not a floating dtype"),
         ("auto", CPU, torch.int64, "No kernel runs torch.int64 .*cpu: .*reference: "),
-        ("triton", CPU, torch.float32, "no kernel 'triton'; choose one of 'auto', 'flash_attn', 'cuda', 'cpu', 'reference'"),
+        (
+            "triton",
+            CPU,
+            torch.float32,
+            "no kernel 'triton'; choose one of 'auto', 'flash_attn_3', 'flash_attn_4', 'flash_attn', 'cuda', 'cpu', 'reference'",
+        ),
     ],
 )
 def test_refusals(name: str, device: torch.device, dtype: torch.dtype, message: str) -> None:
@@ -111,16 +120,72 @@ def test_every_kernel_has_a_name_that_can_be_set() -> None:
 
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
-def test_says_how_flash_attention_3_comes_in(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_what_flash_attention_3_would_do(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attn, "_installed", lambda: None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         select_kernel("auto", CUDA, torch.bfloat16, 64, 64, PLAIN)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         select_kernel("auto", CUDA, torch.float16, 64, 64, PLAIN)
-    hopper, ampere = (record.getMessage() for record in caplog.records)
-    assert hopper.endswith('torch.nn.attention.activate_flash_attention_impl("FA3") makes this kernel run it')
-    assert "FA3" not in ampere
-    assert callable(torch.nn.attention.activate_flash_attention_impl)
+        monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+        select_kernel("auto", CUDA, torch.bfloat16, 64, 64, WINDOW)
+    hopper, ampere, active = (record.getMessage() for record in caplog.records)
+    assert hopper.endswith("; FlashAttention 3 (flash_attn_interface) is made for this GPU, and is taken where it is installed")
+    assert "FlashAttention 3 (" not in ampere
+    assert active.endswith(", which is FA3 since torch.nn.attention.activate_flash_attention_impl was called")
+
+
+@pytest.mark.usefixtures("_one_hopper")
+def test_newer_flash_attentions_come_first_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8, 3))
+
+    def chosen(scores: Scores = PLAIN, width: int = 64, first: str | None = None) -> str:
+        return select_kernel("auto", CUDA, torch.bfloat16, width, width, scores, first=first).name
+
+    assert chosen() == "flash_attn"
+    monkeypatch.setattr(flash_attn_4, "_interface", object)
+    assert chosen() == "flash_attn_4"
+    monkeypatch.setattr(flash_attn_3, "_interface", object)
+    assert chosen() == chosen(BOTH) == "flash_attn_3"
+    assert [kernel.name for kernel in runnable(CUDA, torch.bfloat16, 64, 64, PLAIN)] == [
+        "flash_attn_3",
+        "flash_attn_4",
+        "flash_attn",
+        "cuda",
+    ]
+    assert chosen(first="cuda") == "cuda"
+    assert chosen(BOTH, first="cuda") == "flash_attn_3", "where the first one does not run, the order decides"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert chosen() == chosen(width=256) == "flash_attn_4"
+    assert chosen(width=192) == "flash_attn", "not among the head dimensions of FlashAttention 4 there"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert chosen() == "flash_attn"
+
+
+@pytest.mark.usefixtures("_one_hopper", "_new_log")
+def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is checked once a case; whether there is a window, and a softcap, makes a case."""
+    checked: list[tuple[str, Scores]] = []
+
+    def wrong(kernel: Kernel, device: torch.device, dtype: torch.dtype, width: int, value: int, scores: Scores) -> str | None:
+        checked.append((kernel.name, scores))
+        return "its results on cuda:0 are wrong: dq by 0.3" if (kernel.name, scores.window) == ("flash_attn_3", None) else None
+
+    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
+    monkeypatch.setattr(flash_attn_3, "_interface", object)
+    monkeypatch.setattr(kernels, "wrong", wrong)
+    with caplog.at_level(logging.INFO, logger="hf_distca"):
+        for _ in range(3):
+            assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
+            assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64, WINDOW).name == "flash_attn_3"
+            assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64, Scores(0.3, window=99)).name == "flash_attn_3"
+    assert checked == [("flash_attn_3", PLAIN), ("cuda", PLAIN), ("flash_attn_3", WINDOW)]
+    assert "(flash_attn_3: its results on cuda:0 are wrong: dq by 0.3; flash_attn_4: " in caplog.records[0].getMessage()
+    with pytest.raises(KernelError, match=r"'flash_attn_3' cannot run .*: its results on cuda:0 are wrong: dq by 0.3. Set"):
+        select_kernel("flash_attn_3", CUDA, torch.bfloat16, 64, 64, PLAIN)
+    assert select_kernel("reference", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "reference"
+    assert len(checked) == 3
 
 
 @pytest.mark.usefixtures("_new_log")
@@ -169,10 +234,10 @@ def test_warns_of_the_reference_on_a_gpu(caplog: pytest.LogCaptureFixture, monke
         select_kernel("reference", CUDA, torch.float64, 64, 64, PLAIN)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 4 + ["INFO"] * 2
     both_types, both_ways, softcap, width = (record.getMessage() for record in caplog.records[:4])
-    assert "far slower than flash attention (flash_attn: " in both_types
+    assert "far slower than flash attention (flash_attn_3: it computes in bfloat16" in both_types
     assert both_types.endswith("To speed it up, train in bfloat16 or float16 (bf16=True or fp16=True).")
     assert "bf16=True" in both_ways
-    assert both_ways.endswith("and install flash-attn, the one fast kernel with softcap (pip install flash-attn).")
+    assert both_ways.endswith("and install flash-attn, a fast kernel with softcap (pip install flash-attn).")
     assert "cuda: torch's flash attention has no softcap" in softcap
     assert "bf16=True" not in softcap
     assert width.endswith("for values).")

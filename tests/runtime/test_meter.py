@@ -94,3 +94,25 @@ def test_a_call_that_raises_is_not_timed(device: Device) -> None:
     assert meter.finished
     assert device.events == 0
     assert meter.kernel_calls == 1
+
+
+def test_exchanges_are_timed_beside_kernels(device: Device) -> None:
+    whole = Meter()
+    part = Meter(whole)
+    with part.exchanging(CUDA):
+        device.launch(3.0)
+    run(part, device, 2.0)
+    assert (part.exchange_seconds, part.finished) == (0.0, False)
+    device.finish()
+    assert (part.exchange_seconds, part.seconds, whole.exchange_seconds, whole.seconds) == (3.0, 2.0, 3.0, 2.0)
+    assert part.finished
+    assert device.waits == []
+
+
+def test_backward_calls_are_counted_apart() -> None:
+    meter = Meter()
+    with meter.kernel(CPU):
+        pass
+    with meter.kernel(CPU, backward=True):
+        pass
+    assert (meter.kernel_calls, meter.backward_calls) == (2, 1)

@@ -90,6 +90,16 @@ def test_halves_are_equal_beside_a_document_with_most_of_the_attention() -> None
     assert set(first.query_tokens.tolist()) == set(second.query_tokens.tolist()) == {32768}
 
 
+def test_documents_whose_keys_travel_longest_are_in_one_half() -> None:
+    """Nothing can make their ranks earlier, so the other half must not wait for any of them."""
+    lengths = [200_000, 150_000, *[12_000] * 1000]
+    lengths.append(-sum(lengths) % 512)
+    ranks, halves = 512, deal_nano_batches(lengths, 512, sum(lengths) // 512, CUDA)
+    seconds = CUDA.seconds(lengths, lengths).sum() / (2 * ranks)
+    assert float(CUDA.transfer_seconds(0, 150_000)) > seconds
+    assert [{0, 1} & set(half.document.tolist()) for half in halves] == [{0, 1}, set()]
+
+
 def test_one_document_leaves_the_second_half_empty() -> None:
     first, second = deal_nano_batches([4000], 4, 1000, CUDA)
     assert first.query_tokens.tolist() == [1000] * 4

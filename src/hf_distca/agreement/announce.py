@@ -23,14 +23,29 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout
 
-__all__ = ["Announcement", "Announcements", "PlanKey", "Stated", "agree", "check_equal", "fingerprint", "layout_of"]
+__all__ = [
+    "FIGURES",
+    "Announcement",
+    "Announcements",
+    "Figures",
+    "PlanKey",
+    "Stated",
+    "agree",
+    "check_equal",
+    "fingerprint",
+    "layout_of",
+    "room_for_figures",
+]
 
-# A row holds these numbers, (nanoseconds, bytes) of each measured plan, and then each plan that is asked for: (spans, nano-batch,
+# A row holds these numbers, the figures of each measured plan, and then each plan that is asked for: (spans, nano-batch,
 # whether there is context, documents) and its documents. A document is its length, or its row where documents span ranks. Of
 # shares of dealt batches, only what tells whether they belong together: numbers of the batch, the rank, and digests of its plans.
 _COUNT, _SETTINGS, _EXCHANGES, _CHECKSUM, _REQUESTS, _MEASURED, _DEALT = range(7)
 _HEADER = 7
 _REQUEST = 4
+# What a rank measured of a plan: kernel nanoseconds, sent bytes, nanoseconds of exchanging, calls; `Measured.figures` says more.
+Figures = tuple[int, int, int, int]
+FIGURES = 4
 
 # What ranks must have in common: settings, and the cost models that they plan with.
 Common = tuple[DistCAConfig, tuple[CostModel, ...]]
@@ -63,7 +78,7 @@ class Announcement:
         settings: fingerprint of what ranks must have in common.
         exchanges: dispatches and returns so far.
         checksum: what they were for; it tells exchanges of other layers from the same ones, which their number does not.
-        figures: kernel nanoseconds and sent bytes of measured plans; nanoseconds are -1 where kernels still run.
+        figures: of measured plans.
         requests: the plans that are asked for.
         dealt: of a share: epoch and number of the global batch, rank, and a digest of each plan.
     """
@@ -72,7 +87,7 @@ class Announcement:
     settings: int
     exchanges: int
     checksum: int
-    figures: Sequence[tuple[int, int]]
+    figures: Sequence[Figures]
     requests: Sequence[tuple[Documents, PlanKey]] = ()
     dealt: Sequence[int] = ()
 
@@ -80,7 +95,7 @@ class Announcement:
         """The announcement as int64 numbers."""
         counts = [len(self.requests), len(self.figures), len(self.dealt)]
         header = [self.count, self.settings, self.exchanges, self.checksum, *counts]
-        parts: list[object] = [header, [number for pair in self.figures for number in pair], self.dealt]
+        parts: list[object] = [header, [number for one in self.figures for number in one], self.dealt]
         for documents, key in self.requests:
             parts.append([documents.spans, key.nano, documents.context > 0, len(documents.rows)])
             parts.append(documents.rows.reshape(-1) if documents.spans else documents.rows[:, 2])
@@ -135,22 +150,22 @@ class Announcements:
 
     @property
     def measured(self) -> IntArray:
-        """(ranks, measured plans, 2) kernel nanoseconds and sent bytes. Ranks must have announced equally many."""
+        """(ranks, measured plans, 4) figures. Ranks must have announced equally many."""
         plans = int(self.header[0, _MEASURED])
-        columns = self.offsets[:, None] + np.arange(_HEADER, _HEADER + 2 * plans)
-        measured: IntArray = self.numbers[columns].reshape(len(self.offsets), plans, 2)
+        columns = self.offsets[:, None] + np.arange(_HEADER, _HEADER + FIGURES * plans)
+        measured: IntArray = self.numbers[columns].reshape(len(self.offsets), plans, FIGURES)
         return measured
 
     @property
     def dealt(self) -> IntArray:
         """(ranks, numbers) that tell whether shares belong together. Ranks must have announced equally many."""
-        first = self.offsets + _HEADER + 2 * self.header[:, _MEASURED]
+        first = self.offsets + _HEADER + FIGURES * self.header[:, _MEASURED]
         dealt: IntArray = self.numbers[first[:, None] + np.arange(int(self.header[0, _DEALT]))]
         return dealt
 
     def stated(self) -> list[Stated]:
         """The documents for each plan that all ranks ask for."""
-        at = self.offsets + _HEADER + 2 * self.header[:, _MEASURED] + self.header[:, _DEALT]
+        at = self.offsets + _HEADER + FIGURES * self.header[:, _MEASURED] + self.header[:, _DEALT]
         found = []
         for _ in range(int(self.header[:, _REQUESTS].min())):
             spans, nano, context, count = self.numbers[at[:, None] + np.arange(_REQUEST)].T
@@ -161,6 +176,11 @@ class Announcements:
             found.append(Stated(spans, nano, context, count, numbers.reshape(-1, 3) if spans.all() else numbers))
             at = begin + sizes
         return found
+
+
+def room_for_figures(numbers: int, dealt: Sequence[int]) -> int:
+    """How many measured plans fit into an announcement of a share of so many numbers."""
+    return (numbers - _HEADER - len(dealt)) // FIGURES
 
 
 def agree(announced: Announcements, common: Common, group: AttentionGroup, place: str) -> list[Stated]:
@@ -253,8 +273,9 @@ def _by_name(common: Common) -> str:
 
 
 def _settings_differ(common: Common, group: AttentionGroup, place: str) -> DistCADesyncError:
-    settings = [json.loads(said or "{}") for said in group.tell(_by_name(common))]
-    different = [name for name in json.loads(_by_name(common)) if len({str(one.get(name)) for one in settings}) > 1]
+    own = _by_name(common)
+    settings = [json.loads(said or "{}") for said in group.tell(own)]
+    different = [name for name in json.loads(own) if len({str(one.get(name)) for one in settings}) > 1]
     by_name = "; ".join(
         f"{name} is " + ", ".join(f"{one.get(name)} on rank {rank}" for rank, one in zip(group.ranks, settings, strict=True))
         for name in different

@@ -20,6 +20,7 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches, in_order, plan_dealt
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE, Ranks
 
 __all__ = ["Dealing", "Dealt", "Placement"]
 
@@ -35,11 +36,12 @@ class Dealt:
         batch: epoch and number of the global batch.
         rank: whose share this is.
         layouts: who has which tokens; one layout, or those of both nano-batches, which share no document.
+        per_node: ranks of a node, for which it was dealt; None if nodes were not told apart.
     """
 
-    def __init__(self, batch: tuple[int, int], rank: int, layouts: tuple[Layout, ...]) -> None:
-        self.batch, self.rank, self.layouts = batch, rank, layouts
-        self._plans: dict[PlanKey, tuple[CostModel, DistCAConfig, Plan]] = {}
+    def __init__(self, batch: tuple[int, int], rank: int, layouts: tuple[Layout, ...], per_node: int | None = None) -> None:
+        self.batch, self.rank, self.layouts, self.per_node = batch, rank, layouts, per_node
+        self._plans: dict[tuple[PlanKey, Ranks], tuple[CostModel, DistCAConfig, Plan]] = {}
 
     def __str__(self) -> str:
         epoch, number = self.batch
@@ -84,17 +86,18 @@ class Dealt:
                 "order, one a batch, with as many processes as they are dealt to."
             )
 
-    def plan(self, key: PlanKey, cost: CostModel, config: DistCAConfig) -> Plan:
+    def plan(self, key: PlanKey, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE) -> Plan:
         """The plan of a kind of layer; it is made now, unless one was made before under the same settings.
 
         Args:
             key: which plan.
-            cost, config: as for `plan_dealt`.
+            cost, config, ranks: as for `plan_dealt`.
         """
-        made = self._plans.get(key)
+        which = key, ranks.seen_by(cost)
+        made = self._plans.get(which)
         if made is None or made[:2] != (cost, config):
             layout = self.layouts[key.nano - 1] if key.nano else self.whole
-            self._plans[key] = made = cost, config, plan_dealt(layout, cost, config)
+            self._plans[which] = made = cost, config, plan_dealt(layout, cost, config, ranks)
             _ = made[2].digest  # is compared; a loader's worker has the time for it
         return made[2]
 
@@ -107,7 +110,7 @@ class Dealing:
         tokens_per_rank: tokens of each, one number for all or one for each.
         costs: seconds of the tasks of each kind of layer, by its plan (of whole batches). Documents are dealt by the first one.
         config: settings under which the batches will train. Under others, plans are made when they are needed.
-        ranks_per_node: as for `deal`.
+        ranks_per_node: as for `deal`, and for plans.
         placement: "dealt"; or "in order" for documents one after another, cut where a rank is full, to compare with.
 
     Raises:
@@ -165,10 +168,11 @@ class Dealing:
         Returns:
             Its runs of tokens, where a document's number is its index in `lengths`; with the layout and plans of all ranks.
         """
-        dealt = Dealt(batch, rank, self.layouts(lengths))
+        dealt = Dealt(batch, rank, self.layouts(lengths), self.ranks_per_node)
         for key, cost in self.costs.items() if self.ranks > 1 else ():
             for nano in (0,) if dealt.first_tokens is None else (1, 2):
-                dealt.plan(key._replace(nano=nano), cost, replace(self.config, ping_pong=nano > 0))
+                settings = replace(self.config, ping_pong=nano > 0)
+                dealt.plan(key._replace(nano=nano), cost, settings, Ranks(per_node=dealt.per_node))
         runs = dealt.whole.segments(rank)
         lengths_, starts, documents = ([getattr(run, name) for run in runs] for name in ("length", "start", "document"))
         return PackedDocuments(lengths_, starts, documents, dealt=dealt)

@@ -83,6 +83,15 @@ class PackedDocuments(metaclass=_Explained):
         """The same documents with these plans."""
         return PackedDocuments(self.lengths, self.starts, self.documents, ahead, self.dealt)
 
+    @property
+    def positions(self) -> IntArray:
+        """(tokens,) int64: the place of each token in its document."""
+        lengths = np.array(self.lengths, dtype=np.int64)
+        starts = np.zeros_like(lengths) if self.starts is None else np.array(self.starts, dtype=np.int64)
+        first = np.cumsum(lengths) - lengths
+        positions: IntArray = np.arange(lengths.sum()) + np.repeat(starts - first, lengths)
+        return positions
+
     def __repr__(self) -> str:
         return f"PackedDocuments(lengths={self.lengths}, starts={self.starts}, documents={self.documents})"
 

@@ -8,6 +8,7 @@ at once, when its measurement is in. That is one micro-batch later, and on a GPU
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 
 import numpy as np
@@ -15,8 +16,9 @@ import numpy as np
 from hf_distca.schedule.cost import CostModel, FloatArray
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE, Ranks
 
-__all__ = ["Estimate", "History", "Tally"]
+__all__ = ["Counted", "Estimate", "History", "Measurement", "Tally"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +28,11 @@ class Estimate:
     Attributes:
         ranks: how many there are.
         home, server: (tasks,) of each CA-task.
-        seconds: (tasks,) estimated, forward and backward.
+        seconds: (tasks,) estimated, forward and backward, on a rank of speed 1.
         planning_ms: milliseconds of planning, exchange of the documents included, up to the plan.
         tokens: (largest, mean) of the ranks, whose queries are computed.
+        plan: the plan, where it is known.
+        speeds: what ranks are like.
     """
 
     ranks: int
@@ -37,14 +41,16 @@ class Estimate:
     seconds: FloatArray
     planning_ms: float
     tokens: tuple[float, float] = (0.0, 0.0)
+    plan: Plan | None = None
+    speeds: Ranks = ALIKE
 
     @classmethod
-    def of(cls, plan: Plan, cost: CostModel, planning_ms: float) -> Estimate:
+    def of(cls, plan: Plan, cost: CostModel, planning_ms: float, ranks: Ranks = ALIKE) -> Estimate:
         """The estimate of a plan's tasks."""
         seconds = cost.seconds(plan.end - plan.start, plan.end)
         tokens = plan.layout.query_tokens
         most_and_mean = float(tokens.max()), float(tokens.mean())
-        return cls(plan.layout.world_size, plan.home, plan.server, seconds, planning_ms, most_and_mean)
+        return cls(plan.layout.world_size, plan.home, plan.server, seconds, planning_ms, most_and_mean, plan, ranks)
 
     @property
     def moves(self) -> bool:
@@ -54,18 +60,18 @@ class Estimate:
     @property
     def before(self) -> FloatArray:
         """(ranks,) seconds if every rank computed its own attention."""
-        return self._sum(self.home, self.seconds)
+        return self.speeds.taken(self._sum(self.home, self.seconds))
 
     @property
     def after(self) -> FloatArray:
         """(ranks,) seconds of every server."""
-        return self._sum(self.server, self.seconds)
+        return self.speeds.taken(self._sum(self.server, self.seconds))
 
     def given_back(self, measured: FloatArray) -> FloatArray:
         """Measured seconds of servers, given back to the home ranks of the tasks in proportion to their estimates."""
         served = self.after
         rate = np.divide(measured, served, out=np.zeros_like(served), where=served > 0)
-        return self._sum(self.home, self.seconds * rate[self.server])
+        return self.speeds.taken(self._sum(self.home, self.seconds * rate[self.server]))
 
     def _sum(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
         return np.bincount(rank, weights=seconds, minlength=self.ranks).astype(np.float64)
@@ -76,9 +82,10 @@ class Tally:
     """Sums over micro-batches. Seconds are those of attention on one rank: the slowest, or the mean of all.
 
     The difference of two tallies of a session is the tally of what lies between them. `largest_tokens` and `mean_tokens` are of
-    the ranks, for each plan, of which a micro-batch may have several. `moved` counts micro-batches in which work
-    was moved, `busiest_bytes` what the rank sent that sent most, `layers` layers of attention; `own_seconds` is this rank's time
-    in attention kernels, `elapsed_seconds` the time from the beginning of each micro-batch to that of the next.
+    the ranks, for each plan, of which a micro-batch may have several. `moved` counts micro-batches in which work was moved.
+    `promised` is what `measured_after` was estimated to be, `busiest_bytes` what the rank sent that sent most, `layers` layers of
+    attention; `own_seconds` is this rank's time in attention kernels, `elapsed_seconds` the time from the beginning of each
+    micro-batch to that of the next.
     """
 
     micro_batches: int = 0
@@ -96,6 +103,7 @@ class Tally:
     layers: int = 0
     own_seconds: float = 0.0
     elapsed_seconds: float = 0.0
+    promised: float = 0.0
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -123,6 +131,36 @@ class Tally:
         return figures
 
 
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """What all ranks did by one plan.
+
+    Attributes:
+        estimate: what the plan was to take.
+        seconds: (ranks,) in attention kernels.
+        sent_bytes: (ranks,) sent.
+    """
+
+    estimate: Estimate
+    seconds: FloatArray
+    sent_bytes: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class Counted:
+    """A micro-batch that was counted, rank by rank.
+
+    Attributes:
+        number: of the micro-batch.
+        tally: what it added to the total.
+        measurements: one for each of its plans.
+    """
+
+    number: int
+    tally: Tally
+    measurements: tuple[Measurement, ...]
+
+
 @dataclass(eq=False)
 class _MicroBatch:
     """A micro-batch that is not counted yet: how many of its plans are not measured, and since when it runs."""
@@ -132,6 +170,7 @@ class _MicroBatch:
     unmeasured: int = 0
     moved: bool = False
     ended: float | None = None
+    measurements: list[Measurement] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -140,9 +179,11 @@ class History:
 
     Attributes:
         total: since the start. It only grows; whoever reports keeps the one it reported last and takes the difference.
+        observer: gets each micro-batch when it is counted.
     """
 
     total: Tally = field(default_factory=Tally)
+    observer: Callable[[Counted], None] | None = None
     _number: int = 0  # of the micro-batch at hand
     _running: dict[int, _MicroBatch] = field(default_factory=dict)
 
@@ -166,7 +207,17 @@ class History:
         one.moved |= estimate.moves
         one.unmeasured += 1
 
-    def measured(self, estimate: Estimate, number: int, seconds: FloatArray, sent_bytes: IntArray, calls: int, rank: int) -> None:
+    def measured(
+        self,
+        estimate: Estimate,
+        number: int,
+        seconds: FloatArray,
+        sent_bytes: IntArray,
+        calls: int,
+        rank: int,
+        *,
+        again: bool = False,
+    ) -> None:
         """What all ranks did by a plan of a micro-batch.
 
         Args:
@@ -176,6 +227,7 @@ class History:
             sent_bytes: bytes each rank sent.
             calls: attention layers that ran.
             rank: this one.
+            again: whether another plan of the micro-batch counts these layers.
         """
         one = self._running.get(number)
         if one is None:  # dropped
@@ -184,10 +236,13 @@ class History:
             measured_before=float(estimate.given_back(seconds).max()),
             measured_after=float(seconds.max()),
             measured_mean=float(seconds.mean()),
+            promised=float(estimate.after.max()) * calls,
             busiest_bytes=float(sent_bytes.max()),
-            layers=calls,
+            layers=0 if again else calls,
             own_seconds=float(seconds[rank]),
         )
+        if self.observer is not None:
+            one.measurements.append(Measurement(estimate, seconds, sent_bytes))
         one.unmeasured -= 1
         self._count(number)
 
@@ -205,5 +260,8 @@ class History:
     def _count(self, number: int) -> None:
         one = self._running[number]
         if one.ended is not None and not one.unmeasured:
-            self.total += one.tally + Tally(elapsed_seconds=one.ended - one.began)
+            tally = one.tally + Tally(elapsed_seconds=one.ended - one.began)
+            self.total += tally
             del self._running[number]
+            if self.observer is not None:
+                self.observer(Counted(number, tally, tuple(one.measurements)))

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.figures import Estimate, History
-from hf_distca.runtime.meter import Meter
-from hf_distca.schedule.layout import IntArray
+import numpy as np
 
-__all__ = ["Measured", "Measurements", "record"]
+from hf_distca.agreement.announce import Figures, PlanKey
+from hf_distca.agreement.figures import Estimate, History
+from hf_distca.agreement.rates import Observation
+from hf_distca.config import DistCAConfig
+from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.cost import CostModel, FloatArray
+from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.waves import Waves
+
+__all__ = ["Measured", "Measurements", "by_micro_batch", "observed", "record"]
 
 
 class Measured(NamedTuple):
@@ -20,11 +29,18 @@ class Measured(NamedTuple):
     number: int
     estimate: Estimate
     meter: Meter
+    plan: Plan
 
     @property
-    def figures(self) -> tuple[int, int]:
-        """Kernel nanoseconds, -1 while kernels still run, and sent bytes."""
-        return int(self.meter.seconds * 1e9) if self.meter.finished else -1, self.meter.sent_bytes
+    def figures(self) -> Figures:
+        """Kernel nanoseconds, -1 while kernels still run; sent bytes; nanoseconds of exchanging; calls.
+
+        The last two are -1 where backward did not run for every call: rates are those of whole layers.
+        """
+        meter = self.meter
+        whole = meter.calls > 0 and meter.kernel_calls == 2 * meter.backward_calls
+        rest = (int(meter.exchange_seconds * 1e9), meter.calls) if whole else (-1, -1)
+        return int(meter.seconds * 1e9) if meter.finished else -1, meter.sent_bytes, *rest
 
 
 class Measurements:
@@ -65,7 +81,7 @@ def record(measured: Sequence[Measured], figures: IntArray, history: History, ra
 
     Args:
         measured: the plans.
-        figures: (ranks, plans, 2) as in `Measured.figures`.
+        figures: (ranks, plans, 4) as in `Measured.figures`.
         history: what they are added to.
         rank: this one.
 
@@ -73,11 +89,66 @@ def record(measured: Sequence[Measured], figures: IntArray, history: History, ra
         Those with a kernel that still runs on some rank, with which there is nothing to compare yet.
     """
     unfinished = []
-    for one, (nanoseconds, sent_bytes) in zip(measured, figures.transpose(1, 2, 0), strict=True):
+    for one, (nanoseconds, sent_bytes, *_) in zip(measured, figures.transpose(1, 2, 0), strict=True):
         if nanoseconds.min() < 0:
             unfinished.append(one)
             continue
         # Both nano-batches go through each layer: one of them counts it.
-        calls = 0 if one.key.nano == 2 else one.meter.calls
-        history.measured(one.estimate, one.number, nanoseconds / 1e9, sent_bytes, calls, rank)
+        history.measured(one.estimate, one.number, nanoseconds / 1e9, sent_bytes, one.meter.calls, rank, again=one.key.nano == 2)
     return unfinished
+
+
+def observed(measured: Sequence[Measured], figures: IntArray, cost: CostModel, config: DistCAConfig) -> Observation | None:
+    """What all ranks measured of the plans of one micro-batch, whole or in two nano-batches, for one kind of layer.
+
+    Args:
+        measured: the plans.
+        figures: (ranks, plans, 4) as in `Measured.figures`.
+        cost: the uncorrected cost model of the layer.
+        config: settings under which plans were made.
+
+    Returns:
+        None if some rank did not run whole layers, has kernels that still run, or one of two nano-batches is missing.
+    """
+    nano = measured[0].key.nano > 0
+    calls = figures[:, :, 3]
+    if figures.min() < 0 or (calls != calls[0, 0]).any() or len(measured) != 1 + nano:
+        return None
+    seconds = figures / (1e9 * calls[0, 0])
+    return Observation(
+        parts=_summed(_parts(one.plan, cost) for one in measured),
+        kernel=seconds[:, :, 0].sum(axis=1),
+        exchanging=seconds[:, :, 2].sum(axis=1),
+        exchange=_summed(_exchange(one.plan, cost, config) for one in measured),
+        unmoved=_summed(one.estimate.given_back(seconds[:, at, 0]) for at, one in enumerate(measured)),
+        unmoved_exchange=_summed(_exchange(Plan.local(one.plan.layout, one.plan.window), cost, config) for one in measured),
+        overlapped=nano,
+    )
+
+
+def by_micro_batch(measured: Sequence[Measured], figures: IntArray) -> Iterator[tuple[list[Measured], IntArray]]:
+    """The plans of one micro-batch and kind of layer together, in order of first use, with their figures."""
+    groups: dict[tuple[int, PlanKey], list[int]] = {}
+    for at, one in enumerate(measured):
+        groups.setdefault((one.number, one.key._replace(nano=0)), []).append(at)
+    for places in groups.values():
+        yield [measured[at] for at in places], figures[:, places]
+
+
+def _parts(plan: Plan, cost: CostModel) -> FloatArray:
+    """(ranks, 3) seconds of tasks, bytes and flops, forward and backward, of every server."""
+    each = replace(cost, window=plan.window).parts(plan.end - plan.start, plan.end)
+    columns = (np.bincount(plan.server, weights=column, minlength=plan.layout.world_size) for column in each.T)
+    return np.stack([column.astype(np.float64) for column in columns], axis=1)
+
+
+def _exchange(plan: Plan, cost: CostModel, config: DistCAConfig) -> FloatArray:
+    """(ranks,) estimated seconds of exchanges."""
+    if not plan.moved:
+        return np.zeros(plan.layout.world_size)
+    waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes)
+    return PlanLoad(plan, cost, waves).exchange_seconds
+
+
+def _summed(arrays: Iterable[FloatArray]) -> FloatArray:
+    return np.asarray(sum(arrays), dtype=np.float64)

@@ -6,6 +6,7 @@ same two small collectives as one. Making them, which is most of the work, may g
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -15,11 +16,24 @@ from threading import Thread
 
 import numpy as np
 
-from hf_distca.agreement.announce import Announcement, Announcements, Common, PlanKey, agree, check_equal, fingerprint, layout_of
+from hf_distca.agreement.announce import (
+    FIGURES,
+    Announcement,
+    Announcements,
+    Common,
+    PlanKey,
+    Stated,
+    agree,
+    check_equal,
+    fingerprint,
+    layout_of,
+    room_for_figures,
+)
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.figures import Estimate, History
-from hf_distca.agreement.measured import Measured, Measurements, record
+from hf_distca.agreement.measured import Measured, Measurements, by_micro_batch, observed, record
+from hf_distca.agreement.rates import Rates
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
@@ -29,10 +43,13 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import Ranks
 
 __all__ = ["Planned", "Planner", "Planning", "Request"]
 
 Request = tuple[Documents, PlanKey]
+
+_log = logging.getLogger("hf_distca")
 
 # Meetings that may go on at once: as many micro-batches a rank can be ahead of the slowest.
 _MEETINGS = 8
@@ -49,6 +66,7 @@ class Planned:
         rows: the documents that this rank announced for it, as in `Documents`.
         milliseconds: what planning took, exchange of documents included.
         source: of a share, which global batch, and which plan; the same on all ranks that hold the same.
+        per_node: ranks of a node, as the plan counts on; None if nodes were not told apart.
     """
 
     key: PlanKey
@@ -57,6 +75,7 @@ class Planned:
     rows: IntArray
     milliseconds: float
     source: str = ""
+    per_node: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +104,7 @@ class Planner:
         config: the settings; they may change between micro-batches, on all ranks at once.
         costs: cost models by shape and device type, without a window.
         history: planned and measured figures.
+        rates: what the measurements make of the cost models.
         number: of the micro-batch that was planned last, from 1.
     """
 
@@ -92,6 +112,7 @@ class Planner:
         self.config = config
         self.costs: dict[tuple[AttentionShape, str], CostModel] = {}
         self.history = History()
+        self.rates = Rates()
         self.number = 0
         self._meter = meter
         self._asked = self._collected = self._rank = 0
@@ -99,6 +120,8 @@ class Planner:
         self._recent: dict[PlanKey, None] = {}  # since `recent_keys` was asked
         self._measurements = Measurements()
         self._meetings: deque[tuple[Meeting, list[Measured]]] = deque()
+        self._unlearned: deque[tuple[int, list[Measured], IntArray]] = deque()  # with the number of the meeting
+        self._met = self._taken = 0  # meetings begun, and looked at
 
     @property
     def next_number(self) -> int:
@@ -110,9 +133,20 @@ class Planner:
         recent, self._recent = list(self._recent), {}
         return recent
 
-    def cost(self, key: PlanKey) -> CostModel:
-        """The cost model that a plan is made with."""
-        return replace(self.costs[key.shape, key.device], window=key.window)
+    def cost(self, key: PlanKey, *, trial: bool = False) -> CostModel:
+        """The cost model that a plan is made with: as it was given, corrected by what was measured.
+
+        Args:
+            key: which plan.
+            trial: as for `Rates.cost`.
+        """
+        kind = key.shape, key.device
+        return replace(self.rates.cost(kind, self.costs[kind], trial=trial), window=key.window)
+
+    def ranks(self, count: int, per_node: int | None = None) -> Ranks:
+        """What the ranks of a group of so many are like, as far as it was measured."""
+        speeds = self.rates.ranks.speeds
+        return Ranks(speeds if speeds is not None and len(speeds) == count else None, per_node)
 
     def plan(self, requests: Sequence[Request], group: AttentionGroup, place: str | None = None) -> list[Planned]:
         """Plan this rank's documents together with those of the other ranks, which must ask for the same plans.
@@ -145,8 +179,12 @@ class Planner:
         """
         started = time.perf_counter()
         place = place or f"micro-batch {self._number_of(key for _, key in requests)}"
-        layouts = self._announce(requests, group, place)
-        jobs = [(layout, self.cost(key), self._settings_for(key)) for layout, (_, key) in zip(layouts, requests, strict=True)]
+        layouts = [layout_of(one) for one in self.announce(requests, group, place)]
+        ranks, costs = self.ranks(group.size, group.per_node), self._costs([key for _, key in requests])
+        jobs = [
+            (layout, cost, self._settings_for(key), ranks)
+            for layout, cost, (_, key) in zip(layouts, costs, requests, strict=True)
+        ]
         plans: Future[tuple[list[Plan], float]] = Future()
         milliseconds = (time.perf_counter() - started) * 1e3
         if beside:
@@ -163,10 +201,10 @@ class Planner:
         """
         plans, making = planning.plans.result()
         started, requests = time.perf_counter(), planning.requests
-        self._compare(plans, group, planning.place)
+        self.compare(plans, group, planning.place)
         taken = planning.milliseconds + making + (time.perf_counter() - started) * 1e3
         return [
-            Planned(key, plan, planning.config, documents.rows, taken / len(requests))
+            Planned(key, plan, planning.config, documents.rows, taken / len(requests), per_node=group.per_node)
             for (documents, key), plan in zip(requests, plans, strict=True)
         ]
 
@@ -190,9 +228,10 @@ class Planner:
             self._used.clear()
         self._used.add(key)
         self._recent[key] = None
-        estimate, meter = Estimate.of(planned.plan, self.cost(key), planned.milliseconds), Meter(self._meter)
+        ranks = self.ranks(planned.plan.layout.world_size, planned.per_node)
+        estimate, meter = Estimate.of(planned.plan, self.cost(key), planned.milliseconds, ranks), Meter(self._meter)
         self.history.planned(estimate, self.number)
-        self._measurements.add(Measured(key, self.number, estimate, meter))
+        self._measurements.add(Measured(key, self.number, estimate, meter, planned.plan))
         return meter
 
     def collect(self, group: AttentionGroup) -> None:
@@ -212,31 +251,39 @@ class Planner:
         own = np.array([one.figures for one in measured], dtype=np.int64).reshape(-1)
         rows = group.gather(own, doing="comparing what ranks measured up to the end of training")
         if all(len(row) == len(own) for row in rows):
-            record(measured, np.stack(rows).reshape(len(rows), -1, 2), self.history, group.rank)
+            record(measured, np.stack(rows).reshape(len(rows), -1, FIGURES), self.history, group.rank)
 
     def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
         """Plans that need no other rank."""
         started = time.perf_counter()
         for dealt in shares:
             dealt.check_is_for(group)
+        keys = [key for _, key in requests]
         plans = [
-            dealt.plan(key, self.cost(key), self._settings_for(key)) for dealt, (_, key) in zip(shares, requests, strict=True)
+            dealt.plan(key, cost, self._settings_for(key), self.ranks(group.size, dealt.per_node))
+            for dealt, cost, key in zip(shares, self._costs(keys), keys, strict=True)
         ]
-        keys, place = [key for _, key in requests], f"micro-batch {self._number_of(key for _, key in requests)} ({shares[0]})"
-        self._meet(group, place, keys, [*shares[0].batch, shares[0].rank, *(_number(plan) for plan in plans)])
+        place = f"micro-batch {self._number_of(key for _, key in requests)} ({shares[0]})"
+        self.meet(group, place, keys, [*shares[0].batch, shares[0].rank, *(_number(plan) for plan in plans)])
         taken = (time.perf_counter() - started) * 1e3 / len(plans)
         return [
-            Planned(key, plan, self.config, documents.rows, taken, f"{dealt}, plan {plan.digest[:8]}")
+            Planned(key, plan, self.config, documents.rows, taken, f"{dealt}, plan {plan.digest[:8]}", dealt.per_node)
             for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
         ]
 
-    def _meet(self, group: AttentionGroup, place: str, keys: Sequence[PlanKey], dealt: list[int]) -> None:
-        """Announce what this rank measured and has, to be compared while it goes on."""
+    def meet(self, group: AttentionGroup, place: str, keys: Sequence[PlanKey], dealt: list[int]) -> None:
+        """Announce what this rank measured and has, to be compared while it goes on; nothing waits for it.
+
+        Args:
+            group, place, keys: as for `plan`.
+            dealt: of shares: epoch and number of the global batch, the rank of the group, and what must be the same on all.
+        """
         self.look(at_most=_MEETINGS)
+        self._learn(before=self._met - _MEETINGS)
+        self._met += 1
         self._asked += 1
         common, measured = self._common(keys), self._measurements.take(keys)
-        # What does not fit is announced later; on all ranks the same.
-        room = (group.most_numbers - len(self._announcement(group, common, [], dealt=dealt).row())) // 2
+        room = room_for_figures(group.most_numbers, dealt)  # what does not fit is announced later; on all ranks the same
         self._measurements.put_back(measured[room:])
         own = self._announcement(group, common, measured[:room], dealt=dealt)
 
@@ -263,8 +310,37 @@ class Planner:
             if not meeting.done:
                 return
             self._meetings.popleft()
-            for one in record(measured, Announcements.read(meeting.rows).measured, self.history, self._rank):
+            figures = Announcements.read(meeting.rows).measured
+            self._unlearned.append((self._taken, measured, figures))
+            self._taken += 1
+            for one in record(measured, figures, self.history, self._rank):
                 self.history.drop(one.number)  # ranks are here at different times: they cannot announce it again together
+
+    def _learn(self, before: int) -> None:
+        """Correct rates by what meetings told before this one: a rank may know of later ones that others do not know of yet."""
+        while self._unlearned and self._unlearned[0][0] < before:
+            _, measured, figures = self._unlearned.popleft()
+            # What a user's own model says is meant as it is.
+            if not self.config.measured_rates or isinstance(self.config.cost_model, CostModel):
+                continue
+            for together, theirs in by_micro_batch(measured, figures):
+                key = together[0].key
+                kind = key.shape, key.device
+                one = observed(together, theirs, self.costs[kind], self.config)
+                if one is not None:
+                    self.rates.learn(kind, one)
+        for change in self.rates.take_changes():
+            if self._rank == 0:
+                _log.info("measured up to micro-batch %d: %s; plans are made accordingly", self.number, change)
+
+    def _costs(self, keys: Sequence[PlanKey]) -> list[CostModel]:
+        """The cost models that plans of these keys are made with now; those of a trial for the first micro-batch among them."""
+        trials = {kind for kind in dict.fromkeys((key.shape, key.device) for key in keys) if self.rates.begin_trial(kind)}
+        costs, seen = [], set[PlanKey]()
+        for key in keys:
+            costs.append(self.cost(key, trial=(key.shape, key.device) in trials and key not in seen))
+            seen.add(key)
+        return costs
 
     def _ahead(self, documents: Documents, key: PlanKey) -> Planned | None:
         """The plan that was made ahead under the settings of now."""
@@ -275,17 +351,29 @@ class Planner:
         """Number of the micro-batch that these plans are for: a new one if such a plan was used in the last one."""
         return self.number + (self.number == 0 or any(key in self._used for key in keys))
 
-    def _announce(self, requests: Sequence[Request], group: AttentionGroup, place: str) -> list[Layout]:
-        """Exchange documents; on the way, compare settings and collect what each rank measured."""
+    def announce(self, requests: Sequence[Request], group: AttentionGroup, place: str) -> list[Stated]:
+        """Exchange documents; on the way, compare settings and collect what each rank measured.
+
+        Returns:
+            What all ranks state for each request.
+
+        Raises:
+            DistCADesyncError: if the ranks do not agree, or do not all come.
+        """
+        self._rank = group.rank
         self.look(at_most=0)  # in the order in which micro-batches ran
+        self._learn(before=self._met)
         self._asked += 1
         keys = [key for _, key in requests]
         common, measured = self._common(keys), self._measurements.take(keys)
         own = self._announcement(group, common, measured, requests)
         announced = Announcements.read(group.gather(own.row(), doing=f"planning {place}"))
         stated = agree(announced, common, group, place)
-        self._measurements.put_back(record(measured, announced.measured, self.history, group.rank))
-        return [layout_of(one) for one in stated]
+        unfinished = record(measured, announced.measured, self.history, group.rank)
+        self._measurements.put_back(unfinished)
+        self._unlearned.append((self._met, measured, announced.measured))
+        self._learn(before=self._met + 1)
+        return stated
 
     def _settings_for(self, key: PlanKey) -> DistCAConfig:
         """The settings for a plan: layers that are left whole hide nothing, whatever the settings are."""
@@ -312,8 +400,12 @@ class Planner:
             dealt=dealt,
         )
 
-    def _compare(self, plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:
-        """Plans come from equal inputs, but an exchange with unequal plans would hang: compare before using them."""
+    def compare(self, plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:
+        """Plans come from equal inputs, but an exchange with unequal plans would hang: compare before using them.
+
+        Raises:
+            DistCADesyncError: if the ranks do not have the same plans, or do not all come.
+        """
         digests = np.array([_number(plan) for plan in plans], dtype=np.int64)
         doing = f"comparing plans of {place}"
         if not group.same(digests, doing=doing):
@@ -326,7 +418,7 @@ def _number(plan: Plan) -> int:
     return int(plan.digest[:15], 16)
 
 
-def _make(jobs: Sequence[tuple[Layout, CostModel, DistCAConfig]], plans: Future[tuple[list[Plan], float]]) -> None:
+def _make(jobs: Sequence[tuple[Layout, CostModel, DistCAConfig, Ranks]], plans: Future[tuple[list[Plan], float]]) -> None:
     """Make plans, or keep the exception for whoever takes them."""
     started = time.perf_counter()
     try:

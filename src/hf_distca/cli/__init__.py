@@ -6,9 +6,14 @@ from typing import Annotated
 
 import typer
 
+from hf_distca.cli.advise import advise
 from hf_distca.cli.deal import deal
+from hf_distca.cli.doctor import doctor
 from hf_distca.cli.plan import plan
+from hf_distca.cli.profile import profile
+from hf_distca.cli.report import report
 from hf_distca.cli.run import run
+from hf_distca.cli.simulate import simulate
 
 __all__ = ["app"]
 
@@ -36,5 +41,10 @@ def main(
 
 app.command()(plan)
 app.command()(deal)
+app.command()(profile)
+app.command()(simulate)
+app.command()(advise)
+app.command()(report)
+app.command()(doctor)
 # What follows the script is the script's, options included.
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)

@@ -8,8 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_distca.cli.files import errors_in_one_line, name_of, read, write
-from hf_distca.cli.plan import CostName, cost_model
+from hf_distca.cli.files import errors_in_one_line, write
+from hf_distca.cli.layer import (
+    CostName,
+    CostProfile,
+    HeadDim,
+    KeyValueHeads,
+    LinkRate,
+    NodeRate,
+    QueryHeads,
+    RanksPerLink,
+    RanksPerNode,
+    Window,
+    cost_model,
+    with_links,
+)
+from hf_distca.cli.lengths import read_lengths
 
 if TYPE_CHECKING:
     from hf_distca.config import DistCAConfig
@@ -28,14 +42,18 @@ def deal(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where the placement goes, as JSON; standard output if left out.")
     ] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node, which a document should not leave.")] = None,
+    ranks_per_node: RanksPerNode = None,
     ping_pong: Annotated[bool, typer.Option("--ping-pong", help="Deal two nano-batches that share no document.")] = False,
     tile: Annotated[int, typer.Option(help="Documents are cut at multiples of this where tokens allow.")] = 128,
-    query_heads: Annotated[int, typer.Option(help="Query heads of a layer.")] = 32,
-    key_value_heads: Annotated[int, typer.Option(help="Key/value heads of a layer.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128,
-    window: Annotated[int | None, typer.Option(help="Keys that a position sees, if all layers have a sliding window.")] = None,
+    query_heads: QueryHeads = 32,
+    key_value_heads: KeyValueHeads = 8,
+    head_dim: HeadDim = 128,
+    window: Window = None,
     cost: Annotated[CostName, typer.Option(help="What is dealt by: causal pairs, or seconds on a device.")] = CostName.cuda,
+    measured: CostProfile = None,
+    link_gigabytes: LinkRate = None,
+    node_gigabytes: NodeRate = None,
+    ranks_per_link: RanksPerLink = 1,
 ) -> None:
     """Deal documents to ranks, with equal tokens and about equal attention, and write the placement as JSON.
 
@@ -43,18 +61,15 @@ def deal(
     with --ping-pong it also holds "first_nano_batch", the tokens that each rank has in its first half. The default shape is
     that of Llama-3-8B in bfloat16.
     """
-    from dataclasses import replace
-
     from hf_distca.config import DistCAConfig
-    from hf_distca.schedule.cost import AttentionShape
     from hf_distca.schedule.deal import deal as deal_documents
     from hf_distca.schedule.deal import deal_nano_batches
 
     with errors_in_one_line():
-        shape = AttentionShape(query_heads, key_value_heads, head_dim, head_dim, 2)
-        model = replace(cost_model(shape, cost, tile), window=window)
+        model = cost_model(cost, query_heads, key_value_heads, head_dim, tile=tile, window=window, measured=measured)
+        model = with_links(model, link_gigabytes, node_gigabytes, ranks_per_link)
         config = DistCAConfig(tile=tile, ping_pong=ping_pong)
-        documents = _read_lengths(lengths)
+        documents = read_lengths(lengths)
         options: dict[str, Any] = {"tile": tile, "ranks_per_node": ranks_per_node}
         layouts: tuple[Layout, ...]
         if ping_pong:
@@ -65,19 +80,21 @@ def deal(
         for number, layout in enumerate(layouts, 1):
             if ping_pong:
                 lines.append(f"{'nano-batch':<26} {number}")
-            lines.append(_summary(layout, model, config))
+            lines.append(_summary(layout, model, config, ranks_per_node))
         write(json.dumps(_placement(layouts), separators=(",", ":")), "\n".join(lines), output)
 
 
-def _summary(layout: Layout, model: CostModel, config: DistCAConfig) -> str:
+def _summary(layout: Layout, model: CostModel, config: DistCAConfig, ranks_per_node: int | None) -> str:
     from hf_distca.schedule.deal import plan_dealt
     from hf_distca.schedule.load import summarize
+    from hf_distca.schedule.ranks import Ranks
 
+    ranks = Ranks(per_node=ranks_per_node)
     tokens = layout.query_tokens
     equal = f"{tokens.max()} on each rank" if tokens.min() == tokens.max() else f"{tokens.min()} or {tokens.max()} on a rank"
     documents = len(set(layout.document.tolist()))
     lines = [f"{'tokens':<26} {equal}", f"{'documents':<26} {documents}, {len(layout.spanning)} of them on several ranks"]
-    return "\n".join([*lines, str(summarize(plan_dealt(layout, model, config), model))])
+    return "\n".join([*lines, str(summarize(plan_dealt(layout, model, config, ranks), model, ranks))])
 
 
 def _placement(layouts: tuple[Layout, ...]) -> dict[str, Any]:
@@ -92,20 +109,3 @@ def _placement(layouts: tuple[Layout, ...]) -> dict[str, Any]:
     if len(layouts) > 1:
         placement["first_nano_batch"] = layouts[0].query_tokens.tolist()
     return placement
-
-
-def _read_lengths(path: Path) -> list[int]:
-    from hf_distca.errors import LayoutError
-    from hf_distca.schedule.placement import whole_number
-
-    name = name_of(path)
-    try:
-        data = json.loads(read(path).decode("utf-8"))
-    except ValueError as error:
-        raise LayoutError(f"{name} is not JSON: {error}.") from error
-    if not isinstance(data, list):
-        raise LayoutError(f"{name} must hold a list of document lengths, it holds {type(data).__name__}.")
-    try:
-        return [whole_number(value) for value in data]
-    except LayoutError as error:
-        raise LayoutError(f"{name}: {error}") from error

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from hf_distca.cli.files import errors_in_one_line, fail, name_of, read, write
+from hf_distca.cli.layer import (
+    CostName,
+    CostProfile,
+    HeadDim,
+    KeyValueHeads,
+    LinkRate,
+    NodeRate,
+    QueryHeads,
+    RanksPerLink,
+    RanksPerNode,
+    Window,
+    cost_model,
+    with_links,
+)
 
-if TYPE_CHECKING:
-    from hf_distca.schedule.cost import AttentionShape, CostModel
-
-__all__ = ["CostName", "cost_model", "plan"]
-
-
-class CostName(StrEnum):
-    """Cost models by name."""
-
-    pairs = "pairs"
-    cpu = "cpu"
-    cuda = "cuda"
+__all__ = ["plan"]
 
 
 def plan(
@@ -34,11 +36,16 @@ def plan(
     tolerance: Annotated[float, typer.Option(help="How far a rank may lie from the mean, as a fraction.")] = 0.01,
     min_gain: Annotated[float, typer.Option(help="Smallest gain for which anything is moved, as a fraction.")] = 0.02,
     tile: Annotated[int, typer.Option(help="Documents are cut at multiples of this.")] = 128,
-    query_heads: Annotated[int, typer.Option(help="Query heads of a layer.")] = 32,
-    key_value_heads: Annotated[int, typer.Option(help="Key/value heads of a layer.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128,
-    window: Annotated[int | None, typer.Option(help="Keys that a position sees, of layers with a sliding window.")] = None,
+    query_heads: QueryHeads = 32,
+    key_value_heads: KeyValueHeads = 8,
+    head_dim: HeadDim = 128,
+    window: Window = None,
     cost: Annotated[CostName, typer.Option(help="What is balanced: causal pairs, or seconds on a device.")] = CostName.pairs,
+    measured: CostProfile = None,
+    ranks_per_node: RanksPerNode = None,
+    link_gigabytes: LinkRate = None,
+    node_gigabytes: NodeRate = None,
+    ranks_per_link: RanksPerLink = 1,
 ) -> None:
     """Plan which rank computes which attention, and write the plan as JSON.
 
@@ -46,34 +53,24 @@ def plan(
     length, or {"lengths": [[tokens of a document, ...] per rank]} where no document crosses ranks. The default shape is that
     of Llama-3-8B in bfloat16.
     """
-    from dataclasses import replace
-
     from hf_distca.config import DistCAConfig
     from hf_distca.schedule.balance import balance
-    from hf_distca.schedule.cost import AttentionShape
     from hf_distca.schedule.load import summarize
     from hf_distca.schedule.placement import parse_placement
+    from hf_distca.schedule.ranks import Ranks
 
     with errors_in_one_line():
         config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=tile)
-        shape = AttentionShape(query_heads, key_value_heads, head_dim, head_dim, 2)
-        model = replace(cost_model(shape, cost, tile), window=window)
+        model = cost_model(cost, query_heads, key_value_heads, head_dim, tile=tile, window=window, measured=measured)
+        model = with_links(model, link_gigabytes, node_gigabytes, ranks_per_link)
         layout = parse_placement(read(placement), name_of(placement))
         if not layout.query_tokens.any():
             fail(f"{name_of(placement)} has no tokens: there is nothing to plan.")
-        result = balance(layout, model, config)
+        ranks = Ranks(per_node=ranks_per_node)
+        result = balance(layout, model, config, ranks)
         lines = [f"{'cost model':<26} {model.name}"]
         if window is not None:
             # Without, the plan is for layers that see all: no document is longer than the window.
             lines.append(f"{'sliding window':<26} {window} keys{'' if result.window else ', as long as any document'}")
-        lines.append(summarize(result, model).table(seconds=cost is not CostName.pairs))
+        lines.append(summarize(result, model, ranks).table(seconds=measured is not None or cost is not CostName.pairs))
         write(result.to_json(), "\n".join(lines), output)
-
-
-def cost_model(shape: AttentionShape, cost: CostName, tile: int) -> CostModel:
-    """The built-in cost model of this name."""
-    from hf_distca.schedule.cost import CostModel
-
-    if cost is CostName.pairs:
-        return CostModel.pairs(shape)
-    return CostModel.analytic(shape, device_type=cost.value, tile=tile)

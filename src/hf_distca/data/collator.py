@@ -49,15 +49,10 @@ class PackingCollator:
         if not documents:
             raise LayoutError(f"{len(features)} features hold no tokens: drop empty documents before batching.")
         ids, labels = (np.concatenate(parts) for parts in zip(*documents, strict=True))
-        lengths = np.array([len(tokens) for tokens, _ in documents])
-        starts = np.cumsum(lengths) - lengths
-        labels[starts] = IGNORED_LABEL
-        positions = np.arange(len(ids)) - np.repeat(starts, lengths)
-        rows = {"input_ids": ids, "labels": labels, "position_ids": positions}
-        return {
-            **{name: torch.from_numpy(row)[None] for name, row in rows.items()},
-            "distca_documents": PackedDocuments(tuple(lengths.tolist())),
-        }
+        packed = PackedDocuments([len(tokens) for tokens, _ in documents])
+        labels[packed.positions == 0] = IGNORED_LABEL
+        rows = {"input_ids": ids, "labels": labels, "position_ids": packed.positions}
+        return {**{name: torch.from_numpy(row)[None] for name, row in rows.items()}, "distca_documents": packed}
 
 
 def _is_share(feature: object) -> bool:

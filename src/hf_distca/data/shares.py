@@ -124,12 +124,11 @@ def cut_share(packed: PackedDocuments, pieces: Mapping[int, Piece], pad_token_id
         pad_token_id: what padding is made of.
     """
     total = sum(packed.lengths)
-    ids, positions = np.full(total, pad_token_id, dtype=np.int64), np.empty(total, dtype=np.int64)
+    ids = np.full(total, pad_token_id, dtype=np.int64)
     labels, shifted = (np.full(total, IGNORED_LABEL, dtype=np.int64) for _ in range(2))
     at = 0
     for document, start, length in zip(packed.documents or (), packed.starts or (), packed.lengths, strict=True):
         piece, end = pieces[document], start + length
-        positions[at : at + length] = np.arange(start, end)
         tokens = piece.tokens(start, end)
         own = piece.labels(start, min(end + 1, piece.end - piece.start))  # and that of the next token, if there is one
         if length and tokens is not None and own is not None:
@@ -137,5 +136,5 @@ def cut_share(packed: PackedDocuments, pieces: Mapping[int, Piece], pad_token_id
             labels[at + 1 : at + length] = own[1:length]
             shifted[at : at + len(own) - 1] = own[1:]
         at += length
-    rows = {"input_ids": ids, "labels": labels, "shift_labels": shifted, "position_ids": positions}
+    rows = {"input_ids": ids, "labels": labels, "shift_labels": shifted, "position_ids": packed.positions}
     return {**{name: torch.from_numpy(row) for name, row in rows.items()}, "distca_documents": packed}

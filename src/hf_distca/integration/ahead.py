@@ -77,11 +77,11 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
         beside: let plans be made while the caller goes on.
 
     Returns:
-        None if there is nothing to plan, or a batch has no documents.
+        None if there is nothing to plan, or a batch has no documents that are to be planned.
     """
     documents = _documents(batches)
-    if not keys or not documents or len(documents) < len(batches) or any(one.dealt is not None for one in documents):
-        return None  # shares of dealt batches have their plans
+    if not keys or documents is None:
+        return None
     session = current_session()
     first = session.planner.next_number + after
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
@@ -94,13 +94,14 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
 
 def have_documents(batches: Sequence[Any]) -> bool:
     """Whether each of these batches says on the host which documents it has, and is to be planned."""
-    return bool(batches) and len([one for one in _documents(batches) if one.dealt is None]) == len(batches)
+    return _documents(batches) is not None
 
 
-def _documents(batches: Sequence[Any]) -> list[PackedDocuments]:
-    """The documents of the batches that have some."""
+def _documents(batches: Sequence[Any]) -> list[PackedDocuments] | None:
+    """The documents of each batch; None if there are no batches, or one has none, or is a share, which has its plans."""
     known = (batch.get("distca_documents") for batch in batches if isinstance(batch, Mapping) and "input_ids" in batch)
-    return [one for one in known if isinstance(one, PackedDocuments)]
+    found = [one for one in known if isinstance(one, PackedDocuments) and one.dealt is None]
+    return found if found and len(found) == len(batches) else None
 
 
 def _requests(shape: tuple[int, int], documents: PackedDocuments, keys: Sequence[PlanKey], tile: int) -> list[Request]:

@@ -54,6 +54,13 @@ class Reading:
         self._session: weakref.ref[Session] | None = None
         self._last = Tally()
 
+    @classmethod
+    def from_now(cls) -> Reading:
+        """One that leaves out what came before."""
+        reading = cls()
+        reading.figures()
+        return reading
+
     def figures(self) -> dict[str, float]:
         """The figures since the last call; since `configure` in the first one after it."""
         done, session = self.so_far(), current_session()

@@ -7,7 +7,7 @@ argument, it is the same object in the recompute of activation checkpointing and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -17,6 +17,8 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, read_documents
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import OVER_RANKS, warn_of_packing, warn_of_parts
+from hf_distca.kernels.base import Scores
+from hf_distca.runtime.call import Inputs
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
@@ -44,6 +46,7 @@ class Work:
         outputs: outputs of the layers, for activation checkpointing; None where no recompute can follow.
         name: of the micro-batch, for errors.
         numbers: counts the calls of attention, those of recomputes among them.
+        attend: what computes attention in the session's place, from module, inputs and scores; for stages of a pipeline.
     """
 
     group: AttentionGroup
@@ -55,6 +58,7 @@ class Work:
     outputs: OutputStore | None = None
     name: str = "a micro-batch"
     numbers: Iterator[int] = field(default_factory=itertools.count)
+    attend: Callable[[torch.nn.Module, Inputs, Scores], torch.Tensor] | None = None
 
 
 class AttentionHandle:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from hf_distca.agreement.announce import PlanKey
+from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import AttentionShape
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.profiles import Profile
 
-__all__ = ["layer_keys"]
+__all__ = ["known_cost", "layer_keys"]
 
 _HEADS = ("num_attention_heads", "decoder_attention_heads", "n_head")
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
@@ -43,6 +46,18 @@ def layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[PlanK
         named = ", ".join(dict.fromkeys(kinds or ()))
         raise ConfigError(f"{type(config).__name__} has layer_types {named}, and none of them is attention. Give shapes instead.")
     return sorted(found, key=lambda key: (key.window is not None, key.chunk is not None))
+
+
+def known_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
+    """The cost model that layers of a kind are planned with, before anything is measured.
+
+    That of the settings, for the key's shape and window, or built-in figures for its device.
+    """
+    if isinstance(config.cost_model, CostModel):
+        return replace(config.cost_model, shape=key.shape, window=key.window)
+    if isinstance(config.cost_model, Profile):
+        return config.cost_model.cost_model(key.shape, key.window, tile=config.tile)
+    return replace(CostModel.analytic(key.shape, device_type=key.device, tile=config.tile), window=key.window)
 
 
 def _each(kinds: Sequence[str] | None) -> list[tuple[int, str | None]]:

@@ -78,8 +78,9 @@ def check_shares(
         return
     ranks = shares.dealing.ranks
     readers = ranks if getattr(shares, "rank", None) is None else 1  # a stream may yield the shares of one rank alone
+    groups = readers > 1 and shares.dealing.config.group_size == ranks  # each takes global batches of its own, in turns
     for wrong in (
-        *_wrong_reading(loader, readers),
+        *_wrong_reading(loader, readers, groups),
         *_wrong_loss(args, trainer, ranks),
         *_wrong_model(model, ranks),
         *_wrong_evaluation(evaluating, ranks),
@@ -87,7 +88,7 @@ def check_shares(
         raise UnsupportedError(f"a data set of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}, and {wrong}")
 
 
-def _wrong_reading(loader: Any, readers: int) -> Wrong:
+def _wrong_reading(loader: Any, readers: int, groups: bool) -> Wrong:
     """What makes ranks get other shares than their own."""
     if not getattr(loader, "in_order", True):
         yield (
@@ -99,19 +100,19 @@ def _wrong_reading(loader: Any, readers: int) -> Wrong:
     if kept is not None and (dropped := sorted(_NEEDED - set(kept))):
         yield f"the Trainer drops {', '.join(dropped)} from them. Set TrainingArguments(remove_unused_columns=False)."
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
-    yield from _wrong_stream(loader, readers) if iterable else _wrong_order(loader, readers)
+    yield from _wrong_stream(loader, readers, groups) if iterable else _wrong_order(loader, readers, groups)
 
 
-def _wrong_stream(loader: Any, readers: int) -> Wrong:
+def _wrong_stream(loader: Any, readers: int, groups: bool) -> Wrong:
     dataset = loader.dataset
     if isinstance(dataset, IterableDatasetShard):
         yield from _wrong_split(dataset)
-        yield from _wrong_counts(dataset.batch_size, dataset.num_processes, readers)
+        yield from _wrong_counts(dataset.batch_size, dataset.num_processes, readers, groups)
     else:
-        yield from _wrong_counts(loader.batch_size, 1, readers)
+        yield from _wrong_counts(loader.batch_size, 1, readers, groups)
 
 
-def _wrong_order(loader: Any, readers: int) -> Wrong:
+def _wrong_order(loader: Any, readers: int, groups: bool) -> Wrong:
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     processes = 1
     while hasattr(batches, "batch_sampler"):  # accelerate's, around the one that makes the batches
@@ -129,7 +130,7 @@ def _wrong_order(loader: Any, readers: int) -> Wrong:
             "shuffled already."
         )
         return
-    yield from _wrong_counts(batches.batch_size, processes, readers)
+    yield from _wrong_counts(batches.batch_size, processes, readers, groups)
     count = len(loader.dataset)
     if count % processes and not batches.drop_last:
         yield (
@@ -146,13 +147,13 @@ def _wrong_split(shard: Any) -> Wrong:
         )
 
 
-def _wrong_counts(size: int | None, processes: int, readers: int) -> Wrong:
+def _wrong_counts(size: int | None, processes: int, readers: int, groups: bool) -> Wrong:
     if size != 1:
         yield (
             f"batches of {size}. Set per_device_train_batch_size=1 and per_device_eval_batch_size=1; tokens_per_rank says how "
             "large a batch is."
         )
-    if processes != readers:
+    if processes % readers if groups else processes != readers:
         yield (
             f"{processes} {'process reads' if processes == 1 else 'processes read'} them. Make them for as many ranks as there "
             "are data-parallel processes, and let accelerate prepare the loader."

@@ -42,8 +42,10 @@ def mesh_of(model: object) -> DeviceMesh | None:
     return loaded_mesh(model) if isinstance(model, PreTrainedModel) else None
 
 
-def data_parallel_group(mesh: DeviceMesh) -> Members:
+def data_parallel_group(mesh: DeviceMesh, also: str | None = None) -> Members:
     """The ranks of `mesh` that differ from this one in their data-parallel coordinates only: this rank alone if there are none.
+
+    With `also`, the name of a dimension, they may differ in that, too.
 
     A mesh without any dimension whose name is known (those of data, and "tp", "pp", "cp", "sp", "ulysses") is taken whole.
 
@@ -54,7 +56,7 @@ def data_parallel_group(mesh: DeviceMesh) -> Members:
     part = mesh
     if sizes.keys() & {*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS, *_SEQUENCE_DIMENSIONS}:
         _check_dimensions(sizes)
-        data = tuple(name for name in _DATA_DIMENSIONS if sizes.get(name, 1) > 1)
+        data = tuple(name for name, size in sizes.items() if size > 1 and (name in _DATA_DIMENSIONS or name == also))
         if not data:
             return Members((dist.get_rank(),), dist.get_backend())
         part = mesh[data]

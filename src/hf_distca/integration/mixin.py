@@ -70,8 +70,7 @@ class DistCATrainerMixin:
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of the next optimizer step, planned, and what the Trainer returns beside them."""
         if self._figures is None:
-            self._figures = Reading()
-            self._figures.figures()
+            self._figures = Reading.from_now()
         if epoch_iterator is not self._iterator:
             self._forget()
         source = chain(self._drawn, epoch_iterator)

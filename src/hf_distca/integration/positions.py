@@ -36,12 +36,10 @@ def check_positions(
     """
     if model in _checked or documents.starts is None:
         return
-    lengths = np.array(documents.lengths, dtype=np.int64)
-    token = np.arange(lengths.sum())
-    position = token + np.repeat(np.array(documents.starts, dtype=np.int64) - (np.cumsum(lengths) - lengths), lengths)
+    position = documents.positions
     if lacking:
-        found = token
-    elif position_ids is None or position_ids.numel() != len(token):
+        found = np.arange(len(position))
+    elif position_ids is None or position_ids.numel() != len(position):
         return  # the latter is said where documents are read
     else:
         found = position_ids.reshape(-1).cpu().numpy()

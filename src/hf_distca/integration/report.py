@@ -1,11 +1,12 @@
-"""What there is to say of a run as a whole: the balance in a few lines, and why nothing was moved."""
+"""What there is to say of a run: the balance in a few lines, why nothing was moved, and that exchanges were given up."""
 
 from __future__ import annotations
 
 from hf_distca.agreement.figures import Tally
+from hf_distca.integration.progress import say
 from hf_distca.integration.session import Session
 
-__all__ = ["summary", "why_nothing_moved"]
+__all__ = ["sum_up", "summary", "why_nothing_moved"]
 
 
 def summary(done: Tally, session: Session) -> str | None:
@@ -37,6 +38,14 @@ def summary(done: Tally, session: Session) -> str | None:
     return "\n".join([*lines, *(f"  {name:<12}{value}" for name, value in parts.items())])
 
 
+def sum_up(done: Tally, session: Session) -> None:
+    """Print the summary on the first rank, if there is anything to say."""
+    text = summary(done, session)
+    if text is not None and session.is_first:
+        say(text)
+        session.summarized = True
+
+
 def why_nothing_moved(done: Tally, session: Session) -> str | None:
     """Why no work was moved in some micro-batches, with the figures; None if some was, or if there were none."""
     if done.moved or done.busiest_bytes or not done.estimated_mean:
@@ -51,10 +60,22 @@ def why_nothing_moved(done: Tally, session: Session) -> str | None:
     saved, milliseconds = 1 - 1 / ratio, (done.estimated_before - done.estimated_mean) / done.micro_batches * 1e3
     if saved < config.min_gain:
         return f"{said}: {uneven}, and evening that out saves {saved:.1%} at most, less than min_gain={config.min_gain:g}."
-    cost = next(iter(session.planner.costs.values()))
+    cost = next(session.planner.rates.cost(kind, given) for kind, given in session.planner.costs.items())
     return (
         f"{said}: {uneven}, and evening that out saves {milliseconds:.3g} ms a layer at most, of which the exchange would leave "
         f"less than min_gain={config.min_gain:g} (cost model {cost.name!r}: {cost.exchange_bytes_per_second / 1e9:g} GB/s and "
         f"{cost.exchange_seconds * 1e3:g} ms an exchange). Longer documents or a faster network gain more; if the figures do not "
         "fit your machine, give DistCAConfig(cost_model=...) your own."
+    )
+
+
+def why_given_up(session: Session) -> str | None:
+    """That exchanges turned out to take longer than they gain, with the figures; None as long as they do not."""
+    slower = session.planner.rates.slower
+    if slower is None:
+        return None
+    return (
+        f"distca moves less, or nothing: with exchanges, attention took {slower:.0%} longer than it would have taken where it "
+        "was. Plans go by what was measured, and exchanges are tried again now and then. A faster network or longer documents "
+        "gain more; DistCAConfig(measured_rates=False) goes by the cost model alone."
     )

@@ -80,8 +80,6 @@ def _rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]:
 
     if model not in _found:
         rotaries = [module for module in model.modules() if any(_depends(kind) for kind in _kinds(module))]
-        from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
-
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         _found[model] = rotaries, any(part is one for layer in layers for part in layer.modules() for one in rotaries)
     return _found[model]

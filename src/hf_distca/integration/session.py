@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_distca.agreement.announce import PlanKey, Stated, layout_of
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planner import Planned, Planner
-from hf_distca.config import DistCAConfig
+from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
+from hf_distca.integration.kinds import known_cost
 from hf_distca.integration.mesh import data_parallel_group, find_members
 from hf_distca.integration.progress import said_if_long
 from hf_distca.kernels import Kernel, Scores, select_kernel
@@ -30,19 +31,26 @@ from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.calibrate import calibrate
 from hf_distca.runtime.call import Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.fastest import fastest
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Trace, Tracer
-from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["Session", "attention_seconds", "balancing", "configure", "current_session"]
+__all__ = ["Conductor", "Session", "attention_seconds", "balancing", "configure", "current_session"]
 
 _ALONE = AttentionGroup()
+
+
+class Conductor(Protocol):
+    """What plans the attention of forwards that are parts of something larger."""
+
+    def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
+        """As `Session.work_for`."""
 
 
 class Session:
@@ -56,6 +64,7 @@ class Session:
         given: the group that the user gave, None if it is to be found.
         kernels: names of those that attention ran in, in the order of their first use.
         summarized: whether somebody has printed the summary of the run.
+        conductor: what plans forwards in the session's place, while a schedule of pipeline stages runs them.
     """
 
     def __init__(self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -66,6 +75,8 @@ class Session:
         self.given = members
         self.kernels: dict[str, None] = {}
         self.summarized = False
+        self._fastest: dict[tuple[torch.dtype, tuple[int, int]], str | None] = {}
+        self.conductor: Conductor | None = None
         self._members = members
         self._group: AttentionGroup | None = None
         self._world: object = None
@@ -88,7 +99,8 @@ class Session:
             if members is None and world is not None:
                 members = find_members()
             with said_if_long("making the attention group, which waits for all its ranks,"):
-                self._group = AttentionGroup.of(members, timeout_seconds=self.config.timeout_seconds)
+                config = self.config
+                self._group = AttentionGroup.of(members, timeout_seconds=config.timeout_seconds, size=config.group_size)
             self._world = world
         return self._group
 
@@ -146,6 +158,8 @@ class Session:
             key: which plan.
             training: whether the module is in training mode on this rank, and so on all.
         """
+        if self.conductor is not None:
+            return self.conductor.work_for(handle, arguments, query, key)
         group, handles = self.group_for(handle, training), handle.planned_together
         keys = [key._replace(nano=one.nano) for one in handles]
         requests = [(self.documents(one, arguments, training), key) for one, key in zip(handles, keys, strict=True)]
@@ -155,7 +169,7 @@ class Session:
             made = [self._work_alone(one, *request, query.device, evaluating) for one, request in alone]
         else:
             with group.reporting(f"measuring costs for micro-batch {self.planner.next_number}"):
-                self._learn_cost(key, query, group)
+                self.learn_cost(key, query, group)
             with self._reporting(group, "planning"):
                 plans = self.planner.plan(requests, group)
             with self._reporting(group, "taking up a plan"):
@@ -204,6 +218,9 @@ class Session:
         context: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens, whose keys `context` is in front of."""
+        inputs = Inputs(q_THD, k_TKD, v_TKV, context, sink_H)
+        if work.attend is not None:
+            return work.attend(module, inputs, scores)
         group, number = work.group, next(work.numbers)
         group.heed()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
@@ -213,9 +230,9 @@ class Session:
         outputs = None if work.outputs is None else work.outputs.of(module)
         tracer = Tracer(self.trace, work.nano, number + 1, q_THD.device)
         with reporting():
-            kernel = self._kernel(q_THD, (q_THD.shape[-1], v_TKV.shape[-1]), scores)
+            kernel = self.kernel(q_THD, (q_THD.shape[-1], v_TKV.shape[-1]), scores)
             server = AttentionServer(kernel, scores, work.meter, tracer, reporting)
-            return core_attention(Inputs(q_THD, k_TKD, v_TKV, context, sink_H), Call(work.route, group, server, outputs))
+            return core_attention(inputs, Call(work.route, group, server, outputs))
 
     @contextmanager
     def _reporting(self, group: AttentionGroup, doing: str) -> Iterator[None]:
@@ -228,26 +245,28 @@ class Session:
                 raise
             raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
 
-    def _kernel(self, query: torch.Tensor, widths: tuple[int, int], scores: Scores) -> Kernel:
-        kernel = select_kernel(self.config.kernel, query.device, query.dtype, *widths, scores)
+    def kernel(self, query: torch.Tensor, widths: tuple[int, int], scores: Scores) -> Kernel:
+        """The kernel for the device and dtype of a tensor, and heads of these widths of keys and values."""
+        first = self._fastest.get((query.dtype, widths))
+        kernel = select_kernel(self.config.kernel, query.device, query.dtype, *widths, scores, first=first)
         self.kernels[kernel.name] = None
         return kernel
 
-    def _learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
-        """Make the cost model of a shape, at its first layer."""
+    def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
+        """Make the cost model of a shape, at its first layer; all ranks of the group at the same point."""
         if (key.shape, key.device) in self.planner.costs:
             return
-        source, shape = self.config.cost_model, key.shape
-        if isinstance(source, CostModel):
-            cost = replace(source, shape=shape)
-        else:
-            cost = CostModel.analytic(shape, device_type=key.device, tile=self.config.tile)
-        if source == "calibrated":
-            widths = shape.head_dim, shape.value_head_dim
-            kernel = self._kernel(query, widths, Scores(1.0))
+        cost = known_cost(key._replace(window=None), self.config)
+        if self.config.cost_model == "calibrated":
+            widths = key.shape.head_dim, key.shape.value_head_dim
+            if self.config.kernel == "auto" and key.device == "cuda":
+                names = get_args(KernelName)
+                with said_if_long("comparing attention kernels before the first plan"):
+                    self._fastest[query.dtype, widths] = fastest(key.shape, names, query.dtype, query.device, group)
+            kernel = self.kernel(query, widths, Scores(1.0))
             with said_if_long(f"timing the attention kernel {kernel.name!r} before the first plan"):
                 cost = calibrate(cost, kernel, query.dtype, query.device, group)
-        self.planner.costs[shape, key.device] = cost
+        self.planner.costs[key.shape, key.device] = cost
 
     def _warn_above_bound(self, waves: Waves, group: AttentionGroup) -> None:
         """A document over ranks needs its keys wherever its rows are. Exact anyway, and most likely it fits: no error."""

@@ -12,6 +12,7 @@ import torch
 from hf_distca.agreement.announce import PlanKey, check_equal
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import PackedDocuments, read_documents
+from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.session import Session, current_session
 from hf_distca.runtime.group import AttentionGroup
@@ -20,7 +21,6 @@ from hf_distca.schedule.layout import IntArray
 
 __all__ = ["share_tokens"]
 
-_IGNORED = -100
 _KNOWN = {"input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "distca_documents"}
 # What is dealt by until a layer has run: causal pairs, whatever the layer is.
 _SOME_SHAPE = AttentionShape(1, 1, 1, 1, 1)
@@ -100,8 +100,8 @@ class _Drawn:
         flat = [batch[name].reshape(-1).cpu()[keep] for name in ("input_ids", "labels", "shift_labels") if name in batch]
         if "shift_labels" not in batch:
             labels = flat[-1]
-            flat.append(torch.cat([labels[1:], labels.new_full((1,), _IGNORED)]))
-            flat[-1][np.cumsum(lengths) - 1] = _IGNORED
+            flat.append(torch.cat([labels[1:], labels.new_full((1,), IGNORED_LABEL)]))
+            flat[-1][np.cumsum(lengths) - 1] = IGNORED_LABEL
         return cls(lengths, torch.stack([flat[0], flat[-1]], dim=1).long())
 
     @property
@@ -151,6 +151,7 @@ def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, length
         [each + (rank < more) for rank in range(group.size)],
         costs or {PlanKey(_SOME_SHAPE, "cpu"): CostModel.pairs(_SOME_SHAPE)},
         session.config,
+        group.per_node,
     )
     return _Shared(dealing.share(joined, (0, planner.number + number + 1), group.rank), home, start)
 
@@ -182,11 +183,10 @@ def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_
 def _batch(shared: _Shared, columns_T2: torch.Tensor, device: torch.device) -> dict[str, Any]:
     """What the model gets of a share."""
     packed = shared.packed
-    lengths, starts = np.array(packed.lengths, dtype=np.int64), np.array(packed.starts, dtype=np.int64)
-    first = np.cumsum(lengths) - lengths
-    positions = np.arange(len(columns_T2)) + np.repeat(starts - first, lengths)
+    lengths = np.array(packed.lengths, dtype=np.int64)
     ids, targets = columns_T2.unbind(1)
     labels = targets.roll(1)
-    labels[first] = _IGNORED  # who shifts labels must not go from one run to the next
-    rows = {"input_ids": ids, "labels": labels, "shift_labels": targets, "position_ids": torch.from_numpy(positions)}
+    labels[np.cumsum(lengths) - lengths] = IGNORED_LABEL  # who shifts labels must not go from one run to the next
+    positions = torch.from_numpy(packed.positions)
+    rows = {"input_ids": ids, "labels": labels, "shift_labels": targets, "position_ids": positions}
     return {**{name: row[None].to(device) for name, row in rows.items()}, "distca_documents": packed}

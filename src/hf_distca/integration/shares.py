@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +20,10 @@ from hf_distca.data.lengths import document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError, UnsupportedError
-from hf_distca.integration.kinds import layer_keys
+from hf_distca.integration.kinds import known_cost, layer_keys
 from hf_distca.integration.session import current_session
-from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.runtime.nodes import launched_per_node
+from hf_distca.schedule.cost import AttentionShape
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -69,8 +69,11 @@ def document_shares(
         tokens_per_rank: tokens of each rank in a micro-batch.
         model: the model, or its config: documents are dealt and planned for its attention.
         shapes: instead of a model, (shape, window or None) of each kind of layer, without a window first.
-        ranks: how many ranks share attention; all processes, if not given. Tensor-parallel ranks count once.
-        ranks_per_node: documents rather lie on ranks of one node, if given.
+        ranks: how many ranks share attention; all processes, or ``config.group_size`` of them, if not given. Tensor-parallel
+            ranks count once. Each group of ranks trains on global batches of its own: item ``k * ranks + r`` is then what rank r
+            of a group gets of batch k, and the groups take batches in turns.
+        ranks_per_node: ranks of a node, on which a document rather lies; as torchrun or `accelerate launch` started them, if
+            neither this nor `ranks` is given.
         dtype: in which attention computes, as ``torch.bfloat16`` with ``bf16=True``; the model's, if not given.
         device: type of the device that trains; that of accelerate, if not given.
         config: settings to train with; those given to `hf_distca.configure`, if not given. ``cost_model="calibrated"`` deals by
@@ -99,11 +102,13 @@ def document_shares(
         UnsupportedError: if this version of transformers counts targets in another way.
         LayoutError: if documents have no tokens, too few for one global batch, or not such a column.
     """
-    ranks, device_type = _place(ranks, device)
-    _check_version(ranks)
     config = config or current_session().config
+    launched = ranks is None and ranks_per_node is None
+    ranks, device_type = _place(config.group_size if ranks is None else ranks, device)
+    ranks_per_node = launched_per_node(ranks) if launched else ranks_per_node
+    _check_version(ranks)
     keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype, device_type)
-    dealing = Dealing(ranks, tokens_per_rank, {key: _cost(key, config) for key in keys}, config, ranks_per_node, placement)
+    dealing = Dealing(ranks, tokens_per_rank, {key: known_cost(key, config) for key in keys}, config, ranks_per_node, placement)
     dealing.layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
     if not hasattr(documents, "__len__"):
         _check_stream(seed, fill, longer, lengths)
@@ -149,14 +154,6 @@ def _given_keys(shapes: Sequence[tuple[AttentionShape, int | None]], device: str
     if not shapes:
         raise ConfigError("shapes=[] names no kind of layer: give (AttentionShape(...), window) of at least one.")
     return [PlanKey(shape, device, window) for shape, window in shapes]
-
-
-def _cost(key: PlanKey, config: DistCAConfig) -> CostModel:
-    """The cost model that layers of a kind are planned with."""
-    source = config.cost_model
-    if isinstance(source, CostModel):
-        return replace(source, shape=key.shape, window=key.window)
-    return replace(CostModel.analytic(key.shape, device_type=key.device, tile=config.tile), window=key.window)
 
 
 def _check_stream(seed: int | None, fill: Fill, longer: Longer, lengths: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,8 @@ from hf_distca.integration.figures import Reading
 from hf_distca.integration.loaders import check_loader, check_shares
 from hf_distca.integration.prepare import distca_configs, prepare
 from hf_distca.integration.profile import write_trace
-from hf_distca.integration.progress import say
-from hf_distca.integration.report import summary, why_nothing_moved
+from hf_distca.integration.record import Recorder
+from hf_distca.integration.report import sum_up, why_given_up, why_nothing_moved
 from hf_distca.integration.session import Session, configure, current_session
 from hf_distca.runtime.trace import Trace
 
@@ -57,6 +57,9 @@ class DistCACallback(TrainerCallback):
         trace_path: folder into which each rank writes a timeline of the third optimizer step, as `hf_distca.profile` does.
         group: the ranks that share core attention, as `hf_distca.configure` takes them; by default those given there.
         summary: whether rank 0 prints the balance of the whole run after training.
+        record: whether rank 0 writes ``distca_run.jsonl`` into ``args.output_dir``, from which ``hf-distca report`` makes a page:
+            what was logged, by rank, and the plans of the first micro-batch and of the worst one between two logs, which are
+            about a megabyte in all; "all" for every plan. It takes no collective, and reads nothing from the device.
     """
 
     def __init__(
@@ -66,8 +69,11 @@ class DistCACallback(TrainerCallback):
         *,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         summary: bool = True,
+        record: bool | Literal["all"] = True,
     ) -> None:
         self.config, self.trace_path, self.group, self.summary = config, trace_path, group, summary
+        self.record: bool | Literal["all"] = record
+        self._recorder: Recorder | None = None
         self.reports = True  # unless the Trainer does
         self._session: Session | None = None  # the one with these settings
         self._reading = Reading()
@@ -76,6 +82,7 @@ class DistCACallback(TrainerCallback):
         self._calls: int | None = None  # of attention before the first step, until that has run
         self._training = Reading()  # since this training began
         self._judged = False  # whether it was looked at if anything moves
+        self._given_up = False  # whether it was said that exchanges were
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Apply the settings: they hold for evaluation before training, too."""
@@ -98,10 +105,7 @@ class DistCACallback(TrainerCallback):
             prepare(model)
             _say_what_is_missing(model)
         self._calls, self._steps = current_session().meter.calls, 0
-        self._reading = Reading()
-        self._reading.figures()  # what came before is not of this training
-        self._training, self._judged = Reading(), False
-        self._training.figures()
+        self._reading, self._training, self._judged = Reading.from_now(), Reading.from_now(), False
 
     def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Apply the settings if the callback was added too late to see an earlier event; refuse loaders as in training.
@@ -120,7 +124,10 @@ class DistCACallback(TrainerCallback):
         if not self._steps:
             self._catch_up()
             self._come_first()
+            self._start_recording(args, state.global_step, kwargs.get("model"))
         self._steps += 1
+        if self._recorder is not None:
+            self._recorder.enter(state.global_step + 1)
         if self.trace_path is not None and self._steps == _TRACED_STEP:
             current_session().trace = Trace()
 
@@ -140,8 +147,12 @@ class DistCACallback(TrainerCallback):
                 f'{type(model).__name__} was loaded with attn_implementation="distca" and never called it in a training step: it '
                 'does not use the attention interface of transformers. Load it with attn_implementation="eager".'
             )
-
         self._judge(after=_ENOUGH)
+        why = None if self._given_up else why_given_up(session)
+        if why is not None:
+            self._given_up = True
+            if session.is_first:
+                _log.warning(why)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log what the last steps measured, which no further plan tells, and print a summary on rank 0."""
@@ -154,20 +165,33 @@ class DistCACallback(TrainerCallback):
             if handler is not None:
                 handler.on_log(args, state, control, {**figures, "epoch": state.epoch})
         self._judge(after=1)
-        text = summary(self._training.so_far(), session)
-        if self.summary and text is not None and session.is_first:
-            say(text)
-            session.summarized = True
+        if self._recorder is not None:
+            self._recorder.end(state.global_step)
+            self._recorder = None
+        if self.summary:
+            sum_up(self._training.so_far(), session)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the figures to the logs of a training step."""
         logs: dict[str, Any] | None = kwargs.get("logs")
+        if self._recorder is not None and logs and "loss" in logs:
+            self._recorder.write(state.global_step, logs["loss"])
         if not self.reports or not logs or "loss" not in logs:
             return
         figures = self._reading.rounded()
         logs.update(figures)
         if state.log_history:  # the Trainer has already put a copy of the logs there
             state.log_history[-1].update(figures)
+
+    def _start_recording(self, args: TrainingArguments, step: int, model: torch.nn.Module | None) -> None:
+        """Record on rank 0, where there are ranks to share with; a training that failed may have left its own recorder."""
+        session = current_session()
+        if self._recorder is not None:
+            self._recorder.end(step)
+            self._recorder = None
+        if self.record and args.output_dir and session.ranks > 1 and session.is_first and distca_configs(model):
+            self._recorder = Recorder(Path(args.output_dir), session, every_plan=self.record == "all")
+            self._recorder.begin(args, step, model, self.trace_path)
 
     def _judge(self, after: int) -> None:
         """Say once why nothing was moved, if it was not, after so many micro-batches."""

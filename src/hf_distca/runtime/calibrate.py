@@ -16,16 +16,16 @@ import torch
 
 from hf_distca.kernels.base import Kernel, Scores, TaskBatch
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 
-__all__ = ["calibrate", "measure"]
+__all__ = ["BACKWARD", "BATCHES", "Documents", "calibrate", "measure", "timed"]
 
 # The documents of a batch: of each the slices [start, end) that are tasks, in shares of the batch's size in tokens.
-_Documents = Sequence[Sequence[tuple[float, float]]]
+Documents = Sequence[Sequence[tuple[float, float]]]
 
 # Few and many documents, slices with a long context, and both together. No slivers: the model counts their rows in whole tiles
 # and a CPU does not, so that in batches as small as these they spoil the rates of everything else.
-_BATCHES: tuple[_Documents, ...] = (
+BATCHES: tuple[Documents, ...] = (
     [[(0, 1)]],
     [[(0, 0.55)], [(0, 0.45)]],
     [[(0, share)] for share in (0.6, 0.2, 0.1, 0.06, 0.04)],
@@ -35,6 +35,9 @@ _BATCHES: tuple[_Documents, ...] = (
     [[(0.75, 1)], [(0, 0.3)], [(0, 0.2)], [(0, 0.1)]],
     [[(0.875, 1)]],
 )
+
+# Columns of `CostModel.counts` in backward, against those in forward; as in `CostModel.backward_seconds`.
+BACKWARD = np.array([1.0, 2.0, 2.5])
 
 # A batch grows through these sizes until it takes `_ENOUGH` seconds, forward and backward, and only its largest size counts:
 # the smaller a batch, the less it is like those of training. Where even the first takes that long, larger ones take too long.
@@ -69,22 +72,46 @@ def measure(
         kernel, dtype, device: what is timed, and on what.
         clock: seconds since any moment.
     """
+    counts, times = timed(model, kernel, dtype, device, BATCHES, clock=clock)
+    forward, backward = times.T
+    return KernelCost.fit(counts, forward), KernelCost.fit(counts * BACKWARD, backward)
+
+
+def timed(
+    model: CostModel,
+    kernel: Kernel,
+    dtype: torch.dtype,
+    device: torch.device,
+    batches: Sequence[Documents],
+    *,
+    enough: float = _ENOUGH,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[FloatArray, FloatArray]:
+    """Time batches of tasks, each as large as it need be.
+
+    Args:
+        model, kernel, dtype, device, clock: as for `measure`.
+        batches: the documents of each.
+        enough: seconds that a batch should take.
+
+    Returns:
+        (batches, 3) what each counts, as `CostModel.counts`, and (batches, 2) seconds, forward and backward.
+    """
     stopwatch = _Stopwatch(device, clock)
-    _times(model.shape, kernel, _batch(_BATCHES[0], _SIZES[0]), dtype, stopwatch)  # the first call of a process loads code
+    _times(model.shape, kernel, _batch(batches[0], _SIZES[0]), dtype, stopwatch)  # the first call of a process loads code
     counts, times = [], []
-    for documents in _BATCHES:
+    for documents in batches:
         for size in _SIZES:
             tasks = _batch(documents, size)
             seconds = _times(model.shape, kernel, tasks, dtype, stopwatch)
-            if sum(seconds) >= _ENOUGH:
+            if sum(seconds) >= enough:
                 break
         counts.append(model.counts(tasks.query_length, tasks.key_length).sum(axis=0))
         times.append(seconds)
-    forward, backward = np.array(times).T
-    return KernelCost.fit(np.array(counts), forward), KernelCost.fit(np.array(counts) * np.array([1.0, 2.0, 2.5]), backward)
+    return np.array(counts), np.array(times)
 
 
-def _batch(documents: _Documents, size: int) -> TaskBatch:
+def _batch(documents: Documents, size: int) -> TaskBatch:
     """The tasks of a batch of so many tokens. Slices of one document share its keys."""
     tasks: list[tuple[int, int, int, int]] = []
     row = key = 0

@@ -93,6 +93,11 @@ class Call:
         self._no_keys: list[torch.Tensor] = []
 
     @property
+    def exchanges(self) -> bool:
+        """Whether any rank moves anything, forward or backward."""
+        return self.route.exchanges
+
+    @property
     def last(self) -> Wave:
         """The last wave."""
         return self.route.waves[-1]
@@ -160,7 +165,7 @@ class Call:
     def land(self, wave: Wave, outputs: Outputs) -> None:
         """Wait for a return and put what came into `outputs`."""
         came = self.returned.take().sections()
-        with self.server.tracer.span("unpack"):
+        with self.server.tracer.span("unpack"), self.server.meter.exchanging(outputs.o_THV.device):
             for whole, sections in zip(outputs, came, strict=True):
                 _put(whole, wave.queries.runs, sections)
 
@@ -193,17 +198,17 @@ class Call:
     def land_backward(self, wave: Wave, grads: Grads) -> Grads:
         """As `land`, for gradients of this rank's own. Returns them; those of keys may be new ones, wide enough for sums."""
         came_dq, *copies = self.returned.take().sections()
-        with self.server.tracer.span("unpack"):
+        with self.server.tracer.span("unpack"), self.server.meter.exchanging(grads.dq_THD.device):
             _put(grads.dq_THD, wave.queries.runs, came_dq)
             sums = (_sum_copies(total, sections, wave) for total, sections in zip(grads[1:], copies, strict=True))
             return Grads(grads.dq_THD, *sums)
 
     def _launch(self, wave: Wave, parts: Sequence[Part], name: str, said: str | None = None) -> Pending:
-        tracer = self.server.tracer
-        with tracer.span("pack"):
+        tracer, meter = self.server.tracer, self.server.meter
+        with tracer.span("pack"), meter.exchanging(parts[0].tensor.device):
             pending = launch(self.group.data, parts, wave.formats, said or name)
-        self.server.meter.count(sent_bytes=pending.sent_bytes)
-        pending.watch(tracer, name)
+        meter.count(sent_bytes=pending.sent_bytes)
+        pending.watch(tracer, name, meter)
         return pending
 
 

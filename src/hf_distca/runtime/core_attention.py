@@ -57,7 +57,7 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
     recalled = int(call.recalled is not None)
     call.server.meter.count(calls=1 - recalled, recalls=recalled)
     context = inputs.context or (None, None)
-    if not call.route.exchanges:
+    if not call.exchanges:
         o_THV = _apply(_Unmoved, call, *inputs[:3], *context, inputs.sink_H)
         take_turns()  # to the other nano-batch, whose messages have had time to travel
         return o_THV

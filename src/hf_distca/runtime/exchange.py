@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from hf_distca.runtime.channel import Channel, Transfer
+from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.trace import Mark, Tracer
 
 __all__ = ["Format", "Formats", "Landed", "Part", "Pending", "Rows", "Run", "joined", "launch", "part_of"]
@@ -152,27 +154,28 @@ class Pending:
     ) -> None:
         self.sent_bytes = form.payload
         self._transfer, self._buffers, self._sections = transfer, (sent, received), form.sections
-        self._watch: tuple[Tracer, str, Mark | None] | None = None
+        self._watch: tuple[Tracer, str, Mark | None, Meter] | None = None
         # Dtypes and row shapes are all that is needed of the parts: what was packed may go.
         self._kinds = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
 
-    def watch(self, tracer: Tracer, name: str) -> None:
-        """Let `tracer` record how long the message travels, under this name, and how long it is waited for."""
-        self._watch = tracer, name, tracer.now()
+    def watch(self, tracer: Tracer, name: str, meter: Meter) -> None:
+        """Let `tracer` record how long the message travels, under this name, and it and `meter` how long it is waited for."""
+        self._watch = tracer, name, tracer.now(), meter
 
     def sections(self) -> list[list[torch.Tensor]]:
         """The received rows of each part as views of one message, rank after rank without those that sent none. Once only.
 
         On CUDA only the current stream waits, not the host.
         """
+        _, received = self._buffers
         waiting = None if self._watch is None else self._watch[0].now()
         if self._transfer is not None:
-            self._transfer.wait()
+            with nullcontext() if self._watch is None else self._watch[3].exchanging(received.device):
+                self._transfer.wait()
         if self._watch is not None:
-            tracer, name, launched = self._watch
+            tracer, name, launched, _ = self._watch
             tracer.since(waiting, "wait")
             tracer.since(launched, name)
-        _, received = self._buffers
         del self._transfer, self._buffers
         return [_views(received, *kind, found) for kind, found in zip(self._kinds, self._sections, strict=True)]
 

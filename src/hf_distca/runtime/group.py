@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,10 +18,14 @@ from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.communicator import communicator, least
 from hf_distca.runtime.meeting import Meeting
+from hf_distca.runtime.members import Members
+from hf_distca.runtime.nodes import node_number, ranks_per_node
 from hf_distca.runtime.watch import Watch, patience
 from hf_distca.schedule.layout import IntArray
 
 __all__ = ["AttentionGroup", "Members"]
+
+_log = logging.getLogger("hf_distca")
 
 # Numbers of a row that travel in the first step of `gather`, whether a rank has them or not; those beyond need a second.
 _FIRST = 128
@@ -28,24 +33,6 @@ _WIDTH = 1 + _FIRST  # with their number
 
 # How late a thread of gloo may be when the interpreter ends: what one has to do takes it microseconds, once it has a processor.
 _LATE_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Members:
-    """Who is in a group, where no process group of these ranks exists.
-
-    Attributes:
-        ranks: global ranks.
-        backend: what tensors travel over, as `torch.distributed` names it.
-    """
-
-    ranks: tuple[int, ...]
-    backend: str
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> Members:
-        """Those of a process group, the world if None."""
-        return cls(tuple(dist.get_process_group_ranks(group or dist.GroupMember.WORLD)), dist.get_backend(group))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +46,7 @@ class AttentionGroup:
         control: gloo communicator on which layouts travel, None in a group of one.
         watch: tells the others when this rank gives up, None in a group of one.
         timeout_seconds: how long a rank waits for the others.
+        per_node: ranks [0, n), [n, 2n), ... of the group are nodes; None if they are not in such order, or not told apart.
     """
 
     ranks: tuple[int, ...] = (0,)
@@ -67,6 +55,7 @@ class AttentionGroup:
     control: dist.ProcessGroup | None = None
     watch: Watch | None = None
     timeout_seconds: float = 600.0
+    per_node: int | None = None
 
     @property
     def size(self) -> int:
@@ -80,7 +69,12 @@ class AttentionGroup:
 
     @classmethod
     def of(
-        cls, members: dist.ProcessGroup | Members | None = None, *, timeout_seconds: float = 600.0, agree: bool = True
+        cls,
+        members: dist.ProcessGroup | Members | None = None,
+        *,
+        timeout_seconds: float = 600.0,
+        size: int | None = None,
+        agree: bool = True,
     ) -> AttentionGroup:
         """The group of these ranks, as `create` makes it; the one made before, if no rank has left it.
 
@@ -89,6 +83,7 @@ class AttentionGroup:
         Args:
             members: as for `create`.
             timeout_seconds: how long a rank waits for the others. Groups that wait differently are different groups.
+            size: ranks of a group, where these are cut into several: the first so many, the next, and so on.
             agree: every member asks at the same point, as for `create`, and all find out together whether a rank has left.
                 Otherwise this rank goes by what it knows, which takes a microsecond if it asked for the same group just before.
 
@@ -98,13 +93,14 @@ class AttentionGroup:
         made = _made.of_this_world()
         if made.world is None:
             return cls(timeout_seconds=timeout_seconds)
-        if not agree and made.asked == (members, timeout_seconds) and not made.last.left:
+        asked = (members, timeout_seconds, size)
+        if not agree and made.asked == asked and not made.last.left:
             return made.last
-        who = members if isinstance(members, Members) else Members.of(members)
+        who = (members if isinstance(members, Members) else Members.of(members)).part(size)
         group = made.groups.get((who, timeout_seconds))
         if group is None or group.left or (agree and not _stands(group)):
             group = made.groups[who, timeout_seconds] = cls.create(who, timeout_seconds=timeout_seconds)
-        made.asked, made.last = (members, timeout_seconds), group
+        made.asked, made.last = asked, group
         return group
 
     @classmethod
@@ -136,6 +132,7 @@ class AttentionGroup:
             control = communicator(ranks, "gloo", timeout, "distca-control")
             # One that is done first may fail next and break its connections, while others still make theirs, for which they would
             # wait in vain.
+            nodes = _told(node_number(), len(ranks), control)
             least(np.zeros(1, dtype=np.int64), control)
         except RuntimeError as error:
             raise DistCADesyncError(
@@ -143,7 +140,16 @@ class AttentionGroup:
                 f"all came ({error}). Every rank must run a training forward: look at the logs of the other ranks."
             ) from error
         watch = Watch(ranks, ranks.index(own), timeout_seconds, (data, control))
-        return cls(ranks, ranks.index(own), Channel(data, watch, timeout_seconds), control, watch, timeout_seconds)
+        per_node = ranks_per_node(nodes)
+        if per_node is None and own == ranks[0]:
+            _log.warning(
+                "%d ranks share attention on %d nodes, not equally many on each or not one node after another: links inside a "
+                "node are taken to be as slow as those between nodes.",
+                len(ranks),
+                len(set(nodes)),
+            )
+        channel = Channel(data, watch, timeout_seconds)
+        return cls(ranks, ranks.index(own), channel, control, watch, timeout_seconds, per_node)
 
     @property
     def left(self) -> bool:
@@ -284,7 +290,7 @@ class _Made:
 
     world: dist.ProcessGroup | None = None
     groups: dict[tuple[Members, float], AttentionGroup] = field(default_factory=dict)
-    asked: tuple[dist.ProcessGroup | Members | None, float] | None = None
+    asked: tuple[dist.ProcessGroup | Members | None, float, int | None] | None = None
     last: AttentionGroup = field(default_factory=AttentionGroup)
 
     def of_this_world(self) -> _Made:
@@ -296,6 +302,13 @@ class _Made:
 
 
 _made = _Made()
+
+
+def _told(number: int, ranks: int, control: dist.ProcessGroup) -> list[int]:
+    """What each rank says."""
+    told = torch.empty(ranks, dtype=torch.int64)
+    dist.all_to_all_single(told, torch.full((ranks,), number, dtype=torch.int64), group=control)
+    return [int(one) for one in told]
 
 
 def _stands(group: AttentionGroup) -> bool:

@@ -18,9 +18,10 @@ _MOST_RUNNING = 1024
 
 
 class _Call(NamedTuple):
-    """A kernel call on a CUDA stream that may not have finished."""
+    """Something on a CUDA stream that may not have finished."""
 
     meter: Meter
+    exchange: bool
     begin: torch.cuda.Event
     end: torch.cuda.Event
 
@@ -42,8 +43,8 @@ class _Running:
     def read(self) -> None:
         """Tell the meters of calls that have finished."""
         while self._calls and self._calls[0].end.query():  # type: ignore[no-untyped-call]
-            meter, begin, end = self._calls.popleft()
-            meter.add(begin.elapsed_time(end) / 1e3, running=-1)
+            meter, exchange, begin, end = self._calls.popleft()
+            meter.add(begin.elapsed_time(end) / 1e3, running=-1, exchange=exchange)
 
 
 class Meter:
@@ -52,6 +53,7 @@ class Meter:
     Attributes:
         whole: another meter that counts the same and more.
         kernel_calls: batches of tasks handed to a kernel, empty ones included.
+        backward_calls: those of them in backward.
         dispatches, returns: exchanges launched, forward and backward.
         sent_bytes: bytes sent to other ranks.
         calls: calls of core attention that computed it, which is layers times forward passes.
@@ -61,15 +63,16 @@ class Meter:
 
     def __init__(self, whole: Meter | None = None) -> None:
         self.whole = whole
-        self.kernel_calls = self.dispatches = self.returns = self.sent_bytes = self.calls = self.recalls = 0
+        self.kernel_calls = self.backward_calls = self.dispatches = self.returns = self.sent_bytes = self.calls = self.recalls = 0
         self.running: _Running = _Running() if whole is None else whole.running
-        self._seconds = 0.0
+        self._seconds = self._exchange_seconds = 0.0
         self._unfinished = 0
 
     def count(
         self,
         *,
         kernel_calls: int = 0,
+        backward_calls: int = 0,
         dispatches: int = 0,
         returns: int = 0,
         sent_bytes: int = 0,
@@ -78,6 +81,7 @@ class Meter:
     ) -> None:
         """Add to the counters of this meter and of the whole."""
         self.kernel_calls += kernel_calls
+        self.backward_calls += backward_calls
         self.dispatches += dispatches
         self.returns += returns
         self.sent_bytes += sent_bytes
@@ -86,6 +90,7 @@ class Meter:
         if self.whole is not None:
             self.whole.count(
                 kernel_calls=kernel_calls,
+                backward_calls=backward_calls,
                 dispatches=dispatches,
                 returns=returns,
                 sent_bytes=sent_bytes,
@@ -94,30 +99,44 @@ class Meter:
             )
 
     @contextmanager
-    def kernel(self, device: torch.device) -> Iterator[None]:
+    def kernel(self, device: torch.device, *, backward: bool = False) -> Iterator[None]:
         """Times the kernel call inside: by the clock on the CPU, by events on the current CUDA stream.
 
         On CUDA the host waits here only where it is more than a thousand calls ahead of the device, for the oldest of them.
         """
-        self.count(kernel_calls=1)
+        self.count(kernel_calls=1, backward_calls=int(backward))
+        with self._timed(device, exchange=False):
+            yield
+
+    @contextmanager
+    def exchanging(self, device: torch.device) -> Iterator[None]:
+        """Times what an exchange takes of the rank's time inside: packing, waiting, unpacking. As `kernel`."""
+        with self._timed(device, exchange=True):
+            yield
+
+    @contextmanager
+    def _timed(self, device: torch.device, *, exchange: bool) -> Iterator[None]:
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             yield
             end.record()
             self.add(0.0, running=1)
-            self.running.add(_Call(self, begin, end))
+            self.running.add(_Call(self, exchange, begin, end))
         else:
             started = time.perf_counter()
             yield
-            self.add(time.perf_counter() - started)
+            self.add(time.perf_counter() - started, exchange=exchange)
 
-    def add(self, seconds: float, *, running: int = 0) -> None:
-        """Add kernel seconds, and calls that run, to this meter and to the whole."""
-        self._seconds += seconds
+    def add(self, seconds: float, *, running: int = 0, exchange: bool = False) -> None:
+        """Add seconds in kernels, or else in exchanges, and calls that run, to this meter and to the whole."""
+        if exchange:
+            self._exchange_seconds += seconds
+        else:
+            self._seconds += seconds
         self._unfinished += running
         if self.whole is not None:
-            self.whole.add(seconds, running=running)
+            self.whole.add(seconds, running=running, exchange=exchange)
 
     @property
     def seconds(self) -> float:
@@ -126,7 +145,13 @@ class Meter:
         return self._seconds
 
     @property
+    def exchange_seconds(self) -> float:
+        """Seconds in packing for exchanges, waiting for them and unpacking. On CUDA, of those that have finished by now."""
+        self.running.read()
+        return self._exchange_seconds
+
+    @property
     def finished(self) -> bool:
-        """Whether no kernel call is running any more, so that `seconds` has all of them."""
+        """Whether nothing that is timed is running any more, so that `seconds` has all of it."""
         self.running.read()
         return not self._unfinished

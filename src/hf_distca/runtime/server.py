@@ -101,7 +101,7 @@ class AttentionServer:
     def backward(self, pools: Saved, tasks: TaskBatch) -> Grads:
         """Gradients of a batch."""
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
-        with self.reporting(), self.meter.kernel(q_THD.device), self.tracer.span("server"):
+        with self.reporting(), self.meter.kernel(q_THD.device, backward=True), self.tracer.span("server"):
             return Grads(*self.kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, self.scores))
 
     def serve(self, wave: Wave, own: Operands, dispatch: Pending | Landed) -> Outputs:

@@ -133,10 +133,12 @@ class KernelCost:
 
 # Round figures, good enough to decide what is worth moving; calibrate where the decision is close.
 # cpu: one thread of a recent server core over loopback. cuda: H100 with flash-attention 2 and a 400 Gbit/s link a GPU; forward is
-# close to what benchmarks/published_timings.py fits to packed documents, backward is assumed to reach 0.8 of its rate.
+# close to what benchmarks/published_timings.py fits to packed documents, backward is assumed to reach 0.8 of its rate. Inside a
+# node, NVLink 4 carries 450 GB/s each way (NVIDIA H100 datasheet: 900 GB/s in both directions together), of which exchanges are
+# taken to reach two thirds. Processes of one machine without a GPU exchange over loopback, for which the one rate stands.
 _PROFILES = {
-    "cpu": (KernelCost(3e-5, 5e9, 4.5e10), KernelCost(6e-5, 5e9, 4.5e10), 1e9, 3e-4),
-    "cuda": (KernelCost(5e-7, 3e12, 3.5e14), KernelCost(1e-6, 2e12, 2.8e14), 4e10, 3e-5),
+    "cpu": (KernelCost(3e-5, 5e9, 4.5e10), KernelCost(6e-5, 5e9, 4.5e10), 1e9, 3e-4, None),
+    "cuda": (KernelCost(5e-7, 3e12, 3.5e14), KernelCost(1e-6, 2e12, 2.8e14), 4e10, 3e-5, 3e11),
 }
 
 
@@ -147,11 +149,15 @@ class CostModel:
     Attributes:
         shape: heads and widths of the layer.
         forward, backward: the kernel's coefficients.
-        exchange_bytes_per_second: what one rank sends while it also receives as much.
+        exchange_bytes_per_second: what one rank sends while it also receives as much, and all others do, too. Where nodes are
+            told apart, to ranks of other nodes.
         exchange_seconds: fixed seconds of one exchange.
         tile: query rows of a kernel tile.
         name: where the figures come from.
         window: keys that a query position sees, its own included, in layers with a sliding window; None where it sees all.
+        node_bytes_per_second: what one rank sends to ranks of its node while it also receives as much; None if that is no faster.
+        ranks_per_link: ranks of a node that share a link to other nodes, which carries ``exchange_bytes_per_second`` for each of
+            them, and for all together where only some have something to send. 1 if each has its own.
     """
 
     shape: AttentionShape
@@ -162,17 +168,25 @@ class CostModel:
     tile: int = 128
     name: str = field(default="custom", compare=False)
     window: int | None = None
+    node_bytes_per_second: float | None = None
+    ranks_per_link: int = 1
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ConfigError(f"window={self.window}: a query position sees at least itself, or pass None for no window.")
+        if self.node_bytes_per_second is not None and not 0 < self.node_bytes_per_second < math.inf:
+            raise ConfigError(
+                f"node_bytes_per_second={self.node_bytes_per_second} must be a positive number, or None for one rate everywhere."
+            )
+        if type(self.ranks_per_link) is not int or self.ranks_per_link < 1:
+            raise ConfigError(f"ranks_per_link={self.ranks_per_link!r} must be a whole number of at least 1.")
 
     @classmethod
     def analytic(cls, shape: AttentionShape, *, device_type: str = "cuda", tile: int = 128) -> CostModel:
         """Built-in figures for a device type (``"cpu"`` or ``"cuda"``; anything else is treated as ``"cuda"``)."""
         kind = device_type if device_type in _PROFILES else "cuda"
-        forward, backward, bandwidth, latency = _PROFILES[kind]
-        return cls(shape, forward, backward, bandwidth, latency, tile, f"analytic {kind}")
+        forward, backward, bandwidth, latency, inside = _PROFILES[kind]
+        return cls(shape, forward, backward, bandwidth, latency, tile, f"analytic {kind}", node_bytes_per_second=inside)
 
     @classmethod
     def pairs(cls, shape: AttentionShape) -> CostModel:
@@ -180,6 +194,12 @@ class CostModel:
         pair_cost = KernelCost(0.0, np.inf, 2.0**30 * shape.pair_flops)
         free = KernelCost(0.0, np.inf, np.inf)
         return cls(shape, pair_cost, free, np.inf, tile=1, name="causal pairs")
+
+    @property
+    def near(self) -> float:
+        """Seconds of a byte inside a node, as a part of those of a byte between nodes: 1 where there is but one rate."""
+        inside = self.node_bytes_per_second
+        return 1.0 if inside is None else min(self.exchange_bytes_per_second / inside, 1.0)
 
     def to_json(self) -> str:
         """The model as JSON, with the names of its attributes as keys. Infinite rates, which cost nothing, are null."""
@@ -229,6 +249,14 @@ class CostModel:
     def backward_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
         """Backward seconds of each task: 2.5 times the flops and about twice the bytes of forward."""
         return _apply(self.backward, self.counts(rows, keys) * np.array([1.0, 2.0, 2.5]))
+
+    def parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
+        """The three parts that add up to `seconds`: of the task, of bytes and of flops, shape (tasks, 3)."""
+        one, other = self.forward, self.backward
+        task = one.task_seconds + other.task_seconds
+        byte = 1 / one.bytes_per_second + 2.0 / other.bytes_per_second
+        flop = 1 / one.flops_per_second + 2.5 / other.flops_per_second
+        return np.asarray(self.counts(rows, keys) * np.array([task, byte, flop]))
 
     def transfer_seconds(self, query_tokens: npt.ArrayLike, key_tokens: npt.ArrayLike) -> FloatArray:
         """Seconds on the wire of moved tokens, forward and backward together, without the fixed part."""

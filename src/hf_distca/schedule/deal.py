@@ -22,6 +22,7 @@ from hf_distca.schedule.fill import pour
 from hf_distca.schedule.layout import IntArray, Layout, as_integers
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE, Ranks
 
 __all__ = ["deal", "deal_nano_batches", "in_order", "plan_dealt"]
 
@@ -57,7 +58,8 @@ def deal(
         cost: seconds of tasks and of exchanges. With a window, deal for layers of which all have it; for a model that mixes both
             kinds of layers, deal without.
         tile: documents are cut at multiples of it where tokens allow.
-        ranks_per_node: ranks [0, n), [n, 2n), ... are nodes: a document lies on ranks of one node if one has enough left for it.
+        ranks_per_node: ranks [0, n), [n, 2n), ... are nodes: a document lies on ranks of one node if one has enough left for it,
+            and is exchanged there at the rate that `cost` has for nodes.
         overlapped: deal for ranks that end after the longer of compute and exchange, not after both. For nano-batches, see
             `deal_nano_batches`.
 
@@ -67,7 +69,7 @@ def deal(
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
     document = np.arange(len(length))
-    return Dealer(document, length, tokens, cost, tile, ranks_per_node or ranks, overlapped=overlapped).layout()
+    return Dealer(document, length, tokens, cost, tile, ranks_per_node, overlapped=overlapped).layout()
 
 
 def deal_nano_batches(
@@ -89,12 +91,12 @@ def deal_nano_batches(
     Args and raises: as `deal`.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
-    first = _half(length, cost.seconds(length, length).tolist(), ranks * (min(tokens) // 2))
+    first = _half(length, cost, ranks, ranks * (min(tokens) // 2))
     each, more = divmod(int(length[first].sum()), ranks)
     here = [each + (rank < more) for rank in range(ranks)]
     there = [both - one for both, one in zip(tokens, here, strict=True)]
     one, two = (
-        Dealer(np.flatnonzero(half), length[half], tokens, cost, tile, ranks_per_node or ranks, overlapped=True).layout()
+        Dealer(np.flatnonzero(half), length[half], tokens, cost, tile, ranks_per_node, overlapped=True).layout()
         for half, tokens in ((first, here), (~first, there))
     )
     return one, two
@@ -110,18 +112,19 @@ def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence
     return Layout(document, start, size, np.searchsorted(rank, np.arange(ranks + 1)))
 
 
-def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
+def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE) -> Plan:
     """The plan of a layout that was dealt with `cost`: that of `balance`, which is not asked where it has nothing to gain.
 
     Args:
-        layout, cost, config: as for `balance`; with `ping_pong`, the layout is that of a nano-batch.
+        layout, cost, config, ranks: as for `balance`; with `ping_pong`, the layout is that of a nano-batch.
     """
+    ranks.check(layout.world_size)
     if cost.window is not None and cost.window >= layout.longest:
         cost = replace(cost, window=None)
     local = Plan.local(layout, cost.window)
-    load = PlanLoad(local, cost, overlapped=config.ping_pong)
+    load = PlanLoad(local, cost, overlapped=config.ping_pong, ranks=ranks)
     compute, exchange = load.compute_seconds, load.exchange_seconds
-    mean = math.fsum(compute.tolist()) / layout.world_size
+    mean = ranks.level(compute.tolist())
     least, late = mean, config.min_gain
     # Whoever would relieve the slowest rank needs the keys that it exchanges.
     wire = float(exchange.max(initial=0.0))
@@ -133,11 +136,17 @@ def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
     # A bound of transient bytes is kept by waves, which only `balance` counts.
     if config.max_transient_bytes is None and load.slowest_seconds * (1 - max(late, config.min_gain)) <= least:
         return local
-    return balance(layout, cost, config)
+    return balance(layout, cost, config, ranks)
 
 
-def _half(length: IntArray, seconds: list[float], tokens: int) -> npt.NDArray[np.bool_]:
-    """Documents that have so many tokens together, or as near to it as can be, and about half of the seconds."""
+def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDArray[np.bool_]:
+    """Documents that have so many tokens together, or as near to it as can be, and about half of the seconds.
+
+    Those whose keys travel longer than ranks compute are in one half, on different ranks, so that only this one is late.
+    """
+    seconds = cost.seconds(length, length).tolist()
+    keys = length if cost.window is None else np.minimum(length, cost.window)
+    late = (cost.transfer_seconds(0, keys) > math.fsum(seconds) / (2 * ranks)).tolist()
     order = np.lexsort((np.arange(len(length)), -length))
     shortest_first = np.cumsum(length[order][::-1])
     coins = min(max(int(np.searchsorted(shortest_first, _CHANGE)), _COINS), 256, len(length))
@@ -147,7 +156,7 @@ def _half(length: IntArray, seconds: list[float], tokens: int) -> npt.NDArray[np
     reserve = sum(int(length[document]) for document in small) // 3
     for document in large:
         count = int(length[document])
-        half = 0 if loads[0] <= loads[1] else 1
+        half = 0 if late[document] or loads[0] <= loads[1] else 1
         # With a part of the short documents to come, many more sums can be made than with hardly any or nearly all of them.
         if rooms[half] - count < reserve and rooms[1 - half] > rooms[half]:
             half = 1 - half

@@ -47,17 +47,22 @@ _LATE_IN_NODE = 0.1
 _ASKED = 4
 # Part of its share of a wide document that a rank may be relieved of.
 _ELASTIC = 0.7
+# Part of the seconds of a node up to which a document is expected to lie in one.
+_FITS = 0.5
 
 
 class _Wide:
-    """A document on several ranks, whose cuts are still open."""
+    """A document on several ranks, whose cuts are still open. Of its keys, one counts as `weight` that travel between nodes."""
 
-    def __init__(self, place: int, ranks: list[int], tokens: list[int], shares: list[Share]) -> None:
-        self.place, self.ranks, self.tokens, self.shares = place, ranks, tokens, shares
+    def __init__(self, place: int, ranks: list[int], tokens: list[int], shares: list[Share], weight: float) -> None:
+        self.place, self.ranks, self.tokens, self.shares, self.weight = place, ranks, tokens, shares, weight
 
 
 class Dealer:
-    """Deals documents to ranks with so many tokens each; see `deal` for the other arguments."""
+    """Deals documents to ranks with so many tokens each; see `deal` for the other arguments.
+
+    Key tokens that ranks send and receive are counted as if all travelled between nodes: one inside a node as `near` of one.
+    """
 
     def __init__(
         self,
@@ -66,23 +71,29 @@ class Dealer:
         tokens: Sequence[int],
         cost: CostModel,
         tile: int,
-        ranks_per_node: int,
+        ranks_per_node: int | None,
         *,
         overlapped: bool,
     ) -> None:
+        if ranks_per_node is None:
+            cost = replace(cost, node_bytes_per_second=None)
+        self.near, self.per_node = cost.near, ranks_per_node or len(tokens)
         if not Price.of(cost, tile).pair:
             # Attention that costs nothing a pair is as long as its tokens are many: pairs decide then.
             cost = replace(CostModel.pairs(cost.shape), window=cost.window)
         order = np.lexsort((document, -length))
         length, seconds = length[order], cost.seconds(length[order], length[order])
         keys = length if cost.window is None else np.minimum(length, cost.window)
-        exchange = cost.transfer_seconds(0, keys)
+        between = cost.transfer_seconds(0, keys)
+        # Those that need more than a node leave it.
+        fits = seconds <= math.fsum(seconds.tolist()) * (_FITS * self.per_node / len(tokens))
+        exchange = between * np.where(fits | (self.per_node >= len(tokens)), self.near, 1.0)
         self.key_seconds = float(cost.transfer_seconds(0, 1))
         self.target = Target(length, seconds, len(tokens), math.fsum(tokens) / len(tokens), exchange, overlapped=overlapped)
         self.document, self.length, self.seconds = document[order].tolist(), length.tolist(), seconds.tolist()
-        self.exchange = exchange.tolist()
+        self.exchange, self.between = exchange.tolist(), between.tolist()
         self.price = (Price if cost.window is None else BandPrice).of(cost, tile)
-        self.tokens, self.tile, self.per_node, self.overlapped = tokens, tile, ranks_per_node, overlapped
+        self.tokens, self.tile, self.overlapped = tokens, tile, overlapped
         self.rows: list[tuple[int, int, int, int]] = []
 
     def layout(self) -> Layout:
@@ -127,7 +138,9 @@ class Dealer:
         self.room = array("q", self.tokens)
         # Seconds that a rank may still get beyond what filling up its room takes.
         self.spare = array("d", [limit - filler * tokens for tokens in self.tokens])
-        self.compute, self.sent, self.received = [0.0] * ranks, [0] * ranks, [0] * ranks
+        self.compute = [0.0] * ranks
+        self.sent: list[float] = [0] * ranks
+        self.received: list[float] = [0] * ranks
         # Seconds that a rank can be relieved of by the others of its group, which share a wide document.
         self.elastic, self.group = [0.0] * ranks, [-1] * ranks
         self.wide: list[_Wide] = []
@@ -255,11 +268,12 @@ class Dealer:
         ranks, tokens = [r for r, n in zip(ranks, tokens, strict=True) if n], [n for n in tokens if n]
         # Where it is cut stays open: each part is taken to be as much attention as it is tokens.
         keys = int(exchanged(len(ranks)) * length) if len(ranks) > 1 and self.price.window is None else 0
-        wire = 0.0 if self.overlapped else self.key_seconds * keys
+        weight = self._weight(ranks)
+        wire = 0.0 if self.overlapped else self.key_seconds * keys * weight
         shares = [Share([], self.seconds[place] * (count / length), keys, keys) for count in tokens]
-        self.wide.append(_Wide(place, ranks, tokens, shares))
+        self.wide.append(_Wide(place, ranks, tokens, shares, weight))
         for rank, count, share in zip(ranks, tokens, shares, strict=True):
-            self._add(rank, share, 1)
+            self._add(rank, share, weight)
             if self.group[rank] < 0:
                 self.group[rank] = len(self.wide) - 1
                 self.elastic[rank] = _ELASTIC * share.compute * (1 - count / length)
@@ -271,13 +285,15 @@ class Dealer:
         room, spare = np.frombuffer(self.room, dtype=np.int64), np.frombuffer(self.spare)
         excess, wire = max(self._excess(place), 1e-3 * self.seconds[place]), self.exchange[place]
         roomy = self._roomy(room / self.length[place], wire)
-        cost = 0.0 if self.overlapped else wire * exchanged(max(excess / self.limit, 2.0))
+        keys = 0.0 if self.overlapped else self.between[place] * exchanged(max(excess / self.limit, 2.0))
+        several = self.per_node < len(self.tokens)
 
         def ranks_for(later: float, *, alone: bool) -> tuple[list[int], list[float]] | None:
+            cost = keys if several and not alone else keys * self.near
             part = np.minimum(roomy, np.maximum(spare + (later * self.limit - cost), 0.0) / excess)
             return takers(part, self.per_node, most=_FEW if few else None, alone=alone)
 
-        if self.per_node < len(self.tokens):
+        if several:
             in_node = [later for later in _LATER if later <= _LATE_IN_NODE and later * self.limit < whole]
             if found := first_found(in_node, lambda later: ranks_for(later, alone=True)):
                 return found
@@ -296,22 +312,29 @@ class Dealer:
         fresh = np.where((keys > 0) & (keys + wire > self.limit), 0.0, part)
         return fresh if float(np.cumsum(fresh)[-1]) >= 1 else part
 
-    def _add(self, rank: int, share: Share, sign: int) -> None:
+    def _weight(self, ranks: list[int]) -> float:
+        """What an exchanged key of a document on these ranks counts as, with links inside and between that carry at once."""
+        nodes = len({rank // self.per_node for rank in ranks})
+        if self.near == 1:
+            return 1
+        return self.near if nodes == 1 else max(self.near / nodes, 1 - 1 / nodes)
+
+    def _add(self, rank: int, share: Share, weight: float, sign: int = 1) -> None:
         self.compute[rank] += sign * share.compute
-        self.sent[rank] += sign * share.sent
-        self.received[rank] += sign * share.received
+        self.sent[rank] += sign * weight * share.sent
+        self.received[rank] += sign * weight * share.received
 
     def _cut_wide(self) -> None:
         """Cut wide documents by what their ranks have got since; the largest, which can level out most, last."""
         for wide in reversed(self.wide):
             for rank, share in zip(wide.ranks, wide.shares, strict=True):
-                self._add(rank, share, -1)
-            loads = [Load(self.compute[rank], self.sent[rank], self.received[rank]) for rank in wide.ranks]
-            wide.shares = spread(
-                self.length[wide.place], wide.tokens, loads, self.price, self.key_seconds, self.tile, overlapped=self.overlapped
-            )
+                self._add(rank, share, wide.weight, -1)
+            weight, length = wide.weight, self.length[wide.place]
+            loads = [Load(self.compute[rank], self.sent[rank] / weight, self.received[rank] / weight) for rank in wide.ranks]
+            key_seconds = self.key_seconds * weight
+            wide.shares = spread(length, wide.tokens, loads, self.price, key_seconds, self.tile, overlapped=self.overlapped)
             for rank, share in zip(wide.ranks, wide.shares, strict=True):
-                self._add(rank, share, 1)
+                self._add(rank, share, weight)
                 self.rows += [(rank, self.document[wide.place], start, size) for start, size in share.pieces]
 
     def _fill_up(self, first: int) -> None:
@@ -324,4 +347,4 @@ class Dealer:
         for rank, place, start, size in pour(rest, self.length, self.room):
             self.rows.append((rank, self.document[place], start, size))
             sent = size if start + size < self.length[place] else 0
-            self._add(rank, Share([], self.price.seconds(start, start + size), sent, start), 1)
+            self._add(rank, Share([], self.price.seconds(start, start + size), sent, start), self._weight([rank]))

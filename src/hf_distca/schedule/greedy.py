@@ -21,6 +21,7 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.levels import Levels
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.prices import Price
+from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import Fit
 
 __all__ = ["Greedy"]
@@ -57,6 +58,8 @@ class Greedy:
 
     With `cap`, ranks above that many seconds come down to it, and `tolerance` is not read. With `exchanged`, prices that have
     what a server receives in them, `seconds` are those of compute and exchange, and that is what is evened out.
+
+    Seconds of ranks and levels are what a rank takes; those of slices and of what is still to move are of a rank of speed 1.
     """
 
     def __init__(
@@ -67,17 +70,22 @@ class Greedy:
         tolerance: float,
         fit: Fit | None = None,
         cap: float | None = None,
+        ranks: Ranks = ALIKE,
         exchanged: Price | None = None,
     ) -> None:
         self.layout, self.own, self.fit, self.fills_all = layout, price, fit, cap is None
         self.price = exchanged or price
         self.work = list(seconds)
-        self.total = math.fsum(seconds)
-        mean = self.total / len(seconds)
-        self.levels = Levels.of(seconds, mean, tolerance) if cap is None else Levels.below(cap)
+        self.speeds = speeds = ranks.each(len(seconds))
+        mean = ranks.level(seconds)
+        self.total = ranks.work(seconds)
+        self.levels = Levels.of(seconds, speeds, mean, tolerance) if cap is None else Levels.below(cap)
         self.now = self.levels
-        self.surplus = math.fsum(work - self.levels.high for work in seconds if work > self.levels.high)
+        high = self.levels.high
+        self.surplus = math.fsum((work - high) * speed for work, speed in zip(seconds, speeds, strict=True) if work > high)
         self.shed = self.grown = 0.0
+        # Ranks of a node, if it matters who is in one.
+        self.per_node = ranks.per_node if price.near < 1 and (ranks.per_node or 1) < len(seconds) else None
         # Ranks that may take work, emptiest first.
         self.free = sorted((work, rank) for rank, work in enumerate(seconds) if work < self.levels.mean)
         self.pieces: dict[int, list[_Piece]] = {}
@@ -122,7 +130,7 @@ class Greedy:
     def _unload(self, source: int) -> None:
         """Move slices away until the source is at its level."""
         while self.work[source] > self.now.cap and self.free:
-            surplus = self.work[source] - self.now.high
+            surplus = (self.work[source] - self.now.high) * self.speeds[source]
             server = self._server_for(surplus)
             # A tile of rows may be more than the tolerated band is wide. Then a source too low, which `_lift` mends, or a
             # server too high, but lower than the source was, is better than leaving the source as it is.
@@ -136,9 +144,12 @@ class Greedy:
         heaviest = sorted((-work, rank) for rank, work in enumerate(self.work))
         while self.free and self.free[0][0] < self.now.floor:
             work, server = self.free[0]
+            donors = [rank for _, rank in heaviest[:_DONORS]]
+            donors += [rank for rank in self._node_of(server) if rank not in donors]
             offers = []
-            for _, donor in heaviest[:_DONORS]:
-                want = min(self.work[donor] - self.now.floor, self.now.low - work)
+            for donor in donors:
+                over, lack = self.work[donor] - self.now.floor, self.now.low - work
+                want = min(over * self.speeds[donor], lack * self.speeds[server])
                 if self.work[donor] > self.now.low and (move := self._best(donor, server, want)):
                     offers.append((move.bytes_per_second, donor, move))
             if offers:
@@ -153,11 +164,12 @@ class Greedy:
 
     def _server_for(self, surplus: float) -> int:
         """A server that the surplus fits exactly, or else the emptiest."""
-        if self.now.low - self.free[0][0] > surplus:
+        work, emptiest = self.free[0]
+        if (self.now.low - work) * self.speeds[emptiest] > surplus:
             at = bisect_left(self.free, (self.now.floor - surplus, -1))
-            if at < len(self.free) and self.free[at][0] + surplus <= self.now.cap:
+            if at < len(self.free) and self.free[at][0] + surplus / self.speeds[self.free[at][1]] <= self.now.cap:
                 return self.free[at][1]
-        return self.free[0][1]
+        return emptiest
 
     def _best(self, source: int, server: int, surplus: float, *, strict: bool = True) -> _Move | None:
         """The cheapest slice for `server`, or for one that holds keys of a document already.
@@ -166,12 +178,16 @@ class Greedy:
         """
         best: _Move | None = None
         price, pieces = self.price, self._pieces(source)
+        near = self._near(source, server)
+        least_bytes = price.least_bytes if self.per_node is None else price.least_bytes * price.near
         for row, piece in enumerate(pieces):
             end = -piece.minus_end
             # No slice of a shorter prefix moves a second for fewer bytes than this.
-            if best is not None and price.least_bytes > best.bytes_per_second * price.most_seconds(end):
+            if best is not None and least_bytes > best.bytes_per_second * price.most_seconds(end):
                 break
             held = self.held.get(piece.document)
+            if near is not None:
+                best = self._try(source, row, piece, near, (held or {}).get(near, 0), surplus, strict, best)
             if held is None:
                 best = self._try(source, row, piece, server, 0, surplus, strict, best)
                 continue
@@ -179,6 +195,18 @@ class Greedy:
             for other in self._holders(held, server):
                 best = self._try(source, row, piece, other, held[other], surplus, strict, best)
         return best
+
+    def _node_of(self, rank: int) -> range:
+        """The ranks of a node; none if nodes do not matter."""
+        if self.per_node is None:
+            return range(0)
+        first = rank // self.per_node * self.per_node
+        return range(first, first + self.per_node)
+
+    def _near(self, source: int, but: int) -> int | None:
+        """The emptiest server in the node of the source, if it may take work."""
+        able = [(self.work[rank], rank) for rank in self._node_of(source) if self.work[rank] < self.now.floor and rank != but]
+        return min(able)[1] if able else None
 
     def _holders(self, held: dict[int, int], but: int) -> Iterator[int]:
         found = 0
@@ -193,17 +221,17 @@ class Greedy:
         self, source: int, row: int, piece: _Piece, server: int, held: int, surplus: float, strict: bool, best: _Move | None
     ) -> _Move | None:
         price, own, start, end = self.price, self.own, piece.start, -piece.minus_end
-        work = self.work[server]
-        room = (self.now.cap if strict else max(self.now.cap, (self.work[source] + work) / 2)) - work
+        work, speed = self.work[server], self.speeds[server]
+        room = ((self.now.cap if strict else max(self.now.cap, (self.work[source] + work) / 2)) - work) * speed
         whole, all_own = price.seconds(start, end), own.seconds(start, end)
-        above = self.work[source] - self.now.floor
+        over = above = (self.work[source] - self.now.floor) * self.speeds[source]
         if own is not price:
             # The server's seconds are more than those that the source is rid of.
             rid = all_own - (price.row - own.row) * (end - start)
             if rid <= 0:
                 return best
             surplus, above = surplus * whole / rid, above * whole / rid
-        want = min(surplus, self.now.low - work if work < self.now.floor else room)
+        want = min(surplus, (self.now.low - work) * speed if work < self.now.floor else room)
         most = min(above, room) if strict else room
         if whole <= want or (whole <= most and whole <= 1.1 * want):
             x, y = start, end
@@ -216,11 +244,13 @@ class Greedy:
         keys = price.keys(x, y, held)
         added = price.seconds(x, y) - (price.key - own.key) * (y - keys)
         shed = all_own - own.seconds(start, x) - own.seconds(y, end) - (price.row - own.row) * (y - x)
-        if not 0 < shed <= (self.work[source] - self.now.floor if strict else room) or added > room:
+        if not 0 < shed <= (over if strict else room) or added > room:
             return best
         if x == start and y == end and piece.document in self.held:
             keys -= self._saved(source, piece)
         ratio = (price.query_bytes * (y - x) + price.key_bytes * keys) / shed
+        if self.per_node is not None and source // self.per_node == server // self.per_node:
+            ratio *= price.near
         if best is None or ratio < best.bytes_per_second:
             return _Move(ratio, server, row, x, y, shed, added)
         return best
@@ -267,12 +297,12 @@ class Greedy:
 
     def _change(self, rank: int, seconds: float) -> None:
         old = self.work[rank]
-        self.work[rank] = old + seconds
+        now = self.work[rank] = old + seconds / self.speeds[rank]
         at = bisect_left(self.free, (old, rank))
         if at < len(self.free) and self.free[at] == (old, rank):
             del self.free[at]
-        if old + seconds < self.now.mean:
-            insort(self.free, (old + seconds, rank))
+        if now < self.now.mean:
+            insort(self.free, (now, rank))
 
     def _build(self) -> Plan:
         """Tasks: untouched segments, what is left of the others, and what was moved."""

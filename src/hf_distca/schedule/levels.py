@@ -21,15 +21,22 @@ class Levels(NamedTuple):
     cap: float
 
     @classmethod
-    def of(cls, seconds: list[float], mean: float, tolerance: float) -> Levels:
-        """What one side sheds the other takes: the side with more to do stops inside its edge, the other goes further."""
+    def of(cls, seconds: list[float], speeds: list[float], mean: float, tolerance: float) -> Levels:
+        """What one side sheds the other takes: the side with more to do stops inside its edge, the other goes further.
+
+        Args:
+            seconds: what each rank takes for its work.
+            speeds: of each rank; what it sheds is work of so many seconds times its speed.
+            mean: what each would take if work were spread by speed.
+            tolerance: half the width of the band, as a part of the mean.
+        """
         low, high = mean * (1 - tolerance * _INNER_BAND), mean * (1 + tolerance * _INNER_BAND)
-        surplus = math.fsum(work - high for work in seconds if work > high)
-        deficit = math.fsum(low - work for work in seconds if work < low)
+        surplus = math.fsum((work - high) * speed for work, speed in zip(seconds, speeds, strict=True) if work > high)
+        deficit = math.fsum((low - work) * speed for work, speed in zip(seconds, speeds, strict=True) if work < low)
         if surplus >= deficit:
-            low = min(_fill(seconds, surplus), mean)
+            low = min(_fill(seconds, speeds, surplus), mean)
         else:
-            high = max(-_fill([-work for work in seconds], deficit), mean)
+            high = max(-_fill([-work for work in seconds], speeds, deficit), mean)
         return cls(mean * (1 - tolerance), low, mean, high, mean * (1 + tolerance))
 
     @classmethod
@@ -38,13 +45,14 @@ class Levels(NamedTuple):
         return cls(0.9 * cap, 0.95 * cap, cap, 0.97 * cap, cap)
 
 
-def _fill(seconds: list[float], amount: float) -> float:
+def _fill(seconds: list[float], speeds: list[float], amount: float) -> float:
     """The level that `amount` poured over the lowest ranks reaches."""
-    total = 0.0
-    ordered = sorted(seconds)
-    for count, work in enumerate(ordered, 1):
-        total += work
-        level = (amount + total) / count
-        if count == len(ordered) or level <= ordered[count]:
+    total = width = 0.0
+    ordered = sorted(zip(seconds, speeds, strict=True))
+    for count, (work, speed) in enumerate(ordered, 1):
+        total += work * speed
+        width += speed
+        level = (amount + total) / width
+        if count == len(ordered) or level <= ordered[count][0]:
             return level
     return 0.0

@@ -11,7 +11,9 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.nodes import NodeBytes, wire_seconds
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
+from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.relays import sent_key_tokens
 from hf_distca.schedule.waves import Waves
 
@@ -37,12 +39,14 @@ class PlanLoad:
         waves: the plan's waves, if it goes in several: each exchanges by itself, and keys may travel in more than one.
         overlapped: whether the plan is for a nano-batch of ping-pong, whose messages travel while the other one, with about as
             much work, computes.
+        ranks: what ranks are like.
     """
 
     plan: Plan
     cost: CostModel
     waves: Waves | None = None
     overlapped: bool = False
+    ranks: Ranks = ALIKE
 
     def __post_init__(self) -> None:
         if self.cost.window != self.plan.window:
@@ -53,6 +57,11 @@ class PlanLoad:
         load = replace(self, plan=self.plan.with_relays(relays))
         vars(load).update({name: vars(self)[name] for name in _UNRELATED & vars(self).keys()})
         return load
+
+    @property
+    def in_nodes(self) -> bool:
+        """Whether exchanges inside nodes take another time than those between them."""
+        return self.ranks.per_node is not None and self.cost.node_bytes_per_second is not None
 
     def _sum(self, rank: IntArray, weights: npt.NDArray[Any]) -> FloatArray:
         # bincount of nothing counts in integers, whatever the weights are.
@@ -66,9 +75,9 @@ class PlanLoad:
 
     @cached_property
     def compute_seconds(self) -> FloatArray:
-        """Forward plus backward seconds of the tasks of each rank."""
+        """Forward plus backward seconds that each rank takes for its tasks."""
         plan = self.plan
-        return self._sum(plan.server, self.cost.seconds(plan.end - plan.start, plan.end))
+        return self.ranks.taken(self._sum(plan.server, self.cost.seconds(plan.end - plan.start, plan.end)))
 
     @cached_property
     def query_tokens(self) -> tuple[FloatArray, FloatArray]:
@@ -112,8 +121,22 @@ class PlanLoad:
         return sent, received
 
     @cached_property
+    def node_bytes(self) -> NodeBytes:
+        """The same bytes, inside nodes and between them; all between, if nodes are not told apart. Keys as if sent directly."""
+        plan, shape = self.plan, self.cost.shape
+        away = np.flatnonzero(plan.home != plan.server)
+        runs = [(plan.home[away], plan.server[away], (plan.end - plan.start)[away] * shape.moved_query_bytes)]
+        for keys in self.wave_transfers:
+            sent = np.flatnonzero(keys.source != keys.server)
+            runs.append((keys.source[sent], keys.server[sent], (keys.end - keys.start)[sent] * shape.moved_key_bytes))
+        source, server, amount = (np.concatenate(columns) for columns in zip(*runs, strict=True))
+        return NodeBytes.of((source, server, amount), plan.layout.world_size, self.ranks.per_node or 1)
+
+    @cached_property
     def wire_seconds(self) -> tuple[FloatArray, FloatArray]:
-        """Seconds that each rank sends and receives, without the fixed part of exchanges."""
+        """Seconds that each rank sends and receives, without the fixed part of exchanges; see `schedule.nodes` for two levels."""
+        if self.in_nodes:
+            return wire_seconds(self.node_bytes, self.cost, self.ranks)
         sent, received = (
             self.cost.transfer_seconds(queries, keys) for queries, keys in zip(self.query_tokens, self.key_tokens, strict=True)
         )
@@ -158,6 +181,8 @@ class PlanSummary:
         max_sent_query_tokens, max_received_query_tokens: of the busiest rank.
         max_sent_key_tokens, max_received_key_tokens: of the busiest rank.
         max_sent_bytes, max_received_bytes: bytes exchanged, forward and backward, by the busiest home and the busiest server.
+        bytes_inside_nodes, bytes_between_nodes: bytes exchanged by all ranks; all are between, if nodes are not told apart.
+        max_bytes_between_nodes: exchanged with other nodes by the rank that does most of it, as a home or as a server.
     """
 
     ranks: int
@@ -179,6 +204,9 @@ class PlanSummary:
     max_received_key_tokens: int
     max_sent_bytes: int
     max_received_bytes: int
+    bytes_inside_nodes: int
+    bytes_between_nodes: int
+    max_bytes_between_nodes: int
 
     def to_dict(self) -> dict[str, int | float]:
         """The figures as a dictionary that `json` can write."""
@@ -207,12 +235,23 @@ class PlanSummary:
             ("busiest sender", f"{self.max_sent_bytes / 1e6:.1f} MB per layer"),
             ("busiest receiver", f"{self.max_received_bytes / 1e6:.1f} MB per layer"),
         ]
+        if self.bytes_inside_nodes:
+            between, total, most = (
+                f"{amount / 1e6:.1f}"
+                for amount in (
+                    self.bytes_between_nodes,
+                    self.bytes_inside_nodes + self.bytes_between_nodes,
+                    self.max_bytes_between_nodes,
+                )
+            )
+            lines.append(("between nodes", f"{between} of {total} MB per layer, {most} MB of the busiest rank"))
         return "\n".join(f"{label:<26} {value}" for label, value in lines)
 
 
-def summarize(plan: Plan, cost: CostModel) -> PlanSummary:
+def summarize(plan: Plan, cost: CostModel, ranks: Ranks = ALIKE) -> PlanSummary:
     """Figures of `plan` beside those of the plan that moves nothing, under `cost`."""
-    after, before = PlanLoad(plan, cost), PlanLoad(Plan.local(plan.layout, plan.window), cost)
+    local = Plan.local(plan.layout, plan.window)
+    after, before = PlanLoad(plan, cost, ranks=ranks), PlanLoad(local, cost, ranks=ranks)
 
     def busiest(values: FloatArray) -> int:
         return int(values.max(initial=0))
@@ -237,4 +276,7 @@ def summarize(plan: Plan, cost: CostModel) -> PlanSummary:
         max_received_key_tokens=busiest(after.key_tokens[1]),
         max_sent_bytes=busiest(after.exchange_bytes[0]),
         max_received_bytes=busiest(after.exchange_bytes[1]),
+        bytes_inside_nodes=int(after.node_bytes.sent_inside.sum()),
+        bytes_between_nodes=int(after.node_bytes.sent_between.sum()),
+        max_bytes_between_nodes=busiest(np.maximum(after.node_bytes.sent_between, after.node_bytes.received_between)),
     )

@@ -27,7 +27,7 @@ __all__ = ["BandPrice", "Price"]
 class Price:
     """A cost model as scalars: seconds of a task, query row, key and query-key pair; bytes of a moved query and key token.
 
-    `window` is the cost model's; this class prices tasks that see all keys before them.
+    `window` is the cost model's; this class prices tasks that see all keys before them. A byte inside a node counts as `near`.
     """
 
     task: float
@@ -39,6 +39,7 @@ class Price:
     query_bytes: int
     key_bytes: int
     window: int | None
+    near: float = 1.0
 
     @classmethod
     def of(cls, cost: CostModel, tile: int) -> Self:
@@ -57,6 +58,7 @@ class Price:
             query_bytes=shape.moved_query_bytes,
             key_bytes=shape.moved_key_bytes,
             window=cost.window,
+            near=cost.near,
         )
 
     def with_exchange(self, bytes_per_second: float) -> Self:

@@ -38,8 +38,8 @@ class Load(NamedTuple):
     """What a rank has beside the document: seconds that it computes, key tokens that it sends and receives."""
 
     compute: float
-    sent: int
-    received: int
+    sent: float
+    received: float
 
 
 def spread(

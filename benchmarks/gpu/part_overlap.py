@@ -1,0 +1,207 @@
+"""Ping-pong on one device: the share of an artificial exchange that is hidden behind compute.
+
+A stack of layers (projections, attention, a feed-forward part) runs a plan of two ranks, of which this is one: both have the same
+documents, and each serves the last quarter of the other's rows. The messages go nowhere. In their place something of known
+duration is under way: on a GPU, copies from the host by a copy engine, on a stream of their own; on a CPU, time. What comes back
+is what was sent.
+
+Hidden is what a step does not take longer: 1 - (seconds with exchanges - seconds without) / seconds of all exchanges, for whole
+layers and for two nano-batches. Whole layers hide what their own tasks take.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_setting import Setting, seconds_once, synchronize
+from gpu_workloads import fastest, shapes
+from hf_distca.kernels import Kernel, Scores
+from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.pingpong import run_nano_batches
+from hf_distca.runtime.route import Route
+from hf_distca.runtime.server import AttentionServer
+from hf_distca.schedule.cost import AttentionShape
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import CATask, Plan
+
+GOAL = 0.8
+# Seconds of all exchanges of a step, in those of its compute.
+LOADS = (0.25, 0.5)
+
+
+class Exchange:
+    """A channel whose messages take `seconds_per_byte` for each byte sent, one after another.
+
+    Attributes:
+        seconds: of all messages since they were set to 0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds_per_byte, self.seconds = device, 0.0, 0.0
+        self._free = 0.0  # when the link has done what it was given, by the clock of a CPU
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+            self._target = torch.empty(2**28, dtype=torch.uint8, device=device)
+            self._rate = self._host.numel() / min(
+                seconds_once(lambda: self._target.copy_(self._host, non_blocking=True), device) for _ in range(4)
+            )
+
+    def begin_backward(self) -> None:
+        """A call's exchanges of backward follow."""
+
+    def start(self, received: torch.Tensor, sent: torch.Tensor, _: Mapping[int, int], __: Mapping[int, int]) -> Any:
+        """Start a message, which is what is sent."""
+        seconds = sent.numel() * self.seconds_per_byte
+        self.seconds += seconds
+        if self.device.type != "cuda":
+            received.copy_(sent)
+            self._free = max(time.monotonic(), self._free) + seconds
+            return _Sleep(self._free)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            left = int(seconds * self._rate)
+            while left > 0:
+                part = min(left, self._host.numel())
+                self._target[:part].copy_(self._host[:part], non_blocking=True)
+                left -= part
+            received.copy_(sent)
+            for message in (received, sent):
+                message.record_stream(self._stream)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return _Arrival(arrived)
+
+
+class _Sleep:
+    def __init__(self, until: float) -> None:
+        self.until = until
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.until - time.monotonic()))
+
+
+class _Arrival:
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+class Layer(nn.Module):
+    """Projections, attention by a route, and a feed-forward part; each with a residual."""
+
+    def __init__(self, shape: AttentionShape, kernel: Kernel, group: AttentionGroup) -> None:
+        super().__init__()
+        self.shape, self.group = shape, group
+        self.server = AttentionServer(kernel, Scores(shape.head_dim**-0.5), Meter())
+        width = shape.query_heads * shape.head_dim
+        self.heads = (shape.query_heads, shape.key_value_heads, shape.key_value_heads)
+        self.project = nn.Linear(width, sum(self.heads) * shape.head_dim, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 3 * width, bias=False), nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x_TW: torch.Tensor, route: Route) -> torch.Tensor:
+        q_THD, k_TKD, v_TKD = self.project(x_TW).unflatten(-1, (-1, self.shape.head_dim)).split(self.heads, dim=1)
+        o_THD = core_attention(Inputs(q_THD, k_TKD, v_TKD), Call(route, self.group, self.server))
+        x_TW = x_TW + self.out(o_THD.flatten(1))
+        return x_TW + self.down(nn.functional.silu(self.up(x_TW)))
+
+
+def plan_of(documents: int, length: int, tile: int = 128) -> Plan:
+    """Each of two ranks has so many documents; the other one serves the last quarter of the rows of each."""
+    layout = Layout.from_lengths([[length] * documents] * 2)
+    cut = length * 3 // 4 // tile * tile or length // 2
+    tasks = []
+    for document in range(2 * documents):
+        home = document // documents
+        tasks += [CATask(document, 0, cut, home, home), CATask(document, cut, length, home, 1 - home)]
+    return Plan.from_tasks(layout, tasks)
+
+
+class Stack:
+    """Layers on a batch of two halves, which run together or as nano-batches."""
+
+    def __init__(self, setting: Setting, layers: int, length: int) -> None:
+        self.setting, self.exchange = setting, Exchange(setting.device)
+        _, shape = next(iter(shapes(setting).items()))
+        group = AttentionGroup((0, 1), 0, data=self.exchange)  # type: ignore[arg-type]
+        made: dict[str, Any] = {"device": setting.device, "dtype": setting.dtype}
+        self.layers = [Layer(shape, fastest(setting).kernel, group).to(**made) for _ in range(layers)]
+        self.halves = [torch.randn(length, shape.query_heads * shape.head_dim, **made) for _ in range(2)]
+        self.whole_route, self.half_route = (Route.build(plan_of(documents, length), 0) for documents in (2, 1))
+
+    def step(self, ping_pong: bool) -> torch.Tensor:
+        """Forward and backward. Returns the output."""
+        if ping_pong:
+            one, two = (half.clone().requires_grad_() for half in self.halves)
+            for layer in self.layers:
+                one, two = run_nano_batches(
+                    lambda x=one, layer=layer: layer(x, self.half_route),
+                    lambda x=two, layer=layer: layer(x, self.half_route),
+                    self.setting.device.type,
+                )
+            out = torch.cat([one, two])
+        else:
+            out = torch.cat(self.halves).requires_grad_()
+            for layer in self.layers:
+                out = layer(out, self.whole_route)
+        out.square().mean().backward()
+        for layer in self.layers:
+            layer.zero_grad(set_to_none=True)
+        return out.detach()
+
+    def seconds(self, ping_pong: bool, seconds_per_byte: float) -> tuple[float, float]:
+        """Of a step, and of its exchanges."""
+        self.exchange.seconds_per_byte, self.exchange.seconds = seconds_per_byte, 0.0
+        synchronize(self.setting.device)
+        started = time.perf_counter()
+        self.step(ping_pong)
+        synchronize(self.setting.device)
+        return time.perf_counter() - started, self.exchange.seconds
+
+
+def measured(stack: Stack, load: float, rounds: int) -> dict[str, Any]:
+    """Medians over rounds in which all four ways take turns."""
+    stack.seconds(False, 1.0 / 1e12)
+    bytes_of_step = stack.exchange.seconds * 1e12
+    compute = statistics.median(stack.seconds(False, 0.0)[0] for _ in range(3))
+    rate = load * compute / bytes_of_step
+    ways = [(ping_pong, per_byte) for ping_pong in (False, True) for per_byte in (0.0, rate)]
+    taken: dict[tuple[bool, float], list[float]] = {way: [] for way in ways}
+    exchanged: dict[bool, float] = {}
+    for round_ in range(rounds):
+        for way in ways[:: 1 if round_ % 2 else -1]:
+            seconds, exchange = stack.seconds(*way)
+            taken[way].append(seconds)
+            if way[1]:
+                exchanged[way[0]] = exchange
+    result: dict[str, Any] = {"load": load, "exchange_seconds": exchanged[True], "bytes": bytes_of_step}
+    for name, ping_pong in (("whole", False), ("ping-pong", True)):
+        without, with_exchanges = (statistics.median(taken[ping_pong, per_byte]) for per_byte in (0.0, rate))
+        hidden = 1 - (with_exchanges - without) / exchanged[ping_pong]
+        result[name] = {"without": without, "with": with_exchanges, "hidden": hidden}
+    return result
+
+
+def run(setting: Setting) -> None:
+    """Put the shares that are hidden, by load, and how far the outputs of both ways differ."""
+    torch.manual_seed(0)
+    stack = Stack(setting, setting.size(quick=2, cpu=3, gpu=4), setting.size(quick=256, cpu=2048, gpu=16384))
+    outs = [stack.step(ping_pong).float() for ping_pong in (False, True)]
+    setting.put(difference=float((outs[0] - outs[1]).norm() / outs[0].norm()), goal=GOAL)
+    rows: list[dict[str, Any]] = []
+    for load in LOADS:
+        if setting.time_for(f"exchanges of {load} of compute", setting.size(quick=0.0, cpu=20.0, gpu=15.0)):
+            rows.append(measured(stack, load, setting.size(quick=3, cpu=5, gpu=9)))
+            setting.put(rows=rows)

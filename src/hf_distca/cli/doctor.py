@@ -1,0 +1,71 @@
+"""``hf-distca doctor``: what is here, what would run, and what to do."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_distca.cli.files import fail
+
+if TYPE_CHECKING:
+    from hf_distca.doctor.findings import Finding
+
+__all__ = ["doctor"]
+
+_WIDTH = 26
+_MARKS = {"good": " ", "note": "-", "bad": "!"}
+
+
+def doctor(
+    model: Annotated[
+        str | None, typer.Option(help="Folder of a model, its config.json, or a name on the Hub.", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="What attention computes in, such as bf16; by default that of the model.", show_default=False),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that an exchange between ranks may take.", min=1.0)] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    """Say which versions, devices and kernels are here, whether a model is supported, and what to do.
+
+    An exchange is tried: between the ranks, under a launcher, or else between two processes that are started for it. Ends with 1
+    if training would fail.
+    """
+    from hf_distca.doctor.diagnosis import diagnose, speaks
+    from hf_distca.errors import DistCAError
+
+    def say(text: str) -> None:
+        typer.echo(f"hf-distca: {text}", err=True)
+
+    try:
+        findings = diagnose(model, dtype, timeout_seconds=timeout, say=say)
+    except DistCAError as error:
+        if speaks():
+            fail(str(error))
+        raise typer.Exit(2) from None
+    if not speaks():
+        return
+    todo = [finding for finding in findings if finding.todo is not None]
+    typer.echo(_as_json(findings) if as_json else _as_text(findings, todo))
+    if any(finding.state == "bad" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _as_json(findings: list[Finding]) -> str:
+    from dataclasses import asdict
+
+    return json.dumps({"findings": [asdict(one) for one in findings], "to_do": [one.todo for one in findings if one.todo]})
+
+
+def _as_text(findings: list[Finding], todo: list[Finding]) -> str:
+    lines = []
+    for section, found in groupby(findings, key=lambda one: one.section):
+        lines.append(section)
+        lines += [f"{_MARKS[one.state]} {one.name:<{_WIDTH}} {one.value}" for one in found]
+        lines.append("")
+    lines.append("what to do" if todo else "nothing to do")
+    return "\n".join([*lines, *(f"  {number}. {one.todo}" for number, one in enumerate(todo, 1))])

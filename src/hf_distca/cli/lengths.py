@@ -1,0 +1,97 @@
+"""Document lengths that verbs read: a list in JSON, a column of a data set, or the name of a distribution."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_distca.cli.files import name_of, read
+
+if TYPE_CHECKING:
+    from hf_distca.simulate.lengths import Documents
+
+__all__ = ["documents_of", "read_lengths"]
+
+_TABLES = (".parquet", ".arrow")
+
+
+def read_lengths(path: Path) -> list[int]:
+    """The lengths of a JSON file with a list of them.
+
+    Raises:
+        LayoutError: if it holds something else.
+    """
+    from hf_distca.errors import LayoutError
+    from hf_distca.schedule.placement import whole_number
+
+    name = name_of(path)
+    try:
+        data = json.loads(read(path).decode("utf-8"))
+    except ValueError as error:
+        raise LayoutError(f"{name} is not JSON: {error}.") from error
+    if not isinstance(data, list):
+        raise LayoutError(f"{name} must hold a list of document lengths, it holds {type(data).__name__}.")
+    try:
+        return [whole_number(value) for value in data]
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from error
+
+
+def documents_of(text: str, column: str, longest: int | None) -> Documents:
+    """Documents of a file, of a data set's column, or of a distribution by name.
+
+    Raises:
+        ConfigError, LayoutError: if there is no such thing, or it holds no lengths.
+    """
+    from hf_distca.simulate.lengths import distribution, from_list
+
+    path = Path(text)
+    tables = (
+        [path]
+        if path.suffix in _TABLES
+        else sorted(p for kind in _TABLES for p in path.glob(f"*{kind}"))
+        if path.is_dir()
+        else []
+    )
+    if tables or path.is_dir():
+        return from_list(_column(path, tables, column), f"{text}, column {column!r}", longest)
+    if text == "-" or path.exists() or path.suffix == ".json":
+        return from_list(read_lengths(path), name_of(path), longest)
+    return distribution(text, 131072 if longest is None else longest)
+
+
+def _column(path: Path, tables: list[Path], column: str) -> Any:
+    """Tokens of each document of parquet or Arrow files: lists are counted, numbers taken as they are."""
+    from hf_distca.errors import LayoutError, UnsupportedError
+
+    try:
+        import numpy as np
+        import pyarrow as pa
+        import pyarrow.compute as pc
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UnsupportedError(
+            f"reading {path} needs pyarrow: pip install pyarrow, or write the lengths to a JSON file."
+        ) from error
+    if not tables:
+        raise LayoutError(f"{path} has no {' or '.join(_TABLES)} files: name a data set saved by save_to_disk, or one such file.")
+    found = []
+    for file in tables:
+        try:
+            table = pq.read_table(file, columns=None) if file.suffix == ".parquet" else pa.ipc.open_stream(file).read_all()
+        except pa.ArrowInvalid as error:
+            raise LayoutError(f"{file} cannot be read as a table: {error}.") from error
+        if column not in table.column_names:
+            raise LayoutError(
+                f"{file} has no column {column!r}, only {', '.join(map(repr, table.column_names))}: name one with --column."
+            )
+        values = table.column(column)
+        kind = values.type
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+            values = pc.list_value_length(values)
+        elif not pa.types.is_integer(kind):
+            raise LayoutError(f"column {column!r} of {file} holds {kind}: it must hold lists of tokens, or their numbers.")
+        found.append(np.asarray(values.drop_null().to_numpy()).astype(np.int64))
+    lengths = np.concatenate(found)
+    return lengths[lengths != 0] if (lengths >= 0).all() else lengths

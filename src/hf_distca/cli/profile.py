@@ -1,0 +1,119 @@
+"""``hf-distca profile``: measured rates of this machine's attention kernel and links, for plans, training and simulation.
+
+Not to be confused with `hf_distca.profile`, which records timelines.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_distca.cli.files import errors_in_one_line, write
+
+if TYPE_CHECKING:
+    from hf_distca.schedule.profiles import Profile
+
+__all__ = ["profile"]
+
+
+def profile(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where the profile goes, as JSON; standard output if left out.")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=2, help="Start so many processes on this machine, to time exchanges over gloo.", show_default=False),
+    ] = None,
+    name: Annotated[str, typer.Option(help="What the profile is called.")] = "measured",
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="Dtype of q, k and v; may be repeated.", show_default="float32, bfloat16")
+    ] = None,
+    width: Annotated[
+        list[int] | None, typer.Option(min=1, help="Width of a head; may be repeated.", show_default="64, 128")
+    ] = None,
+    heads: Annotated[
+        list[str] | None,
+        typer.Option(help="Query and key/value heads, as 8:2; may be repeated.", show_default="4:2, 8:1"),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device to time.", show_default="a GPU if there is one")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of each process on a CPU.", show_default="as torch has it")
+    ] = None,
+    batch_seconds: Annotated[float, typer.Option(min=0.0, help="Batches of tasks grow until they take so long.")] = 0.04,
+) -> None:
+    """Measure a profile: rates of the attention kernel and of exchanges, with their errors on shapes kept aside.
+
+    Under torchrun or accelerate launch, the ranks that were started exchange, inside a node and between nodes; with --ranks,
+    processes on this machine do; else kernels alone are timed, and exchanges are estimated by built-in figures. Give the
+    file to --cost-model of plan and deal, and Profile.load(FILE) to DistCAConfig(cost_model=...).
+    """
+    with errors_in_one_line():
+        from hf_distca.runtime import timed
+
+        wanted = timed.Wanted(
+            timed.device_named(device),
+            timed.dtypes(dtype or ["float32", "bfloat16"]),
+            tuple(width or (64, 128)),
+            _heads(heads or ["4:2", "8:1"]),
+            batch_seconds=batch_seconds,
+        )
+        say = _Progress(wanted.steps(ranks or timed.launched_ranks()))
+        made_by = shlex.join(["hf-distca", *sys.argv[1:]])
+        if ranks is None:
+            found = timed.on_these_ranks(wanted, threads, name, made_by, say)
+        else:
+            found = timed.on_new_ranks(ranks, wanted, threads, name, made_by, say)
+        if found is not None:
+            write(found.to_json(), _summary(found), output)
+
+
+class _Progress:
+    """A bar on standard error. It goes to another process without what it has shown."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._bar: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"steps": self.steps, "_bar": None}
+
+    def __call__(self, done: str) -> None:
+        from tqdm import tqdm
+
+        self._bar = self._bar or tqdm(total=self.steps, file=sys.stderr, desc="profile")
+        self._bar.set_postfix_str(done)
+        self._bar.update()
+
+
+def _heads(names: list[str]) -> tuple[tuple[int, int], ...]:
+    from hf_distca.errors import ConfigError
+
+    found = []
+    for name in names:
+        query, _, key_value = name.partition(":")
+        if not (query.isdecimal() and key_value.isdecimal()):
+            raise ConfigError(f"--heads {name}: give query heads and key/value heads as two numbers, such as 8:2.")
+        found.append((int(query), int(key_value)))
+    return tuple(found)
+
+
+def _summary(profile: Profile) -> str:
+    """The rates in a few lines."""
+    lines = [f"{'device':<26} {profile.processor}"]
+    for rates in profile.kernels:
+        what = f"{rates.kernel}, {rates.element_bytes} bytes, width {rates.head_dim}"
+        speed = f"{rates.forward.flops_per_second / 1e9:.4g} and {rates.backward.flops_per_second / 1e9:.4g} Gflop/s"
+        errors = f"{rates.errors['forward_median']:.1%} and {rates.errors['backward_median']:.1%}"
+        lines.append(f"{what:<26} {speed} forward and backward; median error on batches kept aside {errors}")
+    for kind, link in (("inside a node", profile.inside), ("between nodes", profile.between)):
+        if link is not None:
+            error = f"; median error {link.errors['exchange_median']:.1%}" if link.errors else ""
+            text = (
+                f"{link.bytes_per_second / 1e9:.3g} GB/s and {link.seconds * 1e3:.3g} ms an exchange, {link.ranks} ranks{error}"
+            )
+            lines.append(f"{kind:<26} {text}")
+    return "\n".join(lines)

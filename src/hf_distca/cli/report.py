@@ -1,0 +1,45 @@
+"""``hf-distca report``: one page of what a run did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_distca.cli.files import errors_in_one_line
+
+__all__ = ["report"]
+
+
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run with DistCACallback.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the page goes.")] = Path("report.html"),
+    step: Annotated[
+        int | None, typer.Option(help="Step whose plan is drawn; by default that of the most uneven one.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures behind the page instead.")] = False,
+) -> None:
+    """Make one HTML page of a run: its balance, what each rank did, a plan, settings, versions and warnings.
+
+    The page holds all it needs, 5 MB of plotly among it, and opens without a network.
+    """
+    from dataclasses import asdict
+
+    from hf_distca.run_report.figures import collect
+    from hf_distca.run_report.folder import RunFolder
+    from hf_distca.run_report.page import check_installed, render
+
+    with errors_in_one_line():
+        if not as_json:
+            check_installed()
+        figures = collect(RunFolder.read(run_dir), step)
+        if as_json:
+            typer.echo(json.dumps(asdict(figures)))
+            return
+        output.write_text(render(figures), encoding="utf-8")
+        typer.echo(figures.verdict)
+        for missing in figures.missing:
+            typer.echo(f"Not on the page: {missing}")
+        typer.echo(f"The page: {output}")

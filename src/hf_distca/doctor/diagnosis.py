@@ -1,0 +1,81 @@
+"""`diagnose`: all findings, in the order in which they are told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from hf_distca.doctor.exchange import launched, tried, try_launched, try_two
+from hf_distca.doctor.findings import Finding, State
+from hf_distca.doctor.machine import Devices, devices, installed, versions
+from hf_distca.doctor.model import dtype_of, family, kernels, read_config
+from hf_distca.errors import DistCAError
+
+__all__ = ["diagnose", "speaks"]
+
+
+def speaks() -> bool:
+    """Whether this process tells what was found: it is alone, or rank 0."""
+    return not launched() or os.environ["RANK"] == "0"
+
+
+def diagnose(
+    model: str | None, dtype: str | None, *, timeout_seconds: float, say: Callable[[str], None] = lambda text: None
+) -> list[Finding]:
+    """Look at everything. Under a launcher, all ranks must call it.
+
+    Args:
+        model: folder of a model, its config.json, or a name on the Hub; None for none.
+        dtype: in which attention computes; that of the model, or the usual one of the device, if None.
+        timeout_seconds: how long an exchange between ranks may take.
+        say: told what takes a while.
+
+    Raises:
+        ConfigError: if there is no such model or dtype.
+    """
+    config: PreTrainedConfig | None = None if model is None else read_config(model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = dtype_of(dtype, config, device)
+    found = installed()
+    findings = [*versions(found), *devices(Devices.here())]
+    if config is not None:
+        findings += family(config)
+    findings += kernels(config, kind, device)
+    backends = [name for name in ("nccl", "gloo", "mpi") if dist.is_available() and dist.is_backend_available(name)]
+    findings.append(Finding("ranks", "backends of torch", ", ".join(backends) or "none"))
+    return [*findings, *(_of_launcher(found, timeout_seconds) if launched() else _alone(timeout_seconds, say))]
+
+
+def _of_launcher(found: dict[str, str], timeout_seconds: float) -> Iterator[Finding]:
+    try:
+        yield from tried(try_launched(found, timeout_seconds))
+    except (DistCAError, RuntimeError) as error:
+        todo = "look at the logs of the other ranks; check that all nodes reach MASTER_ADDR, and each other over the interface "
+        todo += "that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names"
+        yield Finding("ranks", "exchange", f"failed: {' '.join(str(error).split())}", State.bad, todo)
+
+
+def _alone(timeout_seconds: float, say: Callable[[str], None]) -> Iterator[Finding]:
+    todo = (
+        "start training with a launcher, so that there are ranks to share with; under it, -m hf_distca.cli doctor looks at them"
+    )
+    yield Finding("ranks", "attention group", "this process alone: no launcher started it", State.note, todo)
+    say("trying an exchange between two processes ...")
+    try:
+        said = try_two(timeout_seconds)
+    except RuntimeError as error:
+        todo = (
+            "name the network interface in GLOO_SOCKET_IFNAME (lo for one machine), and check that this machine's name resolves"
+        )
+        yield Finding("ranks", "two processes over gloo", f"failed: {error}", State.bad, todo)
+    else:
+        if said is None:
+            yield Finding(
+                "ranks", "two processes", "this torch has no torch.distributed", State.bad, "install a torch that has it"
+            )
+        else:
+            yield Finding("ranks", "two processes over gloo", said)

@@ -1,0 +1,167 @@
+"""A model: whether its family is supported and how, and which kernel runs its attention."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+from transformers import __version__ as transformers_version
+
+from hf_distca.doctor.findings import Finding, State
+from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
+from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, why_whole
+from hf_distca.integration.kinds import layer_keys
+from hf_distca.kernels import Scores, survey
+
+__all__ = ["dtype_of", "family", "kernels", "read_config"]
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_USUAL_WIDTH = 128  # of a head, where no model is given
+
+
+def read_config(name: str) -> PreTrainedConfig:
+    """The config of a model.
+
+    Args:
+        name: folder of a model, its config.json, or a name on the Hub.
+
+    Raises:
+        ConfigError: if there is none, or it is of no model that transformers knows.
+    """
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"there is no config.json in {name}: give the folder of a model, its config.json, or a name on the Hub."
+            )
+    if path.is_file():
+        return _of_file(path)
+    if name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1:
+        raise ConfigError(
+            f"there is no file or folder {name}: give the folder of a model, its config.json, or a name on the Hub."
+        )
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{name!r} is no folder here, and the Hub gives no config of that name: {reason}") from error
+    return config
+
+
+def _of_file(path: Path) -> PreTrainedConfig:
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(data, dict) or not isinstance(kind := data.get("model_type"), str):
+        raise ConfigError(f"{path} is no config of a model: it must be an object with the key 'model_type'.")
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(kind, **{key: one for key, one in data.items() if key != "model_type"})
+    except ValueError as error:
+        raise ConfigError(
+            f"transformers {transformers_version} makes no {kind!r} model of {path}: {str(error).partition(chr(10))[0]} "
+            "If the family is newer, pip install --upgrade transformers."
+        ) from error
+    except Exception as error:  # configs check themselves with exceptions of many kinds
+        raise ConfigError(f"{path} is no config that {kind!r} models take: {str(error).strip().partition(chr(10))[0]}") from error
+    return config
+
+
+def dtype_of(name: str | None, config: PreTrainedConfig | None, device: torch.device) -> torch.dtype:
+    """The dtype of a name; without one that of a model, or else the usual one of a device.
+
+    Raises:
+        ConfigError: if there is none of that name.
+    """
+    if name is None:
+        given = None if config is None else getattr(config.get_text_config(decoder=True), "dtype", None)
+        name = str(given).removeprefix("torch.") if given is not None else "float32" if device.type == "cpu" else "bfloat16"
+    full = _DTYPES.get(name, name)
+    if full not in _DTYPES.values():
+        raise ConfigError(f"there is no attention in dtype {name!r}: choose one of {', '.join([*_DTYPES, *_DTYPES.values()])}.")
+    dtype: torch.dtype = getattr(torch, full)
+    return dtype
+
+
+def family(config: PreTrainedConfig) -> Iterator[Finding]:
+    """Whether distca computes this family exactly, and what of it works."""
+    kind = config.model_type
+    try:
+        check_family(kind, encoder_decoder=config.is_encoder_decoder)
+    except UnsupportedError as error:
+        yield Finding("model", kind, "not supported", State.bad, str(error))
+        return
+    group = FAMILIES.get(kind)
+    if group is None:
+        todo = "compare its loss with that under sdpa on one process before you rely on it"
+        yield Finding("model", kind, "not in the table of families: nobody has compared it", State.note, todo)
+    else:
+        plain = group == "PROVEN"
+        yield Finding(
+            "model", kind, EQUAL[group], State.good if plain else State.note, None if plain else "give it one document a row"
+        )
+        yield from _abilities(kind)
+    yield from _settings(config)
+
+
+def _abilities(kind: str) -> Iterator[Finding]:
+    yield Finding("model", "ping-pong", "layers may run as nano-batches" if kind in PING_PONG else "its layers stay whole")
+    whole = why_whole(kind)
+    yield Finding("model", "documents over ranks", "exact" if whole is None else f"refused: {whole}")
+
+
+def _settings(config: PreTrainedConfig) -> Iterator[Finding]:
+    try:
+        check_layerdrop(config)
+    except UnsupportedError as error:
+        yield Finding("model", "LayerDrop", "on", State.bad, str(error))
+    text = config.get_text_config(decoder=True)
+    for name in _DROPOUT:
+        value = getattr(text, name, None)
+        if isinstance(value, int | float) and value > 0:
+            todo = f"set {name}=0.0 in the model's config: distca refuses attention dropout in training"
+            yield Finding("model", name, f"{value:g}", State.bad, todo)
+
+
+def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.device) -> Iterator[Finding]:
+    """Which kernel runs each kind of layers of a model, and why none that comes before it."""
+    softcap = None if config is None else getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    cases: list[tuple[str, tuple[int, int], Scores]] = []
+    if config is None:
+        cases.append((f"heads of {_USUAL_WIDTH}", (_USUAL_WIDTH, _USUAL_WIDTH), Scores(1.0)))
+    else:
+        try:
+            keys = layer_keys(config, dtype, device.type)
+        except DistCAError as error:
+            yield Finding("kernels", "layers", str(error), State.note)
+            return
+        for key in keys:
+            widths = key.shape.head_dim, key.shape.value_head_dim
+            named = f"heads of {widths[0]}" + (f", window {key.window}" if key.window else "") + (", softcap" if softcap else "")
+            cases.append((named, widths, Scores(1.0, key.window, softcap or None)))
+    for named, widths, scores in dict.fromkeys(cases):
+        yield from _case(named, dtype, device, widths, scores)
+
+
+def _case(named: str, dtype: torch.dtype, device: torch.device, widths: tuple[int, int], scores: Scores) -> Iterator[Finding]:
+    looked_at = survey(device, dtype, *widths, scores)
+    running = next((name for name, reason in looked_at if reason is None), None)
+    case = f"{named}, {str(dtype).removeprefix('torch.')} on {device.type}"
+    before = [(name, reason) for name, reason in looked_at if reason is not None]
+    slow = running == "reference" and len(looked_at) > 1
+    todo = None
+    if running is None or slow:
+        todo = f"{case}: only the slow reference kernel fits. {'; '.join(f'{name}: {reason}' for name, reason in before)}"
+        if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
+            todo = f"{case}: train in bfloat16 or float16 (bf16=True or fp16=True), for which there are fast kernels"
+    yield Finding(
+        "kernels", case, f"kernel {running!r}", State.bad if running is None else State.note if slow else State.good, todo
+    )
+    for name, reason in before:
+        yield Finding("kernels", f"not {name!r}", str(reason), State.note)

@@ -1,0 +1,195 @@
+"""`Recorder`: writes what a run did into its folder, for `hf-distca report`.
+
+It writes what rank 0 knows anyway, when the Trainer logs: no collective, nothing read from a device.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, fields, is_dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from platform import machine, python_version
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainingArguments
+
+from hf_distca.agreement.figures import Counted, Measurement, Tally
+from hf_distca.config import DistCAConfig
+from hf_distca.integration.prepare import distca_configs
+from hf_distca.integration.session import Session
+from hf_distca.run_report.rows import RECORD_NAME, PerRank, PlanPart, PlanRow, Row, RunRow, StepsRow, WarningRow, write_row
+
+__all__ = ["Recorder"]
+
+_log = logging.getLogger("hf_distca")
+_PACKAGES = ("hf-distca", "torch", "transformers", "accelerate", "numpy", "flash-attn", "deepspeed", "peft", "trl")
+_TRAINING = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "num_train_epochs",
+    "bf16",
+    "fp16",
+    "seed",
+)
+# Plans of the worst micro-batches are written up to this many bytes: some hundred steps of 8 ranks, some of 512.
+_MOST_PLAN_BYTES = 1_000_000
+
+
+class Recorder(logging.Handler):
+    """Writes the record of a training on rank 0; as a handler of the log it keeps the warnings.
+
+    Args:
+        folder: where ``distca_run.jsonl`` goes.
+        every_plan: write all plans, instead of those of the first micro-batch and of the worst one between two logs.
+        session: whose micro-batches are recorded.
+    """
+
+    def __init__(self, folder: Path, session: Session, *, every_plan: bool) -> None:
+        super().__init__(logging.WARNING)
+        self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
+        self._began = session.planner.number
+        self._steps: list[tuple[int, int]] = [(0, 1)]  # (first micro-batch, step), the newest last
+        self._tally, self._ranks = Tally(), np.zeros((len(fields(PerRank)), 0))
+        self._worst: tuple[float, Counted] | None = None
+        self._plan_bytes = 0
+        self._plans = 0
+        self._failed = False
+
+    def begin(self, args: TrainingArguments, step: int, model: torch.nn.Module | None, traces: str | Path | None) -> None:
+        """Begin the record, after `step` steps: a new file, or the next part of one that was left there."""
+        session, planner = self._session, self._session.planner
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+        row = RunRow(
+            step=step,
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+            ranks=session.ranks,
+            nodes=-(-args.world_size // local) if local else 0,
+            device=_device(args.device),
+            model=_described(model),
+            settings=_settings(session.config),
+            training={name: getattr(args, name, None) for name in _TRAINING},
+            versions={"python": python_version(), **_versions()},
+            traces=None if traces is None else str(Path(traces).absolute()),
+        )
+        self._write([row], mode="a" if step else "w")
+        planner.history.observer = self._count
+        _log.addHandler(self)
+
+    def enter(self, step: int) -> None:
+        """What is planned from now on is of this step, from 1."""
+        self._steps = [*self._steps[-2:], (self._session.planner.next_number, step)]
+
+    def write(self, step: int, loss: float | None = None) -> None:
+        """Write what was counted since the last time, after `step` steps."""
+        tally, self._tally = self._tally, Tally()
+        if not tally.micro_batches:
+            return
+        ranks, self._ranks = self._ranks, np.zeros_like(self._ranks)
+        rows: list[Row] = []
+        if self._worst is not None:
+            rows.append(self._plan_row(self._worst[1]))
+            self._worst = None
+        rows.append(StepsRow(step, asdict(tally), _per_rank(ranks), loss, list(self._session.kernels)))
+        self._write(rows)
+
+    def end(self, step: int) -> None:
+        """Write what is left, and record no more."""
+        self.write(step)
+        self._session.planner.history.observer = None
+        _log.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning."""
+        if not self._failed:
+            self._write([WarningRow(self._steps[-1][1], record.getMessage())])
+
+    def _count(self, counted: Counted) -> None:
+        if counted.number <= self._began:  # of an evaluation before
+            return
+        self._tally += counted.tally
+        ranks = _by_rank(counted.measurements)
+        self._ranks = ranks if not self._ranks.size else self._ranks + ranks
+        before = counted.tally.estimated_before / max(counted.tally.estimated_mean, 1e-30)
+        if self._every_plan or not self._plans:
+            self._write([self._plan_row(counted)])
+        elif self._plan_bytes < _MOST_PLAN_BYTES and (self._worst is None or before > self._worst[0]):
+            self._worst = before, counted
+
+    def _plan_row(self, counted: Counted) -> PlanRow:
+        self._plans += 1
+        step = next((step for first, step in reversed(self._steps) if first <= counted.number), self._steps[0][1])
+        parts = [
+            PlanPart(json.loads(one.estimate.plan.to_json()), one.estimate.seconds.tolist())
+            for one in counted.measurements
+            if one.estimate.plan is not None
+        ]
+        return PlanRow(step, counted.number - self._began, _per_rank(_by_rank(counted.measurements)), parts)
+
+    def _write(self, rows: Sequence[Row], mode: str = "a") -> None:
+        """Append rows. A run does not end because its record cannot be written."""
+        if self._failed:
+            return
+        lines = [write_row(row) + "\n" for row in rows]
+        self._plan_bytes += sum(len(line) for row, line in zip(rows, lines, strict=True) if isinstance(row, PlanRow))
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open(mode, encoding="utf-8") as file:
+                file.writelines(lines)
+        except OSError as error:
+            self._failed = True
+            _log.warning("no record for `hf-distca report` is kept: %s cannot be written (%s).", self._path, error.strerror)
+
+
+def _by_rank(measurements: Sequence[Measurement]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """(figures, ranks) in the order of the fields of `PerRank`."""
+    rows = []
+    for one in measurements:
+        estimate = one.estimate
+        tokens = np.zeros(estimate.ranks) if estimate.plan is None else estimate.plan.layout.query_tokens
+        measured = estimate.given_back(one.seconds), one.seconds, one.sent_bytes
+        rows.append(np.stack([tokens, estimate.before, estimate.after, *measured]).astype(np.float64))
+    return np.asarray(np.sum(rows, axis=0), dtype=np.float64)
+
+
+def _per_rank(ranks: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
+    columns = dict(zip((one.name for one in fields(PerRank)), ranks.tolist(), strict=True))
+    whole = {name: [int(value) for value in columns[name]] for name in ("tokens", "sent_bytes")}
+    return PerRank(**{**columns, **whole})
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({machine()})"
+
+
+def _described(model: torch.nn.Module | None) -> dict[str, Any]:
+    """Type, shape and dtype of the first part of a model that asks for distca."""
+    for config in distca_configs(model)[:1]:
+        shape = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window")
+        found = {name: value for name in shape if (value := getattr(config, name, None)) is not None}
+        return {"type": config.model_type, **found, "dtype": str(getattr(model, "dtype", ""))}
+    return {}
+
+
+def _settings(config: DistCAConfig) -> dict[str, Any]:
+    values = {one.name: getattr(config, one.name) for one in fields(config)}
+    return {
+        name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value for name, value in values.items()
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

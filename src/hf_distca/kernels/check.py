@@ -1,0 +1,69 @@
+"""Is a kernel right on this device? It is compared with plain torch before it is taken for the first time.
+
+The kernels for GPUs depend on what is installed there, and on the GPU. With a wrong mask, training would go on in silence. So
+`select_kernel` runs each of them once, forward and backward, on a few slices of documents, and takes none that is off.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from hf_distca.kernels.base import Kernel, Scores, TaskBatch
+from hf_distca.kernels.reference import ReferenceKernel
+
+__all__ = ["wrong"]
+
+# Slices that share keys, a slice with a long context, whole documents, rows that no task covers; longer and shorter than a tile.
+_TASKS = TaskBatch((0, 130, 340, 400, 401), (130, 200, 60, 1, 150), (0, 0, 330, 330, 620), (130, 330, 290, 290, 150))
+_ROWS, _KEYS = 560, 770
+_SCALE = 0.7  # of 1 / sqrt(head dim): no kernel's own
+_WINDOW = 100  # keys: it hides some of those tasks' keys
+_SOFTCAP = 1.0  # below many of the scores
+_HEADS, _KEY_HEADS = 4, 2
+_UNITS = 2.0  # bound of the relative error of a result (norms), in units in the last place of its dtype
+
+
+def wrong(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
+) -> str | None:
+    """What a kernel computes wrongly, None if nothing. The host waits for the device.
+
+    Args:
+        kernel: one that says that it supports the case.
+        device, dtype, head_dim, value_head_dim: the case.
+        scores: of these counts whether there is a window, and whether there is a softcap.
+
+    Returns:
+        The results that are further from `ReferenceKernel` in float32 than twice the precision of `dtype`, or what was raised.
+    """
+    window, softcap = None if scores.window is None else _WINDOW, None if scores.softcap is None else _SOFTCAP
+    seen = Scores(_SCALE * head_dim**-0.5, window, softcap)
+    try:
+        # Of its own: the random numbers of training stay what they are.
+        generator = torch.Generator().manual_seed(0)
+        sizes = ((_ROWS, _HEADS, head_dim), (_KEYS, _KEY_HEADS, head_dim), (_KEYS, _KEY_HEADS, value_head_dim))
+        made = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
+        pools = [made(size).to(device, dtype) for size in (*sizes, (_ROWS, _HEADS, value_head_dim))]
+        with torch.autocast(device.type, enabled=False):
+            found = _results(kernel, pools, seen)
+            expected = _results(ReferenceKernel(), [pool.float() for pool in pools], seen)
+        errors = {name: _error(found[name], expected[name]) for name in expected}
+    except Exception as error:  # whatever the packages raise where they do not fit
+        return f"its check on {device} raised {type(error).__name__}: {error}"
+    bound = _UNITS * torch.finfo(dtype).eps
+    off = [f"{name} by {error:.1g}" for name, error in errors.items() if not error <= bound]
+    return f"its results on {device} are wrong: {', '.join(off)} (relative, to plain torch; at most {bound:.1g})" if off else None
+
+
+def _results(kernel: Kernel, pools: list[torch.Tensor], scores: Scores) -> dict[str, torch.Tensor]:
+    q_THD, k_TKD, v_TKV, do_THV = pools
+    o_THV, lse_TH = kernel.forward(q_THD, k_TKD, v_TKV, _TASKS, scores)
+    grads = kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, _TASKS, scores)
+    return {"o": o_THV, "lse": lse_TH, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm; NaN where there is one."""
+    return float((found.float() - expected).norm() / expected.norm())

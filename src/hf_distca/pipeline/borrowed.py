@@ -1,0 +1,82 @@
+"""What the room takes from `torch.distributed.pipelining` without its promise to keep it. Seen in torch 2.13.0.
+
+Apart from `hf_distca.borrowed` because importing it takes a second, which only those pay who have a pipeline.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+__all__ = ["OneStageSchedule", "whole_mesh"]
+
+
+class OneStageSchedule(PipelineScheduleSingle):
+    """torch's base class of schedules with one stage a rank, whose `_step_microbatches` a schedule writes.
+
+    Attributes:
+        stage: this rank's.
+        micro_batches: how many a step has.
+    """
+
+    def __init__(self, stage: PipelineStage, n_microbatches: int, loss_fn: Callable[..., Any] | None, **kwargs: Any) -> None:
+        super().__init__(stage, n_microbatches, loss_fn, **kwargs)
+        self.stage, self.micro_batches = stage, n_microbatches
+
+    @property
+    def trains(self) -> bool:
+        """Whether this step has a backward."""
+        return bool(self._has_backward)
+
+    @abstractmethod
+    def run(
+        self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]], targets: Sequence[Any] | None, **more: Any
+    ) -> None:
+        """Run the micro-batches of a step.
+
+        Args:
+            args, kwargs, targets: of each micro-batch.
+            more: ``return_outputs`` and ``loss_kwargs``, as for torch's `step`.
+        """
+
+    def connect(self, args: tuple[Any, ...], *, again: bool) -> None:
+        """Make the buffers in which hidden states arrive: at the first step, and `again` where their shapes have changed."""
+        if again:
+            self._stage_forward_initialized = self._stage_backward_initialized = False
+        self._initialize_stage(args, {})  # type: ignore[no-untyped-call]
+
+    def add_loss(self, output: Any, targets: Sequence[Any] | None, at: int, loss_kwargs: dict[str, Any] | None) -> None:
+        """On the last stage, compute the loss of a micro-batch."""
+        self._maybe_compute_loss(self.stage, output, targets, at, loss_kwargs)  # type: ignore[no-untyped-call]
+
+    def loss(self, at: int) -> torch.Tensor | None:
+        """The loss of a micro-batch; None but on the last stage."""
+        found: torch.Tensor | None = self._maybe_get_loss(self.stage, at)  # type: ignore[no-untyped-call]
+        return found
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        args, kwargs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        try:
+            self.run(args, kwargs, target_mbs, return_outputs=return_outputs, loss_kwargs=loss_kwargs)
+            self._update_losses(self.stage, losses)  # type: ignore[no-untyped-call]
+        finally:
+            self._internal_losses.clear()  # of a step that failed
+
+
+def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of which this is a dimension; itself if it is none."""
+    return mesh._get_root_mesh()

@@ -1,0 +1,167 @@
+"""The plans of a step: what every tick shares, worked out at its start from the documents of all micro-batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hf_distca.agreement.announce import PlanKey, Stated
+from hf_distca.agreement.dealt import Dealt
+from hf_distca.agreement.documents import Documents
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import UnsupportedError
+from hf_distca.pipeline.calls import Leg
+from hf_distca.pipeline.kinds import Kind
+from hf_distca.pipeline.ticks import Tick, Turn
+from hf_distca.runtime.route import Route
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.waves import Waves
+
+__all__ = ["Pipeline", "StepPlans", "documents_of_shares", "documents_of_stated"]
+
+Held = tuple[int | None, ...]  # which micro-batch each stage has
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Who has which stage, and the calls of attention that stages make together.
+
+    Attributes:
+        stages: of each rank of the attention group, which stage it has.
+        lanes: of each rank, whose micro-batches it has: ranks of one lane are the stages of one copy of the model.
+        rank: this one.
+        turns: the calls of a forward, in their order.
+    """
+
+    stages: tuple[int, ...]
+    lanes: tuple[int, ...]
+    rank: int
+    turns: tuple[Turn[Kind], ...]
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self.stages[self.rank]
+
+    @property
+    def depth(self) -> int:
+        """How many stages there are."""
+        return 1 + max(self.stages)
+
+
+def documents_of_stated(stated: Sequence[Stated]) -> list[list[Documents]]:
+    """The documents of each micro-batch by rank, from what all ranks state for each micro-batch.
+
+    Raises:
+        UnsupportedError: if documents span ranks without numbers.
+    """
+    found = []
+    for one in stated:
+        offsets, spans = np.concatenate([[0], np.cumsum(one.counts)]), bool(one.spans.any())
+        rows = one.numbers if spans else _whole(one.numbers)
+        if spans and (rows[:, 0] < 0).any():
+            raise UnsupportedError(
+                "documents of a pipeline may span its data-parallel ranks only with numbers (PackedDocuments, or shares of "
+                "hf_distca.document_shares): unset documents_span_ranks in DistCAConfig."
+            )
+        bounds = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+        found.append([Documents(rows[begin:end], spans) for begin, end in bounds])
+    return found
+
+
+def documents_of_shares(shares: Sequence[Dealt], lanes: Sequence[int]) -> list[list[Documents]]:
+    """As `documents_of_stated`, from this rank's shares of dealt batches, which know those of all lanes."""
+    by_lane = [[Documents(_rows(dealt.whole, lane), spans=True) for lane in range(dealt.ranks)] for dealt in shares]
+    return [[documents[lane] for lane in lanes] for documents in by_lane]
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlans:
+    """Plans and this rank's routes for the ticks of a step.
+
+    Attributes:
+        pipeline: who has which stage.
+        documents: of each micro-batch, by rank.
+        costs: cost model of each plan.
+        config: the settings.
+        name: of the step, for errors.
+    """
+
+    pipeline: Pipeline
+    documents: Sequence[Sequence[Documents]]
+    costs: dict[PlanKey, CostModel]
+    config: DistCAConfig
+    name: str
+    _plans: dict[tuple[Held, PlanKey], Plan] = field(default_factory=dict)
+    _routes: dict[tuple[Held, PlanKey], Route] = field(default_factory=dict)
+
+    def make(self, ticks: Sequence[Tick]) -> int:
+        """Make the plans of ticks.
+
+        Returns:
+            A number of 60 bits that differs where any of the plans does.
+        """
+        digest = hashlib.sha256()
+        for tick in ticks:
+            for held, turn in self._shared(tick):
+                digest.update(self.plan(held, turn.kind.key).digest.encode())
+        return int(digest.hexdigest()[:15], 16)
+
+    def plan(self, held: Held, key: PlanKey) -> Plan:
+        """The plan of a kind of layer for stages that have these micro-batches; made once."""
+        found = self._plans.get((held, key))
+        if found is None:
+            found = self._plans[held, key] = balance(self.layout(held, key.chunk), self.costs[key], self.config, relayed=False)
+        return found
+
+    def layout(self, held: Held, chunk: int | None) -> Layout:
+        """The documents of these micro-batches on the ranks that have them. Each micro-batch is on one stage at most."""
+        numbers: dict[tuple[int, int], int] = {}
+        ranks: list[list[tuple[int, int, int]]] = []
+        for rank, stage in enumerate(self.pipeline.stages):
+            at, rows = held[stage], list[tuple[int, int, int]]()
+            documents = None if at is None else self.documents[at][rank].in_chunks(chunk)
+            for place, (document, start, length) in enumerate([] if documents is None else documents.rows.tolist()):
+                # Documents that span ranks have a number in their micro-batch; others are told apart by where they are.
+                own = (stage, document) if documents is not None and documents.spans else (-1 - rank, place)
+                rows.append((numbers.setdefault(own, len(numbers)), start, length))
+            ranks.append(rows)
+        return Layout.from_segments(ranks)
+
+    def legs(self, tick: Tick) -> list[Leg]:
+        """This rank's part in the calls of a tick, in their order."""
+        found = []
+        for number, (held, turn) in enumerate(self._shared(tick)):
+            stage, key = self.pipeline.stage, turn.kind.key
+            plan = self.plan(held, key)
+            route = self._routes.get((held, key))
+            if route is None:
+                waves = Waves.of(plan, key.shape, self.config.tile, self.config.max_transient_bytes)
+                route = self._routes[held, key] = Route.build(plan, self.pipeline.rank, waves)
+            own = None if held[stage] is None else turn.calls[stage]
+            found.append(Leg(f"attention call {number} of {tick} of {self.name}", turn.kind, own, route, plan.window))
+        return found
+
+    def _shared(self, tick: Tick) -> Iterator[tuple[Held, Turn[Kind]]]:
+        """The calls of a tick, in their order, with the micro-batches that have a part in them."""
+        turns = self.pipeline.turns
+        for turn in reversed(turns) if tick.backward else turns:
+            each = zip(tick.micro_batches, turn.calls, strict=True)
+            held = tuple(None if call is None else at for at, call in each)
+            if any(at is not None for at in held):
+                yield held, turn
+
+
+def _whole(lengths: IntArray) -> IntArray:
+    """Rows of documents that are each in one piece on one rank."""
+    return np.stack([np.full_like(lengths, -1), np.zeros_like(lengths), lengths], axis=1)
+
+
+def _rows(layout: Layout, rank: int) -> IntArray:
+    return np.array(layout.segments(rank), dtype=np.int64).reshape(-1, 3)

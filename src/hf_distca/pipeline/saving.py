@@ -1,0 +1,102 @@
+"""Saving what all stages hold together as one ordinary checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from hf_distca.pipeline.borrowed import whole_mesh
+from hf_distca.pipeline.crew import stage_model
+from hf_distca.pipeline.parts import head_of
+from hf_distca.pipeline.split import Stage, StageModel
+
+__all__ = ["save_pretrained"]
+
+_INDEX = "model.safetensors.index.json"
+
+
+def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
+    """Save the model of all stages as transformers would save the whole one: `from_pretrained` loads it without hf_distca.
+
+    All ranks must call it, with a directory that all of them see. The first copy of the model writes, each stage its own weights.
+
+    Args:
+        stage: of this rank.
+        directory: where to; made if it is not there.
+        kwargs: for ``save_pretrained`` of transformers, such as ``max_shard_size``.
+    """
+    into, model = Path(directory), stage_model(stage)
+    weights = _weights(model)  # of sharded ones, all copies together
+    part = into / f".stage-{model.stage}"
+    if _writes(stage):
+        into.mkdir(parents=True, exist_ok=True)
+        _write(model.model, part, weights, kwargs)
+    dist.barrier()
+    if _writes(stage) and model.is_first:
+        _merge(into, [into / f".stage-{at}" for at in range(model.stages)])
+    dist.barrier()
+
+
+def _write(model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor], kwargs: dict[str, Any]) -> None:
+    """Save a stage like a model of its own; transformers 5.23 writes on rank 0 alone unless the model says otherwise."""
+    writer: Any = model
+    writer.should_save_on_this_rank = lambda *_, **__: True
+    try:
+        model.save_pretrained(part, state_dict=weights, **kwargs)
+    finally:
+        del writer.should_save_on_this_rank
+
+
+def _writes(stage: Stage) -> bool:
+    """Whether this rank is of the first copy of the model."""
+    whole = whole_mesh(stage.mesh)
+    at = dict(zip(whole.mesh_dim_names or (), whole.get_coordinate() or (), strict=True))
+    return not any(place for name, place in at.items() if name not in (stage.mesh.mesh_dim_names or ()))
+
+
+def _weights(model: StageModel) -> dict[str, torch.Tensor]:
+    """The stage's weights on the host. Of one that is tied, the first stage has the copy that a checkpoint holds."""
+    found = {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
+        for name, value in model.model.state_dict().items()
+    }
+    if model.tied and model.is_last and not model.is_first:
+        head = head_of(model.model)
+        for name, module in model.model.named_modules():
+            if module is head:
+                found.pop(f"{name}.weight", None)
+    return found
+
+
+def _merge(into: Path, parts: list[Path]) -> None:
+    """Make one checkpoint of the files of all stages."""
+    shards = [shard for part in parts for shard in sorted(part.glob("*.safetensors"))]
+    weight_map, total = dict[str, str](), 0
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weights = _sizes(shard)
+        weight_map |= dict.fromkeys(weights, name)
+        total += sum(weights.values())
+        shard.replace(into / name)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (into / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for file in parts[0].iterdir():
+        if file.suffix != ".safetensors" and file.name != _INDEX:
+            file.replace(into / file.name)
+    for part in parts:
+        shutil.rmtree(part)
+
+
+def _sizes(shard: Path) -> dict[str, int]:
+    """The weights in a file, and their bytes: read from its header."""
+    with shard.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    bounds = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: end - begin for name, (begin, end) in bounds.items()}

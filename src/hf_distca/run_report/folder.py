@@ -1,0 +1,160 @@
+"""`RunFolder`: what a run left in its folder: its record, the log of the Trainer, and timelines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_distca.errors import ReportError
+from hf_distca.run_report.rows import RECORD_NAME, PlanRow, Row, RunRow, StepsRow, WarningRow, read_row
+
+__all__ = ["RankTrace", "RunFolder"]
+
+_STATE = "trainer_state.json"
+_EXCHANGES = ("dispatch", "return")
+_HOW = (
+    'Train with attn_implementation="distca" and hf_distca.DistCACallback() among the callbacks of the Trainer, and give the '
+    "output_dir of that run."
+)
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The timeline of one rank in sums: seconds in which messages travelled, and in which nothing else was computed."""
+
+    rank: int
+    travelled: float
+    waited: float
+
+    @property
+    def hidden(self) -> float | None:
+        """The part of the messages' time that was computed in; None without messages."""
+        return 1 - self.waited / self.travelled if self.travelled > 0 else None
+
+
+@dataclass
+class RunFolder:
+    """What is there to report; of steps that ran again after a restart, the last time.
+
+    Attributes:
+        path: the folder.
+        runs: one for each training that wrote into the record.
+        steps, plans, warnings: rows of the record.
+        log: rows of the Trainer's log with figures of distca.
+        traces: of the ranks that wrote one.
+    """
+
+    path: Path
+    runs: list[RunRow] = field(default_factory=list)
+    steps: list[StepsRow] = field(default_factory=list)
+    plans: list[PlanRow] = field(default_factory=list)
+    warnings: list[WarningRow] = field(default_factory=list)
+    log: list[dict[str, Any]] = field(default_factory=list)
+    traces: list[RankTrace] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> RunFolder:
+        """Read a folder.
+
+        Raises:
+            ReportError: if there is nothing to report, or a file is broken; says which and what to do.
+            OSError: if a file cannot be read.
+        """
+        if not path.exists():
+            raise ReportError(f"there is no folder {path}: give the output_dir of a run.")
+        if not path.is_dir():
+            raise ReportError(f"{path} is a file: give the folder of a run, {path.parent}.")
+        found, record, state = cls(path), path / RECORD_NAME, _newest_state(path)
+        if record.is_file():
+            found._read_record(record)
+        if state is not None:
+            found.log = _read_log(state)
+        if not found.steps and not found.log:
+            raise ReportError(_nothing_in(path, record, state))
+        found.traces = sorted(_read_traces(path, found.runs), key=lambda trace: trace.rank)
+        return found
+
+    def _read_record(self, path: Path) -> None:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
+            if number == len(lines) and not line.endswith("\n"):
+                return  # it is being written, or the process was killed there
+            row = read_row(line, f"line {number} of {path}")
+            if row is not None:
+                self._add(row)
+
+    def _add(self, row: Row) -> None:
+        match row:
+            case RunRow():
+                self.runs.append(row)
+                self.steps = [one for one in self.steps if one.step <= row.step]
+                self.plans = [one for one in self.plans if one.step <= row.step]
+                self.warnings = [one for one in self.warnings if one.step <= row.step]
+            case StepsRow():
+                self.steps.append(row)
+            case PlanRow():
+                self.plans.append(row)
+            case WarningRow():
+                self.warnings.append(row)
+
+
+def _nothing_in(path: Path, record: Path, state: Path | None) -> str:
+    if record.is_file():
+        return f"{record} tells of no micro-batch yet: wait until the run has logged twice, or look at what ended it."
+    if state is not None:
+        return f"the log in {state} has no figures of distca. {_HOW}"
+    return f"{path} holds neither {RECORD_NAME} nor {_STATE}. {_HOW}"
+
+
+def _newest_state(path: Path) -> Path | None:
+    """The Trainer's state, of the newest checkpoint if the folder itself has none."""
+    if (path / _STATE).is_file():
+        return path / _STATE
+    numbers = {one: one.parent.name.removeprefix("checkpoint-") for one in path.glob(f"checkpoint-*/{_STATE}")}
+    states = [one for one, number in numbers.items() if number.isdecimal()]
+    return max(states, key=lambda one: int(numbers[one]), default=None)
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ReportError(f"{path} is not JSON: {error}. Move the file away to get a page without it.") from error
+
+
+def _read_log(path: Path) -> list[dict[str, Any]]:
+    state = _json(path)
+    history = state.get("log_history") if isinstance(state, dict) else None
+    if not isinstance(history, list):
+        raise ReportError(f"{path} is no state of a Trainer: it has no list 'log_history'. Move the file away.")
+    rows = [row for row in history if isinstance(row, dict) and type(row.get("step")) is int]
+    return [row for row in rows if any(str(name).startswith("distca/") for name in row)]
+
+
+def _read_traces(path: Path, runs: list[RunRow]) -> Iterator[RankTrace]:
+    """Of the folder that the newest run names, or else of the one with timelines in the run's folder."""
+    named = [Path(run.traces) for run in runs[-1:] if run.traces is not None]
+    for folder in (*named, path, *sorted(one for one in path.iterdir() if one.is_dir())):
+        files = sorted(folder.glob("rank_*.json"))
+        if files:
+            for file in files:
+                yield from _read_trace(file)
+            return
+
+
+def _read_trace(path: Path) -> Iterator[RankTrace]:
+    data = _json(path)
+    events = data.get("traceEvents") if isinstance(data, dict) else None
+    if not isinstance(events, list):  # of somebody else
+        return
+    try:
+        spans = [event for event in events if event["ph"] == "X"]
+        travelled = sum(float(span["dur"]) for span in spans if span["name"] in _EXCHANGES)
+        waited = sum(float(span["dur"]) for span in spans if span["name"] == "wait")
+        rank = int(path.stem.removeprefix("rank_"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ReportError(f"{path} is no timeline of hf_distca: {error!r}. Move the file away.") from error
+    yield RankTrace(rank, travelled / 1e6, waited / 1e6)

@@ -1,0 +1,198 @@
+"""The rows of a run's record: what `DistCACallback` writes into the run folder, one JSON object a line, and the page reads.
+
+Arrays have one number per rank of the attention group of rank 0. Seconds are of attention kernels, forward and backward; bytes
+are those that a rank sent. "Before" is what it would be if every rank computed its own attention.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from hf_distca.errors import PlanError, ReportError
+from hf_distca.schedule.plan import Plan
+
+__all__ = ["RECORD_NAME", "PerRank", "PlanPart", "PlanRow", "Row", "RunRow", "StepsRow", "WarningRow", "read_row", "write_row"]
+
+RECORD_NAME = "distca_run.jsonl"
+_DIGITS = 5  # significant ones of what is estimated or measured
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """What each rank has and does."""
+
+    tokens: list[float] = field(default_factory=list)
+    estimated_before: list[float] = field(default_factory=list)
+    estimated_after: list[float] = field(default_factory=list)
+    measured_before: list[float] = field(default_factory=list)
+    measured_after: list[float] = field(default_factory=list)
+    sent_bytes: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        columns = [getattr(self, one.name) for one in fields(self)]
+        numbers = [value for column in columns for value in column]
+        if len({len(column) for column in columns}) != 1 or not all(isinstance(value, int | float) for value in numbers):
+            raise ValueError("figures by rank are lists of numbers, of one length")
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A training begins.
+
+    Attributes:
+        step: optimizer steps that were done before.
+        started: when, in UTC.
+        ranks, nodes: of all processes; 0 nodes where that is not known.
+        device: that rank 0 computes on.
+        model: its type, shape and dtype.
+        settings: the fields of `DistCAConfig`.
+        training: what of the training arguments decides what a micro-batch is.
+        versions: of the packages that take part.
+        traces: folder of the timelines, None if there are none.
+    """
+
+    step: int
+    started: str
+    ranks: int
+    nodes: int
+    device: str
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    training: dict[str, Any]
+    versions: dict[str, str]
+    traces: str | None = None
+
+
+@dataclass(frozen=True)
+class StepsRow:
+    """The micro-batches that were counted since the row before.
+
+    Attributes:
+        step: optimizer steps that are done.
+        tally: the fields of a `Tally`, from which the figures of the log are made.
+        per_rank: sums over the micro-batches.
+        loss: the loss that was logged, None if none was.
+        kernels: that attention ran in.
+    """
+
+    step: int
+    tally: dict[str, float]
+    per_rank: PerRank
+    loss: float | None = None
+    kernels: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PlanPart:
+    """One plan of a micro-batch, of which it has several with nano-batches or several kinds of layers.
+
+    Attributes:
+        plan: as `Plan.to_json` writes it.
+        seconds: estimated, of each of its tasks.
+    """
+
+    plan: dict[str, Any]
+    seconds: list[float]
+
+    def read(self) -> Plan:
+        """The plan.
+
+        Raises:
+            PlanError: if it is none.
+        """
+        plan = Plan.from_json(json.dumps(self.plan))
+        if len(self.seconds) != len(plan.document):
+            raise PlanError(f"{len(self.seconds)} seconds for {len(plan.document)} tasks.")
+        return plan
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A micro-batch with its plans.
+
+    Attributes:
+        step: of the optimizer.
+        micro_batch: its number since the training began, from 1.
+        per_rank: what it was to take, and took.
+        parts: its plans.
+    """
+
+    step: int
+    micro_batch: int
+    per_rank: PerRank
+    parts: list[PlanPart]
+
+
+@dataclass(frozen=True)
+class WarningRow:
+    """What hf_distca warned of on rank 0."""
+
+    step: int
+    text: str
+
+
+Row = RunRow | StepsRow | PlanRow | WarningRow
+_KINDS: dict[str, type[Row]] = {"run": RunRow, "steps": StepsRow, "plan": PlanRow, "warning": WarningRow}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def write_row(row: Row) -> str:
+    """A row as a line without its end; floats are rounded to five digits."""
+    return json.dumps({"row": _NAMES[type(row)], **_rounded(asdict(row))}, separators=(",", ":"), default=_plain)
+
+
+def read_row(line: str, name: str) -> Row | None:
+    """Read what `write_row` wrote; None for a kind of row that this version does not know.
+
+    Args:
+        line: the text.
+        name: of the file and the line, for errors.
+
+    Raises:
+        ReportError: if it is no row.
+    """
+    try:
+        data = json.loads(line)
+    except ValueError as error:
+        raise ReportError(f"{name} is not JSON: {error}. Move the file away to get a page without it.") from error
+    if not isinstance(data, dict) or not isinstance(data.get("row"), str):
+        raise ReportError(f"{name} is no row of a record: it must be an object with the key 'row'.")
+    kind = _KINDS.get(data.pop("row"))
+    try:
+        return None if kind is None else _made(kind, data)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ReportError(f"{name} is no row of a record: {error}.") from error
+
+
+def _made(kind: type[Row], data: dict[str, Any]) -> Row:
+    known = {one.name for one in fields(kind)}
+    values: dict[str, Any] = {key: value for key, value in data.items() if key in known}  # a newer version may write more
+    if isinstance(values.get("per_rank"), Mapping):
+        values["per_rank"] = PerRank(**values["per_rank"])
+    if kind is PlanRow:
+        values["parts"] = [PlanPart(**part) for part in values.get("parts", [])]
+    row = kind(**values)
+    if type(row.step) is not int or row.step < 0:
+        raise ValueError(f"step={row.step!r} must be a whole number")
+    if isinstance(row, StepsRow | PlanRow) and not isinstance(row.per_rank, PerRank):
+        raise TypeError("it has no figures by rank")
+    if isinstance(row, StepsRow) and not all(isinstance(value, int | float) for value in row.tally.values()):
+        raise TypeError("its tally is not of numbers")
+    return row
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,219 @@
+"""`Profile`: what was measured of a kind of device and its links, for many attention shapes. ``hf-distca profile`` writes them.
+
+A profile holds the rates of the attention kernel for each element size and head width that was timed, each with its errors on
+shapes that were kept aside, and the rates of exchanges, inside a node and between nodes. `Profile.cost_model` makes of it the
+cost model of one shape, which is what the scheduler reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from hf_distca.errors import ConfigError
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+
+__all__ = ["ExchangeRates", "KernelRates", "Profile"]
+
+_FORMAT = 1
+_SHIPPED = "profiles_data"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRates:
+    """The rates of a kernel for one element size and pair of widths. They hold for any number of heads.
+
+    Attributes:
+        kernel: name of the kernel.
+        element_bytes, head_dim, value_head_dim: as in `AttentionShape`.
+        forward, backward: fitted to batches of tasks with several numbers of heads.
+        errors: |estimate / measured - 1| of batches that were kept aside: median and largest of forward and of backward.
+        fitted, kept_aside: how many batches of each kind there were.
+    """
+
+    kernel: str
+    element_bytes: int
+    head_dim: int
+    value_head_dim: int
+    forward: KernelCost
+    backward: KernelCost
+    errors: Mapping[str, float] = field(default_factory=dict, hash=False)
+    fitted: int = 0
+    kept_aside: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRates:
+    """The rates of exchanges over one kind of link.
+
+    Attributes:
+        bytes_per_second: what one rank sends while it also receives as much.
+        seconds: fixed seconds of one exchange.
+        ranks: how many exchanged when it was measured.
+        errors: as in `KernelRates`: median and largest, of sizes that were kept aside.
+    """
+
+    bytes_per_second: float
+    seconds: float
+    ranks: int = 2
+    errors: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured of a kind of device and its links.
+
+    Attributes:
+        name: a short name; the shipped ones are found by it.
+        device: type of the device, as torch names it.
+        processor: what the device is.
+        date: of the measurement, as YYYY-MM-DD.
+        versions: of the packages that took part.
+        made_by: the command that measured it.
+        kernels: the kernel's rates, at least one.
+        inside: exchanges inside a node; None if they were not measured.
+        between: exchanges between nodes; None if they were not measured.
+        threads: threads of the kernel's process, on a CPU.
+        tile: query rows of a kernel tile.
+    """
+
+    name: str
+    device: str
+    processor: str
+    date: str
+    versions: Mapping[str, str] = field(hash=False)
+    made_by: str
+    kernels: tuple[KernelRates, ...]
+    inside: ExchangeRates | None = None
+    between: ExchangeRates | None = None
+    threads: int | None = None
+    tile: int = 128
+
+    def __post_init__(self) -> None:
+        if not self.kernels:
+            raise ConfigError(f"profile {self.name!r} has no kernel rates: measure some with `hf-distca profile`.")
+
+    def __repr__(self) -> str:
+        """Short: settings that hold a profile are printed, and ranks compare the cost models that come of it."""
+        return f"Profile({self.name!r}, {self.device!r}, {self.processor!r}, {self.date!r})"
+
+    def rates(self, shape: AttentionShape) -> KernelRates:
+        """The rates whose element size and widths are nearest to those of a shape; the element size counts first."""
+
+        def distance(rates: KernelRates) -> tuple[float, float]:
+            widths = (rates.head_dim, shape.head_dim), (rates.value_head_dim, shape.value_head_dim)
+            elements = abs(math.log(rates.element_bytes / shape.element_bytes))
+            return elements, sum(abs(math.log(one / other)) for one, other in widths)
+
+        return min(self.kernels, key=distance)
+
+    def cost_model(self, shape: AttentionShape, window: int | None = None, *, tile: int | None = None) -> CostModel:
+        """The cost model of a shape: rates of the kernel with the nearest widths, and of the links.
+
+        Without measured exchanges, those of the built-in figures for the type of device are taken. Where only one kind of link
+        was measured, it stands for both.
+
+        Args:
+            shape: heads and widths.
+            window: keys that a position sees; None for all.
+            tile: query rows of a tile; those of the profile if None.
+
+        Raises:
+            ConfigError: if the window is below 1.
+        """
+        built_in = CostModel.analytic(shape, device_type=self.device)
+        rates, links = self.rates(shape), self.between or self.inside
+        return CostModel(
+            shape,
+            rates.forward,
+            rates.backward,
+            built_in.exchange_bytes_per_second if links is None else links.bytes_per_second,
+            built_in.exchange_seconds if links is None else links.seconds,
+            tile or self.tile,
+            f"profile {self.name}",
+            window,
+            node_bytes_per_second=self.inside.bytes_per_second if self.inside and self.between else None,
+        )
+
+    def to_json(self) -> str:
+        """The profile as JSON, with the names of its attributes as keys. Infinite rates, which cost nothing, are null."""
+        return json.dumps({"format": _FORMAT, **_finite(asdict(self))}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: if the text is no profile; the message names what is wrong.
+        """
+        try:
+            data: Any = json.loads(text)
+            if data.pop("format") != _FORMAT:
+                raise ValueError(f"its format is not {_FORMAT}, which this version reads")
+            data["kernels"] = tuple(_kernel_rates(row) for row in data["kernels"])
+            for link in ("inside", "between"):
+                data[link] = None if data.get(link) is None else _exchange_rates(data[link])
+            return cls(**data)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the text is no profile in JSON ({type(error).__name__}: {error}): `hf-distca profile` writes them, got "
+                f"{text[:100]!r}."
+            ) from error
+
+    @classmethod
+    def load(cls, source: str | Path) -> Profile:
+        """The shipped profile of this name, or the one in a file.
+
+        Raises:
+            ConfigError: if there is neither, or it cannot be read as a profile.
+        """
+        if str(source) in cls.shipped():
+            return cls.from_json((resources.files(__package__) / _SHIPPED / f"{source}.json").read_text(encoding="utf-8"))
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            names = ", ".join(cls.shipped())
+            raise ConfigError(f"{source}: neither a profile in a file ({error}) nor a shipped one ({names}).") from error
+        return cls.from_json(text)
+
+    @staticmethod
+    def shipped() -> list[str]:
+        """The names of the profiles that come with the package."""
+        files = (resources.files(__package__) / _SHIPPED).iterdir()
+        return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
+
+
+def _finite(value: Any) -> Any:
+    """Nested containers with null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and math.isinf(value) else value
+
+
+def _kernel_rates(row: dict[str, Any]) -> KernelRates:
+    costs = {name: KernelCost(**{key: _rate(value) for key, value in row[name].items()}) for name in ("forward", "backward")}
+    rates = KernelRates(**{**row, **costs})
+    for cost in costs.values():
+        if not (0 <= cost.task_seconds < math.inf and cost.bytes_per_second > 0 and cost.flops_per_second > 0):
+            raise ValueError(f"{cost}: seconds must be finite and not negative, rates positive")
+    if min(rates.element_bytes, rates.head_dim, rates.value_head_dim) < 1:
+        raise ValueError(f"{rates}: bytes and widths must be at least 1")
+    return rates
+
+
+def _exchange_rates(row: dict[str, Any]) -> ExchangeRates:
+    rates = ExchangeRates(**{**row, "bytes_per_second": _rate(row["bytes_per_second"])})
+    if not (rates.bytes_per_second > 0 and 0 <= rates.seconds < math.inf):
+        raise ValueError(f"{rates}: a rate must be positive, seconds finite and not negative")
+    return rates
+
+
+def _rate(value: Any) -> float:
+    return math.inf if value is None else float(value)

@@ -1,0 +1,80 @@
+"""What the ranks of an attention group are like: how fast each computes, and which of them are in one node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_distca.errors import ConfigError
+from hf_distca.schedule.cost import CostModel, FloatArray
+
+__all__ = ["ALIKE", "Ranks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What ranks are like, where they are not all alike. The same on every rank; it can be compared and hashed.
+
+    Attributes:
+        speeds: relative speed of the attention kernels of each rank, about 1 on average: what a cost model says takes a second
+            takes rank r ``1 / speeds[r]`` seconds. None if all are equally fast.
+        per_node: ranks [0, n), [n, 2n), ... are nodes, inside which exchanges take ``CostModel.node_bytes_per_second``; None if
+            nodes are not told apart, and every exchange takes ``exchange_bytes_per_second``.
+
+    Raises:
+        ConfigError: if a speed is not a positive number, or a node without ranks.
+    """
+
+    speeds: tuple[float, ...] | None = None
+    per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.speeds is not None and not all(0 < speed < math.inf for speed in self.speeds):
+            raise ConfigError(f"speeds={self.speeds}: the speed of a rank is a positive number, 1 for one like the others.")
+        if self.per_node is not None and (type(self.per_node) is not int or self.per_node < 1):
+            raise ConfigError(f"per_node={self.per_node!r}: a node has a whole number of ranks, at least 1.")
+
+    @classmethod
+    def of(cls, speeds: npt.ArrayLike | None, per_node: int | None = None) -> Ranks:
+        """Ranks with these speeds, as an array of shape (ranks,) or whatever makes one."""
+        return cls(None if speeds is None else tuple(np.asarray(speeds, dtype=np.float64).reshape(-1).tolist()), per_node)
+
+    def check(self, count: int) -> None:
+        """Refuse to speak of another number of ranks.
+
+        Raises:
+            ConfigError: states both numbers.
+        """
+        if self.speeds is not None and len(self.speeds) != count:
+            raise ConfigError(f"{len(self.speeds)} speeds were given for {count} ranks: give one for each rank, in rank order.")
+        if self.per_node is not None and count % self.per_node:
+            raise ConfigError(f"{count} ranks cannot be nodes of {self.per_node}: per_node must divide the number of ranks.")
+
+    def seen_by(self, cost: CostModel) -> Ranks:
+        """These ranks without nodes, if they make no difference to a cost model."""
+        same = self.per_node in (None, 1) or cost.node_bytes_per_second is None
+        return replace(self, per_node=None) if same else self
+
+    def each(self, count: int) -> list[float]:
+        """The speed of each of so many ranks."""
+        return [1.0] * count if self.speeds is None else list(self.speeds)
+
+    def taken(self, seconds: FloatArray) -> FloatArray:
+        """What each rank takes for work of so many seconds; arrays of shape (ranks,)."""
+        return seconds if self.speeds is None else np.asarray(seconds / np.array(self.speeds))
+
+    def work(self, taken: Sequence[float]) -> float:
+        """Seconds of all work together, on ranks of speed 1, where each rank takes so many seconds for its part."""
+        # fsum: what plain `sum` rounds to depends on the version of Python.
+        return math.fsum(one * speed for one, speed in zip(taken, self.each(len(taken)), strict=True))
+
+    def level(self, taken: Sequence[float]) -> float:
+        """What every rank would take if the same work were spread by speed: the mean if all are equally fast."""
+        return self.work(taken) / math.fsum(self.each(len(taken)))
+
+
+ALIKE = Ranks()

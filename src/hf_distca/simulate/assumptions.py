@@ -1,0 +1,66 @@
+"""What a prediction assumes, with where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hf_distca.simulate.lengths import Documents
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.strategies import STRATEGIES
+
+__all__ = ["assumptions"]
+
+_SHARDING = {
+    "fsdp": "weights, gradients and optimizer are sharded over the attention group; weights are gathered for both directions of "
+    "every micro-batch, a layer ahead (FSDP2, ZeRO-3)",
+    "zero1": "the optimizer is sharded over the attention group; gradients are reduced in float32 beside backward, weights are "
+    "gathered beside forward, once a step (ZeRO-1, Megatron's distributed optimizer)",
+    "ddp": "nothing is sharded; gradients are reduced in float32 beside backward, once a step",
+}
+_CHECKPOINTING = {
+    "none": "no activation checkpointing",
+    "selective": "linear layers are repeated in backward, attention is not",
+    "full": "layers are repeated in backward, attention and its messages included; hf-distca and the published planner keep "
+    "attention's output",
+}
+
+
+def assumptions(setting: Setting, documents: Documents, names: Iterable[str] = STRATEGIES) -> list[tuple[str, str]]:
+    """Pairs of what is assumed about, and what."""
+    model, hardware = setting.model, setting.hardware
+    rate = setting.cost().exchange_bytes_per_second
+    found = [
+        ("lengths", f"{documents.name}: {documents.source}"),
+        (
+            "model",
+            f"{model.name}: {model.parameters / 1e9:.1f} billion weights, {model.layers} layers, bf16",
+        ),
+        *((f"hardware, {what}", text) for what, text in hardware.sources),
+        ("exchange", f"{rate / 1e9:.0f} GB/s from each rank of the attention group ({setting.group} ranks), latency as built in"),
+        (
+            "linear layers",
+            "the longer of arithmetic and memory traffic for each product (roofline), norms, rotary embedding and activation by "
+            "memory traffic; backward twice as long",
+        ),
+        ("weights", _SHARDING[setting.sharding]),
+        ("checkpointing", _CHECKPOINTING[setting.checkpointing]),
+    ]
+    if setting.profile is not None:
+        found.append(
+            ("profile", f"attention and exchange by the cost model {setting.profile.name!r}, not by the hardware's figures")
+        )
+    if setting.tensor > 1:
+        found.append(("tensor parallelism", "with sequence parallelism, four exchanges a layer and direction, hidden by nothing"))
+    if setting.stages > 1:
+        found.append(
+            (
+                "pipeline",
+                f"{setting.stages} stages of equally many layers, 1F1B; hf-distca and the published planner run the same phase "
+                "on all stages, and those without a micro-batch compute attention",
+            )
+        )
+    found += [
+        ("all", "nothing but what is said here takes time: no host overhead, no fragmentation, no noise, no data loading"),
+        *((STRATEGIES[name].title, STRATEGIES[name].about) for name in names),
+    ]
+    return found

@@ -1,0 +1,168 @@
+"""Context parallelism within groups of ranks: zigzag ring, all-gather, Ulysses, and WLB-LLM, which chooses its cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
+from hf_distca.schedule.layout import IntArray
+from hf_distca.simulate.collectives import gather_rate
+from hf_distca.simulate.layers import Directions
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.work import Work, together
+
+__all__ = ["all_gather", "degrees", "ring", "shared_by_document", "shared_by_row", "ulysses", "wlb"]
+
+_WAYS = np.array([[1.0, 1.0, 1.0], [1.0, 2.0, 2.5]])  # tasks, bytes and flops forward and backward, as CostModel counts them
+
+
+def degrees(group: int) -> list[int]:
+    """Powers of two that divide the attention group."""
+    return [2**power for power in range(group.bit_length()) if group % 2**power == 0]
+
+
+def _seconds(cost: CostModel, counts: FloatArray) -> Directions:
+    """Seconds of counts of tasks, bytes and flops, shape (n, 3)."""
+    found = []
+    for kernel, way in zip((cost.forward, cost.backward), _WAYS, strict=True):
+        rates = np.array([kernel.task_seconds, 1 / kernel.bytes_per_second, 1 / kernel.flops_per_second])
+        found.append((counts * way * rates).sum(axis=1))
+    return Directions(*found)
+
+
+def shared_by_document(cost: CostModel, length: IntArray, row: IntArray, rows: int, degree: int, hops: int = 1) -> Directions:
+    """Seconds of each rank of a row whose documents are each cut into 2 * degree chunks, a head and a tail for each rank.
+
+    All ranks of a row take about as long. Chunks shorter than a tile still fill it. With `hops`, as many kernel calls see a part
+    of the keys each, and read q and write o again.
+    """
+    shape, chunks = cost.shape, np.minimum(2 * degree, length)
+    rows_each = -(-length // chunks)
+    tiled = -(-rows_each // cost.tile) * cost.tile
+    pairs = causal_pairs(length, length, cost.window) * (tiled / rows_each)
+    read = length * (chunks + 1) / 2
+    if cost.window is not None:
+        read = np.minimum(read, chunks * (rows_each + cost.window - 1.0))
+    moved = tiled * chunks * (shape.query_bytes + shape.output_bytes) * hops + read * shape.key_value_bytes
+    counts = np.stack([chunks * hops, moved, shape.pair_flops * pairs], axis=1).astype(np.float64) / degree
+    return _seconds(cost, np.stack([np.bincount(row, weights=column, minlength=rows) for column in counts.T], axis=1))
+
+
+def shared_by_row(cost: CostModel, length: IntArray, row: IntArray, rows: int, degree: int) -> Directions:
+    """Seconds of the slowest rank of each row that is cut as one sequence, into a head and a tail chunk for each rank."""
+    order = np.argsort(row, kind="stable")
+    length, row = length[order], row[order]
+    sizes = np.bincount(row, weights=length, minlength=rows).astype(np.int64)
+    begins = np.cumsum(sizes) - sizes
+    starts = np.cumsum(length) - length
+    cuts = (begins[:, None] + sizes[:, None] * np.arange(2 * degree + 1) // (2 * degree)).ravel()
+    edges = np.unique(np.concatenate([starts, cuts]))
+    piece, end = edges[:-1], edges[1:]
+    document = np.searchsorted(starts, piece, side="right") - 1
+    owner = row[document]
+    chunk = np.array(
+        (piece - begins[owner]) * (2 * degree) // np.maximum(sizes[owner], 1)
+    )  # a cut rounds down, so the piece that begins at it may seem to lie in the chunk before
+    chunk += piece >= begins[owner] + sizes[owner] * np.minimum(chunk + 1, 2 * degree) // (2 * degree)
+    rank = np.minimum(chunk, 2 * degree - 1 - chunk)
+    counts = cost.counts(end - piece, end - starts[document])
+    summed = [np.bincount(owner * degree + rank, weights=column, minlength=rows * degree) for column in counts.T]
+    return Directions(*(part.reshape(rows, degree).max(axis=1) for part in _seconds(cost, np.stack(summed, axis=1))))
+
+
+def _layers(
+    setting: Setting,
+    length: IntArray,
+    row: IntArray,
+    degree: int,
+    of_kind: Callable[[CostModel, int], tuple[Directions, Directions]],
+) -> Work:
+    """All layers of rows that `degree` ranks share, of which a kind takes (attention, exchange) seconds for each row."""
+    rows = setting.group // degree
+    tokens = np.repeat(np.bincount(row, weights=length, minlength=rows) / degree, degree)
+    kinds = []
+    for window, layers in setting.model.kinds:
+        attention, wire = of_kind(setting.cost(window), rows)
+        spread = [Directions(*(np.repeat(part, degree) for part in pair)) for pair in (attention, wire)]
+        pairs = float(causal_pairs(length, length, window).sum())
+        received = tokens * degree * setting.shape.key_value_bytes * (3 if degree > 1 else 0)
+        kinds.append(Work(tokens, spread[0], spread[1], spread[1].forward + spread[1].backward, received, pairs).times(layers))
+    return together(kinds)
+
+
+def _gathered(setting: Setting, cost: CostModel, length: IntArray, row: IntArray, rows: int, degree: int) -> Directions:
+    """Keys and values of a row come to all its ranks in both directions; gradients go back, summed, in backward."""
+    if degree == 1:
+        return Directions(np.zeros(rows), np.zeros(rows))
+    bytes_ = np.bincount(row, weights=length, minlength=rows) * cost.shape.key_value_bytes * (degree - 1) / degree
+    once = bytes_ / gather_rate(setting, degree) + cost.exchange_seconds
+    return Directions(once, 2 * once)
+
+
+def all_gather(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
+    """Each rank gets all keys of its row before it computes its head and tail of every document."""
+    return _layers(
+        setting,
+        *(length, row, degree),
+        lambda cost, rows: (
+            shared_by_document(cost, length, row, rows, degree),
+            _gathered(setting, cost, length, row, rows, degree),
+        ),
+    )
+
+
+def wlb(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
+    """All-gather, where each row is cut by document or as one sequence, whichever is faster (arXiv 2503.17924, section 5)."""
+
+    def of_kind(cost: CostModel, rows: int) -> tuple[Directions, Directions]:
+        ways = [cut(cost, length, row, rows, degree) for cut in (shared_by_document, shared_by_row)]
+        first = ways[0].forward + ways[0].backward <= ways[1].forward + ways[1].backward
+        best = Directions(*(np.where(first, one, two) for one, two in zip(*ways, strict=True)))
+        return best, _gathered(setting, cost, length, row, rows, degree)
+
+    return _layers(setting, length, row, degree, of_kind)
+
+
+def ring(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
+    """Keys travel from neighbour to neighbour beside the attention to those that came before."""
+    hidden: dict[int | None, Directions] = {}
+
+    def of_kind(cost: CostModel, rows: int) -> tuple[Directions, Directions]:
+        attention = shared_by_document(cost, length, row, rows, degree, hops=degree)
+        hidden[cost.window] = attention
+        if degree == 1:
+            return attention, Directions(np.zeros(rows), np.zeros(rows))
+        inside = degree * setting.tensor <= setting.ranks_per_node
+        rate = setting.hardware.node_rate if inside else setting.hardware.link_rate
+        bytes_ = np.bincount(row, weights=length, minlength=rows) * cost.shape.key_value_bytes * (degree - 1) / degree
+        once = bytes_ / rate + (degree - 1) * cost.exchange_seconds
+        # In backward gradients of keys travel with them.
+        return attention, Directions(once, 2 * once)
+
+    work = _layers(setting, length, row, degree, of_kind)
+    exposed = Directions(*(np.maximum(wire - busy, 0) for wire, busy in zip(work.exposed, work.attention, strict=True)))
+    kept = work.tokens * 3 * 2 * setting.shape.key_value_bytes * (degree > 1)  # the keys at hand and those that come
+    return replace(work, exposed=exposed, received=kept)
+
+
+def ulysses(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
+    """Each rank of a row computes some heads of all its documents: q, k, v and o of all tokens change ranks."""
+    shape = setting.shape
+    # Where there are fewer key/value heads than ranks, each is sent to several.
+    keys = shape.key_value_bytes * max(degree / shape.key_value_heads, 1)
+    moved = (shape.query_bytes + keys + shape.output_bytes) * (degree - 1) / degree
+    inside = degree * setting.tensor <= setting.ranks_per_node
+    rate = setting.hardware.node_rate if inside else setting.hardware.link_rate
+
+    def of_kind(cost: CostModel, rows: int) -> tuple[Directions, Directions]:
+        counts = cost.counts(length, length) / [1, degree, degree]
+        attention = _seconds(cost, np.stack([np.bincount(row, weights=c, minlength=rows) for c in counts.T], axis=1))
+        once = np.bincount(row, weights=length, minlength=rows) / degree * moved / rate
+        once = once + 2 * cost.exchange_seconds * (degree > 1)
+        return attention, Directions(once, once)
+
+    work = _layers(setting, length, row, degree, of_kind)
+    return replace(work, received=work.tokens * (moved + shape.output_bytes) * (degree > 1))

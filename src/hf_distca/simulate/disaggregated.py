@@ -1,0 +1,114 @@
+"""Core attention disaggregation: hf-distca's own scheduler, on documents as given or dealt, and the published planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.deal import deal, deal_nano_batches, in_order, plan_dealt
+from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.plan import Plan
+from hf_distca.simulate.loaders import packed_rows
+from hf_distca.simulate.published import plan_published
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.work import Work, of_nano_batches, of_plan, together
+
+__all__ = ["Placed", "dealt", "given", "halved", "published", "work_of"]
+
+
+class Placed(NamedTuple):
+    """Where the documents of a micro-batch lie, and who plans what moves.
+
+    Attributes:
+        layouts: one, or those of both nano-batches of ping-pong.
+        planner: the plan of a layout.
+    """
+
+    layouts: tuple[Layout, ...]
+    planner: Callable[[Layout, CostModel, DistCAConfig], Plan]
+
+
+def given(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placed:
+    """Rows as a packing loader fills them: documents are cut at the end of a row, and each part is one of its own."""
+    layout = packed_rows(lengths, setting.group, setting.tokens_per_rank)
+    return Placed(halved(layout, setting.tile) if ping_pong else (layout,), balance)
+
+
+def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placed:
+    """Documents dealt by hf-distca."""
+    model = setting.cost(None if None in (window for window, _ in setting.model.kinds) else setting.model.window)
+    beside = setting.ranks_per_node // setting.tensor
+    node = beside if 1 < beside < setting.group and setting.group % beside == 0 else None
+    place = (lengths, setting.group, setting.tokens_per_rank, model)
+    if ping_pong:
+        return Placed(deal_nano_batches(*place, tile=setting.tile, ranks_per_node=node), plan_dealt)
+    return Placed((deal(*place, tile=setting.tile, ranks_per_node=node),), plan_dealt)
+
+
+def published(setting: Setting, lengths: IntArray, *, tolerance: float = 0.05) -> Placed:
+    """Documents one after another, over as many ranks as they need, under the published planner, in two nano-batches."""
+    ends = np.cumsum(lengths)
+    # Whole documents in each nano-batch, as near to half of the tokens as they allow.
+    first = int(np.abs(ends - ends[-1] / 2).argmin()) + 1
+
+    def placed(documents: IntArray) -> Layout:
+        each, more = divmod(int(documents.sum()), setting.group)
+        return in_order(documents, setting.group, [each + (rank < more) for rank in range(setting.group)])
+
+    def planner(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
+        plan = plan_published(layout, cost.shape, tolerance=tolerance, tile=config.tile)
+        return replace(plan, window=cost.window)
+
+    return Placed((placed(lengths[:first]), placed(lengths[first:])), planner)
+
+
+def halved(layout: Layout, tile: int) -> tuple[Layout, Layout]:
+    """The nano-batches of a layout in which every document lies on one rank: cut between documents near the middle of a rank.
+
+    Where no document begins near it, a document is cut, and the second nano-batch has its first part as context.
+    """
+    halves: tuple[list[list[tuple[int, int, int]]], ...] = ([], [])
+    context = []
+    for rank in range(layout.world_size):
+        rows = layout.segments(rank)
+        total = sum(row.length for row in rows)
+        starts = np.cumsum([0, *(row.length for row in rows)])
+        nearest = int(starts[np.abs(starts - total / 2).argmin()])
+        near = min(nearest, total - nearest) >= total / 4
+        at = nearest if near else total // 2 // tile * tile or total // 2
+        first: list[tuple[int, int, int]] = []
+        second: list[tuple[int, int, int]] = []
+        before = 0
+        for row, start in zip(rows, starts.tolist(), strict=False):
+            here = min(max(at - start, 0), row.length)
+            if here:
+                first.append((row.document, row.start, here))
+            if 0 < here < row.length:
+                second.append((row.document, row.start, here))
+                before = 1
+            if here < row.length:
+                second.append((row.document, row.start + here, row.length - here))
+        halves[0].append(first)
+        halves[1].append(second)
+        context.append(before)
+    return Layout.from_segments(halves[0]), Layout.from_segments(halves[1], context)
+
+
+def work_of(setting: Setting, placed: Placed) -> Work:
+    """The work of a micro-batch that lies so, all layers."""
+    config = DistCAConfig(tile=setting.tile)
+    kinds = []
+    for window, layers in setting.model.kinds:
+        cost = setting.cost(window)
+        if len(placed.layouts) == 1:
+            kinds.append(of_plan(placed.planner(placed.layouts[0], cost, config), cost).times(layers))
+            continue
+        halves = [placed.planner(layout, cost, replace(config, ping_pong=True)) for layout in placed.layouts]
+        kinds.append(of_nano_batches(setting, (halves[0], halves[1]), cost).times(layers))
+    return together(kinds)

@@ -1,0 +1,72 @@
+"""Peak memory of a rank: weights and the optimizer, activations that wait for backward, and what an exchange brings."""
+
+from __future__ import annotations
+
+import math
+
+from hf_distca.simulate.setting import Setting
+
+__all__ = ["activation_bytes", "most_tokens", "peak_bytes", "weight_bytes"]
+
+_OPTIMIZER_BYTES = 12  # two moments and the weights in float32
+_LOSS_TOKENS = 4096  # the loss is taken of so many tokens at a time
+
+
+def weight_bytes(setting: Setting) -> float:
+    """Weights, gradients and the optimizer's state on a rank."""
+    held = setting.model.parameters / (setting.tensor * setting.stages)
+    element, group = setting.hardware.element_bytes, setting.group
+    if setting.sharding == "fsdp":
+        whole = 2 * setting.model.layer_parameters / setting.tensor * element  # the layer at work and the next one
+        return held / group * (2 * element + _OPTIMIZER_BYTES) + whole
+    gradients = held * (element + 4)
+    return gradients + held * _OPTIMIZER_BYTES / (group if setting.sharding == "zero1" else 1)
+
+
+def activation_bytes(setting: Setting) -> float:
+    """What each token of a micro-batch leaves for the backward of a rank's layers.
+
+    A layer keeps the inputs of both norms and of the matrix products, q, k, v, o, the log-sum-exp, and three tensors of the gated
+    activation. With checkpointing it keeps its input, and selectively or under hf-distca o and the log-sum-exp.
+    """
+    model, shape, element = setting.model, setting.shape, setting.hardware.element_bytes
+    kept = shape.output_bytes + shape.lse_bytes
+    hidden = model.hidden / setting.tensor * element
+    if setting.checkpointing == "none":
+        inside = shape.query_bytes + shape.key_value_bytes + kept
+        layer = 4 * hidden + inside + 3 * model.feed_forward / setting.tensor * element
+    else:
+        layer = hidden + (kept if setting.checkpointing == "selective" else 0)
+    return float(layer * setting.stage_layers)
+
+
+def _working_bytes(setting: Setting) -> float:
+    """What a layer that is recomputed holds for each token of a micro-batch."""
+    if setting.checkpointing == "none":
+        return 0.0
+    model, shape, element = setting.model, setting.shape, setting.hardware.element_bytes
+    inside = shape.query_bytes + shape.key_value_bytes + shape.output_bytes
+    return float(inside + (4 * model.hidden + 3 * model.feed_forward) / setting.tensor * element)
+
+
+def _loss_bytes(setting: Setting, tokens: float) -> float:
+    each = setting.model.vocabulary / setting.tensor * (setting.hardware.element_bytes + 8)
+    return min(tokens, _LOSS_TOKENS) * each
+
+
+def peak_bytes(setting: Setting, tokens: float, received: float) -> float:
+    """Peak of a rank that holds so many tokens of a micro-batch and receives so many bytes for a layer.
+
+    With pipeline stages, the first one holds as many micro-batches as there are stages.
+    """
+    flying = min(setting.stages, setting.micro_batches)
+    held = tokens * (activation_bytes(setting) * flying + _working_bytes(setting))
+    return weight_bytes(setting) + held + _loss_bytes(setting, tokens) + received
+
+
+def most_tokens(setting: Setting) -> int:
+    """Tokens of a micro-batch with which a rank's memory is full, if it receives nothing."""
+    flying = min(setting.stages, setting.micro_batches)
+    each = activation_bytes(setting) * flying + _working_bytes(setting)
+    room = setting.hardware.memory_bytes - weight_bytes(setting) - _loss_bytes(setting, _LOSS_TOKENS)
+    return max(math.floor(room / each), 0)

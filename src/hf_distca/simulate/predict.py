@@ -1,0 +1,220 @@
+"""`simulate`: predicted seconds, waiting, communication and memory of a step, for each strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hf_distca.errors import ConfigError
+from hf_distca.schedule.cost import causal_pairs
+from hf_distca.schedule.layout import IntArray
+from hf_distca.simulate.collectives import optimizer_seconds, weight_exchange
+from hf_distca.simulate.layers import Directions, head_seconds
+from hf_distca.simulate.lengths import Documents
+from hf_distca.simulate.memory import peak_bytes
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.strategies import DISAGGREGATED, STRATEGIES, Candidate, Strategy
+from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
+from hf_distca.simulate.work import Work
+
+__all__ = ["Prediction", "best_alternative", "best_of", "ideal_seconds", "predict_step", "simulate"]
+
+# A strategy that skips more than this part of the attention trains on other documents: it is shown, and not compared.
+_SKIPPED = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A strategy's step; over several batches, the mean of each figure but memory, whose largest counts.
+
+    Attributes:
+        strategy: its name.
+        step_seconds: seconds of a step.
+        idle_share: part of the step in which the mean rank waits for others: stragglers and pipeline bubbles.
+        exposed_share: part of the step in which the mean rank waits for messages of core attention.
+        hidden_seconds, exposed_seconds: seconds of such messages beside computing, and not, of the mean rank.
+        weight_exposed_seconds: seconds in which ranks wait for weights and gradients.
+        peak_bytes: largest memory of a rank.
+        fits: whether that is no more than the device has.
+        attention_share: query-key pairs computed, of those of whole documents.
+        most_tokens: tokens of a micro-batch on the fullest rank.
+        degree: ranks that share a row, where a strategy chooses that; the most frequent one.
+        tokens_per_second: of all ranks together.
+    """
+
+    strategy: str
+    step_seconds: float
+    idle_share: float
+    exposed_share: float
+    hidden_seconds: float
+    exposed_seconds: float
+    weight_exposed_seconds: float
+    peak_bytes: float
+    fits: bool
+    attention_share: float
+    most_tokens: int
+    degree: int | None
+    tokens_per_second: float
+
+    @property
+    def title(self) -> str:
+        """The strategy, in words."""
+        return STRATEGIES[self.strategy].title
+
+    @property
+    def comparable(self) -> bool:
+        """Whether it fits, and computes the attention of whole documents."""
+        return self.fits and self.attention_share >= 1 - _SKIPPED
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as a dictionary that `json` can write."""
+        return asdict(self)
+
+
+def predict_step(setting: Setting, batches: Sequence[IntArray], strategy: Strategy) -> Prediction | None:
+    """The step of these micro-batches; None if the strategy has no way to run them.
+
+    Args:
+        setting: model, devices and their arrangement.
+        batches: document lengths of each micro-batch of the attention group, `setting.micro_batches` of them.
+        strategy: one of `STRATEGIES`.
+    """
+    whole = _pairs(setting, batches)
+    found = [_of_candidate(setting, one, strategy, batches, whole) for one in strategy.candidates(setting, batches)]
+    if not found:
+        return None
+    return min(found, key=lambda one: (not one.fits, one.attention_share < 1 - _SKIPPED, one.step_seconds))
+
+
+def _pairs(setting: Setting, batches: Sequence[IntArray]) -> float:
+    return float(sum(causal_pairs(n, n, window).sum() for n in batches for window, _ in setting.model.kinds))
+
+
+def _of_candidate(
+    setting: Setting, candidate: Candidate, strategy: Strategy, batches: Sequence[IntArray], whole: float
+) -> Prediction:
+    works, keeps = candidate.works, strategy.keeps_attention
+    if candidate.ticks:
+        timeline = same_phase(setting, works)
+    elif setting.stages > 1:
+        timeline = one_forward_one_backward(setting, works, keeps_attention=keeps)
+    else:
+        timeline = data_parallel(setting, works, keeps_attention=keeps)
+    middle = [rank_seconds(setting, work, keeps_attention=keeps) for work in works]
+    forward, backward = (float(np.mean([part[way].mean() for part in middle])) / setting.stages for way in (0, 1))
+    weights = weight_exchange(setting, forward, backward)
+    step = timeline.seconds + weights.exposed + optimizer_seconds(setting)
+    # Of a rank: in ticks all stages' ranks are in each work, and else each rank stands for a pipeline.
+    parts = setting.stages
+    exposed = sum(float((work.exposed.forward + work.exposed.backward).mean()) for work in works) / parts
+    wire = sum(float(work.wire.mean()) for work in works) / parts
+    tokens = np.max([work.tokens for work in works], axis=0)
+    received = np.max([work.received for work in works], axis=0)
+    peak = max(peak_bytes(setting, float(a), float(b)) for a, b in set(zip(tokens.tolist(), received.tolist(), strict=True)))
+    total = sum(int(n.sum()) for n in batches)
+    computed = sum(work.pairs for work in works) / (parts if candidate.ticks else 1)
+    return Prediction(
+        strategy.name,
+        step,
+        (timeline.seconds - float(timeline.busy.mean())) / step,
+        exposed / step,
+        max(wire - exposed, 0.0),
+        exposed,
+        weights.exposed,
+        peak,
+        peak <= setting.hardware.memory_bytes,
+        computed / whole,
+        int(tokens.max()),
+        candidate.degree,
+        total / step,
+    )
+
+
+def simulate(
+    setting: Setting,
+    documents: Documents,
+    names: Iterable[str] = tuple(STRATEGIES),
+    *,
+    batches: int = 10,
+    seed: int = 0,
+    told: Callable[[], object] = lambda: None,
+) -> list[Prediction]:
+    """Predict steps of several global batches under each strategy.
+
+    Args:
+        setting: model, devices and their arrangement.
+        documents: where lengths come from.
+        names: strategies, of `STRATEGIES`.
+        batches: global batches.
+        seed: of the generator that draws them.
+        told: called after each strategy of each batch.
+
+    Raises:
+        ConfigError: if a strategy is not known, or `batches` or `seed` is out of its range.
+        LayoutError: if a document is longer than a global batch.
+    """
+    names = list(names)
+    for name in names:
+        if name not in STRATEGIES:
+            raise ConfigError(f"strategy {name!r} is not known: it must be one of {', '.join(STRATEGIES)}.")
+    if type(batches) is not int or not 1 <= batches <= 100_000:
+        raise ConfigError(f"batches={batches!r} must be a whole number from 1 to 100000.")
+    if type(seed) is not int or seed < 0:
+        raise ConfigError(f"seed={seed!r} must be a whole number of at least 0.")
+    found: dict[str, list[Prediction]] = {name: [] for name in names}
+    drawn = documents.batches(setting.tokens, batches * setting.micro_batches, seed)
+    for _ in range(batches):
+        micro_batches = [next(drawn) for _ in range(setting.micro_batches)]
+        for name in names:
+            step = predict_step(setting, micro_batches, STRATEGIES[name])
+            if step is not None:
+                found[name].append(step)
+            told()
+    return [_mean(steps) for steps in found.values() if len(steps) == batches]
+
+
+def _mean(steps: list[Prediction]) -> Prediction:
+    def mean(name: str) -> float:
+        return float(np.mean([getattr(step, name) for step in steps]))
+
+    degrees = [step.degree for step in steps]
+    total = sum(step.tokens_per_second * step.step_seconds for step in steps)
+    figures = ("idle_share", "exposed_share", "hidden_seconds", "exposed_seconds", "weight_exposed_seconds", "attention_share")
+    means: dict[str, Any] = {name: mean(name) for name in ("step_seconds", *figures)}
+    return replace(
+        steps[0],
+        **means,
+        peak_bytes=max(step.peak_bytes for step in steps),
+        fits=all(step.fits for step in steps),
+        most_tokens=max(step.most_tokens for step in steps),
+        degree=max(set(degrees), key=degrees.count),
+        tokens_per_second=total / sum(step.step_seconds for step in steps),
+    )
+
+
+def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
+    """Seconds of a step in which every rank has an equal part of all work, and waits for no rank and no message of attention."""
+    parts = setting.group * setting.stages
+    total = 0.0
+    for lengths in batches:
+        tokens, nothing = np.full(1, float(lengths.sum()) / setting.group), np.zeros(1)
+        none = Directions(nothing, nothing)
+        linear = rank_seconds(setting, Work(tokens, none, none, nothing, nothing, 0.0), keeps_attention=True)
+        total += float((linear.forward + linear.backward + head_seconds(setting, tokens))[0]) / setting.stages
+        total += sum(layers * float(setting.cost(w).seconds(lengths, lengths).sum()) for w, layers in setting.model.kinds) / parts
+    return total
+
+
+def best_of(predictions: Iterable[Prediction], names: Iterable[str]) -> Prediction | None:
+    """The fastest of these strategies that fits and computes the attention of whole documents; None if none does."""
+    chosen = set(names)
+    able = [one for one in predictions if one.strategy in chosen and one.comparable]
+    return min(able, key=lambda one: one.step_seconds, default=None)
+
+
+def best_alternative(predictions: Iterable[Prediction]) -> Prediction | None:
+    """The fastest strategy that does not disaggregate attention."""
+    return best_of(predictions, [name for name in STRATEGIES if name not in DISAGGREGATED])

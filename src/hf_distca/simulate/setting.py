@@ -1,0 +1,117 @@
+"""`Setting`: model, devices, and how ranks are arranged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from hf_distca.errors import ConfigError
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.simulate.hardware import Hardware
+from hf_distca.simulate.models import ModelShape
+
+__all__ = ["Checkpointing", "Setting", "Sharding"]
+
+Checkpointing = Literal["none", "selective", "full"]
+Sharding = Literal["fsdp", "zero1", "ddp"]
+_MOST_RANKS = 65536
+_MOST_TOKENS = 2**28
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated: a step of `micro_batches` micro-batches on `ranks` devices.
+
+    Attributes:
+        model, hardware: what runs, and on what.
+        ranks: devices.
+        tokens_per_rank: tokens of a micro-batch on a rank, before its tensor-parallel group shares them: all ranks of such a
+            group hold the same tokens.
+        tensor, stages: tensor-parallel degree and pipeline stages. What is left of `ranks` is the attention group, of
+            `group` ranks.
+        micro_batches: micro-batches of a step.
+        ranks_per_node: devices that share a fast link.
+        sharding: how weights, gradients and the optimizer's state are kept: all sharded over the attention group
+            (``"fsdp"``), the optimizer's alone (``"zero1"``), or nothing (``"ddp"``).
+        checkpointing: ``"full"`` repeats a layer's forward in backward, attention included, as transformers does;
+            ``"selective"`` keeps attention's output; hf-distca always does.
+        profile: a cost model of attention measured elsewhere, instead of the hardware's.
+        tile: query rows of a kernel tile.
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    ranks: int
+    tokens_per_rank: int
+    tensor: int = 1
+    stages: int = 1
+    micro_batches: int = 1
+    ranks_per_node: int = 8
+    sharding: Sharding = "fsdp"
+    checkpointing: Checkpointing = "none"
+    profile: CostModel | None = None
+    tile: int = 128
+
+    def __post_init__(self) -> None:
+        limits = {
+            "ranks": _MOST_RANKS,
+            "tokens_per_rank": _MOST_TOKENS,
+            "tensor": _MOST_RANKS,
+            "stages": self.model.layers,
+            "micro_batches": 4096,
+            "ranks_per_node": _MOST_RANKS,
+            "tile": _MOST_TOKENS,
+        }
+        for name, most in limits.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {most}.")
+        if self.ranks % (self.tensor * self.stages):
+            raise ConfigError(
+                f"ranks={self.ranks} must be a multiple of tensor * stages = {self.tensor} * {self.stages}: what is left shares "
+                "core attention."
+            )
+        if self.model.query_heads % self.tensor:
+            raise ConfigError(f"tensor={self.tensor} must divide the {self.model.query_heads} query heads of {self.model.name}.")
+        if self.model.layers % self.stages:
+            raise ConfigError(f"stages={self.stages} must divide the {self.model.layers} layers of {self.model.name}.")
+
+    @property
+    def group(self) -> int:
+        """Ranks of the attention group, all with other tokens: data-parallel and context-parallel ranks together."""
+        return self.ranks // (self.tensor * self.stages)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch of the attention group."""
+        return self.group * self.tokens_per_rank
+
+    @property
+    def stage_layers(self) -> int:
+        """Layers of a pipeline stage."""
+        return self.model.layers // self.stages
+
+    @cached_property
+    def shape(self) -> AttentionShape:
+        """Core attention of one rank of a tensor-parallel group."""
+        model = self.model
+        heads, keys = model.query_heads // self.tensor, max(model.key_value_heads // self.tensor, 1)
+        if heads % keys:
+            raise ConfigError(f"tensor={self.tensor} leaves {heads} query and {keys} key/value heads: choose a divisor of both.")
+        return AttentionShape(heads, keys, model.head_dim, model.head_dim, self.hardware.element_bytes)
+
+    def rate_among(self, ranks: int) -> float:
+        """Bytes per second that a rank exchanges with so many of the attention group, neighbours by number."""
+        inside = ranks * self.tensor <= self.ranks_per_node
+        return self.hardware.node_rate if inside else self.hardware.link_rate
+
+    def cost(self, window: int | None = None) -> CostModel:
+        """The cost model that the scheduler gets."""
+        hardware, rate = self.hardware, self.rate_among(self.group)
+        if self.profile is not None:
+            hardware_kernel = (self.profile.forward, self.profile.backward)
+            rate, latency, name = self.profile.exchange_bytes_per_second, self.profile.exchange_seconds, self.profile.name
+            return CostModel(self.shape, *hardware_kernel, rate, latency, self.tile, name, window)
+        latency, name = hardware.exchange_seconds, hardware.name
+        return CostModel(self.shape, hardware.forward, hardware.backward, rate, latency, self.tile, name, window)

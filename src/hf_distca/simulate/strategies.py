@@ -1,0 +1,215 @@
+"""The strategies that are compared, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.simulate import context, loaders
+from hf_distca.simulate.disaggregated import Placed, dealt, given, published, work_of
+from hf_distca.simulate.memory import most_tokens
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.work import Work, of_documents
+
+__all__ = ["DISAGGREGATED", "OURS", "STRATEGIES", "Candidate", "Strategy"]
+
+Batches = Sequence[IntArray]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way in which a strategy can run a step; of several, the fastest that fits in memory counts.
+
+    Attributes:
+        works: the work of each micro-batch, or, with `ticks`, of each tick of all stages' ranks.
+        degree: ranks that share a document or a row, where that is chosen.
+        ticks: whether stages run the same phase, and idle ones serve.
+    """
+
+    works: list[Work]
+    degree: int | None = None
+    ticks: bool = False
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to place documents and share attention.
+
+    Attributes:
+        name, title: for options, and for tables.
+        candidates: the ways to run the micro-batches of a step.
+        keeps_attention: whether attention is not repeated under full checkpointing.
+        about: how it is modelled.
+    """
+
+    name: str
+    title: str
+    candidates: Callable[[Setting, Batches], list[Candidate]] = field(repr=False)
+    about: str
+    keeps_attention: bool = False
+
+
+def _plain(setting: Setting, batches: Batches) -> list[Candidate]:
+    works = []
+    for lengths in batches:
+        rows = loaders.packed_rows(lengths, setting.group, setting.tokens_per_rank)
+        works.append(of_documents(setting, rows.length, rows.rank, setting.group))
+    return [Candidate(works)]
+
+
+def _loader(bins: Callable[[Setting, IntArray, int], IntArray], setting: Setting, batches: Batches) -> list[Candidate]:
+    works = [of_documents(setting, lengths, bins(setting, lengths, setting.group), setting.group) for lengths in batches]
+    return [Candidate(works)]
+
+
+def _lpt(setting: Setting, lengths: IntArray, bins: int) -> IntArray:
+    return loaders.longest_first(loaders.document_seconds(setting, lengths), lengths, bins)
+
+
+def _karmarkar_karp(setting: Setting, lengths: IntArray, bins: int) -> IntArray:
+    return loaders.karmarkar_karp(loaders.document_seconds(setting, lengths), bins)
+
+
+def _batch_rebalance(_: Setting, lengths: IntArray, bins: int) -> IntArray:
+    return loaders.batch_rebalance(lengths, bins)
+
+
+def _context(work: Callable[[Setting, IntArray, IntArray, int], Work], setting: Setting, batches: Batches) -> list[Candidate]:
+    """Rows of equally many tokens, each shared by as many ranks; documents are cut at the end of a row."""
+    found = []
+    for degree in context.degrees(setting.group):
+        if work is context.ulysses and setting.shape.query_heads % degree:
+            continue
+        works = []
+        for lengths in batches:
+            rows = loaders.packed_rows(lengths, setting.group // degree, setting.tokens_per_rank * degree)
+            works.append(work(setting, rows.length, rows.rank, degree))
+        found.append(Candidate(works, degree))
+    return found
+
+
+def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
+    """Rows of about equal seconds, as many tokens as memory allows, over all micro-batches of a step."""
+    lengths = np.concatenate(batches)
+    seconds = loaders.document_seconds(setting, lengths)
+    room = most_tokens(setting)
+    found = []
+    for degree in context.degrees(setting.group):
+        rows, count = setting.group // degree, len(batches)
+        cap = max(room, setting.tokens_per_rank) * degree
+        if int(lengths.max()) > cap:
+            continue
+        row = loaders.longest_first(seconds, lengths, rows * count, cap)
+        works = [
+            context.wlb(setting, lengths[here], row[here] - at * rows, degree)
+            for at, here in ((at, row // rows == at) for at in range(count))
+        ]
+        found.append(Candidate(works, degree))
+    return found
+
+
+def _disaggregated(place: Callable[[Setting, IntArray], Placed], setting: Setting, batches: Batches) -> list[Candidate]:
+    placed = [place(setting, lengths) for lengths in batches]
+    if setting.stages == 1:
+        return [Candidate([work_of(setting, one) for one in placed])]
+    return [Candidate([work_of(setting, tick) for tick in _ticks(setting, placed)], ticks=True)]
+
+
+def _ticks(setting: Setting, placed: Sequence[Placed]) -> list[Placed]:
+    """What lies on the ranks of all stages in each tick of one direction; stages without a micro-batch have nothing."""
+    found = []
+    for tick in range(len(placed) + setting.stages - 1):
+        running = [placed[tick - stage] if 0 <= tick - stage < len(placed) else None for stage in range(setting.stages)]
+        layouts = tuple(
+            _side_by_side([None if one is None else one.layouts[nano] for one in running], setting.group)
+            for nano in range(len(placed[0].layouts))
+        )
+        found.append(Placed(layouts, placed[0].planner))
+    return found
+
+
+def _side_by_side(layouts: Sequence[Layout | None], ranks: int) -> Layout:
+    """The ranks of several layouts one after another; their documents are different ones."""
+    none = np.zeros(0, dtype=np.int64)
+    empty = Layout(none, none, none, np.zeros(ranks + 1, dtype=np.int64))
+    found = [empty if one is None else one for one in layouts]
+    documents, first = [], 0
+    for layout in found:
+        documents.append(layout.document + first)
+        first += int(layout.document.max(initial=-1)) + 1
+    segments = np.concatenate([np.diff(layout.offsets) for layout in found])
+    return Layout(
+        np.concatenate(documents),
+        np.concatenate([layout.start for layout in found]),
+        np.concatenate([layout.length for layout in found]),
+        np.concatenate([[0], np.cumsum(segments)]),
+        np.concatenate([layout.context for layout in found]),
+    )
+
+
+_CUT = "a row's end cuts documents, and each part attends to itself alone"
+_BEST = "the fastest degree that fits in memory, for each batch anew"
+
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("plain", "packed rows", _plain, f"documents in order in rows of equal tokens; {_CUT}"),
+        Strategy(
+            "lpt", "loader: longest first", partial(_loader, _lpt), "whole documents, each to the rank with the least to do"
+        ),
+        Strategy(
+            "karmarkar-karp", "loader: Karmarkar-Karp", partial(_loader, _karmarkar_karp), "whole documents, largest differencing"
+        ),
+        Strategy(
+            "batch-rebalance",
+            "loader: batch_rebalance",
+            partial(_loader, _batch_rebalance),
+            "transformers' rule at its best: documents sorted by length in runs of equal cost, not padded",
+        ),
+        Strategy(
+            "ring", "context parallel: ring", partial(_context, context.ring), f"head and tail of each document; {_BEST}; {_CUT}"
+        ),
+        Strategy(
+            "all-gather",
+            "context parallel: all-gather",
+            partial(_context, context.all_gather),
+            f"head and tail of each document, keys gathered before attention; {_BEST}; {_CUT}",
+        ),
+        Strategy(
+            "ulysses", "Ulysses", partial(_context, context.ulysses), f"heads instead of tokens in attention; {_BEST}; {_CUT}"
+        ),
+        Strategy(
+            "wlb",
+            "WLB-LLM",
+            _wlb,
+            f"rows of equal seconds, tokens as memory allows, cut by document or by row; {_BEST}; nothing is deferred",
+        ),
+        Strategy(
+            "published",
+            "published DistCA planner",
+            partial(_disaggregated, published),
+            "documents in order over ranks; greedy on pairs, tolerance 0.05; two nano-batches in turns",
+            keeps_attention=True,
+        ),
+        *(
+            Strategy(
+                f"{way}{'-ping-pong' if ping_pong else ''}",
+                f"hf-distca, {'as given' if way == 'given' else way}{', ping-pong' if ping_pong else ''}",
+                partial(_disaggregated, partial(place, ping_pong=ping_pong)),
+                about + ("; two nano-batches in turns" if ping_pong else "; one stream"),
+                keeps_attention=True,
+            )
+            for way, place, about in (
+                ("given", given, f"rows as packed; {_CUT}"),
+                ("dealt", dealt, "whole documents dealt with equal tokens"),
+            )
+            for ping_pong in (False, True)
+        ),
+    )
+}
+OURS = tuple(name for name in STRATEGIES if name.startswith(("given", "dealt")))
+DISAGGREGATED = (*OURS, "published")

@@ -1,0 +1,158 @@
+"""`Work`: what a micro-batch asks of every rank under a strategy, and how plans become it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
+from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.waves import TransientBytes
+from hf_distca.simulate.layers import Directions, layer_seconds, tensor_seconds
+from hf_distca.simulate.setting import Setting
+
+__all__ = ["Work", "of_documents", "of_nano_batches", "of_plan", "together"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro-batch; arrays have shape (ranks,) and seconds are those of all layers of the model together.
+
+    Attributes:
+        tokens: tokens that the linear layers of each rank run on.
+        attention: seconds of core attention.
+        exposed: seconds that each rank waits for messages of core attention.
+        wire: seconds that such messages take, hidden or not, both directions.
+        received: bytes that one layer's exchange keeps on each rank.
+        pairs: query-key pairs computed, of one layer.
+    """
+
+    tokens: FloatArray
+    attention: Directions
+    exposed: Directions
+    wire: FloatArray
+    received: FloatArray
+    pairs: float
+
+    def times(self, layers: int) -> Work:
+        """The work of so many layers like this one."""
+        attention, exposed = (Directions(*(layers * part for part in pair)) for pair in (self.attention, self.exposed))
+        return replace(self, attention=attention, exposed=exposed, wire=layers * self.wire)
+
+
+def together(kinds: list[Work]) -> Work:
+    """The work of layers of several kinds, on the same tokens."""
+
+    def both(one: Work, other: Work) -> Work:
+        attention = Directions(*(a + b for a, b in zip(one.attention, other.attention, strict=True)))
+        exposed = Directions(*(a + b for a, b in zip(one.exposed, other.exposed, strict=True)))
+        received = np.maximum(one.received, other.received)
+        return Work(one.tokens, attention, exposed, one.wire + other.wire, received, one.pairs + other.pairs)
+
+    return reduce(both, kinds)
+
+
+def of_documents(setting: Setting, length: IntArray, rank: IntArray, ranks: int) -> Work:
+    """Whole documents, each on one rank, and nothing exchanged."""
+
+    def sums(values: npt.NDArray[Any]) -> FloatArray:
+        return np.bincount(rank, weights=values, minlength=ranks).astype(np.float64)
+
+    nothing = np.zeros(ranks)
+    kinds = []
+    for window, layers in setting.model.kinds:
+        cost = setting.cost(window)
+        attention = Directions(sums(cost.forward_seconds(length, length)), sums(cost.backward_seconds(length, length)))
+        pairs = float(causal_pairs(length, length, window).sum())
+        kinds.append(Work(sums(length), attention, Directions(nothing, nothing), nothing, nothing, pairs).times(layers))
+    return together(kinds)
+
+
+class _Moves(NamedTuple):
+    """One layer of a plan: seconds of each rank."""
+
+    attention: Directions
+    own: Directions  # of tasks that wait for nothing
+    dispatch: Directions
+    back: Directions
+    received: FloatArray  # bytes
+    pairs: float
+
+    @property
+    def wire(self) -> FloatArray:
+        return np.asarray(sum((*self.dispatch, *self.back)))
+
+
+def _moves(plan: Plan, cost: CostModel) -> _Moves:
+    load = PlanLoad(plan, cost)
+    cost, shape, ranks = load.cost, cost.shape, plan.layout.world_size
+    rows = plan.end - plan.start
+    forward, backward = cost.forward_seconds(rows, plan.end), cost.backward_seconds(rows, plan.end)
+
+    def sums(values: npt.NDArray[Any], among: npt.NDArray[np.bool_] | None = None) -> FloatArray:
+        weights = values if among is None else values * among
+        return np.bincount(plan.server, weights=weights, minlength=ranks).astype(np.float64)
+
+    attention, nothing = Directions(sums(forward), sums(backward)), np.zeros(ranks)
+    pairs = float(load.pairs.sum())
+    if not plan.moved:
+        nowhere = Directions(nothing, nothing)
+        return _Moves(attention, attention, nowhere, nowhere, nothing, pairs)
+    queries, keys = load.query_tokens, load.key_tokens
+
+    def seconds(query_bytes: int, key_bytes: int) -> FloatArray:
+        moved = [queries[side] * query_bytes + keys[side] * key_bytes for side in (0, 1)]
+        return np.asarray(np.maximum(*moved) / cost.exchange_bytes_per_second + cost.exchange_seconds)
+
+    dispatch = Directions(
+        seconds(shape.query_bytes, shape.key_value_bytes),
+        seconds(shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes, shape.key_value_bytes),
+    )
+    back = Directions(seconds(shape.output_bytes + shape.lse_bytes, 0), seconds(shape.query_bytes, shape.key_value_bytes))
+    found = plan.key_transfers()
+    remote = found.source != found.server
+    waits = np.isin(plan.document * ranks + plan.server, np.unique(found.document[remote] * ranks + found.server[remote]))
+    own = (plan.home == plan.server) & ~waits
+    each = TransientBytes.of(shape)
+    received = each.query * queries[1] + each.key * keys[1] + each.sent_query * queries[0] + each.sent_key * keys[0]
+    return _Moves(attention, Directions(sums(forward, own), sums(backward, own)), dispatch, back, received, pairs)
+
+
+def of_plan(plan: Plan, cost: CostModel) -> Work:
+    """One layer of a plan, single-stream: a rank computes its own tasks while messages come, and waits for outputs."""
+    layer = _moves(plan, cost)
+    exposed = (
+        np.maximum(dispatch - own, 0) + back for dispatch, own, back in zip(layer.dispatch, layer.own, layer.back, strict=True)
+    )
+    tokens = plan.layout.query_tokens.astype(np.float64)
+    return Work(tokens, layer.attention, Directions(*exposed), layer.wire, layer.received, layer.pairs)
+
+
+def of_nano_batches(setting: Setting, plans: tuple[Plan, Plan], cost: CostModel) -> Work:
+    """One layer of the plans of two nano-batches in ping-pong.
+
+    In turns: linear layers of A beside the return of B, those of B beside the dispatch of A, attention of A beside the dispatch
+    of B, attention of B beside the return of A. What of a message is longer than what runs beside it is waited for.
+    """
+    one, two = (_moves(plan, cost) for plan in plans)
+    tokens = [plan.layout.query_tokens.astype(np.float64) for plan in plans]
+    linear = [layer_seconds(setting, count) for count in tokens]
+    hidden = [tensor_seconds(setting, count) for count in tokens]
+    exposed = []
+    for way in (0, 1):
+        beside = (
+            (one.dispatch[way], linear[1][way] + hidden[1]),
+            (two.dispatch[way], one.attention[way]),
+            (one.back[way], two.attention[way]),
+            (two.back[way], linear[0][way] + hidden[0]),
+        )
+        exposed.append(np.asarray(sum(np.maximum(message - work, 0) for message, work in beside)))
+    attention = Directions(*(a + b for a, b in zip(one.attention, two.attention, strict=True)))
+    received = np.maximum(one.received, two.received)
+    return Work(tokens[0] + tokens[1], attention, Directions(*exposed), one.wire + two.wire, received, one.pairs + two.pairs)

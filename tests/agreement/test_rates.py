@@ -1,0 +1,295 @@
+"""Rates fitted to made-up measurements of ranks: kernels, speeds, exchanges."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from stand_ins import MadeUpGroup
+
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
+from hf_distca.agreement.planner import Planner
+from hf_distca.agreement.rates import Correction, Observation, Rates
+from hf_distca.config import DistCAConfig
+from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.plan import Plan
+
+SHAPE = AttentionShape(4, 2, 64, 64, 4)
+KEY = PlanKey(SHAPE, "cpu")
+TRUE = CostModel.analytic(SHAPE, device_type="cpu")
+RANKS = 4
+
+
+def wrong(task: float, flop: float, exchange: float = 1.0) -> CostModel:
+    """The true rates times these."""
+
+    def kernel(cost: KernelCost) -> KernelCost:
+        return KernelCost(cost.task_seconds * task, cost.bytes_per_second, cost.flops_per_second / flop)
+
+    return replace(
+        TRUE,
+        forward=kernel(TRUE.forward),
+        backward=kernel(TRUE.backward),
+        exchange_bytes_per_second=TRUE.exchange_bytes_per_second / exchange,
+        exchange_seconds=TRUE.exchange_seconds * exchange,
+    )
+
+
+class World:
+    """Ranks that take what the true rates say, and a planner that begins with others."""
+
+    def __init__(
+        self, given: CostModel, speeds: tuple[float, ...] = (1.0,) * RANKS, exchange: float = 1.0, **settings: object
+    ) -> None:
+        self.speeds, self.exchange, self.noise = np.array(speeds), exchange, np.random.default_rng(0)
+        self.planner = Planner(DistCAConfig(**settings), Meter())
+        self.planner.costs[SHAPE, "cpu"] = given
+        self.group = MadeUpGroup(RANKS, self._rows)
+        self.rows: list[np.ndarray] = []
+        self.lengths: list[list[int]] = []
+        self.measured: np.ndarray | None = None
+        self.plans: list[Plan] = []
+
+    def _rows(self, row: np.ndarray) -> list[np.ndarray]:
+        if len(row) < 7:
+            return [row] * RANKS
+        made = []
+        for rank in range(RANKS):
+            header, lengths = row[:7].copy(), self.lengths[rank]
+            figures = self.measured[rank] if row[5] and self.measured is not None else []
+            made.append(np.concatenate([header, figures, [0, 0, 0, len(lengths)], lengths]).astype(np.int64))
+        return made
+
+    def step(self, number: int) -> float:
+        """Plan, and pretend to compute. Returns estimate / measurement of the slowest rank."""
+        random = np.random.default_rng(number)
+        self.lengths = [[8192] if rank == number % RANKS else [8192 // int(random.integers(4, 32))] * 4 for rank in range(RANKS)]
+        documents = self._documents(self.lengths[0])
+        (planned,) = self.planner.plan([(documents, KEY)], self.group)
+        estimate = self.planner.cost(KEY)
+        meter = self.planner.use(planned, documents)
+        meter.count(calls=1, kernel_calls=2, backward_calls=1)
+        plan = planned.plan
+        self.plans.append(plan)
+        tasks = TRUE.seconds(plan.end - plan.start, plan.end)
+        kernel = np.bincount(plan.server, weights=tasks, minlength=RANKS) / self.speeds
+        kernel *= self.noise.normal(1.0, 0.01, RANKS)
+        moving = PlanLoad(plan, TRUE).exchange_seconds * self.exchange
+        waiting = (kernel + moving).max() - kernel if plan.moved else np.zeros(RANKS)
+        self.measured = np.stack([kernel * 1e9, np.zeros(RANKS), waiting * 1e9, np.ones(RANKS)], axis=1).astype(np.int64)
+        mine = np.bincount(plan.server, weights=estimate.seconds(plan.end - plan.start, plan.end), minlength=RANKS)
+        return float(self.planner.ranks(RANKS).taken(mine).max() / kernel.max())
+
+    @staticmethod
+    def _documents(lengths: list[int]) -> Documents:
+        return read_documents(1, sum(lengths), packed=PackedDocuments(lengths))
+
+    @property
+    def moved(self) -> list[bool]:
+        return [plan.moved for plan in self.plans]
+
+
+@pytest.mark.parametrize(("task", "flop"), [(3, 3), (1 / 3, 1 / 3), (3, 1 / 3), (1 / 3, 3), (1, 1)])
+def test_estimates_come_within_ten_percent_whatever_they_began_with(task: float, flop: float) -> None:
+    world = World(wrong(task, flop))
+    ratios = [world.step(number) for number in range(24)]
+    if flop != 1:
+        assert max(ratios[0], 1 / ratios[0]) > 2
+    assert all(abs(ratio - 1) < 0.1 for ratio in ratios[12:])
+
+
+def test_nothing_changes_where_measurements_are_as_estimated() -> None:
+    world = World(TRUE)
+    for number in range(24):
+        world.step(number)
+    assert world.planner.cost(KEY).forward == TRUE.forward
+    assert world.planner.ranks(RANKS).speeds is None
+
+
+def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
+    world = World(TRUE, (1.0, 1 / 1.5, 1.0, 1.0))
+    for number in range(16):
+        world.step(number)
+    speeds = np.array(world.planner.ranks(RANKS).speeds)
+    assert speeds / speeds.max() == pytest.approx([1, 1 / 1.5, 1, 1], rel=0.05)
+    plan = world.plans[-1]
+    kernel = np.bincount(plan.server, weights=TRUE.seconds(plan.end - plan.start, plan.end), minlength=RANKS) / world.speeds
+    assert kernel.max() <= 1.1 * TRUE.seconds(plan.end - plan.start, plan.end).sum() / world.speeds.sum()
+    assert world.planner.ranks(RANKS + 1).speeds is None
+    world.speeds[1] = 1.0
+    for number in range(16, 40):
+        world.step(number)
+    assert world.planner.ranks(RANKS).speeds is None
+
+
+def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
+    world = World(TRUE, exchange=40.0)
+    for number in range(400):
+        world.step(number)
+    first = world.moved.index(False)
+    assert first <= 6
+    tried = [number for number, moved in enumerate(world.moved) if moved and number > first]
+    assert len(tried) <= 400 // 64
+    assert world.planner.rates.slower is not None
+    assert world.planner.rates.slower > 0.05
+
+
+def test_exchanges_are_taken_up_when_they_pay_again() -> None:
+    world = World(TRUE, exchange=40.0)
+    for number in range(100):
+        world.step(number)
+    world.exchange = 1.0
+    for number in range(100, 6000):
+        world.step(number)
+        if world.planner.rates.slower is None:
+            break
+    assert world.planner.rates.slower is None
+    for number in range(6000, 6008):
+        world.step(number)
+    assert all(world.moved[-4:])
+
+
+def test_rates_of_exchanges_are_fitted_where_they_pay() -> None:
+    world = World(wrong(1, 1, exchange=1 / 20), exchange=1.0)
+    for number in range(24):
+        world.step(number)
+    assert all(world.moved)
+    found = world.planner.cost(KEY)
+    assert found.exchange_bytes_per_second == pytest.approx(TRUE.exchange_bytes_per_second, rel=0.5)
+
+
+def test_without_measured_rates_plans_depend_on_documents_alone() -> None:
+    world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), exchange=40.0, measured_rates=False)
+    for number in range(16):
+        world.step(number)
+    assert world.planner.cost(KEY) == wrong(3, 3)
+    assert world.planner.ranks(RANKS).speeds is None
+
+
+def test_a_cost_model_of_ones_own_is_taken_as_it_is() -> None:
+    world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), cost_model=wrong(3, 3))
+    for number in range(16):
+        world.step(number)
+    assert world.planner.cost(KEY) == wrong(3, 3)
+
+
+def test_a_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "hf_distca"):
+        world = World(wrong(3, 3), (1.0, 1 / 1.5, 1.0, 1.0))
+        for number in range(30):
+            world.step(number)
+    said = [record.getMessage() for record in caplog.records]
+    assert len([line for line in said if "rank 1 takes 1." in line]) <= 2
+    assert any("attention takes" in line for line in said)
+    assert len(said) <= 6
+
+
+def observation(change: Callable[[np.ndarray], np.ndarray] = lambda kernel: kernel) -> Observation:
+    parts = np.ones((RANKS, 3))
+    kernel = change(np.full(RANKS, 3.0))
+    none = np.zeros(RANKS)
+    return Observation(parts, kernel, none, none, kernel, none)
+
+
+def test_all_ranks_learn_the_same_from_the_same() -> None:
+    """Rounded to few digits, and learned in one order."""
+    made = []
+    for _ in range(2):
+        rates = Rates()
+        for number in range(12):
+            rates.learn(KEY, observation(lambda kernel, n=number: kernel * (2 + 0.001 * n)))
+        made.append((rates.cost(KEY, TRUE), rates.ranks))
+    assert made[0] == made[1]
+    assert made[0][0].forward.flops_per_second == pytest.approx(TRUE.forward.flops_per_second / 2, rel=0.02)
+
+
+def test_one_stall_changes_nothing() -> None:
+    rates = Rates()
+    for number in range(16):
+        rates.learn(KEY, observation(lambda kernel, n=number: kernel * (50 if n == 9 else 1)))
+    assert rates.cost(KEY, TRUE) == TRUE
+
+
+def test_ranks_with_nothing_to_do_say_nothing_of_their_speed() -> None:
+    rates = Rates()
+    idle = np.ones(RANKS)
+    idle[2] = 0.0
+    for _ in range(12):
+        one = observation(lambda kernel: kernel * idle)
+        rates.learn(KEY, replace(one, parts=one.parts * idle[:, None]))
+    assert rates.ranks.speeds is None
+
+
+class Later:
+    """A meeting that is over when the test says so, or when somebody waits."""
+
+    def __init__(self, rows: list[np.ndarray]) -> None:
+        self.rows, self.done = rows, False
+
+    def wait(self) -> None:
+        self.done = True
+
+
+class Slow(MadeUpGroup):
+    """Two ranks whose meetings take long on this one."""
+
+    def meet(self, row: np.ndarray, **_: object) -> Later:
+        self.meetings.append(Later([row, self.other(row)]))
+        return self.meetings[-1]
+
+    @staticmethod
+    def other(row: np.ndarray) -> np.ndarray:
+        """What the other rank announces, whose kernels are slower."""
+        theirs = row.copy()
+        theirs[-2] = 1  # its rank
+        if theirs[5]:
+            theirs[7] = row[7] * 2
+        return theirs
+
+
+def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ...] | None, str]]:
+    """Plan shares of dealt batches. Returns what each plan was made with."""
+    planner = Planner(DistCAConfig(), Meter())
+    planner.costs[SHAPE, "cpu"] = TRUE
+    group = Slow(2)
+    object.__setattr__(group, "meetings", [])
+    dealing = pickle.loads(pickle.dumps(Dealing(2, 4096, {KEY: TRUE}, planner.config)))
+    made = []
+    for number in range(24):
+        share = dealing.share(np.array([5120, 1024, 2048]), (0, number), 0)
+        documents = read_documents(1, 4096, packed=share)
+        (planned,) = planner.plan([(documents, KEY)], group)
+        made.append((planner.cost(KEY), planner.ranks(2).speeds, planned.plan.digest))
+        meter = planner.use(planned, documents)
+        meter.count(calls=1, kernel_calls=2, backward_calls=1)
+        meter.add(0.1)
+        if over_at_once:
+            for meeting in group.meetings:
+                meeting.done = True
+            planner.look()
+    return made
+
+
+def test_rates_of_dealt_batches_change_at_one_micro_batch_whenever_a_rank_hears_of_them() -> None:
+    soon, late = train_on_shares(over_at_once=True), train_on_shares(over_at_once=False)
+    assert soon == late
+    assert soon[0][1] is None
+    speeds = soon[-1][1]
+    assert speeds is not None
+    assert speeds[0] > 1.5 * speeds[1]
+    assert soon[-1][2] != soon[0][2]  # planned again, with what was measured
+
+
+def test_a_correction_of_exchanges_is_one_of_both_levels() -> None:
+    cost = replace(TRUE, node_bytes_per_second=8 * TRUE.exchange_bytes_per_second)
+    corrected = Correction(exchange=2.0).of(cost)
+    assert corrected.node_bytes_per_second == cost.node_bytes_per_second / 2
+    assert corrected.near == cost.near
+    assert Correction(exchange=2.0).of(TRUE).node_bytes_per_second is None

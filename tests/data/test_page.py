@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hf_distca
+from pages import ROOT
+from tiny_runs import tiny_llama
+
+
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+
+
+def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs the extra 'examples'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(3, 50, length) for length in (700, 40, 3, 90, 300, 12)]
+    datasets.Dataset.from_dict({"tokens": documents}).to_parquet("documents.parquet")
+    np.concatenate(documents).astype(np.uint16).tofile("tokens.bin")
+    np.save("ends.npy", np.cumsum([len(document) for document in documents]))
+    names: dict[str, Any] = {"model": tiny_llama("distca")}
+    shares = []
+    for block in blocks():
+        exec(compile(block, "docs/data.md", "exec"), names)  # ours
+        shares.append(names["shares"])
+    parquet, stream, file, _ = shares
+    assert len(parquet) == len(file) == sum(map(len, documents)) // 256
+    # The same documents in the same order: what they are read from makes no difference.
+    assert [share["input_ids"].tolist() for share in parquet] == [share["input_ids"].tolist() for share in file]
+    tokens = np.concatenate([share["input_ids"] for share in stream])
+    assert len(tokens) == len(parquet) * 256
+    assert set(tokens.tolist()) <= set(np.concatenate(documents).tolist())
+    assert names["batch"]["distca_documents"] == hf_distca.PackedDocuments([700, 40])

@@ -1,0 +1,310 @@
+"""Each thing that a user would act on, and what the doctor says to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, Gemma2Config, LlamaConfig
+from typer.testing import CliRunner, Result
+
+from hf_distca.cli import app
+from hf_distca.doctor import diagnosis
+from hf_distca.doctor.exchange import Tried, tried, try_launched, try_two
+from hf_distca.doctor.findings import Finding, State
+from hf_distca.doctor.machine import Devices, devices, versions
+from hf_distca.doctor.model import dtype_of, family, kernels, read_config
+from hf_distca.errors import ConfigError
+from hf_distca.kernels import flash_attn
+from pages import words_of
+from ranks import RankPool
+from scripts import run as run_script
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def bad(findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.state is State.bad]
+
+
+def test_versions_too_old_and_missing() -> None:
+    required = ["torch>=2.13", "transformers>=5.5.3", "greenlet>=3.2", 'flash-attn; extra == "flash"']
+    found = {"hf-distca": "0.1.0.dev0", "torch": "2.9.1+cu128", "transformers": "5.23.0"}
+    old, missing = bad(list(versions(found, required)))
+    assert (old.name, old.value, old.todo) == ("torch", "2.9.1+cu128, hf-distca needs >=2.13", "pip install 'torch>=2.13'")
+    assert (missing.name, missing.value, missing.todo) == ("greenlet", "missing", "pip install 'greenlet>=3.2'")
+
+
+GPU = "NVIDIA H100, compute capability 9.0, 80 GiB"
+
+
+@pytest.mark.parametrize(
+    ("found", "value", "todo"),
+    [
+        (
+            Devices("2.13.0+cpu", None, (), True, 8),
+            "torch 2.13.0+cpu is built without CUDA",
+            "install a build of torch with CUDA",
+        ),
+        (Devices("2.13.0", "CUDA 12.8", (), True, 8), "can use none", "CUDA_VISIBLE_DEVICES"),
+        (Devices("2.13.0+cpu", None, (), False, 8), "none", None),
+        (Devices("2.13.0", "CUDA 12.8", (GPU,) * 8, True, 8), f"8 x {GPU}", None),
+    ],
+)
+def test_devices(found: Devices, value: str, todo: str | None) -> None:
+    first = next(devices(found))
+    assert first.name == "GPU"
+    assert value in first.value
+    assert (first.state is State.bad) == (todo is not None)
+    assert todo is None or todo in str(first.todo)
+
+
+@pytest.mark.parametrize(
+    ("config", "value", "state", "todo"),
+    [
+        (LlamaConfig(), "proven", State.good, None),
+        (AutoConfig.for_model("qwen3_next"), "one document a row", State.note, "give it one document a row"),
+        (AutoConfig.for_model("mamba"), "not supported", State.bad, 'Use attn_implementation="sdpa"'),
+        (AutoConfig.for_model("t5"), "not supported", State.bad, "encoder with a decoder"),
+        (AutoConfig.for_model("vit"), "not in the table", State.note, "compare its loss with that under sdpa"),
+        (LlamaConfig(attention_dropout=0.1), "0.1", State.bad, "set attention_dropout=0.0"),
+        (AutoConfig.for_model("opt", layerdrop=0.2, attention_dropout=0.0), "on", State.bad, "Set layerdrop=0.0"),
+    ],
+)
+def test_families(config: Any, value: str, state: State, todo: str | None) -> None:
+    found = list(family(config))
+    worst = next((one for one in found if one.state is not State.good), found[0])
+    assert value in worst.value
+    assert worst.state is state
+    assert worst.todo is None if todo is None else todo in str(worst.todo)
+
+
+def test_documents_over_ranks_and_ping_pong_are_told() -> None:
+    llama, whole = ({one.name: one.value for one in family(AutoConfig.for_model(kind))} for kind in ("llama", "llama4_text"))
+    assert llama["documents over ranks"] == "exact"
+    assert llama["ping-pong"] == "layers may run as nano-batches"
+    assert whole["documents over ranks"].startswith("refused: they attend in chunks")
+
+
+@pytest.fixture
+def _one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+
+@pytest.mark.usefixtures("_one_hopper")
+def test_flash_attn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of torch runs, and it is said why the faster one does not; with a softcap only the slow one is left."""
+    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
+    runs, *others = kernels(LlamaConfig(), torch.bfloat16, CUDA)
+    assert (runs.value, runs.state, runs.todo) == ("kernel 'cuda'", State.good, None)
+    reasons = {one.name: one.value for one in others}
+    assert "install" in reasons["not 'flash_attn'"]
+    capped = [one for one in kernels(Gemma2Config(), torch.bfloat16, CUDA) if one.value.startswith("kernel")]
+    assert {one.value for one in capped} == {"kernel 'reference'"}
+    assert "pip install flash-attn" in str(capped[0].todo)
+    assert len(capped) == 2, "layers with and without a window"
+
+
+@pytest.mark.usefixtures("_one_hopper")
+def test_float32_on_a_gpu() -> None:
+    runs = next(kernels(None, torch.float32, CUDA))
+    assert (runs.value, runs.state) == ("kernel 'reference'", State.note)
+    assert "train in bfloat16 or float16" in str(runs.todo)
+
+
+def test_kernels_on_a_cpu() -> None:
+    (runs,) = kernels(LlamaConfig(), torch.float32, CPU)
+    assert (runs.name, runs.value) == ("heads of 128, float32 on cpu", "kernel 'cpu'")
+    slow = next(kernels(Gemma2Config(), torch.float32, CPU))
+    assert "torch's fused CPU kernel has no softcap" in str(slow.todo)
+
+
+def test_dtypes() -> None:
+    assert dtype_of("bf16", None, CPU) is torch.bfloat16
+    assert dtype_of(None, None, CPU) is torch.float32
+    assert dtype_of(None, None, CUDA) is torch.bfloat16
+    assert dtype_of(None, LlamaConfig(dtype="float16"), CPU) is torch.float16
+    for name in ("bf17", "int8", "Tensor"):
+        with pytest.raises(ConfigError, match=f"no attention in dtype '{name}': choose one of bf16, fp16"):
+            dtype_of(name, None, CPU)
+
+
+def test_configs_are_read(tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=64, num_attention_heads=4).save_pretrained(tmp_path)
+    for name in (tmp_path, tmp_path / "config.json"):
+        assert read_config(str(name)).hidden_size == 64
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no config.json in"),
+        ("{", "is not JSON"),
+        ("[]", "must be an object with the key 'model_type'"),
+        ("{}", "must be an object with the key 'model_type'"),
+        ('{"model_type": "llama77"}', "makes no 'llama77' model of .* pip install --upgrade transformers"),
+        ('{"model_type": "llama", "num_hidden_layers": "many"}', "config.json is no config that 'llama' models take"),
+    ],
+)
+def test_configs_that_cannot_be_read(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./none", "config.json", "a/b/c"])
+def test_a_path_that_is_wrong_is_not_looked_for_on_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="there is no file or folder"):
+        read_config(name)
+
+
+def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(f"{name} is not a valid model identifier\nmore of it")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
+    with pytest.raises(ConfigError, match=r"the Hub gives no config of that name: me/none is not a valid model identifier$"):
+        read_config("me/none")
+
+
+def exchanged(rank: int) -> tuple[list[Finding], list[Finding]]:
+    has = {"torch": "2.13.0", "numpy": "2.4.6" if rank else "2.1.0"}
+    outcome = try_launched(has, 60.0)
+    return list(tried(outcome)), list(tried(try_launched({"torch": "2.13.0"}, 60.0)))
+
+
+def test_ranks_of_a_launcher_exchange_and_compare_versions(rank_pool: Callable[[int], RankPool]) -> None:
+    for unequal, equal in rank_pool(2)(exchanged):
+        assert unequal[0].value == "2 ranks on 1 node, 2 on each"
+        assert [(one.name, one.value) for one in bad(unequal)] == [("numpy", "differs: 2.1.0 on rank 0, 2.4.6 on rank 1")]
+        assert not bad(equal)
+        assert "ms for 4 MB from each rank to each other" in equal[-1].value
+
+
+def test_nodes_are_told_apart() -> None:
+    outcome = Tried(("a", "a", "b", "b", "b"), "nccl", 0.001, {})
+    assert next(tried(outcome)).value == "5 ranks on 2 nodes, 2 or 3 on each"
+
+
+def stand_in(path: Path, *lines: str) -> str:
+    """A program that is started instead of Python."""
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_processes_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", f"echo $$ >> {tmp_path}/started", "exec sleep 100"))
+    before = time.monotonic()
+    with pytest.raises(RuntimeError, match="they did not end within"):
+        try_two(1.0)
+    assert time.monotonic() - before < 10
+    for process in (tmp_path / "started").read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(process), 0)
+
+
+def test_what_a_process_said_last_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", "echo 'unable to resolve hostname' >&2", "exit 1"))
+    with pytest.raises(RuntimeError, match=r"^unable to resolve hostname$"):
+        try_two(10.0)
+
+
+@pytest.mark.slow
+def test_two_processes_exchange() -> None:
+    said = try_two(120.0)
+    assert said is not None
+    assert said.endswith("ms for 4 MB each way")
+
+
+@pytest.mark.usefixtures("_two_exchange")
+@pytest.mark.parametrize(
+    "words",
+    [
+        words_of("hf-distca doctor"),
+        words_of("hf-distca doctor --model outputs/finetune_long_documents --dtype bf16"),
+    ],
+)
+def test_the_commands_of_the_pages(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    LlamaConfig().save_pretrained(tmp_path / "outputs" / "finetune_long_documents")
+    result = CliRunner().invoke(app, words[1:])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0] == "versions"
+    assert ("  documents over ranks       exact" in result.stdout) == ("--model" in words)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+@pytest.fixture
+def _two_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "try_two", lambda timeout_seconds: "3 ms for 4 MB each way")
+
+
+@pytest.mark.usefixtures("_two_exchange")
+def test_the_command_ends_with_what_to_do(tmp_path: Path) -> None:
+    LlamaConfig(attention_dropout=0.1).save_pretrained(tmp_path)
+    result = run("--model", str(tmp_path), "--dtype", "bf16")
+    assert result.exit_code == 1, "training would fail"
+    assert "! attention_dropout          0.1" in result.stdout
+    assert result.stdout.splitlines()[-3:-1] == ["what to do", "  1. " + str(next(one.todo for one in bad_of(tmp_path)))]
+    assert "under it, -m hf_distca.cli doctor" in result.stdout.splitlines()[-1]
+    assert "trying an exchange" in result.stderr
+
+
+def bad_of(folder: Path) -> list[Finding]:
+    return bad(list(family(read_config(str(folder)))))
+
+
+@pytest.mark.usefixtures("_two_exchange")
+def test_json() -> None:
+    result = run("--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert {one["section"] for one in found["findings"]} == {"versions", "devices", "kernels", "ranks"}
+    assert len(found["to_do"]) == len([one for one in found["findings"] if one["todo"]]) >= 1
+
+
+def test_an_exchange_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(timeout_seconds: float) -> None:
+        raise RuntimeError("unable to resolve hostname")
+
+    monkeypatch.setattr(diagnosis, "try_two", fails)
+    result = run()
+    assert result.exit_code == 1
+    assert "! two processes over gloo    failed: unable to resolve hostname" in result.stdout
+    assert "GLOO_SOCKET_IFNAME" in result.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(("--model", "/none"), "there is no file or folder /none"), (("--dtype", "bf17"), "no attention in dtype 'bf17'")],
+)
+def test_wrong_input_is_one_line(options: tuple[str, str], message: str) -> None:
+    result = run(*options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not result.stdout
+
+
+@pytest.mark.slow
+def test_under_a_launcher_rank_0_speaks(tmp_path: Path) -> None:
+    words = words_of("accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml -m hf_distca.cli doctor")
+    text = run_script(words, tmp_path)
+    assert text.count("attention group            2 ranks on 1 node, 2 on each") == 1
+    assert "exchange over gloo" in text

@@ -1,0 +1,128 @@
+"""A GPU without one: tensors that have its device, dtypes and shapes, and no memory.
+
+torch's FakeTensorMode runs every operation for its shapes alone, on devices that are not there, and raises where an operation
+would mix devices. A build of torch for CPUs refuses some things before the mode sees them; those are done by the operations under
+them. It has no autograd on such devices: `Tape` calls autograd functions one after another, and backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+CUDA = torch.device("cuda", 0)
+# A build for CUDA would look for the GPU.
+needs_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA: there a GPU has to be real")
+
+
+def _getitem(plain: Any) -> Any:
+    def getitem(tensor: torch.Tensor, key: Any) -> Any:
+        if tensor.device.type != "cuda":
+            return plain(tensor, key)
+        keys = list(key) if isinstance(key, tuple) else [key]
+        if any(isinstance(one, torch.Tensor) for one in keys):
+            return torch.ops.aten.index(tensor, keys)
+        given = sum(one is not None and one is not Ellipsis for one in keys)
+        if Ellipsis in keys:
+            place = keys.index(Ellipsis)
+            keys[place : place + 1] = [slice(None)] * (tensor.dim() - given)
+        dim = 0
+        for one in keys:
+            if one is None:
+                tensor, dim = tensor.unsqueeze(dim), dim + 1
+            elif isinstance(one, slice):
+                if one != slice(None):
+                    tensor = torch.ops.aten.slice(tensor, dim, one.start, one.stop, one.step or 1)
+                dim += 1
+            else:
+                tensor = torch.ops.aten.select(tensor, dim, one)
+        return tensor
+
+    return getitem
+
+
+def _to(plain: Any) -> Any:
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        device = next((torch.device(one) for one in (*args, kwargs.get("device")) if isinstance(one, (str, torch.device))), None)
+        if device is None or device.type != "cuda" or tensor.device.type == "cuda":
+            return plain(tensor, *args, **kwargs)
+        dtype = next((one for one in (*args, kwargs.get("dtype")) if isinstance(one, torch.dtype)), None)
+        return torch.ops.aten._to_copy(tensor, device=CUDA, dtype=dtype, non_blocking=kwargs.get("non_blocking", False))
+
+    return to
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_contiguous() else torch.ops.aten.clone(tensor, memory_format=torch.contiguous_format)
+
+
+def _copy_(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return torch.ops.aten.copy_(tensor, source, non_blocking)
+
+
+@contextmanager
+def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[list[tuple[int, ...]]]:
+    """Inside, tensors may be on a GPU of this compute capability. Yields the shapes of the tensors that were pinned."""
+    pinned: list[tuple[int, ...]] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.device.type == "cpu", "only memory of the host can be pinned"
+        pinned.append(tuple(tensor.shape))
+        return tensor
+
+    plain = torch.Tensor
+    changes = {
+        "__getitem__": _getitem(plain.__getitem__),
+        "to": _to(plain.to),
+        "pin_memory": pin_memory,
+        "contiguous": _contiguous,
+    }
+    changes["copy_"] = _copy_
+    gpu = {"is_available": lambda: True, "get_device_capability": lambda device=None: capability}
+    with (
+        patch.multiple(torch.Tensor, **changes),
+        patch.multiple(torch.cuda, **gpu),
+        patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True),
+        FakeTensorMode(),
+        torch.no_grad(),
+    ):
+        yield pinned
+
+
+class _Context:
+    """What an autograd function keeps."""
+
+    needs_input_grad = (True,) * 16
+    saved_tensors: tuple[torch.Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+class Tape:
+    """In place of `torch.autograd.Function.apply`, for functions that are chained by their first output."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[type[torch.autograd.Function], _Context]] = []
+
+    def apply(self, function: type[torch.autograd.Function], *inputs: Any) -> torch.Tensor:
+        """The forward of a function."""
+        self.calls.append((function, _Context()))
+        result: torch.Tensor = function.forward(self.calls[-1][1], *inputs)
+        return result
+
+    def backward(self, gradient: torch.Tensor) -> list[list[torch.Tensor | None]]:
+        """The gradients of the inputs of each function, the last one first. Each gets the gradient of the next one's anchor."""
+        found = []
+        while self.calls:
+            function, context = self.calls.pop()
+            grads = list(function.backward(context, gradient))
+            gradient = grads[1]
+            found.append(grads)
+        return found

@@ -1,0 +1,157 @@
+"""What `DistCACallback` leaves in a run's folder for `hf-distca report`, and what that costs a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer, TrainerCallback
+
+import hf_distca
+from hf_distca.agreement.figures import Tally
+from hf_distca.run_report.rows import RECORD_NAME, PlanRow, Row, RunRow, StepsRow, WarningRow, read_row
+from ranks import RankPool
+from recorded import recorded
+from tiny_runs import documents, make_trainer, settings, tiny_llama
+
+STEPS = 6
+
+
+class PlanningTrainer(hf_distca.DistCATrainerMixin, Trainer):
+    pass
+
+
+class Warns(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            logging.getLogger("hf_distca").warning("something to act on")
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch runs: a host sync is an operation, too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def data() -> list[dict[str, Any]]:
+    """Rank 0 has one long document, rank 1 many short ones; the fourth step is the worst."""
+    lengths = [((96,), (24, 24, 24, 24)) if step != 3 else ((192,), (24,) * 8) for step in range(STEPS)]
+    return [{"documents": documents(*lengths[step][rank], seed=step)} for step in range(STEPS) for rank in (0, 1)]
+
+
+def train(rank: int, folder: str, record: bool | Literal["all"], ahead: bool, changes: dict[str, Any]) -> dict[str, Any]:
+    callback = hf_distca.DistCACallback(settings(ping_pong=ahead), record=record)
+    trainer = make_trainer(
+        "distca",
+        data(),
+        folder=folder,
+        kind=PlanningTrainer if ahead else Trainer,
+        callbacks=[Warns()],
+        distca=callback,
+        train_sampling_strategy="sequential",
+        **{"max_steps": STEPS, **changes},
+    )
+    with recorded() as collectives, Operations() as operations:
+        trainer.train()
+    return {"collectives": collectives, "operations": operations.count, "history": trainer.state.log_history}
+
+
+def rows(folder: Path) -> list[Row]:
+    found = [read_row(line, "row") for line in (folder / RECORD_NAME).read_text().splitlines()]
+    return [row for row in found if row is not None]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rank_0_writes_what_the_log_says_and_more(rank_pool: Callable[[int], RankPool], tmp_path: Path, ahead: bool) -> None:
+    """The rows sum up to the summary of the run, by rank, and the plans of the first and the worst step can be read."""
+    history = rank_pool(2)(train, str(tmp_path), True, ahead, {"logging_steps": 3})[0]["history"]
+    run, *others = rows(tmp_path)
+    assert isinstance(run, RunRow)
+    assert (run.step, run.ranks, run.settings["ping_pong"], run.model["type"]) == (0, 2, ahead, "llama")
+    assert run.versions["hf-distca"] == hf_distca.__version__
+    assert WarningRow(3, "something to act on") in others or WarningRow(4, "something to act on") in others
+
+    steps = [row for row in others if isinstance(row, StepsRow)]
+    logged = [row for row in history if "distca/micro_batches" in row]
+    tallies = [Tally(**row.tally) for row in steps]
+    assert [tally.micro_batches for tally in tallies] == [row["distca/micro_batches"] for row in logged]
+    assert sum(tally.micro_batches for tally in tallies) == STEPS == sum(tally.moved for tally in tallies)
+    for row, tally, log in zip(steps, tallies, logged, strict=True):
+        figures = tally.figures()
+        assert figures == pytest.approx({name: log[name] for name in figures}, rel=1e-4, abs=6e-5)
+        ranks = row.per_rank
+        assert sum(ranks.estimated_before) == pytest.approx(sum(ranks.estimated_after), rel=1e-3)
+        assert sum(ranks.measured_before) == pytest.approx(sum(ranks.measured_after), rel=1e-3)
+        assert max(ranks.sent_bytes) > 0
+    assert sum(sum(row.per_rank.tokens) for row in steps) == 2 * (5 * 96 + 192)
+
+    plans = [row for row in others if isinstance(row, PlanRow)]
+    assert (plans[0].step, plans[0].micro_batch) == (1, 1)
+    assert 4 in [plan.step for plan in plans], "the worst"
+    for plan in plans:
+        made = [part.read() for part in plan.parts]
+        assert len(made) == (2 if ahead else 1)
+        assert sum(one.layout.query_tokens.sum() for one in made) == sum(plan.per_rank.tokens)
+        seconds = sum(np.bincount(one.server, part.seconds, minlength=2) for one, part in zip(made, plan.parts, strict=True))
+        np.testing.assert_allclose(seconds, plan.per_rank.estimated_after, rtol=2e-3)
+
+
+def test_a_record_costs_no_collective_and_no_operation(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """A host sync would be an operation of torch: there are exactly as many with a record as without."""
+    without, kept = (rank_pool(2)(train, str(tmp_path), record, False, {}) for record in (False, "all"))
+    for rank in (0, 1):
+        assert kept[rank]["collectives"] == without[rank]["collectives"]
+        assert kept[rank]["operations"] == without[rank]["operations"]
+    assert [row.micro_batch for row in rows(tmp_path) if isinstance(row, PlanRow)] == list(range(1, STEPS + 1))
+
+
+def resumed(rank: int, folder: str) -> None:
+    train(rank, folder, True, False, {"save_strategy": "steps", "save_steps": 2, "max_steps": 3})
+    trainer = make_trainer(
+        "distca",
+        data(),
+        folder=folder,
+        distca=hf_distca.DistCACallback(settings()),
+        max_steps=4,
+        train_sampling_strategy="sequential",
+    )
+    trainer.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
+
+
+def test_a_resumed_run_goes_on_with_its_record(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    rank_pool(2)(resumed, str(tmp_path))
+    assert [row.step for row in rows(tmp_path) if isinstance(row, RunRow)] == [0, 2]
+    rank_pool(2)(train, str(tmp_path), True, False, {"max_steps": 1})
+    assert [row.step for row in rows(tmp_path) if isinstance(row, RunRow)] == [0], "a run from the start has a record of its own"
+
+
+def unwritable(rank: int, folder: str) -> None:
+    Path(folder, RECORD_NAME).mkdir(exist_ok=True)
+    train(rank, folder, True, False, {"max_steps": 2})
+
+
+def test_a_record_that_cannot_be_written_ends_no_run(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    rank_pool(2)(unwritable, str(tmp_path))
+
+
+def alone(rank: int, folder: str) -> None:
+    trainer = make_trainer(
+        "distca", data(), folder=folder, model=tiny_llama("sdpa"), max_steps=1, distca=hf_distca.DistCACallback()
+    )
+    trainer.train()
+
+
+def test_a_run_that_shares_nothing_leaves_no_record(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    rank_pool(2)(alone, str(tmp_path))
+    assert not (tmp_path / RECORD_NAME).exists()
+    assert json.dumps([path.name for path in tmp_path.iterdir()]) == "[]"

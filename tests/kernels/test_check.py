@@ -1,0 +1,119 @@
+"""That the check before a kernel is taken on a GPU finds what kernels get wrong; here on the CPU, which computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from strict_varlen_op import StrictVarlenOp
+
+from hf_distca.kernels import Scores
+from hf_distca.kernels.check import wrong
+from hf_distca.kernels.cpu import CpuKernel
+from hf_distca.kernels.reference import ReferenceKernel
+from hf_distca.kernels.varlen import Sequences, VarlenKernel
+
+CPU = torch.device("cpu")
+PLAIN, WINDOW, SOFTCAP = Scores(0.1), Scores(0.1, window=7), Scores(0.1, softcap=30.0)
+
+
+class Changed(StrictVarlenOp):
+    """An op that gets other scores than it was told, or gives other results than it has."""
+
+    def __init__(
+        self, scores: Callable[[Scores], Scores] = lambda scores: scores, results: Callable[..., Any] = lambda *results: results
+    ) -> None:
+        super().__init__()
+        self.changed, self.results = scores, results
+
+    def forward(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
+        return self.results(*super().forward(q, k, v, sequences, self.changed(scores)))
+
+    def backward(self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, sequences: Sequences, scores: Scores) -> Any:
+        return self.results(*super().backward(do, q, k, v, o, lse, sequences, self.changed(scores)))
+
+
+class TopLeft(StrictVarlenOp):
+    """The first row of a slice sees the first key: the alignment of other libraries' causal masks."""
+
+    def forward(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
+        o, lse = super().forward(q, k, v, sequences, scores)
+        rows, keys = sequences.cu_rows.tolist(), sequences.cu_keys.tolist()
+        for a, b, c in zip(rows, rows[1:], keys, strict=False):
+            cu = torch.tensor([0, b - a], dtype=torch.int32)
+            here, there = slice(a, b), slice(c, c + b - a)
+            o[here], lse[:, here] = super().forward(q[here], k[there], v[there], Sequences(cu, cu, b - a, b - a), scores)
+        return o, lse
+
+
+def halved(scores: Scores) -> Scores:
+    return replace(scores, scale=scores.scale / 2)
+
+
+def next_window(scores: Scores) -> Scores:
+    return replace(scores, window=None if scores.window is None else scores.window + 1)
+
+
+def one_row_off(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    for result in results:
+        result[-1] = 0
+    return results
+
+
+def not_a_number(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    results[-1][0, 0] = float("nan")
+    return results
+
+
+@pytest.mark.parametrize(("dtype", "widths"), [(torch.bfloat16, (128, 64)), (torch.float16, (40, 40))], ids=str)
+@pytest.mark.parametrize("scores", [PLAIN, WINDOW, SOFTCAP, Scores(0.1, 7, 30.0)])
+def test_right_kernels_pass(dtype: torch.dtype, widths: tuple[int, int], scores: Scores) -> None:
+    assert wrong(VarlenKernel(StrictVarlenOp()), CPU, dtype, *widths, scores) is None
+    if scores.softcap is None:
+        assert wrong(CpuKernel(), CPU, dtype, *widths, scores) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "scores", "named"),
+    [
+        (TopLeft(), PLAIN, {"o", "lse", "dq", "dk", "dv"}),
+        (Changed(halved), PLAIN, {"o", "lse", "dq", "dk", "dv"}),
+        (Changed(lambda scores: replace(scores, window=None)), WINDOW, {"o", "lse", "dq", "dk", "dv"}),
+        (Changed(next_window), WINDOW, {"o", "dq", "dk", "dv"}),
+        (Changed(lambda scores: replace(scores, softcap=None)), SOFTCAP, {"o", "dq"}),
+        (Changed(results=one_row_off), PLAIN, {"o", "dq", "dk", "dv"}),
+        (Changed(results=not_a_number), PLAIN, {"lse", "dv"}),
+    ],
+)
+def test_wrong_kernels_are_found(op: StrictVarlenOp, scores: Scores, named: set[str]) -> None:
+    reason = wrong(VarlenKernel(op), CPU, torch.bfloat16, 64, 64, scores)
+    assert reason is not None
+    assert reason.startswith("its results on cpu are wrong: ")
+    found = {phrase.split(" by ")[0] for phrase in reason.split(": ", 1)[1].split(" (")[0].split(", ")}
+    assert named <= found
+
+
+def test_what_a_kernel_raises_is_the_reason() -> None:
+    class Other(StrictVarlenOp):
+        def backward(self, *args: Any) -> Any:
+            raise TypeError("got an unexpected keyword argument")
+
+    reason = wrong(VarlenKernel(Other()), CPU, torch.bfloat16, 64, 64, PLAIN)
+    assert reason == "its check on cpu raised TypeError: got an unexpected keyword argument"
+
+
+def test_training_does_not_notice() -> None:
+    """Neither its random numbers nor its settings change anything, nor are they changed."""
+    before = torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert wrong(ReferenceKernel(), CPU, torch.float16, 64, 64, PLAIN) is None
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,91 @@
+"""Devices, dtypes and shapes of the kernels for GPUs, on tensors of a GPU that is not there; every batch, and every kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dense_attention import CASES
+
+from fake_cuda import CUDA, fake_cuda, needs_cpu_build
+from hf_distca.kernels import Scores, flash_attn, flash_attn_3, flash_attn_4
+from hf_distca.kernels.cuda import CudaKernel
+from hf_distca.kernels.flash_attn import FlashAttnKernel
+from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel
+from hf_distca.kernels.flash_attn_4 import FlashAttn4Kernel
+from hf_distca.kernels.varlen import VarlenKernel
+
+pytestmark = needs_cpu_build
+KERNELS = {kind.name: kind for kind in (CudaKernel, FlashAttnKernel, FlashAttn3Kernel, FlashAttn4Kernel)}
+
+
+class Interface:
+    """The functions of all the packages, for the shapes of what they return."""
+
+    @staticmethod
+    def _outputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, **_: Any) -> Any:
+        for x in (q, k, v, cu_seqlens_q, cu_seqlens_k):
+            assert x.device == CUDA
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None, None
+
+    @staticmethod
+    def _grads(dout: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, **options: Any) -> Any:
+        lse = options.get("softmax_lse", options.get("lse"))
+        assert dout.dtype == q.dtype == k.dtype == v.dtype == out.dtype
+        assert lse.dtype == torch.float32
+        assert lse.shape == (q.shape[1], q.shape[0])
+        assert all(x.is_contiguous() for x in (dout, out, lse))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    _flash_attn_forward = _flash_attn_fwd = _flash_attn_varlen_forward = _outputs
+    _flash_attn_backward = _flash_attn_bwd = _flash_attn_varlen_backward = _grads
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VarlenKernel:
+    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash_attn, "_op", lambda name: getattr(Interface, name))
+    for module in (flash_attn_3, flash_attn_4):
+        monkeypatch.setattr(module, "_interface", lambda: Interface)
+    return KERNELS[request.param]()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widths", "cases"),
+    [(torch.bfloat16, (64, 48), tuple(CASES)), (torch.float16, (20, 40), ("shared keys with gaps", "whole documents"))],
+    ids=str,
+)
+def test_results_are_where_and_what_they_should_be(
+    kernel: VarlenKernel, dtype: torch.dtype, widths: tuple[int, int], cases: tuple[str, ...]
+) -> None:
+    width, value_width = widths
+    with fake_cuda() as pinned:
+        assert kernel.unsupported(CUDA, dtype, *widths, Scores(0.1)) is None
+        for case in map(CASES.__getitem__, cases):
+            made = {"dtype": dtype, "device": CUDA}
+            q = torch.empty(case.rows, 4, width, **made)
+            k, v = torch.empty(case.keys, 2, width, **made), torch.empty(case.keys, 2, value_width, **made)
+            for scores in (Scores(0.1), Scores(0.1, window=7)):
+                pinned.clear()
+                o, lse = kernel.forward(q, k, v, case.tasks, scores)
+                assert (o.shape, o.dtype, o.device) == ((case.rows, 4, value_width), dtype, CUDA)
+                assert (lse.shape, lse.dtype, lse.device) == ((case.rows, 4), torch.float32, CUDA)
+                made_once = list(pinned)
+                dq, dk, dv = kernel.backward(torch.empty_like(o), q, k, v, o, lse, case.tasks, scores)
+                wide = torch.float32 if case.tasks.shares_keys else dtype
+                for found, like, expected in ((dq, q, dtype), (dk, k, wide), (dv, v, wide)):
+                    assert (found.shape, found.dtype, found.device) == (like.shape, expected, CUDA)
+                assert pinned == made_once, "index tensors go to the GPU in the first call for a batch alone"
+                assert not (made_once and scores.window), "nor again with other scores"
+
+
+@pytest.mark.parametrize(("capability", "newest"), [((8, 0), "flash_attn"), ((9, 0), "flash_attn_3"), ((10, 0), "flash_attn_4")])
+@pytest.mark.usefixtures("kernel")
+def test_which_kernels_a_gpu_has(capability: tuple[int, int], newest: str) -> None:
+    with fake_cuda(capability):
+        names = [name for name, kind in KERNELS.items() if kind().unsupported(CUDA, torch.bfloat16, 64, 64, Scores(0.1)) is None]
+    assert set(names) >= {"cuda", "flash_attn", newest}
+    assert ("flash_attn_3" in names) == (capability[0] == 9)
+    assert ("flash_attn_4" in names) == (capability[0] >= 9)

@@ -1,0 +1,89 @@
+"""A model in stages that share attention has the loss and the gradients of the model in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from staged import Case, check_equal, in_one_process, in_stages
+
+from ranks import RankPool
+
+# float64 rounds near 1e-16; a gradient that is summed twice, left out or of another micro-batch is off by far more.
+EXACT = 1e-9
+IN_FLOAT32 = 1e-5
+
+# Norms of most families are in float32 whatever the model is in: where a sum rounds the other way, a gradient is off by 1e-7.
+NORMS_IN_FLOAT32 = 1e-6
+
+# Families whose attention is special, with what computes it in one process (sdpa where it can), and how near stages come to it.
+SPECIAL = {
+    "gemma2": ("distca", NORMS_IN_FLOAT32),  # windows in every other layer, scores bounded
+    "gpt_oss": ("distca", NORMS_IN_FLOAT32),  # sinks, windows
+    "deepseek_v3": ("sdpa", NORMS_IN_FLOAT32),  # latent attention, experts
+    "starcoder2": ("sdpa", EXACT),  # a window in every layer
+    "llama4_text": ("distca", NORMS_IN_FLOAT32),  # chunks
+    "gpt2": ("sdpa", EXACT),  # positions as an embedding
+    "cohere2": ("sdpa", NORMS_IN_FLOAT32),  # windows in most layers, tied embeddings
+}
+
+
+def test_two_stages_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
+    """Also under activation checkpointing, which repeats no attention; and a stage without a micro-batch serves others."""
+    case = Case(steps=2, tied=True)
+    reference = in_one_process(case, "sdpa")
+    plain = rank_pool(2)(in_stages, case)
+    check_equal(plain, *reference, EXACT)
+    assert all(one.served > 0 and one.sent_bytes > 0 for one in plain)
+    checkpointed = rank_pool(2)(in_stages, case._replace(checkpointing=False))
+    check_equal(checkpointed, *reference, EXACT)
+    for one, other in zip(plain, checkpointed, strict=True):
+        assert (other.kernel_calls, other.calls) == (one.kernel_calls, one.calls)
+        assert other.recalls == 2 * 2 * case.micro_batches  # layers of a stage, steps
+
+
+def test_stages_with_different_layers_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
+    """Layers with and without a window, three on one stage and one on the other: they meet only where kinds are the same."""
+    case = Case("gemma2", micro_batches=3, per_stage=(3, 1))
+    check_equal(rank_pool(2)(in_stages, case), *in_one_process(case, "distca"), NORMS_IN_FLOAT32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 3, 8])
+@pytest.mark.parametrize(("stages", "copies"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpointed", "reentrant"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_stages_equal_one_process(
+    rank_pool: Callable[[int], RankPool],
+    stages: int,
+    copies: int,
+    micro_batches: int,
+    checkpointing: bool | None,
+    dtype: torch.dtype,
+) -> None:
+    case = Case(stages=stages, copies=copies, micro_batches=micro_batches, dtype=dtype, checkpointing=checkpointing, layers=5)
+    reference = in_one_process(case._replace(dtype=torch.float64), "sdpa")
+    found = rank_pool(stages * copies)(in_stages, case)
+    check_equal(found, *reference, EXACT if dtype == torch.float64 else IN_FLOAT32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "copies"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("family", SPECIAL)
+def test_special_attention_equals_one_process(
+    rank_pool: Callable[[int], RankPool], family: str, stages: int, copies: int
+) -> None:
+    case = Case(family, stages=stages, copies=copies, micro_batches=5)
+    found = rank_pool(stages * copies)(in_stages, case)
+    implementation, tolerance = SPECIAL[family]
+    check_equal(found, *in_one_process(case, implementation), tolerance)
+    assert all(one.sent_bytes > 0 for one in found)
+
+
+@pytest.mark.slow
+def test_waves_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
+    """With a bound of transient bytes, a call has several exchanges, forward and backward not equally many."""
+    case = Case(stages=4, micro_batches=5, settings=(("max_transient_bytes", 60_000),))
+    check_equal(rank_pool(4)(in_stages, case), *in_one_process(case, "sdpa"), EXACT)

@@ -1,0 +1,273 @@
+"""Pipeline stages together with what else one trains with: FSDP2, DDP, accumulation, LoRA, evaluation, padding, dealt batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from staged import PAIRS, Case, batch, check_equal, configure, in_one_process, in_stages, loss_for, model_for
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.dealt import Dealing
+from hf_distca.config import DistCAConfig
+from hf_distca.integration.session import current_session
+from hf_distca.pipeline import Schedule, split
+from hf_distca.runtime.group import AttentionGroup
+from ranks import RankPool
+
+EXACT = 1e-9
+
+
+def stacked(case: Case, copy: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    mine = [batch(case, copy * case.micro_batches + number) for number in range(case.micro_batches)]
+    ids, positions, targets = (torch.cat(each) for each in zip(*mine, strict=True))
+    return ids, positions, targets
+
+
+def wrapped(rank: int, case: Case, how: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss of all copies, and the gradients of this stage summed over copies."""
+    configure(case)
+    mesh = init_device_mesh("cpu", (case.copies, case.stages), mesh_dim_names=("dp_shard", "pp"))
+    stage = split(model_for(case, "distca"), mesh["pp"])
+    if how == "fsdp":
+        for layer in stage.submod.model.model.layers:
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh["dp_shard"])
+        fully_shard(stage.submod, mesh=mesh["dp_shard"])
+    else:
+        stage.submod = DistributedDataParallel(stage.submod, process_group=mesh["dp_shard"].get_group())
+    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    ids, positions, targets = stacked(case, mesh.get_local_rank("dp_shard"))
+    losses = list[torch.Tensor]()
+    for _ in range(case.steps):
+        schedule.step(ids, position_ids=positions, target=targets, losses=losses)
+    loss = torch.tensor(sum(one.item() for one in losses), dtype=torch.float64)
+    dist.all_reduce(loss)
+    model = stage.submod.model if how == "fsdp" else stage.submod.module.model
+    found = {}
+    for name, weight in model.named_parameters():
+        grad = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
+        found[name] = grad * case.copies / case.steps
+    return loss.item(), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("steps", [1, 2], ids=["one step", "accumulated"])
+@pytest.mark.parametrize("how", ["fsdp", "ddp"])
+def test_sharded_and_replicated_stages_equal_one_process(
+    rank_pool: Callable[[int], RankPool], how: str, steps: int, tied: bool
+) -> None:
+    case = Case(copies=2, steps=steps, tied=tied)
+    loss, gradients = in_one_process(case, "sdpa")
+    for found, own in rank_pool(4)(wrapped, case, how):
+        assert abs(found - loss) <= EXACT * loss
+        for name, gradient in own.items():
+            assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name
+
+
+def adapted(rank: int, case: Case) -> dict[str, torch.Tensor]:
+    """Gradients of the adapters of a stage."""
+    from peft import LoraConfig
+
+    configure(case)
+    mesh = init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))
+    model = model_for(case, "distca")
+    torch.manual_seed(2)
+    model.add_adapter(LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False))
+    stage = split(model, mesh)
+    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    ids, positions, targets = stacked(case, 0)
+    schedule.step(ids, position_ids=positions, target=targets)
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
+    """Only behind attention: that of the first layer needs no gradient, and other stages count on its rows in backward."""
+    from peft import LoraConfig
+
+    case = Case()
+    model = model_for(case, "sdpa")
+    torch.manual_seed(2)
+    model.add_adapter(LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False))
+    loss = loss_for(case)
+    for number, lengths in enumerate(case.lengths):
+        ids, _, targets = batch(case, number)
+        loss(torch.cat([model(input_ids=one).logits for one in ids.split(lengths, 1)], 1), targets).backward()
+    wanted = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    found = rank_pool(2)(adapted, case)
+    assert {name for one in found for name in one} == set(wanted)
+    for name, gradient in (item for one in found for item in one.items()):
+        assert (gradient - wanted[name]).norm() <= EXACT * wanted[name].norm(), name
+
+
+def evaluated(rank: int, case: Case) -> tuple[float, float, int]:
+    """Loss of an evaluation between two steps, and of the step after it."""
+    configure(case)
+    mesh = init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))
+    stage = split(model_for(case, "distca"), mesh)
+    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    ids, positions, targets = stacked(case, 0)
+    schedule.step(ids, position_ids=positions, target=targets)
+    found, before = [], current_session().meter.sent_bytes
+    for run in (schedule.eval, schedule.step):
+        losses = list[torch.Tensor]()
+        with torch.set_grad_enabled(run == schedule.step):
+            run(ids, position_ids=positions, target=targets, losses=losses)
+        total = torch.tensor(sum(one.item() for one in losses), dtype=torch.float64)
+        dist.all_reduce(total)
+        found.append(total.item())
+    return found[0], found[1], current_session().meter.sent_bytes - before
+
+
+@pytest.mark.slow
+def test_an_evaluation_shares_attention_too(rank_pool: Callable[[int], RankPool]) -> None:
+    case = Case()
+    loss, _ = in_one_process(case, "sdpa")
+    for one, other, sent in rank_pool(2)(evaluated, case):
+        assert abs(one - loss) <= EXACT * loss
+        assert abs(other - loss) <= EXACT * loss
+        assert sent > 0
+
+
+def padded(rank: int, case: Case, padding: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients with so many tokens of padding at the end of each micro-batch."""
+    configure(case)
+    mesh = init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))
+    stage = split(model_for(case, "distca"), mesh)
+    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    ids, positions, targets = stacked(case, 0)
+    mask = torch.cat([torch.ones_like(ids), torch.zeros_like(ids[:, :padding])], 1)
+    ids, positions = (torch.cat([each, torch.zeros_like(ids[:, :padding])], 1) for each in (ids, positions))
+    targets = torch.cat([targets, torch.full_like(targets[:, :padding], -100)], 1)
+    losses = list[torch.Tensor]()
+    schedule.step(ids, position_ids=positions, attention_mask=mask, target=targets, losses=losses)
+    grads = {name: weight.grad for name, weight in stage.submod.model.named_parameters()}
+    return sum(one.item() for one in losses), grads
+
+
+@pytest.mark.slow
+def test_padding_changes_nothing(rank_pool: Callable[[int], RankPool]) -> None:
+    case = Case()
+    loss, gradients = in_one_process(case, "sdpa")
+    found = rank_pool(2)(padded, case, 7)
+    assert abs(sum(one for one, _ in found) - loss) <= EXACT * loss
+    for name, gradient in (item for _, own in found for item in own.items()):
+        assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name
+
+
+LENGTHS = [[150, 20, 22], [64, 64, 64], [100, 90, 2], [192]]  # of global batches for two copies of 96 tokens
+
+
+def tokens_of(number: int, document: int, length: int) -> torch.Tensor:
+    return torch.randint(40, 90, (length,), generator=torch.Generator().manual_seed(100 * number + document))
+
+
+def dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss and gradients of a step of dealt batches, summed over copies, and how many collectives the plans took."""
+    configure(case)
+    mesh = init_device_mesh("cpu", (case.copies, case.stages), mesh_dim_names=("dp_replicate", "pp"))
+    copy = mesh.get_local_rank("dp_replicate")
+    dealing = Dealing(case.copies, case.tokens, {PlanKey(PAIRS.shape, "cpu"): PAIRS}, DistCAConfig(tile=8, min_gain=0.0))
+    packed = [dealing.share(np.array(lengths), (0, number), copy) for number, lengths in enumerate(LENGTHS)]
+    rows: list[list[torch.Tensor]] = []
+    for number, one in enumerate(packed):
+        parts: Any = []
+        for document, start, length in zip(one.documents, one.starts, one.lengths, strict=True):
+            tokens = tokens_of(number, document, LENGTHS[number][document])
+            following = torch.cat([tokens[1:], torch.tensor([-100])])
+            parts.append((tokens[start : start + length], torch.arange(start, start + length), following[start : start + length]))
+        rows.append([torch.cat(each)[None] for each in zip(*parts, strict=True)])
+    ids, positions, targets = (torch.cat(each) for each in zip(*rows, strict=True))
+    stage = split(model_for(case, "distca"), mesh["pp"])
+    schedule = Schedule(stage, case.micro_batches, whole_loss, scale_grads=False)
+    losses, collectives = list[torch.Tensor](), 0
+    for step in range(2):
+        stage.submod.zero_grad()
+        with counted() as calls:
+            schedule.step(ids, position_ids=positions, target=targets, losses=losses, distca_documents=packed)
+        collectives = len(calls) if step else 0  # before the first step stages meet
+    grads = {name: weight.grad for name, weight in stage.submod.model.named_parameters()}
+    for grad in grads.values():
+        dist.all_reduce(grad, group=mesh["dp_replicate"].get_group())
+    loss = torch.tensor(sum(one.item() for one in losses), dtype=torch.float64)
+    dist.all_reduce(loss)
+    return loss.item(), grads, collectives
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """What all ranks of the attention group gather or compare inside, waiting for each other."""
+    calls: list[str] = []
+
+    def counting(name: str) -> Any:
+        function = getattr(AttentionGroup, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(kwargs.get("doing", name))
+            return function(*args, **kwargs)
+
+        return patch.object(AttentionGroup, name, call)
+
+    with counting("gather"), counting("same"):
+        yield calls
+
+
+def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum") / 700
+
+
+@pytest.mark.slow
+def test_dealt_batches_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
+    """Documents over both copies of the model."""
+    case = Case(copies=2)
+    model, total = model_for(case, "sdpa"), 0.0
+    for number, lengths in enumerate(LENGTHS):
+        for document, length in enumerate(lengths):
+            tokens = tokens_of(number, document, length)
+            targets = torch.cat([tokens[1:], torch.tensor([-100])])
+            loss = whole_loss(model(input_ids=tokens[None]).logits, targets)
+            loss.backward()
+            total += loss.item()
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    for loss, own, collectives in rank_pool(4)(dealt, case):
+        assert collectives == 0
+        assert abs(loss - total) <= EXACT * total
+        for name, gradient in own.items():
+            assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name
+
+
+def shapes_change(rank: int, case: Case) -> None:
+    configure(case)
+    mesh = init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))
+    stage = split(model_for(case, "distca"), mesh)
+    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    ids, positions, targets = stacked(case, 0)
+    for tokens in (96, 48, 96):
+        schedule.step(ids[:, :tokens], position_ids=positions[:, :tokens], target=targets[:, :tokens])
+
+
+@pytest.mark.slow
+def test_steps_may_have_other_shapes(rank_pool: Callable[[int], RankPool]) -> None:
+    rank_pool(2)(shapes_change, Case())
+
+
+@pytest.mark.slow
+def test_without_balancing_nothing_is_exchanged(rank_pool: Callable[[int], RankPool]) -> None:
+    case = Case(settings=(("balance", False),))
+    found = rank_pool(2)(in_stages, case)
+    check_equal(found, *in_one_process(case, "sdpa"), EXACT)
+    assert [(one.sent_bytes, one.served) for one in found] == [(0, 0)] * 2

@@ -1,0 +1,90 @@
+"""Models in stages, one after the other in one process: the same logits and gradients; what cannot be split is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from tiny import build
+
+from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.integration.families import FAMILIES
+from hf_distca.pipeline.families import SPLIT, check_split
+from hf_distca.pipeline.parts import Parts, layers_of_stages
+from hf_distca.pipeline.split import StageModel, split
+
+EXACT = 1e-9  # both run the same operations in the same order
+IDS = torch.randint(40, 90, (1, 24), generator=torch.Generator().manual_seed(0))
+POSITIONS = torch.arange(24)[None]
+
+
+def compare(family: str) -> None:
+    """Raises unless two stages are the whole model."""
+    whole: Any = build(family, "distca", torch.float64)
+    layers = len(Parts.of(whole).layers)
+    logits = whole(input_ids=IDS, position_ids=POSITIONS, use_cache=False).logits
+    logits.square().sum().backward()
+    gradients = {name: weight.grad for name, weight in whole.named_parameters() if weight.grad is not None}
+    cut = [layers // 2, layers - layers // 2]
+    first, second = (StageModel(build(family, "distca", torch.float64), at, cut) for at in range(2))
+    left = first(IDS, position_ids=POSITIONS)
+    arrived = left.detach().requires_grad_()
+    found = second(arrived, position_ids=POSITIONS)
+    assert (found - logits).abs().max() < EXACT
+    found.square().sum().backward()
+    left.backward(arrived.grad)
+    if first.tied:
+        both = first.tied_weight.grad + second.tied_weight.grad
+        first.tied_weight.grad, second.tied_weight.grad = both, both.clone()
+    held = [dict(stage.model.named_parameters()) for stage in (first, second)]
+    assert not held[0].keys() & held[1].keys()
+    assert whole.state_dict().keys() - {"lm_head.weight"} <= held[0].keys() | held[1].keys() | dict(whole.named_buffers()).keys()
+    for name, gradient in gradients.items():
+        own = next(stage[name].grad for stage in held if name in stage)
+        assert (own - gradient).abs().max() <= EXACT * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_stages_are_the_model(family: str) -> None:
+    compare(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name, group in FAMILIES.items() if group == "PROVEN"])
+def test_every_proven_family_is_split_or_refused(family: str) -> None:
+    if family in SPLIT:
+        compare(family)
+        return
+    with pytest.raises(UnsupportedError, match=f"does not split {family} models"):
+        check_split(build(family, "distca", torch.float64))
+
+
+def test_shared_keys_are_refused() -> None:
+    model = build("gemma4_unified_text", "distca", torch.float32)
+    model.config.num_kv_shared_layers = 1
+    with pytest.raises(UnsupportedError, match="num_kv_shared_layers=1"):
+        check_split(model)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="got a Linear: give it the model of transformers itself"):
+        split(torch.nn.Linear(1, 1), Mock(ndim=1))
+    with pytest.raises(ConfigError, match="mesh of 2 dimensions"):
+        split(build("llama", "distca", torch.float32), Mock(ndim=2))
+
+
+def test_layers_that_are_not_those_of_the_model_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"layers=\[2, 1\] must be at least 1 for each stage, 2 in all"):
+        StageModel(build("llama", "distca", torch.float32), 0, [2, 1])
+
+
+def test_the_head_counts() -> None:
+    """A vocabulary as large as layers leaves the last stage fewer of them."""
+    model = build("llama", "distca", torch.float32)
+    costs = Parts.of(model).costs(model)
+    layer = sum(weight.numel() for weight in model.model.layers[0].parameters())
+    head = model.lm_head.weight.numel() + model.model.norm.weight.numel()
+    assert costs == [layer + model.config.hidden_size, layer + head]
+    assert layers_of_stages([costs[0], layer, layer, layer + 2.5 * layer], 2) == [3, 1]

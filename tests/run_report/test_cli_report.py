@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from some_run import some_rows, write_record, write_trace
+from typer.testing import CliRunner, Result
+
+from hf_distca.cli import app
+from pages import words_of
+
+
+def run(*arguments: str | Path | int) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def one_line(result: Result, message: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
+    assert not result.stdout
+
+
+def test_a_page_and_what_it_says(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason='needs pip install -e ".[report]"')
+    page = tmp_path / "page.html"
+    result = run("report", write_record(tmp_path / "run", some_rows()), "--output", page)
+    assert result.exit_code == 0, result.output
+    first, second, last = result.stdout.splitlines()
+    assert first.startswith("The slowest rank had")
+    assert second.startswith("Not on the page: The share of messages that was hidden")
+    assert last == f"The page: {page}"
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_the_figures_behind_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need no plotly, and no file is written."""
+    monkeypatch.chdir(tmp_path)
+    folder = write_record(tmp_path / "run", some_rows())
+    write_trace(folder / "timeline", 0, 0.2, 0.1)
+    result = run("report", folder, "--step", 2, "--json")
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert figures["plan"]["step"] == 2
+    assert figures["hidden"][0]["share"] == 0.5
+    assert figures["steps"][3]["step"] == 4
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, options: tuple[str, ...]) -> None:
+    if not options:
+        pytest.importorskip("plotly", reason='needs pip install -e ".[report]"')
+    one_line(run("report", tmp_path / "none", *options), "there is no folder")
+    one_line(run("report", tmp_path, *options), "holds neither distca_run.jsonl nor trainer_state.json")
+    folder = write_record(tmp_path / "run", some_rows())
+    one_line(run("report", folder, "--step", 9, *options), "Plans of these steps were kept: 1, 2, 3, 4.")
+    (folder / "distca_run.jsonl").write_text("{\n")
+    one_line(run("report", folder, *options), "is not JSON")
+
+
+def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason='needs pip install -e ".[report]"')
+    folder = write_record(tmp_path / "run", some_rows())
+    one_line(run("report", folder, "--output", tmp_path / "none" / "page.html"), "No such file")
+
+
+def test_plotly_is_asked_for_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "plotly").is_dir()])
+    one_line(run("report", tmp_path), "pip install 'hf-distca[report]'")
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        (words_of("hf-distca report outputs/finetune_long_documents"), "report.html"),
+        (words_of("hf-distca report outputs/finetune_long_documents --step 4 --output step_4.html"), "step_4.html"),
+        (words_of("hf-distca report outputs/finetune_long_documents --json"), None),
+    ],
+)
+def test_the_commands_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], page: str | None) -> None:
+    if page is not None:
+        pytest.importorskip("plotly", reason='needs pip install -e ".[report]"')
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    write_record(tmp_path / "outputs" / "finetune_long_documents", some_rows())
+    result = run(*words[1:])
+    assert result.exit_code == 0, result.output
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ([] if page is None else [page])

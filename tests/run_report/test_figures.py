@@ -1,0 +1,168 @@
+"""What the page says, by the figures behind it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from some_run import RUN, documents, plan_row, some_rows, steps_row, write_record, write_state, write_trace
+
+from hf_distca.agreement.figures import Tally
+from hf_distca.errors import ReportError
+from hf_distca.run_report.figures import Figures, collect
+from hf_distca.run_report.folder import RunFolder
+from hf_distca.run_report.rows import RECORD_NAME, PlanRow, StepsRow, read_row, write_row
+
+
+def figures(folder: Path, step: int | None = None) -> Figures:
+    return collect(RunFolder.read(folder), step)
+
+
+def test_rows_are_read_as_they_were_written() -> None:
+    for row in some_rows():
+        assert read_row(write_row(row), "row") == row or isinstance(row, PlanRow | StepsRow)  # those are rounded
+        assert write_row(read_row(write_row(row), "row") or RUN) == write_row(row)
+    assert read_row('{"row": "of a newer version"}', "row") is None
+
+
+def test_sums_over_the_run(tmp_path: Path) -> None:
+    rows = [row for row in some_rows() if isinstance(row, StepsRow)]
+    found = figures(write_record(tmp_path / "run", some_rows()))
+    tally = sum((Tally(**row.tally) for row in rows), Tally())  # type: ignore[arg-type]
+    assert found.total["imbalance_measured_before"] == pytest.approx(tally.measured_before / tally.measured_mean, rel=1e-4)
+    assert found.total["slowest_seconds_after"] == pytest.approx(tally.measured_after, rel=1e-4)
+    assert found.total["moved_micro_batches"] == found.total["micro_batches"] == 4
+    assert [row["step"] for row in found.steps] == [1, 2, 3, 4]
+    assert found.per_rank is not None
+    np.testing.assert_allclose(found.per_rank.sent_bytes, np.sum([row.per_rank.sent_bytes for row in rows], axis=0))
+    assert found.verdict.startswith(f"The slowest rank had {tally.measured_before / tally.measured_mean:.2f} times the mean")
+    assert found.name == "run"
+    assert found.warnings == ["step 2: something <b>to act on</b>"]
+    assert found.run["run"]["kernels"] == "cpu"
+    assert any("trace_path" in one for one in found.missing)
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_the_pieces_of_a_plan(tmp_path: Path, step: int | None) -> None:
+    """Pieces add up to the tokens and seconds of ranks and documents; without a step, the most uneven micro-batch is drawn."""
+    plan = figures(write_record(tmp_path, some_rows()), step).plan
+    assert plan is not None
+    assert plan.step == (step or 4)
+    row = plan_row(plan.step)
+    for pieces, seconds in ((plan.before, row.per_rank.estimated_before), (plan.after, row.per_rank.estimated_after)):
+        found = np.bincount([piece.rank for piece in pieces], [piece.seconds for piece in pieces])
+        np.testing.assert_allclose(found, seconds, rtol=1e-3)
+        assert sum(piece.tokens for piece in pieces) == 4 * 8192
+    assert all(piece.rank == piece.home for piece in plan.before)
+    assert any(piece.rank != piece.home for piece in plan.after)
+    lengths = [length for rank in documents(4, plan.step) for length in rank]
+    assert {piece.document: piece.length for piece in plan.after} == dict(enumerate(lengths))
+
+
+def test_a_resumed_run_counts_steps_once(tmp_path: Path) -> None:
+    """Steps 3 and 4 ran, and ran again from a checkpoint of step 2."""
+    again = [replace(RUN, step=2), *(row for step in (3, 4, 5) for row in (plan_row(step), steps_row(plan_row(step))))]
+    found = figures(write_record(tmp_path, [*some_rows(), *again]))
+    assert [row["step"] for row in found.steps] == [1, 2, 3, 4, 5]
+    assert found.total["micro_batches"] == 5
+    assert found.plan_steps == [1, 2, 3, 4, 5]
+    assert found.run["run"]["resumed after step"] == 2
+
+
+def test_what_is_left_at_the_end_is_of_the_last_step(tmp_path: Path) -> None:
+    found = figures(write_record(tmp_path, [*some_rows(), replace(steps_row(plan_row(4)), loss=None)]))
+    assert [row["micro_batches"] for row in found.steps] == [1, 1, 1, 2]
+    assert found.steps[-1]["loss"] == pytest.approx(4.6)
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    record = write_record(tmp_path, some_rows()) / RECORD_NAME
+    record.write_text(record.read_text()[:-40])
+    assert [row["step"] for row in figures(tmp_path).steps] == [1, 2, 3]
+
+
+LOGGED = {"distca/imbalance_measured_before": 2.0, "distca/imbalance_measured_after": 1.0, "distca/micro_batches": 1}
+
+
+def test_the_log_of_the_trainer_is_enough_for_a_page(tmp_path: Path) -> None:
+    """The newest checkpoint has it, too. Figures of the whole run are means by micro-batches."""
+    write_state(tmp_path / "checkpoint-9", {"step": 1, "loss": 3.0})
+    later = {**LOGGED, "distca/imbalance_measured_before": 1.0, "distca/micro_batches": 3}
+    write_state(tmp_path / "checkpoint-10", {"step": 1, "loss": 3.0}, {"step": 2, **LOGGED}, {"step": 4, **later})
+    found = figures(tmp_path)
+    assert found.total["imbalance_measured_before"] == pytest.approx((2.0 + 3 * 1.0) / 4)
+    assert found.total["micro_batches"] == 4
+    assert [row["step"] for row in found.steps] == [2, 4]
+    assert found.per_rank is None
+    assert found.plan is None
+    assert "DistCACallback() of this version keeps them" in found.missing[0]
+
+
+def test_timelines_say_what_was_hidden(tmp_path: Path) -> None:
+    """Those that the run names, wherever they lie; or those in a folder of the run's."""
+    write_record(tmp_path / "run", [replace(RUN, traces=str(tmp_path / "elsewhere")), *some_rows()[1:]])
+    for rank in (0, 1):
+        write_trace(tmp_path / "elsewhere", rank, 0.2, 0.05 * (rank + 1))
+        write_trace(tmp_path / "run" / "timeline", rank, 0.2, 0.0)
+    assert [one["share"] for one in figures(tmp_path / "run").hidden] == pytest.approx([0.75, 0.5])
+    write_record(tmp_path / "run", some_rows())
+    found = figures(tmp_path / "run")
+    assert [one["share"] for one in found.hidden] == [1.0, 1.0]
+    assert not found.missing
+
+
+def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
+    row = steps_row(plan_row(1))
+    found = figures(write_record(tmp_path, [RUN, replace(row, tally={**row.tally, "moved": 0})]))
+    assert found.verdict.startswith("No work was moved: the slowest rank had")
+    assert found.verdict.endswith("What ranks sent is of documents that lie on several of them.")
+
+
+@pytest.mark.parametrize(
+    ("files", "step", "message"),
+    [
+        ({}, None, "holds neither distca_run.jsonl nor trainer_state.json. Train with attn_implementation"),
+        ({RECORD_NAME: ""}, None, "tells of no micro-batch yet"),
+        ({RECORD_NAME: write_row(RUN) + "\n"}, None, "tells of no micro-batch yet"),
+        ({RECORD_NAME: "{\n"}, None, "is not JSON"),
+        ({RECORD_NAME: "[]\n"}, None, "line 1 of"),
+        ({RECORD_NAME: '{"row": "run"}\n'}, None, "is no row of a record"),
+        ({RECORD_NAME: '{"row": "warning", "step": -1, "text": ""}\n'}, None, "step=-1"),
+        ({RECORD_NAME: '{"row": "steps", "step": 1, "tally": {}, "per_rank": 3}\n'}, None, "no figures by rank"),
+        ({RECORD_NAME: '{"row": "steps", "step": 1, "tally": {}, "per_rank": {"tokens": [1]}}\n'}, None, "of one length"),
+        ({RECORD_NAME: '{"row": "steps", "step": 1, "tally": {"moved": "a"}, "per_rank": {}}\n'}, None, "not of numbers"),
+        ({RECORD_NAME: '{"row": "plan", "step": 1, "micro_batch": 1, "per_rank": {}, "parts": 3}\n'}, None, "is no row"),
+        ({"trainer_state.json": "{"}, None, "trainer_state.json is not JSON"),
+        ({"trainer_state.json": "{}"}, None, "has no list 'log_history'"),
+        ({"trainer_state.json": '{"log_history": [{"step": 1, "loss": 2.0}]}'}, None, "has no figures of distca. Train with"),
+        ({"record": "good"}, 9, "Plans of these steps were kept: 1, 2, 3, 4. DistCACallback(record="),
+        ({"state": "good"}, 9, "No plan was recorded"),
+        ({"record": "good", "rank_0.json": "{"}, None, "rank_0.json is not JSON"),
+        ({"record": "good", "rank_0.json": '{"traceEvents": [{}]}'}, None, "rank_0.json is no timeline of hf_distca"),
+        ({"record": "bad plan"}, None, "the plan of step 1 cannot be read"),
+    ],
+)
+def test_what_no_page_can_be_made_of(tmp_path: Path, files: dict[str, str], step: int | None, message: str) -> None:
+    for name, text in files.items():
+        if name == "record" and text == "good":
+            write_record(tmp_path, some_rows())
+        elif name == "record":
+            plan = plan_row(1)
+            write_record(tmp_path, [RUN, replace(plan, parts=[replace(plan.parts[0], seconds=[1.0])]), steps_row(plan)])
+        elif name == "state":
+            write_state(tmp_path, {"step": 1, **LOGGED})
+        else:
+            (tmp_path / name).write_text(text)
+    with pytest.raises(ReportError) as error:
+        figures(tmp_path, step)
+    assert message in str(error.value)
+
+
+def test_paths_that_are_no_folders(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"there is no folder .*none: give the output_dir of a run"):
+        figures(tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ReportError, match="is a file: give the folder of a run"):
+        figures(tmp_path / "file")

@@ -1,0 +1,151 @@
+"""The two ways of a message that a CPU does not take by itself: untagged, as over NCCL, and through copies, as a GPU's over gloo.
+
+gloo has the operation that is used over NCCL, so the branch runs; and tensors of a CPU can be copied as those of a GPU are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_distca
+from checkpointed import checkpoint_layers
+from hf_distca.integration.session import current_session
+from hf_distca.runtime.channel import Channel
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from ranks import RankPool
+from tiny_runs import settings, tiny_llama
+
+LENGTHS = ([96], [24, 1, 23, 24, 24])
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ping-pong": {"ping_pong": True},
+    "ping-pong in waves": {"ping_pong": True, "max_transient_bytes": 40_000},
+}
+
+
+class Works:
+    """Counts what is started and waited for."""
+
+    def __init__(self) -> None:
+        self.exchanges: list[tuple[list[int], list[int]]] = []
+        self.tagged = self.waits = self.under_way = self.most_under_way = 0
+
+    def start(self, received: Any, sent: Any, arriving: Any = None, leaving: Any = None, **options: Any) -> Any:
+        if arriving is None:  # ranks gather what they plan by
+            return ALL_TO_ALL(received, sent, **options)
+        assert options.pop("async_op") is True
+        assert (received.dtype, sent.dtype) == (torch.uint8, torch.uint8)
+        assert (sum(arriving), sum(leaving)) == (len(received), len(sent))
+        self.exchanges.append((arriving, leaving))
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        works, work = self, ALL_TO_ALL(received, sent, arriving, leaving, async_op=True, **options)
+
+        class Work:
+            def wait(self) -> None:
+                work.wait()
+                works.waits += 1
+                works.under_way -= 1
+
+        return Work()
+
+    def count_tagged(self, *_: Any, **__: Any) -> None:
+        self.tagged += 1
+
+
+ALL_TO_ALL = dist.all_to_all_single
+
+
+@contextmanager
+def untagged() -> Iterator[Works]:
+    works = Works()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "over_gloo", property(lambda channel: False))
+        patch.setattr(dist, "all_to_all_single", works.start)
+        for name in ("isend", "irecv"):
+            patch.setattr(dist, name, works.count_tagged)
+        yield works
+
+
+@contextmanager
+def staged() -> Iterator[Works]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "_staged", lambda channel, message: True)
+        yield Works()
+
+
+@contextmanager
+def as_it_is() -> Iterator[Works]:
+    yield Works()
+
+
+BRANCHES = {"as it is": as_it_is, "untagged": untagged, "staged": staged}
+
+
+def gradients(rank: int, way: dict[str, Any], checkpointing: bool) -> list[torch.Tensor]:
+    """Of a model of two layers, the output first."""
+    hf_distca.configure(settings(cost_model=CostModel.pairs(AttentionShape(4, 2, 16, 16, 4)), **way))
+    model = tiny_llama("distca")
+    if checkpointing:
+        checkpoint_layers(model, use_reentrant=False)
+        model.enable_input_require_grads()
+    positions = torch.cat([torch.arange(length) for length in LENGTHS[rank]])[None]
+    ids = torch.randint(2, 61, positions.shape, generator=torch.Generator().manual_seed(rank))
+    out = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    out.logsumexp(-1).sum().backward()
+    return [out.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def compared(rank: int, name: str, checkpointing: bool) -> dict[str, Any]:
+    results, counts = {}, {}
+    for branch, change in BRANCHES.items():
+        with change() as works:
+            results[branch] = gradients(rank, WAYS[name], checkpointing)
+        meter = current_session().meter
+        counts[branch] = meter.dispatches + meter.returns
+        if branch == "untagged":
+            found = vars(works)
+    equal = [all(map(torch.equal, results["as it is"], results[branch])) for branch in ("untagged", "staged")]
+    return {**found, "equal": equal, "counts": counts}
+
+
+@pytest.mark.parametrize(("name", "checkpointing"), [("plain", False), ("ping-pong", True), ("ping-pong in waves", False)])
+def test_models_compute_the_same_to_the_last_bit(rank_pool: Callable[[int], RankPool], name: str, checkpointing: bool) -> None:
+    found = rank_pool(2)(compared, name, checkpointing)
+    for one in found:
+        assert one["equal"] == [True, True]
+        assert len(set(one["counts"].values())) == 1
+        assert len(one["exchanges"]) == one["counts"]["untagged"] == one["waits"] > 0
+        assert (one["tagged"], one["under_way"]) == (0, 0)
+        if name == "ping-pong":
+            assert one["most_under_way"] > 1, "messages of both nano-batches are under way at once"
+    # What one rank sends is what the other awaits, exchange by exchange.
+    for (arriving, leaving), (other_arriving, other_leaving) in zip(*(one["exchanges"] for one in found), strict=True):
+        assert (arriving[1], leaving[1]) == (other_leaving[0], other_arriving[0])
+        assert (arriving[0], leaving[0]) == (0, 0)
+
+
+def staged_exchange(rank: int) -> list[list[int]]:
+    """What the receiver has before it waits and after, where the sender changes its tensor after the start."""
+    with staged():
+        group = AttentionGroup.of(timeout_seconds=30)
+        assert group.data is not None
+        sent = torch.full((64,), 10 + rank, dtype=torch.uint8)
+        received = torch.full((64,), 99, dtype=torch.uint8)
+        transfer = group.data.start(received, sent, {1 - rank: 64}, {1 - rank: 64})
+        sent.fill_(77)  # a GPU's next kernel
+        group.gather(torch.zeros(1, dtype=torch.int64).numpy(), doing="testing")
+        before = received.unique().tolist()
+        transfer.wait()
+        return [before, received.unique().tolist()]
+
+
+def test_staged_messages_hold_what_was_there_at_the_start_and_land_when_waited_for(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2)(staged_exchange) == [[[99], [11]], [[99], [10]]]

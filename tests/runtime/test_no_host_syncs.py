@@ -1,0 +1,258 @@
+"""That no layer makes the host wait: nothing between q, k, v and their gradients reads a tensor, on any way that rows can take.
+
+The mode is around `core_attention` and its backward: packing, both exchanges, the server with its pools, the kernel's own host
+code, sums of gradients. Plans and routes were made before, once for all layers. What is inside the operation of a kernel is the
+device's, and so is not looked at; tests of kernels on a GPU are in tests/kernels/test_cuda_kernels.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from hf_distca.borrowed import without_dispatch_modes
+from hf_distca.kernels import Kernel, Scores, select_kernel
+from hf_distca.kernels.varlen import Sequences, VarlenKernel
+from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.outputs import OutputStore
+from hf_distca.runtime.route import Route
+from hf_distca.runtime.server import AttentionServer
+from hf_distca.runtime.trace import Trace, Tracer
+from hf_distca.schedule.cost import AttentionShape
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import CATask, Plan
+from hf_distca.schedule.waves import Waves
+from host_syncs import HostSyncError, NoHostSyncs
+from ranks import RankPool
+
+HEADS, KEY_HEADS, DIM = 4, 2, 16
+SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 4)
+
+
+class Op:
+    """A varlen op of zeros: what it would compute is not the matter."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scores: Scores) -> Any:
+        return torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32)
+
+    def backward(self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, sequences: Sequences, scores: Scores) -> Any:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+class Reading(Op):
+    """One that reads the lengths of its sequences, as a careless one would."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scores: Scores) -> Any:
+        assert int(sequences.cu_rows[-1]) == len(q)
+        return super().forward(q, k, v, sequences, scores)
+
+
+def kernel_of(name: str, scores: Scores) -> Kernel:
+    if name == "varlen":  # what runs around every kernel for GPUs
+        return VarlenKernel(Op())
+    return (
+        VarlenKernel(Reading())
+        if name == "reading"
+        else select_kernel(name, torch.device("cpu"), torch.float32, DIM, DIM, scores)
+    )
+
+
+# Rows of (document, start, length) by rank; tokens of context; tasks of (document, start, end, home, server).
+WHOLE = [[(0, 0, 64)], [(1, 0, 20), (2, 0, 12)]]
+MOVED = [(0, 0, 32, 0, 0), (0, 32, 48, 0, 1), (0, 48, 64, 0, 1), (1, 0, 20, 1, 1), (2, 0, 12, 1, 0)]
+LAYOUTS: dict[str, tuple[Any, list[int], Any]] = {
+    "nothing moved": (WHOLE, [0, 0], [(0, 0, 64, 0, 0), (1, 0, 20, 1, 1), (2, 0, 12, 1, 1)]),
+    "slices moved": (WHOLE, [0, 0], MOVED),
+    "a document over ranks": (
+        [[(0, 0, 16), (0, 48, 16)], [(0, 16, 32), (1, 0, 9)]],
+        [0, 0],
+        [(0, 0, 16, 0, 0), (0, 48, 64, 0, 1), (0, 16, 48, 1, 1), (1, 0, 9, 1, 1)],
+    ),
+    "a rank without tokens": ([[(0, 0, 64)], []], [0, 0], [(0, 0, 40, 0, 0), (0, 40, 64, 0, 1)]),
+    "keys of another nano-batch in front": (
+        [[(0, 0, 32), (0, 32, 32)], [(1, 0, 20)]],
+        [1, 0],
+        [(0, 32, 48, 0, 0), (0, 48, 64, 0, 1), (1, 0, 20, 1, 1)],
+    ),
+}
+
+
+def layer(
+    rank: int, layout: str, name: str, scores: Scores, *, bound: int | None, reentrant: bool | None, traced: bool
+) -> tuple[int, int]:
+    """A layer forward and backward with everything that reads forbidden. Returns operations and exchanges."""
+    rows, context, tasks = LAYOUTS[layout]
+    plan = Plan.from_tasks(Layout.from_segments(rows, context), [CATask(*task) for task in tasks], scores.window)
+    route = Route.build(plan, rank, Waves.of(plan, SHAPE, 8, bound))
+    group, meter, module, store = AttentionGroup.of(timeout_seconds=60), Meter(), torch.nn.Identity(), OutputStore()
+    tracer = Tracer(Trace()) if traced else Tracer()
+    server = AttentionServer(kernel_of(name, scores), scores, meter, tracer)
+    keys = sum(length for *_, length in rows[rank])
+    before = sum(length for *_, length in rows[rank][: context[rank]])
+    q = torch.randn(keys - before, HEADS, DIM, requires_grad=True)
+    k, v = (torch.randn(keys - before, KEY_HEADS, DIM, requires_grad=True) for _ in range(2))
+    sink = torch.zeros(HEADS, requires_grad=True)
+    given = tuple(torch.randn(before, KEY_HEADS, DIM, requires_grad=True) for _ in range(2)) if before else None
+
+    def attend(*leaves: torch.Tensor) -> torch.Tensor:
+        inputs = Inputs(*leaves, context=given, sink_H=sink)
+        return core_attention(inputs, Call(route, group, server, None if reentrant is None else store.of(module)))
+
+    with NoHostSyncs() as mode:
+        out = attend(q, k, v) if reentrant is None else checkpoint(attend, q, k, v, use_reentrant=reentrant)
+        out.backward(torch.ones_like(out))
+    return mode.operations, meter.dispatches + meter.returns
+
+
+CASES = [
+    *[(layout, "varlen", Scores(0.25), None, None) for layout in LAYOUTS],
+    ("slices moved", "varlen", Scores(0.25, window=9), None, None),
+    ("slices moved", "cpu", Scores(0.25), None, None),
+    ("slices moved", "reference", Scores(0.25, 9, 3.0), None, None),
+    ("slices moved", "varlen", Scores(0.25), 4_000, None),
+    ("a document over ranks", "varlen", Scores(0.25), 8_000, None),
+    ("slices moved", "varlen", Scores(0.25), None, True),
+    ("slices moved", "varlen", Scores(0.25), None, False),
+    ("slices moved", "varlen", Scores(0.25), 4_000, False),
+]
+
+
+def every_case(rank: int) -> list[tuple[int, int]]:
+    results = []
+    for traced, (layout, name, scores, bound, reentrant) in enumerate(CASES):
+        try:
+            results.append(layer(rank, layout, name, scores, bound=bound, reentrant=reentrant, traced=bool(traced % 2)))
+        except Exception as error:
+            raise AssertionError(f"{layout}, {name}, {scores}, {bound}, {reentrant}: {error}") from error
+    return results
+
+
+def test_no_layer_reads_a_tensor(rank_pool: Callable[[int], RankPool]) -> None:
+    first, second = rank_pool(2)(every_case)
+    assert [exchanges for _, exchanges in first] == [exchanges for _, exchanges in second]
+    for (layout, _, _, bound, reentrant), (operations, exchanges) in zip(CASES, first, strict=True):
+        assert operations > 20, "the mode saw nothing of it"
+        expected = 0 if layout == "nothing moved" else 4
+        assert (exchanges > expected) if bound else (exchanges == expected), (layout, reentrant)
+
+
+def caught(rank: int) -> str:
+    try:
+        layer(rank, "nothing moved", "reading", Scores(0.25), bound=None, reentrant=None, traced=False)
+    except HostSyncError as error:
+        return str(error)
+    return ""
+
+
+def test_a_kernel_that_reads_is_found(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2)(caught) == ["aten._local_scalar_dense.default reads a tensor on the host"] * 2
+
+
+def x() -> torch.Tensor:
+    return torch.arange(6.0)
+
+
+def mask() -> torch.Tensor:
+    return torch.tensor([True, False, True, True, False, False])
+
+
+def assigned() -> None:
+    x()[mask()] = torch.ones(3)
+
+
+READING: dict[str, Callable[[], object]] = {
+    "item": lambda: x()[2].item(),
+    "float": lambda: float(x().sum()),
+    "int": lambda: int(x()[1]),
+    "bool": lambda: bool(x().any()),
+    "slice": lambda: x()[: torch.tensor(3)],
+    "contains": lambda: 3.0 in x(),
+    "tolist": lambda: x().tolist(),
+    "numpy": lambda: x().numpy(),
+    "array": lambda: __import__("numpy").asarray(x()),
+    "dlpack": lambda: torch.from_dlpack(x()),
+    "print": lambda: str(x()),
+    "equal": lambda: torch.equal(x(), x()),
+    "allclose": lambda: torch.allclose(x(), x()),
+    "nonzero": lambda: x().nonzero(),
+    "where": lambda: torch.where(mask()),
+    "mask": lambda: x()[mask()],
+    "mask of bytes": lambda: torch.ops.aten.index(x(), [mask().to(torch.uint8)]),
+    "assignment": assigned,
+    "masked_select": lambda: x().masked_select(mask()),
+    "unique": lambda: x().unique(),
+    "unique of rows": lambda: x().view(3, 2).unique(dim=0),
+    "unique_consecutive": lambda: x().unique_consecutive(),
+    "bincount": lambda: x().long().bincount(),
+    "repeat_interleave": lambda: x().repeat_interleave(torch.ones(6, dtype=torch.long)),
+    "tensor_split": lambda: torch.ops.aten.tensor_split(x(), torch.tensor([2, 4])),
+}
+
+
+@pytest.mark.parametrize("read", READING)
+def test_every_kind_of_read_is_found(read: str) -> None:
+    with NoHostSyncs(), pytest.raises(HostSyncError):
+        READING[read]()
+    READING[read]()  # and nothing of the mode is left
+
+
+COPYING: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "cpu": lambda host, device: device.cpu(),
+    "to": lambda host, device: device.to("cpu", torch.float64),
+    "without waiting": lambda host, device: device.to("cpu", non_blocking=True),
+    "to the device": lambda host, device: torch.ops.aten._to_copy(host, device=device.device),
+    "copy_": lambda host, device: host.copy_(device),
+    "many": lambda host, device: torch._foreach_copy_([host], [device]),
+}
+
+
+@pytest.mark.parametrize("copy", COPYING)
+def test_every_copy_between_devices_is_found(copy: str) -> None:
+    with FakeTensorMode():
+        host, device = torch.zeros(3), torch.zeros(3, device="cuda")
+        with NoHostSyncs():
+            with pytest.raises(HostSyncError, match="copies between cpu and cuda"):
+                COPYING[copy](host, device)
+            device.to(torch.float64)
+            torch.ops.aten.add(device, device)
+
+
+@contextmanager
+def allowed() -> Iterator[None]:
+    with without_dispatch_modes():
+        yield
+
+
+def test_what_reads_nothing_is_let_through() -> None:
+    table = torch.tensor([1, 0])
+    with NoHostSyncs() as mode:
+        y = x().index_select(0, table)[table] + x().masked_fill(mask(), 0.0)[:2]
+        y.index_copy_(0, table, y.clone())
+        torch.where(mask(), x(), 0.0)
+        x()[1:3] = x()[table]
+        x().repeat_interleave(2)
+        with allowed():
+            assert y[0].item() >= 0
+    assert mode.operations > 5
+
+
+def test_tensors_of_the_host_may_be_read_where_those_of_the_device_are_named() -> None:
+    device, host = x(), x()
+    with NoHostSyncs(of=[device]):
+        assert host.sum().item() == 15
+        assert host.tolist() == list(range(6))
+        views = device.view(2, 3)[1], (device + host).exp(), torch.cat([host, device]), host.clone().copy_(device)
+        for computed in views:
+            with pytest.raises(HostSyncError):
+                computed.sum().item()
+            with pytest.raises(HostSyncError):
+                computed.tolist()

@@ -1,0 +1,129 @@
+"""Nodes are found, from what launchers set and from host names, and found to be the same on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+
+from hf_distca import ConfigError
+from hf_distca.runtime.group import AttentionGroup, Members
+from hf_distca.runtime.nodes import launched_per_node, node_number, ranks_per_node
+from ranks import RankPool
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([7, 7, 9, 9], 2),
+        ([7, 7, 7, 7], 4),
+        ([7, 8, 9], 1),
+        ([5, 5, 5, 2], None),  # more on one node
+        ([5, 2, 5, 2], None),  # in turns
+        ([5, 5, 2, 2, 5, 5], None),
+        ([3], 1),
+    ],
+)
+def test_nodes_are_equally_many_neighbours(nodes: list[int], expected: int | None) -> None:
+    assert ranks_per_node(nodes) == expected
+
+
+def test_what_tells_nodes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    here = node_number()
+    assert 0 <= here < 2**56
+    # torchrun and accelerate launch with several ranks a node.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    numbers = []
+    for node in ("0", "0", "1"):
+        monkeypatch.setenv("GROUP_RANK", node)
+        numbers.append(node_number())
+    assert numbers[0] == numbers[1] != numbers[2]
+    # A launcher for each rank, as some start torchrun once for every GPU.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert node_number() == here
+    with patch.object(socket, "gethostname", return_value="another"):
+        assert node_number() != here
+
+
+def found(rank: int, nodes: list[int], members: tuple[int, ...]) -> tuple[int | None, list[str]]:
+    """What a rank finds where launchers number nodes so, and what it says."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("hf_distca")
+    log.addHandler(handler)
+    try:
+        with patch.dict(os.environ, GROUP_RANK=str(nodes[rank]), LOCAL_WORLD_SIZE="2"):
+            if rank not in members:
+                return None, []
+            return AttentionGroup.create(Members(members, "gloo"), timeout_seconds=30).per_node, said
+    finally:
+        log.removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "members", "expected"),
+    [
+        ([0, 0, 1, 1], (0, 1, 2, 3), 2),
+        ([0, 0, 0, 0], (0, 1, 2, 3), 4),
+        ([0, 0, 1, 1], (0, 2), 1),  # one rank of each node, as with tensor parallelism in nodes
+        ([0, 0, 1, 1], (2, 3), 2),
+    ],
+)
+def test_ranks_of_a_group_find_their_nodes(
+    rank_pool: Callable[[int], RankPool], nodes: list[int], members: tuple[int, ...], expected: int
+) -> None:
+    for rank, (per_node, said) in enumerate(rank_pool(4)(found, nodes, members)):
+        assert per_node == (expected if rank in members else None)
+        assert not said
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 0, 1], [0, 1, 0, 1]], ids=["uneven", "interleaved"])
+def test_other_orders_of_nodes_are_one_level_which_is_said_once(rank_pool: Callable[[int], RankPool], nodes: list[int]) -> None:
+    (first, said), *others = rank_pool(4)(found, nodes, (0, 1, 2, 3))
+    assert first is None
+    assert others == [(None, [])] * 3
+    assert len(said) == 1
+    assert "4 ranks share attention on 2 nodes, not equally many on each or not one node after another" in said[0]
+
+
+def in_parts(rank: int, size: int) -> tuple[tuple[int, ...], int]:
+    group = AttentionGroup.of(timeout_seconds=30, size=size)
+    assert AttentionGroup.of(timeout_seconds=30, size=size, agree=False) is group
+    return group.ranks, group.rank
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(1, [(0,), (1,), (2,), (3,)]), (2, [(0, 1)] * 2 + [(2, 3)] * 2), (4, [(0, 1, 2, 3)] * 4)]
+)
+def test_ranks_are_cut_into_groups(rank_pool: Callable[[int], RankPool], size: int, expected: list[tuple[int, ...]]) -> None:
+    assert rank_pool(4)(in_parts, size) == [(ranks, ranks.index(rank)) for rank, ranks in enumerate(expected)]
+
+
+def refused(rank: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        AttentionGroup.of(timeout_seconds=30, size=3)
+    return str(caught.value)
+
+
+def test_groups_are_equally_large(rank_pool: Callable[[int], RankPool]) -> None:
+    assert all("group_size=3 does not divide the 4 ranks" in message for message in rank_pool(4)(refused))
+
+
+@pytest.mark.parametrize(
+    ("launched", "ranks", "expected"), [("8", 64, 8), ("8", 4, 4), ("8", 12, None), ("2", 2, 2), (None, 8, None), ("x", 8, None)]
+)
+def test_what_a_launcher_says_of_nodes(
+    monkeypatch: pytest.MonkeyPatch, launched: str | None, ranks: int, expected: int | None
+) -> None:
+    if launched is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", launched)
+    assert launched_per_node(ranks) == expected

@@ -1,0 +1,203 @@
+"""Two levels of links: inside a node and between nodes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import layouts
+
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import ConfigError
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.deal import deal, plan_dealt
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad, summarize
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import Ranks
+from hf_distca.schedule.waves import Waves
+
+SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+CUDA = CostModel.analytic(SHAPE, device_type="cuda")
+ONE_RATE = replace(CUDA, node_bytes_per_second=None)
+# Bytes of a query and of a key are 38 and 12; 10 bytes a second between nodes, 100 inside.
+SMALL = AttentionShape(1, 1, 1, 1, 2)
+FREE = KernelCost(0.0, np.inf, np.inf)
+SLOW = CostModel(SMALL, FREE, FREE, 10.0, node_bytes_per_second=100.0)
+QUERY, KEY = SMALL.moved_query_bytes, SMALL.moved_key_bytes
+
+
+def two_moves() -> Plan:
+    """Four ranks in two nodes. Rank 0 gives 4 rows with 16 keys to rank 1, in its node, and 2 rows with 12 keys to rank 2."""
+    layout = Layout.from_segments([[(0, 0, 16)], [], [(1, 0, 4)], []])
+    return Plan.from_tasks(layout, [(0, 0, 10, 0, 0), (0, 10, 12, 0, 2), (0, 12, 16, 0, 1), (1, 0, 4, 2, 2)])
+
+
+def long_and_short(nodes: int, per_node: int) -> Layout:
+    """On every node, half of the ranks hold a long document and the others short ones: nodes are even among themselves."""
+    numbers = itertools.count()
+    ranks = range(nodes * per_node)
+    return Layout.from_segments(
+        [[(next(numbers), 0, n) for n in ([65536] if rank % per_node < per_node / 2 else [2048] * 32)] for rank in ranks]
+    )
+
+
+def test_bytes_inside_nodes_and_between_them() -> None:
+    load = PlanLoad(two_moves(), SLOW, ranks=Ranks(per_node=2))
+    inside, between = 4 * QUERY + 16 * KEY, 2 * QUERY + 12 * KEY
+    assert [side.tolist() for side in load.node_bytes] == [
+        [inside, 0, 0, 0],
+        [between, 0, 0, 0],
+        [0, inside, 0, 0],
+        [0, 0, between, 0],
+    ]
+    assert (load.node_bytes.sent_inside + load.node_bytes.sent_between).tolist() == load.exchange_bytes[0].tolist()
+
+
+def test_links_inside_and_between_carry_at_the_same_time() -> None:
+    load = PlanLoad(two_moves(), SLOW, ranks=Ranks(per_node=2))
+    inside, between = (4 * QUERY + 16 * KEY) / 100, (2 * QUERY + 12 * KEY) / 10
+    assert between > inside
+    assert load.exchange_seconds.tolist() == [between, inside, between, 0]
+    slow_inside = PlanLoad(two_moves(), replace(SLOW, node_bytes_per_second=10.0), ranks=Ranks(per_node=2))
+    assert slow_inside.exchange_seconds[0] == pytest.approx(10 * inside)
+    one_level = PlanLoad(two_moves(), SLOW)
+    assert one_level.exchange_seconds[0] == pytest.approx(10 * inside + between)
+
+
+def test_a_link_that_ranks_of_a_node_share() -> None:
+    """It carries for whoever has something to send: rank 0 alone is twice as fast, and rank 1 waits for the link it shares."""
+    load = PlanLoad(two_moves(), replace(SLOW, ranks_per_link=2), ranks=Ranks(per_node=2))
+    between = (2 * QUERY + 12 * KEY) / 10
+    assert load.exchange_seconds.tolist() == [between / 2] * 4
+    # No link is shared beyond a node, and the last one of a node may have fewer ranks.
+    wide = PlanLoad(two_moves(), replace(SLOW, ranks_per_link=3), ranks=Ranks(per_node=2))
+    assert wide.exchange_seconds.tolist() == [between / 2] * 4
+    layout = Layout.from_segments([[(0, 0, 16)], [], [], [(1, 0, 4)], [], []])
+    plan = Plan.from_tasks(layout, [(0, 0, 10, 0, 0), (0, 10, 16, 0, 5), (1, 0, 4, 3, 3)])
+    load = PlanLoad(plan, replace(SLOW, ranks_per_link=2), ranks=Ranks(per_node=3))
+    once = (6 * QUERY + 16 * KEY) / 10
+    assert load.exchange_seconds.tolist() == [once / 2, once / 2, 0, 0, 0, once]
+
+
+def test_waves_count_keys_that_travel_twice() -> None:
+    plan = two_moves()
+    waves = Waves(plan, np.array([0, 1, 0, 0]), 2, np.zeros(4, dtype=np.int64))
+    load = PlanLoad(plan, SLOW, waves, ranks=Ranks(per_node=2))
+    assert load.node_bytes.sent_between.sum() + load.node_bytes.sent_inside.sum() == load.exchange_bytes[0].sum()
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_work_stays_in_nodes_that_are_even_among_themselves(ping_pong: bool) -> None:
+    layout, config = long_and_short(nodes=8, per_node=8), DistCAConfig(ping_pong=ping_pong)
+    ranks = Ranks(per_node=8)
+    blind, plan = balance(layout, CUDA, config), balance(layout, CUDA, config, ranks)
+    before, after = (PlanLoad(one, CUDA, overlapped=ping_pong, ranks=ranks) for one in (blind, plan))
+    assert after.node_bytes.sent_between.sum() <= 0.02 * before.node_bytes.sent_between.sum()
+    assert after.slowest_seconds <= before.slowest_seconds
+    assert after.compute_seconds.max() <= 1.02 * after.compute_seconds.mean()
+
+
+def test_nodes_that_are_not_even_share_work() -> None:
+    """All long documents are on one node: the others still get their part."""
+    layout = Layout.from_segments([[(rank, 0, 65536)] if rank < 4 else [(rank, 0, 8192)] for rank in range(16)])
+    ranks = Ranks(per_node=4)
+    load = PlanLoad(balance(layout, CUDA, DistCAConfig(ping_pong=True), ranks), CUDA, overlapped=True, ranks=ranks)
+    assert load.compute_seconds.max() <= 1.02 * load.compute_seconds.mean()
+    assert load.node_bytes.sent_between.sum() > 0
+
+
+@given(layouts(), st.booleans(), st.sampled_from([1, 2, 3]))
+@settings(max_examples=60)
+def test_any_layout_on_nodes(layout: Layout, ping_pong: bool, per_node: int) -> None:
+    """The estimated slowest rank never ends later than with nothing moved; every rank finds the same plan."""
+    if layout.world_size % per_node:
+        return
+    config, ranks = DistCAConfig(ping_pong=ping_pong, tile=16), Ranks(per_node=per_node)
+    plan = balance(layout, CUDA, config, ranks)
+    before, after = (PlanLoad(one, CUDA, overlapped=ping_pong, ranks=ranks).slowest_seconds for one in (Plan.local(layout), plan))
+    assert after <= before
+    assert balance(layout, CUDA, config, ranks).digest == plan.digest
+    assert balance(layout, ONE_RATE, config, ranks).digest == balance(layout, CUDA, config).digest, "one rate: one level"
+
+
+def test_one_node_has_but_fast_links() -> None:
+    layout = long_and_short(1, 8)
+    inside = PlanLoad(balance(layout, CUDA, DistCAConfig(), Ranks(per_node=8)), CUDA, ranks=Ranks(per_node=8))
+    between = PlanLoad(inside.plan, CUDA)
+    fixed = 4 * CUDA.exchange_seconds
+    ratio = (between.exchange_seconds - fixed) / (inside.exchange_seconds - fixed)
+    assert ratio == pytest.approx(np.full(8, 300 / 40))
+
+
+def test_the_summary_tells_bytes_inside_from_bytes_between() -> None:
+    layout, ranks = long_and_short(2, 4), Ranks(per_node=4)
+    one, two = (summarize(balance(layout, CUDA, DistCAConfig(), on), CUDA, on) for on in (Ranks(), ranks))
+    assert one.bytes_inside_nodes == 0 < one.bytes_between_nodes
+    assert two.bytes_inside_nodes > 0
+    assert two.max_bytes_between_nodes <= two.bytes_between_nodes < one.bytes_between_nodes
+    assert "between nodes" in two.table()
+    assert "between nodes" not in one.table()
+
+
+def test_a_model_with_two_rates_as_json() -> None:
+    model = replace(CUDA, ranks_per_link=2)
+    assert CostModel.from_json(model.to_json()) == model
+    assert CostModel.from_json(ONE_RATE.to_json()) == ONE_RATE
+    assert CUDA.near == pytest.approx(40 / 300)
+    assert ONE_RATE.near == CostModel.pairs(SHAPE).near == 1.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"node_bytes_per_second": 0.0}, "node_bytes_per_second=0.0"),
+        ({"node_bytes_per_second": float("inf")}, "one rate everywhere"),
+        ({"ranks_per_link": 0}, "ranks_per_link=0"),
+        ({"ranks_per_link": 1.5}, "ranks_per_link=1.5"),
+    ],
+)
+def test_wrong_links_are_refused(wrong: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(CUDA, **wrong)
+
+
+def test_wrong_nodes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        Ranks(per_node=0)
+    with pytest.raises(ConfigError, match="6 ranks cannot be nodes of 4"):
+        balance(Layout.from_segments([[]] * 6), CUDA, DistCAConfig(), Ranks(per_node=4))
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_dealt_documents_are_exchanged_inside_nodes(overlapped: bool) -> None:
+    """Long documents lie in nodes, where their exchange is shorter."""
+    lengths = [131072] * 4 + [65536] * 4 + [4096] * 64
+    ranks, config = Ranks(per_node=8), DistCAConfig(ping_pong=overlapped)
+    loads = []
+    for per_node in (None, 8):
+        layout = deal(lengths, 32, sum(lengths) // 32, CUDA, ranks_per_node=per_node, overlapped=overlapped)
+        plan = plan_dealt(layout, CUDA, config, Ranks(per_node=per_node))
+        loads.append(PlanLoad(plan, CUDA, overlapped=overlapped, ranks=ranks))
+    blind, dealt = loads
+    assert dealt.node_bytes.sent_between.sum() <= 0.1 * blind.node_bytes.sent_between.sum()
+    assert dealt.slowest_seconds <= (1.005 if overlapped else 1.0) * blind.slowest_seconds  # overlapped, both are hidden
+
+
+def test_dealing_in_a_node_of_all_ranks_counts_on_its_links() -> None:
+    lengths = [131072] + [4096] * 32
+    one, fast = (deal(lengths, 8, sum(lengths) // 8, CUDA, ranks_per_node=per_node) for per_node in (None, 8))
+    assert one.world_size == fast.world_size == 8
+    ranks = Ranks(per_node=8)
+    slowest = [
+        PlanLoad(plan_dealt(layout, CUDA, DistCAConfig(), ranks), CUDA, ranks=ranks).slowest_seconds for layout in (one, fast)
+    ]
+    assert slowest[1] <= slowest[0]
+    same = deal(lengths, 8, sum(lengths) // 8, ONE_RATE, ranks_per_node=8)
+    assert same.rank.tolist() == one.rank.tolist()
+    assert same.start.tolist() == one.start.tolist()

@@ -1,0 +1,209 @@
+"""Linear layers, collectives, memory, and how documents are shared, each against a count by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel, causal_pairs
+from hf_distca.schedule.deal import in_order
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.plan import Plan
+from hf_distca.simulate import context, loaders
+from hf_distca.simulate.collectives import gather_rate, weight_exchange
+from hf_distca.simulate.disaggregated import halved
+from hf_distca.simulate.layers import layer_seconds, tensor_seconds
+from hf_distca.simulate.memory import most_tokens, peak_bytes, weight_bytes
+from hf_distca.simulate.published import plan_published
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.work import of_documents, of_nano_batches, of_plan
+
+LLAMA = AttentionShape(32, 8, 128, 128, 2)
+LENGTHS = np.array([9000, 700, 300, 5000, 1384, 12000, 129, 1, 4254])
+
+
+def test_a_large_layer_takes_little_more_than_its_arithmetic(setting: Setting) -> None:
+    found = layer_seconds(setting, np.array([16384.0, 0.0]))
+    least = 2 * setting.model.layer_parameters * 16384 / setting.hardware.matmul_flops
+    assert 1.0 < found.forward[0] / least < 1.25
+    assert found.forward[1] == 0
+    assert found.backward[0] == 2 * found.forward[0]
+    halved_ = layer_seconds(replace(setting, tensor=2), np.array([16384.0])).forward[0]
+    assert halved_ == pytest.approx(found.forward[0] / 2, rel=0.05)
+
+
+def test_tensor_parallelism_exchanges_hidden_states_four_times(setting: Setting) -> None:
+    tokens = np.array([1000.0])
+    expected = 4 * 1000 * 4096 * 2 * 7 / 8 / setting.hardware.node_rate
+    assert tensor_seconds(setting, tokens)[0] == 0
+    assert tensor_seconds(replace(setting, tensor=8), tokens)[0] == pytest.approx(expected)
+
+
+def test_gathering_between_nodes_uses_the_links_of_a_whole_node(setting: Setting) -> None:
+    hardware = setting.hardware
+    assert gather_rate(setting, 8) == hardware.node_rate
+    assert gather_rate(replace(setting, ranks=64), 64) == pytest.approx(min(hardware.node_rate, 8 * hardware.link_rate))
+    assert gather_rate(replace(setting, ranks=64, tensor=8), 8) == pytest.approx(hardware.link_rate)
+
+
+def test_weights_are_hidden_beside_long_computing_and_not_beside_none(setting: Setting) -> None:
+    for sharding in ("fsdp", "zero1", "ddp"):
+        one = replace(setting, sharding=sharding)
+        free, none = weight_exchange(one, 1e3, 1e3), weight_exchange(one, 0.0, 0.0)
+        assert free.seconds == none.seconds == pytest.approx(none.exposed)
+        assert free.exposed < 0.1 * none.exposed
+    assert weight_exchange(replace(setting, ranks=1), 0.0, 0.0).seconds == 0
+
+
+def test_memory_is_full_at_the_tokens_that_fill_it(setting: Setting) -> None:
+    tokens = most_tokens(setting)
+    assert peak_bytes(setting, tokens, 0.0) <= setting.hardware.memory_bytes < peak_bytes(setting, 1.01 * tokens, 0.0)
+    held = {name: weight_bytes(replace(setting, sharding=name)) for name in ("ddp", "zero1", "fsdp")}
+    assert held["ddp"] > held["zero1"] > held["fsdp"]
+    assert held["ddp"] == pytest.approx(setting.model.parameters * 18)
+    lighter = [most_tokens(replace(setting, checkpointing=name)) for name in ("none", "selective", "full")]
+    assert lighter == sorted(lighter)
+
+
+def test_a_bin_never_gets_more_tokens_than_its_cap() -> None:
+    found = loaders.longest_first(LENGTHS.astype(float), LENGTHS, 3, 12000)
+    assert np.bincount(found, weights=LENGTHS, minlength=3).max() <= 12000
+    assert loaders.longest_first(np.array([3.0, 2.0, 2.0]), np.array([3, 2, 2]), 2).tolist() == [0, 1, 1]
+
+
+def test_differencing_beats_longest_first_where_it_is_known_to() -> None:
+    seconds = np.array([8.0, 7.0, 6.0, 5.0, 4.0])
+    found = loaders.karmarkar_karp(seconds, 2)
+    assert sorted(np.bincount(found, weights=seconds).tolist()) == [14, 16]
+    many = np.random.default_rng(0).lognormal(0, 1, 500)
+    loads = np.bincount(loaders.karmarkar_karp(many, 7), weights=many, minlength=7)
+    assert loads.sum() == pytest.approx(many.sum())
+    assert loads.max() / loads.mean() < 1.001
+
+
+def test_runs_of_batch_rebalance_are_sorted_and_as_even_as_can_be() -> None:
+    lengths = np.random.default_rng(0).integers(1, 5000, 200)
+    found = loaders.batch_rebalance(lengths, 8)
+    order = np.argsort(-lengths, kind="stable")
+    assert (np.diff(found[order]) >= 0).all()
+    assert set(found.tolist()) == set(range(8))
+    costs = [sum(found == one) * (n + 0.001 * n**2) for one in range(8) for n in [float(lengths[found == one].max())]]
+    assert max(costs) / np.mean(costs) < 1.2
+
+
+def test_rows_end_where_they_are_full() -> None:
+    rows = loaders.packed_rows(np.array([10, 10, 4]), 3, 8)
+    assert rows.length.tolist() == [8, 2, 6, 4, 4]
+    assert rows.start.tolist() == [0] * 5
+    assert rows.query_tokens.tolist() == [8, 8, 8]
+
+
+def test_alone_a_rank_takes_the_same_however_a_row_is_cut(setting: Setting) -> None:
+    row, cost = np.zeros(len(LENGTHS), dtype=np.int64), setting.cost()
+    expected = (cost.forward_seconds(LENGTHS, LENGTHS).sum(), cost.backward_seconds(LENGTHS, LENGTHS).sum())
+    work = of_documents(setting, LENGTHS, row, 1)
+    assert (work.attention.forward[0] / 32, work.attention.backward[0] / 32) == pytest.approx(expected)
+    for cut in (context.shared_by_document, context.shared_by_row):
+        assert [part[0] for part in cut(cost, LENGTHS, row, 1, 1)] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+def test_a_head_and_a_tail_of_every_document_cost_what_their_tasks_do(setting: Setting, window: int | None) -> None:
+    cost, degree = setting.cost(window), 4
+    lengths = np.array([8192, 4096, 16384])
+    chunks = [(n // 8, n // 8 * (at + 1)) for n in lengths.tolist() for at in range(8)]
+    rows, keys = np.array(chunks).T
+    found = context.shared_by_document(cost, lengths, np.zeros(3, dtype=np.int64), 1, degree)
+    assert found.forward[0] == pytest.approx(cost.forward_seconds(rows, keys).sum() / degree, rel=0.02)
+    assert found.backward[0] == pytest.approx(cost.backward_seconds(rows, keys).sum() / degree, rel=0.02)
+
+
+def test_a_row_cut_as_one_sequence_costs_what_its_slowest_rank_does(setting: Setting) -> None:
+    cost, degree = setting.cost(), 2
+    row = np.array([0, 1, 0, 0, 1, 1, 0, 1, 0])
+    slowest = []
+    for one in (0, 1):
+        lengths = LENGTHS[row == one].tolist()
+        total = sum(lengths)
+        cuts = [total * at // 4 for at in range(5)]
+        seconds = [0.0, 0.0]
+        start = 0
+        for n in lengths:
+            for chunk in range(4):
+                low, high = max(start, cuts[chunk]), min(start + n, cuts[chunk + 1])
+                if low < high:
+                    seconds[min(chunk, 3 - chunk)] += float(cost.forward_seconds(high - low, high - start)[0])
+            start += n
+        slowest.append(max(seconds))
+    assert context.shared_by_row(cost, LENGTHS, row, 2, degree).forward.tolist() == pytest.approx(slowest)
+
+
+def test_context_parallel_ranks_wait_for_keys_and_ring_hides_them(setting: Setting) -> None:
+    wide = replace(setting, ranks=64)
+    lengths, row = np.full(64, 16384), np.arange(64) // 8
+    gathered, ringed = context.all_gather(wide, lengths, row, 8), context.ring(wide, lengths, row, 8)
+    keys = 8 * 16384 * 4096 * 7 / 8
+    assert gathered.exposed.forward[0] == pytest.approx(32 * (keys / wide.hardware.node_rate + 3e-5))
+    assert ringed.exposed.forward[0] < gathered.exposed.forward[0]
+    assert ringed.attention.forward[0] > gathered.attention.forward[0]
+    spread = context.ulysses(wide, lengths, row, 8)
+    assert spread.attention.forward.sum() == pytest.approx(of_documents(wide, lengths, row, 8).attention.forward.sum(), rel=0.01)
+
+
+def test_the_published_planner_fills_ranks_below_the_mean_only() -> None:
+    lengths = np.array([65536, *[2048] * 224])
+    layout = in_order(lengths, 8, 65536)
+    plan = plan_published(layout, LLAMA, tolerance=0.05)
+    pairs = np.bincount(plan.server, weights=causal_pairs(plan.end - plan.start, plan.end), minlength=8)
+    assert pairs.min() >= 0.9 * pairs.mean()
+    assert pairs.max() < 1.4 * pairs.mean()
+    loose = plan_published(layout, LLAMA, tolerance=1.0)
+    assert (loose.home == loose.server).all()
+
+
+def test_a_plan_that_moves_nothing_waits_for_nothing(setting: Setting) -> None:
+    layout = Layout.from_lengths([[16384], [2048] * 8])
+    work = of_plan(Plan.local(layout), setting.cost())
+    assert not np.any([*work.exposed, work.wire, work.received])
+    assert work.attention.forward[0] > work.attention.forward[1]
+
+
+def test_messages_of_a_plan_take_what_the_scheduler_says(setting: Setting) -> None:
+    layout = Layout.from_lengths([[65536], [2048] * 32])
+    cost = replace(setting, ranks=16).cost()
+    plan = balance(layout, cost, DistCAConfig())
+    work, load = of_plan(plan, cost), PlanLoad(plan, cost)
+    assert plan.moved
+    assert work.wire.tolist() == pytest.approx(load.exchange_seconds.tolist(), rel=0.05)
+    assert (work.attention.forward + work.attention.backward).tolist() == pytest.approx(load.compute_seconds.tolist())
+    exposed = work.exposed.forward + work.exposed.backward
+    assert (exposed <= work.wire + 1e-12).all()
+    assert exposed.max() < work.wire.max(), "the rank's own tasks run while it waits"
+
+
+def test_nano_batches_hide_messages_beside_each_other(setting: Setting) -> None:
+    layout = Layout.from_lengths([[32768, 32768], [2048] * 32])
+    cost = replace(setting, ranks=16).cost()
+    halves = halved(layout, 128)
+    config = DistCAConfig(ping_pong=True)
+    plans = (balance(halves[0], cost, config), balance(halves[1], cost, config))
+    work = of_nano_batches(setting, plans, cost)
+    assert work.tokens.tolist() == [65536, 65536]
+    assert work.wire.max() > 0
+    assert (work.exposed.forward + work.exposed.backward).max() < 0.2 * work.wire.max()
+    slow = replace(cost, exchange_bytes_per_second=1e8)
+    assert of_nano_batches(setting, plans, slow).exposed.forward.max() > 0
+
+
+def test_halves_hold_every_query_once() -> None:
+    layout = Layout.from_lengths([[1000, 24], [512, 512], [100, 900, 24], [7]])
+    first, second = halved(layout, 128)
+    assert (first.query_tokens + second.query_tokens).tolist() == layout.query_tokens.tolist()
+    assert second.context.tolist() == [1, 0, 1, 1]
+    pairs = [PlanLoad(Plan.local(half), CostModel.analytic(LLAMA)).pairs.sum() for half in (first, second)]
+    assert sum(pairs) == pytest.approx(PlanLoad(Plan.local(layout), CostModel.analytic(LLAMA)).pairs.sum())

@@ -1,0 +1,164 @@
+"""Steps: what must hold of every prediction, and pipelines against timelines by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_distca.errors import ConfigError
+from hf_distca.simulate.advice import advise
+from hf_distca.simulate.assumptions import assumptions
+from hf_distca.simulate.layers import Directions, head_seconds
+from hf_distca.simulate.lengths import distribution, from_list
+from hf_distca.simulate.models import find_model
+from hf_distca.simulate.predict import best_alternative, best_of, ideal_seconds, simulate
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.strategies import DISAGGREGATED, OURS, STRATEGIES
+from hf_distca.simulate.timelines import one_forward_one_backward, rank_seconds, same_phase
+from hf_distca.simulate.work import Work
+
+SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-ping-pong", "published")]
+
+
+def test_equal_documents_leave_nothing_to_gain(setting: Setting) -> None:
+    found = {one.strategy: one for one in simulate(setting, distribution("equal:2048", 16384), SINGLE, batches=1)}
+    assert len(found) == len(SINGLE)
+    for one in found.values():
+        assert one.step_seconds == pytest.approx(found["plain"].step_seconds, rel=0.02), one.strategy
+        assert one.idle_share == pytest.approx(0, abs=0.02)
+        assert one.exposed_seconds == 0
+        assert one.attention_share == 1
+
+
+def test_a_long_document_is_what_only_sharing_attention_helps(setting: Setting) -> None:
+    documents = from_list([131072, *[1024] * 128], "one long", None)
+    wide = replace(setting, tokens_per_rank=32768, checkpointing="selective")
+    found = {one.strategy: one for one in simulate(wide, documents, batches=1)}
+    assert found["dealt"].step_seconds < 0.5 * found["lpt"].step_seconds
+    assert found["dealt"].idle_share < 0.1
+    assert found["lpt"].idle_share > 0.5
+    assert found["plain"].attention_share < 0.5
+    assert not found["plain"].comparable
+    other = best_alternative(found.values())
+    assert other is not None
+    assert other.strategy not in {"plain", *DISAGGREGATED}
+    ours = best_of(found.values(), OURS)
+    assert ours is not None
+    assert ours.strategy.startswith("dealt")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"tensor": 2, "sharding": "zero1"},
+        {"checkpointing": "full"},
+        {"ranks": 16, "stages": 2, "micro_batches": 3, "sharding": "zero1"},
+        {"model": replace(find_model("llama-3-8b"), window=2048, windowed_layers=16)},
+    ],
+)
+def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str, object]) -> None:
+    arranged = replace(setting, **change)
+    documents = distribution("prolong", 65536)
+    found = simulate(arranged, documents, batches=2, seed=3)
+    assert {one.strategy for one in found} >= {*OURS, "plain", "lpt", "wlb", "published", "all-gather"}
+    drawn = documents.batches(arranged.tokens, 2 * arranged.micro_batches, 3)
+    ideal = [ideal_seconds(arranged, [next(drawn) for _ in range(arranged.micro_batches)]) for _ in range(2)]
+    for one in found:
+        assert math.isfinite(one.step_seconds)
+        assert 0 <= one.idle_share < 1
+        assert one.exposed_seconds >= 0
+        assert one.hidden_seconds >= 0
+        assert 0 < one.attention_share <= 1 + 1e-9
+        if one.attention_share > 1 - 1e-9:
+            assert one.step_seconds >= 0.999 * np.mean(ideal), one.strategy
+    assert found == simulate(arranged, documents, batches=2, seed=3)
+
+
+def test_equal_documents_are_advised_to_stay_as_they_are(setting: Setting) -> None:
+    found = advise(setting, simulate(setting, distribution("equal:2048", 16384), batches=1))
+    assert not found.worthwhile
+    assert found.settings == ()
+    assert "buys nothing" in found.text
+    assert "Use packed rows." in found.text
+
+
+def test_a_long_document_is_advised_to_be_dealt(setting: Setting) -> None:
+    wide = replace(setting, ranks=64, tokens_per_rank=32768, checkpointing="full")
+    found = advise(wide, simulate(wide, from_list([131072, *[1024] * 128], "one long"), batches=1))
+    assert found.worthwhile
+    assert found.gain is not None
+    assert found.gain > 1.02
+    assert any("document_shares" in line for line in found.settings)
+    assert "longer than a fair share" in found.text
+    assert found.other not in DISAGGREGATED
+
+
+def test_what_fits_nowhere_is_said(setting: Setting) -> None:
+    full = replace(setting, tokens_per_rank=2**20)
+    found = advise(full, simulate(full, distribution("equal:2048", 16384), batches=1))
+    assert not found.worthwhile
+    assert "does not fit" in found.text
+
+
+def test_dealt_ranks_hold_equally_many_tokens(setting: Setting) -> None:
+    found = simulate(setting, distribution("prolong", 32768), ["dealt", "lpt", "wlb"], batches=2)
+    assert [one.most_tokens > 16384 for one in found] == [False, True, True]
+
+
+def test_every_told_step_is_one(setting: Setting) -> None:
+    told: list[int] = []
+    simulate(setting, distribution("equal:64", 64), ["plain", "lpt"], batches=3, told=lambda: told.append(1))
+    assert len(told) == 6
+
+
+def test_unknown_strategies_and_no_batches(setting: Setting) -> None:
+    documents = distribution("equal:64", 64)
+    with pytest.raises(ConfigError, match="strategy 'magic' is not known"):
+        simulate(setting, documents, ["magic"])
+    for batches in (0, -1, 10**9):
+        with pytest.raises(ConfigError, match=f"batches={batches}"):
+            simulate(setting, documents, ["plain"], batches=batches)
+
+
+def test_assumptions_name_what_is_used(setting: Setting) -> None:
+    found = dict(assumptions(setting, distribution("pretrain", 65536), ["plain"]))
+    assert {"lengths", "model", "exchange", "weights", "checkpointing", "packed rows"} <= set(found)
+    assert "pipeline" not in found
+    assert "pipeline" in dict(assumptions(replace(setting, stages=2), distribution("pretrain", 65536)))
+
+
+def micro_batch(ranks: int, forward: float = 0.0) -> Work:
+    nothing = np.zeros(ranks)
+    both = Directions(np.full(ranks, forward), np.full(ranks, 2 * forward))
+    return Work(np.full(ranks, 4096.0), both, Directions(nothing, nothing), nothing, nothing, 1.0)
+
+
+def pipeline(setting: Setting, stages: int) -> Setting:
+    """Messages between stages take no time."""
+    hardware = replace(setting.hardware, link_gbps=1e12, exchange_seconds=0.0)
+    return replace(setting, ranks=8 * stages, stages=stages, hardware=hardware)
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (4, 8), (4, 2)])
+def test_equal_micro_batches_leave_the_bubble_of_one_forward_one_backward(setting: Setting, stages: int, count: int) -> None:
+    arranged = pipeline(setting, stages)
+    works = [micro_batch(8, 1.0)] * count
+    parts = rank_seconds(arranged, works[0], keeps_attention=True)
+    each = (parts.forward[0] + parts.backward[0]) / stages
+    head = head_seconds(arranged, works[0].tokens)[0]
+    found = one_forward_one_backward(arranged, works, keeps_attention=True)
+    assert (count + stages - 1) * each <= found.seconds + 1e-9
+    assert found.seconds <= (count + stages - 1) * (each + head)
+    assert found.busy.sum() == pytest.approx(8 * count * (stages * each + head))
+
+
+def test_ticks_in_which_idle_stages_serve_are_all_busy(setting: Setting) -> None:
+    arranged = pipeline(setting, 2)
+    tick = replace(micro_batch(16, 1.0), tokens=np.zeros(16))
+    found = same_phase(arranged, [tick] * 3)
+    assert found.seconds == pytest.approx(3 * 3.0 / 2)
+    assert found.busy.tolist() == pytest.approx([4.5] * 16)

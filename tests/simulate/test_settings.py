@@ -1,0 +1,179 @@
+"""Models, devices, lengths and settings: what they are, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_distca.errors import ConfigError, LayoutError
+from hf_distca.schedule.cost import CostModel
+from hf_distca.simulate.hardware import KNOWN_HARDWARE, find_hardware
+from hf_distca.simulate.lengths import distribution, from_list
+from hf_distca.simulate.models import KNOWN_MODELS, find_model
+from hf_distca.simulate.setting import Setting
+
+LLAMA = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-3.2-1b", 1.24), ("llama-3-8b", 8.03), ("llama-3-70b", 70.6), ("qwen3-8b", 8.19), ("mistral-7b", 7.25)],
+)
+def test_known_models_have_the_weights_that_their_names_say(name: str, billions: float) -> None:
+    assert KNOWN_MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_config_file_and_its_folder_are_the_known_shape(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    for name in (path, tmp_path):
+        assert replace(find_model(str(name)), name="llama-3-8b") == KNOWN_MODELS["llama-3-8b"]
+
+
+def test_layers_with_a_window_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    kinds = ["sliding_attention", "full_attention"] * 16
+    path.write_text(json.dumps({"text_config": {**LLAMA, "sliding_window": 4096, "layer_types": kinds}}))
+    assert find_model(str(path)).kinds == ((None, 16), (4096, 16))
+    path.write_text(json.dumps({**LLAMA, "sliding_window": 4096}))
+    assert find_model(str(path)).kinds == ((4096, 32),)
+    path.write_text(json.dumps({**LLAMA, "sliding_window": 4096, "use_sliding_window": False}))
+    assert find_model(str(path)).kinds == ((None, 32),)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must hold an object"),
+        ('{"hidden_size": 4096}', "'num_attention_heads' as a whole number, it has None"),
+        (json.dumps({**LLAMA, "num_hidden_layers": "32"}), "'num_hidden_layers' as a whole number"),
+        (json.dumps({**LLAMA, "num_attention_heads": 0}), "between 1 and"),
+        (json.dumps({**LLAMA, "num_key_value_heads": 5}), "multiple of key/value heads"),
+        (json.dumps({**LLAMA, "num_local_experts": 8}), "mixture of experts"),
+    ],
+)
+def test_a_config_that_describes_no_dense_decoder(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        find_model(str(path))
+
+
+def test_unknown_names_say_which_are_known() -> None:
+    with pytest.raises(ConfigError, match="llama-3-8b"):
+        find_model("llama-9")
+    with pytest.raises(ConfigError, match="h100, h200, a100"):
+        find_hardware("v100")
+
+
+def test_hopper_attention_is_the_built_in_cost_model(setting: Setting) -> None:
+    for name in ("h100", "h200"):
+        own, built_in = replace(setting, hardware=KNOWN_HARDWARE[name]).cost(), CostModel.analytic(setting.shape)
+        assert (own.forward, own.backward) == (built_in.forward, built_in.backward)
+    assert setting.cost().exchange_bytes_per_second == find_hardware("h100").node_rate
+    assert replace(setting, ranks=16).cost().exchange_bytes_per_second == built_in.exchange_bytes_per_second
+
+
+def test_a_profile_replaces_attention_and_exchange(setting: Setting) -> None:
+    measured = CostModel.analytic(setting.shape, device_type="cpu")
+    found = replace(setting, profile=measured, tensor=8).cost(4096)
+    assert (found.forward, found.exchange_bytes_per_second, found.window) == (measured.forward, 1e9, 4096)
+    assert found.shape.query_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks": 0}, "ranks=0"),
+        ({"ranks": -8}, "ranks=-8"),
+        ({"ranks": 10**9}, "ranks=1000000000"),
+        ({"ranks": 8.0}, "ranks=8.0"),
+        ({"tokens_per_rank": 0}, "tokens_per_rank=0"),
+        ({"tensor": 3}, "multiple of tensor"),
+        ({"tensor": 64, "ranks": 64}, "must divide the 32 query heads"),
+        ({"stages": 5, "ranks": 10}, "must divide the 32 layers"),
+        ({"micro_batches": 0}, "micro_batches=0"),
+    ],
+)
+def test_settings_out_of_range(setting: Setting, change: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(setting, **change)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+def test_links_have_a_positive_rate(rate: float) -> None:
+    with pytest.raises(ConfigError, match="link_gbps"):
+        replace(find_hardware("h100"), link_gbps=rate)
+
+
+@pytest.mark.parametrize("text", ["pretrain", "prolong", "equal:1000", "lognormal:2000:1.5"])
+def test_batches_have_exactly_their_tokens_and_are_the_same_every_time(text: str) -> None:
+    documents = distribution(text, 65536)
+    first, again = ([n.tolist() for n in documents.batches(300_000, 3, seed=1)] for _ in range(2))
+    assert first == again
+    assert first != [n.tolist() for n in documents.batches(300_000, 3, seed=2)] or text == "equal:1000"
+    assert [sum(n) for n in first] == [300_000] * 3
+    assert max(itertools.chain(*first)) <= 65536
+    assert min(itertools.chain(*first)) >= 1
+
+
+def test_long_documents_hold_the_share_of_tokens_that_is_promised() -> None:
+    for name, share, boundary in (("pretrain", 0.5, 8192), ("prolong", 0.6, 16384)):
+        lengths = next(distribution(name, 65536).batches(50_000_000, 1))
+        assert lengths[lengths > boundary].sum() / lengths.sum() == pytest.approx(share, abs=0.08)
+
+
+def test_a_list_is_gone_through_and_begins_anew() -> None:
+    batch = next(from_list([3, 5], "two").batches(80, 1))
+    assert sorted(set(batch[:-1].tolist())) == [3, 5]
+    assert np.bincount(batch[:20])[[3, 5]].tolist() == [10, 10]
+    assert from_list([3, 500], "two", 10).batches(80, 1)
+    assert max(next(from_list([3, 500], "two", 10).batches(80, 1))) == 10
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([], "no document lengths"),
+        ([0], "length 0"),
+        ([5, -1], "document 1 has length -1"),
+        ([1.5], "whole numbers"),
+        ([2**40], "the limit is"),
+        ([float("nan")], "whole numbers"),
+    ],
+)
+def test_lists_that_hold_no_lengths(lengths: list[int], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        from_list(lengths, "list")
+
+
+def test_a_document_longer_than_a_batch() -> None:
+    with pytest.raises(LayoutError, match="5000 tokens is longer than a global batch of 4096"):
+        next(from_list([5000], "one").batches(4096, 1))
+
+
+@pytest.mark.parametrize(
+    "text", ["normal", "equal", "equal:0", "equal:nan", "equal:x", "lognormal:1", "lognormal:1:99", "lognormal:-1:1"]
+)
+def test_distributions_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="neither a file nor one of pretrain, prolong"):
+        distribution(text, 65536)
+
+
+@pytest.mark.parametrize("longest", [0, -1, 2**60])
+def test_longest_documents_have_a_length(longest: int) -> None:
+    with pytest.raises(ConfigError, match="max_length"):
+        distribution("pretrain", longest)

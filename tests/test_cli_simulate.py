@@ -1,0 +1,198 @@
+"""``hf-distca simulate`` as a user runs it, and what it says to wrong input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hf_distca.cli import app
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from pages import on_a_page, words_of
+
+SMALL = ("--ranks", 8, "--tokens-per-rank", 8192, "--batches", 1, "--strategy", "plain", "--strategy", "dealt")
+
+
+def run(*arguments: str | Path | float) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def lengths(path: Path, content: object) -> Path:
+    file = path / "lengths.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return file
+
+
+def test_a_table_with_what_is_assumed(tmp_path: Path) -> None:
+    result = run("simulate", "--lengths", lengths(tmp_path, [6000, *[500] * 20]), *SMALL)
+    assert result.exit_code == 0, result.output
+    for text in ("hf-distca, dealt", "packed rows", "llama-3-8b on 8 h100", "Assumptions", "ml-engineering", "21 lengths"):
+        assert text in result.stdout
+    silent = run("simulate", "--lengths", lengths(tmp_path, [6000, *[500] * 20]), *SMALL, "--no-assumptions")
+    assert "Assumptions" not in silent.stdout
+
+
+def test_json_has_every_figure() -> None:
+    result = run("simulate", "--lengths", "equal:1024", *SMALL, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["setting"]["checkpointing"] == "none"
+    assert [one["strategy"] for one in found["strategies"]] == ["plain", "dealt"]
+    for one in found["strategies"]:
+        assert one["step_seconds"] > 0
+        assert one["fits"]
+    assert all(set(one) == {"about", "assumed"} for one in found["assumptions"])
+
+
+def test_what_does_not_fit_is_checkpointed() -> None:
+    found = json.loads(run("simulate", "--lengths", "equal:1024", *SMALL, "--tokens-per-rank", 65536, "--json").stdout)
+    assert found["setting"]["checkpointing"] == "full"
+
+
+def test_a_column_of_a_table_and_standard_input(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    table = pa.table({"input_ids": [[1] * 1000, [2] * 3000], "tokens": [500, 700], "text": ["a", "b"]})
+    pq.write_table(table, tmp_path / "data.parquet")
+    for column, name in (("input_ids", "mean 2000"), ("tokens", "mean 600")):
+        result = run("simulate", "--lengths", tmp_path / "data.parquet", "--column", column, *SMALL)
+        assert result.exit_code == 0, result.output
+        assert name in " ".join(result.stdout.split())
+    with pa.ipc.new_stream(str(tmp_path / "data.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    (tmp_path / "data.parquet").unlink()
+    assert run("simulate", "--lengths", tmp_path, *SMALL).exit_code == 0
+    one_line(run("simulate", "--lengths", tmp_path, "--column", "text", *SMALL), "holds string")
+    one_line(run("simulate", "--lengths", tmp_path, "--column", "ids", *SMALL), "no column 'ids', only 'input_ids'")
+    (tmp_path / "data.arrow").write_bytes(b"no table")
+    one_line(run("simulate", "--lengths", tmp_path, *SMALL), "cannot be read as a table")
+    (tmp_path / "empty").mkdir()
+    one_line(run("simulate", "--lengths", tmp_path / "empty", *SMALL), "no .parquet or .arrow files")
+    given = CliRunner().invoke(app, ["simulate", "--lengths", "-", *map(str, SMALL)], input="[3000, 4000]")
+    assert given.exit_code == 0, given.output
+
+
+def test_a_profile_is_read(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(CostModel.analytic(AttentionShape(1, 1, 64, 64, 2), device_type="cpu").to_json())
+    slow, fast = (
+        json.loads(run("simulate", "--lengths", "equal:8192", *SMALL, *options, "--json").stdout)["strategies"][0]["step_seconds"]
+        for options in (("--profile", profile), ())
+    )
+    assert slow > 10 * fast
+    profile.write_text("{}")
+    one_line(run("simulate", "--lengths", "equal:1024", *SMALL, "--profile", profile), "no cost model in JSON")
+    profile.write_bytes(b"\xff\xfe\x00")
+    one_line(run("simulate", "--lengths", "equal:1024", *SMALL, "--profile", profile), "is not text")
+    one_line(run("simulate", "--lengths", "equal:1024", *SMALL, "--profile", tmp_path / "none.json"), "No such file")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[", "is not JSON"),
+        ("\x00", "is not JSON"),
+        ({"lengths": [1]}, "must hold a list of document lengths, it holds dict"),
+        ([1.5], "1.5 must be an integer"),
+        ("[NaN]", "nan must be an integer"),
+        ([True], "True must be an integer"),
+        ([10**30], "is too large"),
+        ([2**40], "the limit is 2**32"),
+        ([500, 0], "document 1 has length 0"),
+        ([-5], "document 0 has length -5"),
+        ([], "holds no document lengths"),
+        ([100_000], "longer than a global batch of 65536"),
+    ],
+)
+def test_bad_lengths(tmp_path: Path, content: object, message: str) -> None:
+    one_line(run("simulate", "--lengths", lengths(tmp_path, content), *SMALL), message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--ranks", 0), "ranks=0 must be a whole number from 1 to 65536"),
+        (("--ranks", -4), "ranks=-4"),
+        (("--ranks", 10**12), "ranks=1000000000000"),
+        (("--tokens-per-rank", 0), "tokens_per_rank=0"),
+        (("--tokens-per-rank", 10**15), "tokens_per_rank="),
+        (("--model", "gpt-9"), "neither a config.json nor one of llama-3.2-1b"),
+        (("--hardware", "abacus"), "hardware 'abacus' is not known"),
+        (("--tp", 3), "must be a multiple of tensor"),
+        (("--tp", 0), "tensor=0"),
+        (("--pp", 64), "stages=64 must be a whole number from 1 to 32"),
+        (("--link-gbps", "nan"), "link_gbps=nan must be a positive number"),
+        (("--link-gbps", 0), "link_gbps=0.0"),
+        (("--micro-batches", 0), "micro_batches=0"),
+        (("--batches", 0), "batches=0"),
+        (("--max-length", 0), "max_length=0"),
+        (("--strategy", "hope"), "strategy 'hope' is not known"),
+        (("--lengths", "none.json"), "none.json: No such file"),
+        (("--lengths", "zipf"), "lengths 'zipf' are neither a file nor one of pretrain, prolong"),
+        (("--lengths", "equal:nan"), "lengths 'equal:nan'"),
+        (("--seed", -1), "seed=-1"),
+    ],
+)
+def test_bad_options(options: tuple[str | int, ...], message: str) -> None:
+    one_line(run("simulate", "--lengths", "equal:1024", *SMALL, *options), message)
+
+
+def test_advice_on_documents_of_ones_own(tmp_path: Path) -> None:
+    arguments = (
+        "advise",
+        "--lengths",
+        lengths(tmp_path, [32768, *[500] * 100]),
+        "--ranks",
+        8,
+        "--tokens-per-rank",
+        8192,
+        "--batches",
+        1,
+    )
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    for text in ("times as long", "Settings", 'attn_implementation="distca"', "packed rows"):
+        assert text in result.stdout
+    found = json.loads(run(*arguments, "--json").stdout)
+    assert found["advice"]["worthwhile"]
+    assert len(found["strategies"]) > 10
+    one_line(run(*arguments, "--ranks", 0), "ranks=0")
+    one_line(run(*arguments, "--lengths", tmp_path / "none.json"), "No such file")
+
+
+def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["bash", "-c", on_a_page("echo '[90000, 40000, 2000, 3000, 5000]' > lengths.json")], check=True, timeout=60)
+    for words in (
+        words_of("hf-distca advise --lengths prolong --ranks 64"),
+        words_of("hf-distca advise --lengths lognormal:1000:0.5 --ranks 64"),
+        words_of("hf-distca simulate --lengths lengths.json --ranks 64 --hardware h200"),
+        words_of(
+            "hf-distca simulate --lengths prolong --max-length 524288 --ranks 256 --tp 8 --tokens-per-rank 131072 --hardware h200"
+        ),
+        words_of("hf-distca simulate --lengths pretrain --ranks 64 --tp 8 --pp 2 --micro-batches 8 --tokens-per-rank 131072"),
+    ):
+        result = run(*words[1:], "--batches", 1)
+        assert result.exit_code == 0, result.output
+        assert "hf-distca, dealt" in result.stdout
+
+
+def test_no_torch_and_no_transformers() -> None:
+    code = (
+        "import sys\nfrom hf_distca.cli import app\n"
+        "try:\n    app(['simulate', '--lengths', 'equal:64', '--ranks', '2', '--tokens-per-rank', '1024', '--batches', '1'])\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'accelerate')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+def one_line(result: Result, message: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
