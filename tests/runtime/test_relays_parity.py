@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.relays import Hops
+from hf_distca.schedule.relays import Hops, senders
 from ranks import RankPool
 
 COST = CostModel.analytic(AttentionShape(32, 8, 128, 128, 2))
@@ -86,6 +87,11 @@ def test_routes_with_relays_fit_together_and_send_what_the_load_says(random_: ra
     received = [sum(w.keys.receive.values()) + sum(w.passing.keys.receive.values()) for w in waves]
     load = PlanLoad(plan, COST).key_tokens
     assert [sent, received] == [side.tolist() for side in load]
+    whom = senders(plan.key_transfers(), plan.relays)
+    sent_to = np.zeros((world, world), dtype=int)
+    np.add.at(sent_to, (whom.source, whom.server), whom.end - whom.start)
+    for rank, wave in enumerate(waves):
+        assert sent_to[rank].tolist() == [wave.keys.send.get(r, 0) + wave.passing.keys.send.get(r, 0) for r in range(world)]
     plain = PlanLoad(replace(plan, relays=None), COST).key_tokens
     assert received == plain[1].tolist(), "nobody receives more"
 

@@ -92,7 +92,7 @@ def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, c
     best, fastest, before = unmoved.plan, unmoved.slowest_seconds, unmoved.slowest_seconds
     mean, cap = ranks.level(seconds), max(seconds) / 2
     extreme = max(seconds) >= _EXTREME * mean
-    wanted, relayed = max(config.tolerance, _FINEST), relayed and not unmoved.in_nodes
+    wanted = max(config.tolerance, _FINEST)
     # One document that outweighs all others, and no relays: the fewer servers, the less its home has to send. Caps go down until
     # sending eats what they gain; only if they come near the mean, a fine balance may be better.
     while extreme and not relayed and cap > 2 * mean:
@@ -103,7 +103,8 @@ def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, c
         if before - slowest >= config.min_gain * before:
             best, fastest = load.plan, slowest
         cap /= _FINER_CAP
-    if relayed and not extreme and not config.ping_pong and cost.exchange_bytes_per_second < math.inf:
+    serial = not config.ping_pong and not unmoved.in_nodes and cost.exchange_bytes_per_second < math.inf
+    if relayed and serial and not extreme:
         both = (unmoved.compute_seconds + unmoved.exchange_seconds).tolist()
         exchanged = price.with_exchange(cost.exchange_bytes_per_second)
         greedy = Greedy(layout, price, both, max(wanted, _SERIAL), ranks=ranks, exchanged=exchanged)

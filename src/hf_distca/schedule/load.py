@@ -14,7 +14,7 @@ from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.nodes import NodeBytes, wire_seconds
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.ranks import ALIKE, Ranks
-from hf_distca.schedule.relays import sent_key_tokens
+from hf_distca.schedule.relays import senders, sent_key_tokens
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["PlanLoad", "PlanSummary", "imbalance", "summarize"]
@@ -122,13 +122,13 @@ class PlanLoad:
 
     @cached_property
     def node_bytes(self) -> NodeBytes:
-        """The same bytes, inside nodes and between them; all between, if nodes are not told apart. Keys as if sent directly."""
+        """The same bytes, inside nodes and between them; all between, if nodes are not told apart."""
         plan, shape = self.plan, self.cost.shape
         away = np.flatnonzero(plan.home != plan.server)
         runs = [(plan.home[away], plan.server[away], (plan.end - plan.start)[away] * shape.moved_query_bytes)]
         for keys in self.wave_transfers:
-            sent = np.flatnonzero(keys.source != keys.server)
-            runs.append((keys.source[sent], keys.server[sent], (keys.end - keys.start)[sent] * shape.moved_key_bytes))
+            sent = senders(keys, plan.relays)
+            runs.append((sent.source, sent.server, (sent.end - sent.start) * shape.moved_key_bytes))
         source, server, amount = (np.concatenate(columns) for columns in zip(*runs, strict=True))
         return NodeBytes.of((source, server, amount), plan.layout.world_size, self.ranks.per_node or 1)
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 
-__all__ = ["Hops", "Sends", "only", "sent_key_tokens"]
+__all__ = ["Hops", "Sends", "only", "senders", "sent_key_tokens"]
 
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -88,6 +88,17 @@ class Sends:
         position = np.unique(np.concatenate([[0, end], *(edges[part] - place * self.width for edges in self._edges)]))
         position = position[position <= end]
         return position, self.below(np.full(len(position), place), position) - position
+
+
+def senders(rows: KeyTransfers, relays: Relays | None) -> KeyTransfers:
+    """What servers need from other ranks, with the rank that sends it as `source`: a relay, or one that holds it."""
+    rows = only(rows, rows.source != rows.server)
+    if relays is None:
+        return rows
+    spread = np.isin(rows.document, relays.document)
+    cut, relay = _cut(only(rows, spread), relays)
+    direct = (relay < 0) | (relay == cut.server)
+    return _joined([only(rows, ~spread), cut._replace(source=np.where(direct, cut.source, relay))])
 
 
 def sent_key_tokens(transfers: KeyTransfers, relays: Relays | None, layout: Layout) -> IntArray:

@@ -31,12 +31,12 @@ def relieve(load: PlanLoad) -> PlanLoad:
 
     Args:
         load: of a plan without relays. One with a window is left as it is, for what a server needs is a window of keys then,
-            which few share; and so is one in waves, or for ranks in nodes.
+            which few share; and so is one in waves. Nodes are not looked at when runs are measured out, only when their gain is.
     """
     plan, waves = load.plan, load.waves
     if plan.window is not None or not plan.moved or plan.layout.world_size < 3:
         return load
-    if load.in_nodes or (waves is not None and waves.count > 1):
+    if waves is not None and waves.count > 1:
         return load
     relays = _Relief(load).relays()
     if relays is None:
