@@ -202,7 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=2, help="processes, one a stage (default: %(default)s)")
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a micro-batch (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers of the whole model (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=4, help="query heads of 64; half as many key/value heads")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each mode (default: %(default)s)")

@@ -2,8 +2,9 @@
 
     python tests/cuda_wheel.py --torch 2.11.0 --transformers 5.17.0 tests/kernels tests/runtime tests/test_borrowed.py
 
-torch's wheel is built for CUDA and needs gigabytes of CUDA's libraries to be imported. None of their functions is called on a
-CPU: so the wheel is unpacked alone, and a compiler makes libraries of functions that do nothing in their place. Everything else
+torch's wheel is built for CUDA and needs gigabytes of CUDA's libraries to be imported. On a CPU none of their functions is called
+but those of the small runtime: so the wheel and that are unpacked, and a compiler makes libraries of functions that do nothing in
+place of all others. Everything else
 comes from the environment that runs this, whose torch and transformers are hidden. Wheels and libraries stay in the git-ignored
 `build/cuda_wheel`; half a gigabyte is downloaded.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -48,14 +50,16 @@ def unpacked(requirement: str, folder: Path) -> Path:
     return target
 
 
-def stand_ins(libraries: Path, folder: Path) -> Path:
-    """Libraries with the functions that torch's want of CUDA's, none of which does anything."""
+def stand_ins(libraries: Path, runtime: Path, folder: Path) -> Path:
+    """The runtime, and libraries with the functions that torch's want of CUDA's others, none of which does anything."""
     target = folder / f"{libraries.parents[1].name}_stand_ins"
     if target.exists():
         return target
     partial = target.with_suffix(".part")
     partial.mkdir(exist_ok=True)
-    there = {path.name for path in libraries.iterdir()}
+    for path in runtime.rglob("libcudart.so*"):
+        shutil.copy(path, partial)
+    there = {path.name for path in (*libraries.iterdir(), *partial.iterdir())}
     needed: set[str] = set()
     wanted: dict[str, str] = {}
     provided: set[str] = set()
@@ -71,8 +75,7 @@ def stand_ins(libraries: Path, folder: Path) -> Path:
                     provided.add(name)
     for library in sorted(name for name in needed - there if not name.startswith(SYSTEM)):
         stem = re.sub(r"^lib|\.so.*$|_host", "", library)
-        prefixes = ("cuda", "__cuda") if stem == "cudart" else (stem, stem[:2] + stem[2:].capitalize())
-        mine = [name for name in wanted if name.lower().startswith(tuple(map(str.lower, prefixes))) and name not in provided]
+        mine = [name for name in wanted if name.lower().startswith(stem.lower()) and name not in provided]
         build(partial / library, {name: wanted[name] for name in mine if re.fullmatch(r"\w+", name)})
     partial.rename(target)
     return target
@@ -81,8 +84,7 @@ def stand_ins(libraries: Path, folder: Path) -> Path:
 def build(library: Path, functions: dict[str, str]) -> None:
     """A library with these functions; each has the version that torch asks for."""
     source, versions = library.with_suffix(".c"), library.with_suffix(".map")
-    # The number of devices and the like are given through a pointer: an error says that there are none.
-    source.write_text("\n".join(f"long {name}(void) {{ return {100 if 'Get' in name else 0}; }}" for name in functions))
+    source.write_text("\n".join(f"long {name}(void) {{ return 0; }}" for name in functions))
     named = {version for version in functions.values() if version}
     groups = {version: [name for name, one in functions.items() if one == version] for version in named}
     versions.write_text("\n".join(f"{version} {{ global: {'; '.join(names)}; }};" for version, names in groups.items()))
@@ -111,6 +113,8 @@ def main() -> None:
     parser.add_argument("--torch", default="2.11.0", help="version (default: %(default)s)")
     parser.add_argument("--transformers", default="5.17.0", help="version (default: %(default)s)")
     parser.add_argument("--hub", default="<2", help="version of huggingface_hub that transformers takes (default: %(default)s)")
+    runtime = "nvidia-cuda-runtime==13.0.*"
+    parser.add_argument("--runtime", default=runtime, help="CUDA's runtime as that torch has it (default: %(default)s)")
     parser.add_argument("--python", action="store_true", help="what follows is for Python itself, not for pytest")
     arguments, rest = parser.parse_known_args()
     folder = ROOT / "build" / "cuda_wheel"
@@ -118,7 +122,7 @@ def main() -> None:
     wanted = (f"torch=={arguments.torch}", f"transformers=={arguments.transformers}", f"huggingface_hub{hub}")
     packages = [unpacked(requirement, folder) for requirement in wanted]
     site = environment(folder, packages)
-    libraries = stand_ins(packages[0] / "torch" / "lib", folder)
+    libraries = stand_ins(packages[0] / "torch" / "lib", unpacked(arguments.runtime, folder), folder)
     variables = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "CUDA_VISIBLE_DEVICES": ""}
     variables["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "src", site)))
     pytest = [] if arguments.python else ["-m", "pytest", "-n", "0"]

@@ -33,6 +33,7 @@ SMALL = {
     "python benchmarks/simulator_validation.py": "--tokens 512 --heads 2 --rounds 1 --json out.json",
     "python benchmarks/paper_table.py": "--batches 1 --rows 0 --json out.json",
     "python benchmarks/simulator_picture.py simulated.png": "--contexts 64 --ranks 8 --middle 8 --batches 1",
+    "python benchmarks/pipeline.py": "--tokens 64 --micro-batches 2 --layers 2 --heads 2 --rounds 1 --json out.json",
     "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
     "python tests/engines/equal_training.py": '--only "Trainer, DDP, 2 ranks" --steps 2 --json out.json',
 }

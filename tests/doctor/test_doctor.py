@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, Gemma2Config, LlamaConfig
 from typer.testing import CliRunner, Result
 
+import hf_distca.kernels
 from hf_distca.cli import app
 from hf_distca.doctor import diagnosis
 from hf_distca.doctor.exchange import Tried, tried, try_launched, try_two
@@ -23,7 +24,7 @@ from hf_distca.doctor.findings import Finding, State
 from hf_distca.doctor.machine import Devices, devices, versions
 from hf_distca.doctor.model import dtype_of, family, kernels, read_config
 from hf_distca.errors import ConfigError
-from hf_distca.kernels import flash_attn
+from hf_distca.kernels import flash_attn, flash_attn_3, flash_attn_4
 from pages import words_of
 from ranks import RankPool
 from scripts import run as run_script
@@ -99,6 +100,10 @@ def _one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(hf_distca.kernels, "_checked", {})
+    monkeypatch.setattr(hf_distca.kernels, "wrong", lambda *case: None)
+    for module in (flash_attn_3, flash_attn_4):
+        monkeypatch.setattr(module, "_interface", lambda: ImportError("not here"))
 
 
 @pytest.mark.usefixtures("_one_hopper")

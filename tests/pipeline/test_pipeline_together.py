@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.config import DistCAConfig
+from hf_distca.errors import UnsupportedError
 from hf_distca.integration.session import current_session
-from hf_distca.pipeline import Schedule, split
+from hf_distca.pipeline import Schedule, save_pretrained, split
 from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
 
@@ -90,6 +91,8 @@ def adapted(rank: int, case: Case) -> dict[str, torch.Tensor]:
     schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
     ids, positions, targets = stacked(case, 0)
     schedule.step(ids, position_ids=positions, target=targets)
+    with pytest.raises(UnsupportedError, match="does not join the adapters"):
+        save_pretrained(stage, "nowhere")
     return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
 

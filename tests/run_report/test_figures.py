@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +16,7 @@ from some_run import RUN, documents, plan_row, some_rows, steps_row, write_recor
 
 from hf_distca.agreement.figures import Tally
 from hf_distca.errors import ReportError
+from hf_distca.run_report.charts import charts
 from hf_distca.run_report.figures import Figures, collect
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import RECORD_NAME, PlanRow, StepsRow, read_row, write_row
@@ -129,10 +135,14 @@ def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
         ({RECORD_NAME: "{\n"}, None, "is not JSON"),
         ({RECORD_NAME: "[]\n"}, None, "line 1 of"),
         ({RECORD_NAME: '{"row": "run"}\n'}, None, "is no row of a record"),
-        ({RECORD_NAME: '{"row": "warning", "step": -1, "text": ""}\n'}, None, "step=-1"),
-        ({RECORD_NAME: '{"row": "steps", "step": 1, "tally": {}, "per_rank": 3}\n'}, None, "no figures by rank"),
-        ({RECORD_NAME: '{"row": "steps", "step": 1, "tally": {}, "per_rank": {"tokens": [1]}}\n'}, None, "of one length"),
-        ({RECORD_NAME: '{"row": "steps", "step": 1, "tally": {"moved": "a"}, "per_rank": {}}\n'}, None, "not of numbers"),
+        ({RECORD_NAME: '{"row": "warning", "step": -1, "text": ""}\n'}, None, "its step is below 0"),
+        (
+            {RECORD_NAME: '{"row": "steps", "step": 1, "tally": {}, "per_rank": 3}\n'},
+            None,
+            "per_rank='3' is not what stands there",
+        ),
+        ({RECORD_NAME: '{"row": "steps", "step": 1, "tally": {}, "per_rank": {"tokens": [1]}}\n'}, None, "is no row of a record"),
+        ({RECORD_NAME: '{"row": "steps", "step": 1, "tally": {"moved": "a"}}\n'}, None, "not of numbers"),
         ({RECORD_NAME: '{"row": "plan", "step": 1, "micro_batch": 1, "per_rank": {}, "parts": 3}\n'}, None, "is no row"),
         ({"trainer_state.json": "{"}, None, "trainer_state.json is not JSON"),
         ({"trainer_state.json": "{}"}, None, "has no list 'log_history'"),
@@ -158,6 +168,38 @@ def test_what_no_page_can_be_made_of(tmp_path: Path, files: dict[str, str], step
     with pytest.raises(ReportError) as error:
         figures(tmp_path, step)
     assert message in str(error.value)
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if at:
+        yield at
+    items = value.items() if isinstance(value, dict) else list(enumerate(value))[:6] if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*at, key))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_record_with_anything_in_it_is_read_or_refused(tmp_path: Path, seed: int) -> None:
+    """One place of it is left out or holds something else: no other exception, and figures that charts can be drawn of."""
+    pytest.importorskip("plotly", reason='needs pip install -e ".[report]"')
+    rng = random.Random(seed)
+    record = write_record(tmp_path, some_rows()) / RECORD_NAME
+    lines, refused = record.read_text().splitlines(), 0
+    for _ in range(100):
+        changed = list(lines)
+        number = rng.randrange(len(lines))
+        row = json.loads(lines[number])
+        *outer, last = rng.choice(list(places(row)))
+        inner = functools.reduce(lambda value, key: value[key], outer, row)
+        inner[last] = rng.choice([None, -1, 0, 10**30, 1e308, float("nan"), "x", [], {}, [1], True, [[1]], {"a": 1}])
+        changed[number] = json.dumps(row)
+        record.write_text("\n".join(changed) + "\n")
+        try:
+            assert charts(figures(tmp_path))
+        except ReportError:
+            refused += 1
+    assert 10 < refused < 90
 
 
 def test_paths_that_are_no_folders(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,16 +11,16 @@ import numpy as np
 
 from hf_distca.agreement.announce import Figures, PlanKey
 from hf_distca.agreement.figures import Estimate, History
-from hf_distca.agreement.rates import Observation
+from hf_distca.agreement.rates import Observation, Rates
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
-from hf_distca.schedule.cost import CostModel, FloatArray
+from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["Measured", "Measurements", "by_micro_batch", "observed", "record"]
+__all__ = ["Lessons", "Measured", "Measurements", "observed", "record"]
 
 
 class Measured(NamedTuple):
@@ -121,12 +122,48 @@ def observed(measured: Sequence[Measured], figures: IntArray, cost: CostModel, c
         exchanging=seconds[:, :, 2].sum(axis=1),
         exchange=_summed(_exchange(one.plan, cost, config) for one in measured),
         unmoved=_summed(one.estimate.given_back(seconds[:, at, 0]) for at, one in enumerate(measured)),
-        unmoved_exchange=_summed(_exchange(Plan.local(one.plan.layout, one.plan.window), cost, config) for one in measured),
+        unmoved_exchange=_summed(_unmoved_exchange(one.plan, cost, config) for one in measured),
         overlapped=nano,
     )
 
 
-def by_micro_batch(measured: Sequence[Measured], figures: IntArray) -> Iterator[tuple[list[Measured], IntArray]]:
+class Lessons:
+    """Measurements that all ranks know of, until rates are corrected by them: at one micro-batch on all ranks.
+
+    Args:
+        rates: what is corrected.
+    """
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+        self._waiting: deque[tuple[int, Sequence[Measured], IntArray]] = deque()
+
+    def add(self, number: int, measured: Sequence[Measured], figures: IntArray) -> None:
+        """Take in what the meeting of this number told: plans, and (ranks, plans, 4) figures."""
+        self._waiting.append((number, measured, figures))
+
+    def learn(self, before: int, costs: Mapping[tuple[AttentionShape, str], CostModel], config: DistCAConfig) -> None:
+        """Correct rates by what meetings before this one told.
+
+        Args:
+            before: number of a meeting; a rank may know of later ones that others do not know of yet.
+            costs: cost models by shape and device type, uncorrected.
+            config: settings.
+        """
+        while self._waiting and self._waiting[0][0] < before:
+            _, measured, figures = self._waiting.popleft()
+            # What a user's own model says is meant as it is.
+            if not config.measured_rates or isinstance(config.cost_model, CostModel):
+                continue
+            for together, theirs in _by_micro_batch(measured, figures):
+                kind = together[0].key.shape, together[0].key.device
+                if self._rates.wants(kind):
+                    one = observed(together, theirs, costs[kind], config)
+                    if one is not None:
+                        self._rates.learn(kind, one)
+
+
+def _by_micro_batch(measured: Sequence[Measured], figures: IntArray) -> Iterator[tuple[list[Measured], IntArray]]:
     """The plans of one micro-batch and kind of layer together, in order of first use, with their figures."""
     groups: dict[tuple[int, PlanKey], list[int]] = {}
     for at, one in enumerate(measured):
@@ -148,6 +185,13 @@ def _exchange(plan: Plan, cost: CostModel, config: DistCAConfig) -> FloatArray:
         return np.zeros(plan.layout.world_size)
     waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes)
     return PlanLoad(plan, cost, waves).exchange_seconds
+
+
+def _unmoved_exchange(plan: Plan, cost: CostModel, config: DistCAConfig) -> FloatArray:
+    """(ranks,) the same if nothing were moved: of documents that span ranks."""
+    if not plan.layout.scattered:
+        return np.zeros(plan.layout.world_size)
+    return _exchange(Plan.local(plan.layout, plan.window), cost, config)
 
 
 def _summed(arrays: Iterable[FloatArray]) -> FloatArray:

@@ -32,7 +32,7 @@ from hf_distca.agreement.announce import (
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.figures import Estimate, History
-from hf_distca.agreement.measured import Measured, Measurements, by_micro_batch, observed, record
+from hf_distca.agreement.measured import Lessons, Measured, Measurements, record
 from hf_distca.agreement.rates import Rates
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError
@@ -120,7 +120,7 @@ class Planner:
         self._recent: dict[PlanKey, None] = {}  # since `recent_keys` was asked
         self._measurements = Measurements()
         self._meetings: deque[tuple[Meeting, list[Measured]]] = deque()
-        self._unlearned: deque[tuple[int, list[Measured], IntArray]] = deque()  # with the number of the meeting
+        self._lessons = Lessons(self.rates)
         self._met = self._taken = 0  # meetings begun, and looked at
 
     @property
@@ -311,24 +311,14 @@ class Planner:
                 return
             self._meetings.popleft()
             figures = Announcements.read(meeting.rows).measured
-            self._unlearned.append((self._taken, measured, figures))
+            self._lessons.add(self._taken, measured, figures)
             self._taken += 1
             for one in record(measured, figures, self.history, self._rank):
                 self.history.drop(one.number)  # ranks are here at different times: they cannot announce it again together
 
     def _learn(self, before: int) -> None:
-        """Correct rates by what meetings told before this one: a rank may know of later ones that others do not know of yet."""
-        while self._unlearned and self._unlearned[0][0] < before:
-            _, measured, figures = self._unlearned.popleft()
-            # What a user's own model says is meant as it is.
-            if not self.config.measured_rates or isinstance(self.config.cost_model, CostModel):
-                continue
-            for together, theirs in by_micro_batch(measured, figures):
-                key = together[0].key
-                kind = key.shape, key.device
-                one = observed(together, theirs, self.costs[kind], self.config)
-                if one is not None:
-                    self.rates.learn(kind, one)
+        """Correct rates by what meetings told before this one, and say so."""
+        self._lessons.learn(before, self.costs, self.config)
         for change in self.rates.take_changes():
             if self._rank == 0:
                 _log.info("measured up to micro-batch %d: %s; plans are made accordingly", self.number, change)
@@ -371,7 +361,7 @@ class Planner:
         stated = agree(announced, common, group, place)
         unfinished = record(measured, announced.measured, self.history, group.rank)
         self._measurements.put_back(unfinished)
-        self._unlearned.append((self._met, measured, announced.measured))
+        self._lessons.add(self._met, measured, announced.measured)
         self._learn(before=self._met + 1)
         return stated
 

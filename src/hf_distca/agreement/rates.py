@@ -30,6 +30,7 @@ _WARM_UP = 2  # micro-batches that make buffers and caches
 _ENOUGH = 4  # micro-batches for a change
 _CLEAR = 2  # of those that take clearly longer for what was moved
 _WINDOW = 32
+_SELDOM = 8  # of so many micro-batches one is learned from, after the first window
 _OFF = 0.05  # error of the slowest rank's estimate that is worth a change, and of the estimate of exchanges beside it
 _SPEED_OFF = 0.07  # the same of a rank's speed
 _PULL = 0.01  # of each factor towards the common one, per measurement
@@ -125,6 +126,7 @@ class _Fitted:
     """What is known of one attention shape."""
 
     correction: Correction = field(default_factory=Correction)
+    offered: int = 0
     seen: int = 0
     # Since the last change.
     new: deque[Observation] = field(default_factory=lambda: deque(maxlen=_WINDOW))
@@ -173,6 +175,12 @@ class Rates:
             return False
         fitted.due, fitted.tried = False, True
         return True
+
+    def wants(self, shape: object) -> bool:
+        """Whether the next micro-batch is to be learned from: of many, a few are enough, and observing takes time."""
+        fitted = self._fitted.setdefault(shape, _Fitted())
+        fitted.offered += 1
+        return fitted.offered <= _WINDOW or fitted.offered % _SELDOM == 0 or fitted.slower is not None
 
     def learn(self, shape: object, one: Observation) -> None:
         """Take in what was measured; all ranks the same, in the same order."""
@@ -237,7 +245,8 @@ class Rates:
             return
         factor = _rounded(float(np.clip(np.median(found), *_FACTORS)))
         loss = float(np.median([other.loss for other in moved]))
-        if abs(factor - fitted.correction.exchange) * float(one.exchange.max()) > _OFF * float(one.kernel.max()):
+        change = abs(factor - fitted.correction.exchange) * float(one.exchange.max())
+        if change > (_OFF if loss <= 0 else 0) * float(one.kernel.max()):
             fitted.correction = replace(fitted.correction, exchange=factor)
             self.changes.append(f"exchanges take {factor:.3g} times as long as the cost model says")
             fitted.new.clear()

@@ -109,7 +109,7 @@ def show_predictions(setting: Setting, documents: Documents, found: list[Predict
         speed = "" if best is None or not one.comparable else f"{best.step_seconds / one.step_seconds:.2f} x"
         table.add_row(
             one.title,
-            "" if one.degree is None else f"{one.degree} ranks",
+            "" if one.degree is None else f"{one.degree} rank{'s' if one.degree > 1 else ''}",
             f"{one.step_seconds:.3f}",
             speed,
             f"{one.idle_share:.1%}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
@@ -87,8 +88,8 @@ class Recorder(logging.Handler):
         """What is planned from now on is of this step, from 1."""
         self._steps = [*self._steps[-2:], (self._session.planner.next_number, step)]
 
-    def write(self, step: int, loss: float | None = None) -> None:
-        """Write what was counted since the last time, after `step` steps."""
+    def write(self, step: int, loss: object = None) -> None:
+        """Write what was counted since the last time, after `step` steps, and the loss if it is a number."""
         tally, self._tally = self._tally, Tally()
         if not tally.micro_batches:
             return
@@ -97,12 +98,17 @@ class Recorder(logging.Handler):
         if self._worst is not None:
             rows.append(self._plan_row(self._worst[1]))
             self._worst = None
-        rows.append(StepsRow(step, asdict(tally), _per_rank(ranks), loss, list(self._session.kernels)))
+        number = loss if isinstance(loss, float) and math.isfinite(loss) else None
+        rows.append(StepsRow(step, asdict(tally), _per_rank(ranks), number, list(self._session.kernels)))
         self._write(rows)
 
     def end(self, step: int) -> None:
         """Write what is left, and record no more."""
         self.write(step)
+        self.stop()
+
+    def stop(self) -> None:
+        """Record no more."""
         self._session.planner.history.observer = None
         _log.removeHandler(self)
 

@@ -187,7 +187,7 @@ class DistCACallback(TrainerCallback):
         """Record on rank 0, where there are ranks to share with; a training that failed may have left its own recorder."""
         session = current_session()
         if self._recorder is not None:
-            self._recorder.end(step)
+            self._recorder.stop()
             self._recorder = None
         if self.record and args.output_dir and session.ranks > 1 and session.is_first and distca_configs(model):
             self._recorder = Recorder(Path(args.output_dir), session, every_plan=self.record == "all")

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-__all__ = ["OneStageSchedule", "whole_mesh"]
+__all__ = ["OneStageSchedule", "has_adapters", "whole_mesh"]
 
 
 class OneStageSchedule(PipelineScheduleSingle):
@@ -75,6 +75,11 @@ class OneStageSchedule(PipelineScheduleSingle):
             self._update_losses(self.stage, losses)  # type: ignore[no-untyped-call]
         finally:
             self._internal_losses.clear()  # of a step that failed
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether adapters were added to a model of transformers, which then saves nothing else. Seen in transformers 5.23.0."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_distca.pipeline.borrowed import whole_mesh
+from hf_distca.errors import UnsupportedError
+from hf_distca.pipeline.borrowed import has_adapters, whole_mesh
 from hf_distca.pipeline.crew import stage_model
 from hf_distca.pipeline.parts import head_of
 from hf_distca.pipeline.split import Stage, StageModel
@@ -31,8 +32,16 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
         stage: of this rank.
         directory: where to; made if it is not there.
         kwargs: for ``save_pretrained`` of transformers, such as ``max_shard_size``.
+
+    Raises:
+        UnsupportedError: if the model has adapters.
     """
     into, model = Path(directory), stage_model(stage)
+    if has_adapters(model.model):
+        raise UnsupportedError(
+            "save_pretrained does not join the adapters of stages: let each stage save its own, "
+            "`stage.submod.model.save_pretrained(folder)` with a folder for each."
+        )
     weights = _weights(model)  # of sharded ones, all copies together
     part = into / f".stage-{model.stage}"
     if _writes(stage):

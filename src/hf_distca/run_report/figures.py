@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hf_distca.agreement.figures import Tally
-from hf_distca.errors import PlanError, ReportError
+from hf_distca.errors import LayoutError, PlanError, ReportError
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import PerRank, PlanRow, StepsRow
 from hf_distca.schedule.plan import Plan
@@ -132,7 +132,7 @@ def _of_record(rows: Sequence[StepsRow]) -> tuple[dict[str, float], list[dict[st
     losses: dict[int, dict[str, float]] = {}
     for row in rows:  # what is left at the end of training has the step of the last row
         tallies[row.step] = tallies.get(row.step, Tally()) + _tally(row)
-        if row.loss is not None and math.isfinite(row.loss):
+        if row.loss is not None:
             losses[row.step] = {"loss": row.loss}
     whole = sum(tallies.values(), Tally())
     total = _short(whole.figures()) | {"moved_micro_batches": whole.moved, "last_step": rows[-1].step}
@@ -200,7 +200,7 @@ def _drawn(row: PlanRow) -> PlanFigures:
     for part in row.parts:
         try:
             plan = part.read()
-        except PlanError as error:
+        except (LayoutError, PlanError) as error:
             raise ReportError(f"the plan of step {row.step} cannot be read: {error}") from error
         _learn_lengths(plan, lengths)
         for task, seconds in zip(plan.tasks, part.seconds, strict=True):
@@ -225,10 +225,11 @@ def _learn_lengths(plan: Plan, lengths: dict[int, int]) -> None:
 
 
 def _verdict(total: dict[str, float]) -> str:
-    kind = next((kind for kind in ("measured", "estimated") if f"imbalance_{kind}_after" in total), None)
+    ends = {kind: (f"imbalance_{kind}_before", f"imbalance_{kind}_after") for kind in ("measured", "estimated")}
+    kind = next((kind for kind, names in ends.items() if total.keys() >= set(names)), None)
     if kind is None:
         return "No attention was balanced."
-    before, after = (total[f"imbalance_{kind}_{at}"] for at in ("before", "after"))
+    before, after = (total[name] for name in ends[kind])
     text = f"The slowest rank had {before:.2f} times the mean attention seconds before balancing, and {after:.2f} after ({kind})."
     if total.get("moved_micro_batches", 1) == 0:
         even = total.get("imbalance_estimated_before", before)

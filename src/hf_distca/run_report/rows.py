@@ -7,6 +7,7 @@ are those that a rank sent. "Before" is what it would be if every rank computed 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -26,17 +27,17 @@ _DIGITS = 5  # significant ones of what is estimated or measured
 class PerRank:
     """What each rank has and does."""
 
-    tokens: list[float] = field(default_factory=list)
-    estimated_before: list[float] = field(default_factory=list)
-    estimated_after: list[float] = field(default_factory=list)
-    measured_before: list[float] = field(default_factory=list)
-    measured_after: list[float] = field(default_factory=list)
-    sent_bytes: list[float] = field(default_factory=list)
+    tokens: list[float]
+    estimated_before: list[float]
+    estimated_after: list[float]
+    measured_before: list[float]
+    measured_after: list[float]
+    sent_bytes: list[float]
 
     def __post_init__(self) -> None:
         columns = [getattr(self, one.name) for one in fields(self)]
         numbers = [value for column in columns for value in column]
-        if len({len(column) for column in columns}) != 1 or not all(isinstance(value, int | float) for value in numbers):
+        if len({len(column) for column in columns}) != 1 or not numbers or not all(map(_is_number, numbers)):
             raise ValueError("figures by rank are lists of numbers, of one length")
 
 
@@ -99,11 +100,15 @@ class PlanPart:
     plan: dict[str, Any]
     seconds: list[float]
 
+    def __post_init__(self) -> None:
+        if not all(map(_is_number, self.seconds)):
+            raise TypeError("the seconds of a plan are a list of numbers")
+
     def read(self) -> Plan:
         """The plan.
 
         Raises:
-            PlanError: if it is none.
+            LayoutError, PlanError: if it is none.
         """
         plan = Plan.from_json(json.dumps(self.plan))
         if len(self.seconds) != len(plan.document):
@@ -139,6 +144,22 @@ class WarningRow:
 Row = RunRow | StepsRow | PlanRow | WarningRow
 _KINDS: dict[str, type[Row]] = {"run": RunRow, "steps": StepsRow, "plan": PlanRow, "warning": WarningRow}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
+# Of what is read, where the page relies on it.
+_EXPECTED: dict[str, Any] = {
+    "step": int,
+    "started": str,
+    "ranks": int,
+    "nodes": int,
+    "device": str,
+    "traces": str | None,
+    "loss": int | float | None,
+    "kernels": list,
+    "micro_batch": int,
+    "parts": list,
+    "text": str,
+    "per_rank": PerRank,
+    **dict.fromkeys(("model", "settings", "training", "versions", "tally"), dict),
+}
 
 
 def write_row(row: Row) -> str:
@@ -176,14 +197,18 @@ def _made(kind: type[Row], data: dict[str, Any]) -> Row:
         values["per_rank"] = PerRank(**values["per_rank"])
     if kind is PlanRow:
         values["parts"] = [PlanPart(**part) for part in values.get("parts", [])]
-    row = kind(**values)
-    if type(row.step) is not int or row.step < 0:
-        raise ValueError(f"step={row.step!r} must be a whole number")
-    if isinstance(row, StepsRow | PlanRow) and not isinstance(row.per_rank, PerRank):
-        raise TypeError("it has no figures by rank")
-    if isinstance(row, StepsRow) and not all(isinstance(value, int | float) for value in row.tally.values()):
-        raise TypeError("its tally is not of numbers")
-    return row
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, _EXPECTED[name]):
+            raise TypeError(f"{name}={str(value)[:60]!r} is not what stands there")
+    if values.get("step", 0) < 0 or not all(map(_is_number, values.get("tally", {}).values())):
+        raise ValueError("its step is below 0, or its tally is not of numbers")
+    if not all(isinstance(kernel, str) for kernel in values.get("kernels", ())):
+        raise TypeError("its kernels are not names")
+    return kind(**values)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _plain(value: Any) -> Any:

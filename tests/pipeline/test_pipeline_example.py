@@ -1,0 +1,53 @@
+"""The example of pipeline stages trains, logs its ticks, draws them, and saves a checkpoint that transformers loads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import scripts
+from pages import words_of
+from test_example import run_program, write_corpus
+
+SMALL = ["--max_steps", "3", "--tokens", "512", "--micro_batches", "3", "--trace", "true", "--output_dir", "out"]
+
+
+def check(output: str, folder: Path, ranks: int) -> None:
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", output)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert "forward tick 0 (micro-batch 0 on stage 0): attention seconds of ranks" in output
+    assert (folder / "out" / "ticks.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list((folder / "out" / "trace").glob("rank_*.json"))) == ranks
+    model = AutoModelForCausalLM.from_pretrained(folder / "out")
+    assert torch.isfinite(model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits).all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_stages_train(tmp_path: Path) -> None:
+    command = words_of("accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/train_pipeline.py")
+    output = scripts.run([*command, "--dataset_name", write_corpus(tmp_path / "corpus"), *SMALL], tmp_path, timeout=360)
+    check(output, tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_torchrun_starts_it(tmp_path: Path) -> None:
+    command = words_of("torchrun --nproc_per_node 2 examples/train_pipeline.py")
+    data = ["--dataset_name", write_corpus(tmp_path / "corpus")]
+    check(run_program([*command, *data, *SMALL], tmp_path, 360), tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("stages", ["4", "2"])
+def test_four_processes_train(tmp_path: Path, stages: str) -> None:
+    """Four stages, and two stages of two copies."""
+    command = ["torchrun", "--nproc_per_node", "4", *words_of("torchrun --nproc_per_node 2 examples/train_pipeline.py")[3:]]
+    data = ["--dataset_name", write_corpus(tmp_path / "corpus"), "--stages", stages]
+    check(run_program([*command, *data, *SMALL], tmp_path, 360), tmp_path, 4)
