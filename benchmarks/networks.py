@@ -105,6 +105,8 @@ def work(rank: int, arguments: argparse.Namespace, folder: str) -> None:
                 bar.update()
     largest = float(gradients["unbalanced"].abs().max())
     differences = {mode: float((gradients[mode] - gradients["unbalanced"]).abs().max()) / largest for mode in MODES}
+    same = gradients["relays"] - gradients["same tasks without relays"]
+    differences["relays, from the same tasks without them"] = float(same.abs().max()) / largest
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(figures(arguments, seconds, sent, differences)))
     dist.barrier()
