@@ -40,6 +40,7 @@ SMALL = {
 }
 # Of those, the ones that take long however small they are.
 LONG = {
+    "python benchmarks/networks.py",
     "python tests/engines/equal_training.py",
     "python benchmarks/rates.py",
     "python benchmarks/simulator_validation.py",
