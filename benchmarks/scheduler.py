@@ -1,11 +1,17 @@
 """Balance, traffic and planning time of the scheduler on real placements, beside a published planner's.
 
     python benchmarks/scheduler.py --placements data/workloads --json results.json
+    python benchmarks/scheduler.py --placements data/workloads --others 2 --dealt --json results.json
 
 A placement is a JSON file as `hf-distca plan` reads it. A file ``workloads_reference.json`` beside the folder holds the
 published planner's results at its tolerances 0.05 and 0.0. Balance is that of causal pairs, as the published planner's is;
 the imbalance of estimated seconds on a GPU comes from a second plan. With `--window`, the plans are for layers with a sliding
 window, which the published planner does not know. Ends with 1 if any placement stays above the limit.
+
+"serial" and "overlapped" are plans for the built-in cuda figures, exchanges after and behind compute: the slowest rank by the
+mean compute of all. Bytes are those of all ranks and of the busiest sender, by the published planner's at tolerance 0.05.
+`--others` adds each placement's documents in other orders, cut and placed as the given ones are. `--dealt` adds what planning
+takes where the same documents were dealt, and `--copies` lets it be so many times as many ranks and documents; with peak memory.
 """
 
 from __future__ import annotations
@@ -15,20 +21,25 @@ import json
 import statistics
 import sys
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from deal import lengths_of
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCAError
+from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import summarize
+from hf_distca.schedule.load import PlanLoad, summarize
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 from machine import describe
@@ -64,6 +75,104 @@ def measure(path: Path, config: DistCAConfig, repeats: int, window: int | None) 
         "planning_seconds": seconds,
         **summary.to_dict(),
         "analytic_cuda": {"planning_seconds": cuda_seconds, **summarize(cuda_plan, cuda).to_dict()},
+    }
+
+
+def slowest(layout: Layout, *, overlapped: bool) -> dict[str, Any]:
+    """The slowest rank by the mean compute, bytes, and processor seconds of a plan and of one rank's route."""
+    cost, config = CostModel.analytic(LLAMA_3_8B, device_type="cuda"), DistCAConfig(ping_pong=overlapped)
+    plan, seconds = processor_seconds(layout, cost, config)
+    load = PlanLoad(plan, cost, overlapped=overlapped)
+    return {
+        "slowest": load.slowest_seconds / float(load.compute_seconds.mean()),
+        "relayed": plan.relays is not None,
+        "bytes": float(load.exchange_bytes[0].sum()),
+        "busiest_sender_bytes": float(load.exchange_bytes[0].max(initial=0.0)),
+        "plan_and_route_processor_seconds": seconds,
+    }
+
+
+def processor_seconds(layout: Layout, cost: CostModel, config: DistCAConfig) -> tuple[Plan, float]:
+    """A plan, and the least seconds of three of making it and a route."""
+    found = []
+    for _ in range(3):
+        fresh = Layout(layout.document, layout.start, layout.length, layout.offsets)
+        begin = time.process_time()
+        plan = balance(fresh, cost, config)
+        Route.build(plan, layout.world_size // 2)
+        found.append(time.process_time() - begin)
+    return plan, min(found)
+
+
+def as_loaded(lengths: list[int], ranks: int) -> Layout:
+    """Documents one after another; one that crosses ranks is cut head and tail, as the given placements are."""
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
+    tokens = -(-sum(lengths) // ranks)
+    rank, room = 0, tokens
+    for document, length in enumerate(lengths):
+        first, last = 0, length
+        while first < last:
+            if not room:
+                rank, room = rank + 1, tokens
+            part = min(room, last - first)
+            head = (part + 1) // 2 if part < last - first else part
+            rows[rank].append((document, first, head))
+            if part > head:
+                rows[rank].append((document, last - part + head, part - head))
+            first, last, room = first + head, last - part + head, room - part
+    return Layout.from_segments(rows)
+
+
+def others(path: Path, count: int) -> dict[str, Any]:
+    """A placement's documents in other orders: the slowest ranks."""
+    layout = read_placement(path)
+    lengths, found = lengths_of(layout), {}
+    for seed in range(count):
+        order = np.random.default_rng(seed).permutation(len(lengths))
+        placed = as_loaded([lengths[at] for at in order], layout.world_size)
+        found[f"order {seed}"] = {kind: slowest(placed, overlapped=kind == "overlapped") for kind in ("serial", "overlapped")}
+    return found
+
+
+def dealt(path: Path, copies: int) -> dict[str, Any]:
+    """What planning dealt documents takes: processor seconds, and peak memory in MB of a plan and a route."""
+    layout = read_placement(path)
+    lengths, ranks = lengths_of(layout) * copies, layout.world_size * copies
+    cost = CostModel.analytic(LLAMA_3_8B, device_type="cuda")
+    placed = deal(lengths, ranks, -(-sum(lengths) // ranks), cost)
+    tracemalloc.start()
+    Route.build(balance(placed, cost, DistCAConfig()), 0)
+    peak = tracemalloc.get_traced_memory()[1] / 1e6
+    tracemalloc.stop()
+    return {"ranks": ranks, "peak_megabytes": peak} | {
+        kind: processor_seconds(placed, cost, DistCAConfig(ping_pong=kind == "overlapped"))[1]
+        for kind in ("serial", "overlapped")
+    }
+
+
+def overview(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median, nine in ten and worst over all placements, given and in other orders."""
+    found: dict[str, list[float]] = {}
+    for row in results:
+        for kind in ("serial", "overlapped"):
+            for one in (row, *row.get("others", {}).values()):
+                found.setdefault(kind, []).append(one[kind]["slowest"])
+        if beside := row["reference"].get("0.05"):
+            shape = LLAMA_3_8B
+            for ours, keys in (
+                ("bytes", ("q_tokens_moved", "kv_tokens_moved")),
+                ("busiest_sender_bytes", ("max_send_q", "max_send_kv")),
+            ):
+                theirs = beside[keys[0]] * shape.moved_query_bytes + beside[keys[1]] * shape.moved_key_bytes
+                found.setdefault(f"{ours} by the published planner's", []).append(row["overlapped"][ours] / theirs)
+    return {
+        name: {
+            "median": statistics.median(values),
+            "nine_in_ten": float(np.percentile(values, 90, method="higher")),
+            "worst": max(values),
+            "placements": len(values),
+        }
+        for name, values in found.items()
     }
 
 
@@ -110,6 +219,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5, help="plans per placement; the median time counts (default: 5)")
     parser.add_argument("--tolerance", type=float, default=DistCAConfig().tolerance, help="of the plans (default: %(default)s)")
     parser.add_argument("--window", type=int, help="keys that a position sees, of layers with a sliding window (default: all)")
+    parser.add_argument("--others", type=int, default=0, help="other orders of each placement's documents (default: none)")
+    parser.add_argument("--dealt", action="store_true", help="add what planning dealt documents takes")
+    parser.add_argument("--copies", type=int, default=1, help="of ranks and documents that are dealt (default: 1)")
     arguments = parser.parse_args()
     paths = sorted(arguments.placements.glob("*.json"))
     if not paths:
@@ -121,12 +233,18 @@ def main() -> int:
     for path in tqdm(paths, desc="placements", unit="placement", file=sys.stderr):
         try:
             result = measure(path, config, max(arguments.repeats, 1), arguments.window)
+            if arguments.window is None:
+                layout = read_placement(path)
+                result |= {kind: slowest(layout, overlapped=kind == "overlapped") for kind in ("serial", "overlapped")}
+                result |= {"others": others(path, arguments.others)} if arguments.others else {}
+                result |= {"dealt": dealt(path, arguments.copies)} if arguments.dealt else {}
             results.append({**result, "reference": reference.get(path.stem, {})})
         except DistCAError as error:
             parser.error(str(error))
     if arguments.json:
         report = {"machine": describe(), "shape": "Llama-3-8B, bf16", "tolerance": config.tolerance, "tile": config.tile}
         report |= {} if arguments.window is None else {"window": arguments.window}
+        report |= {"overview": overview(results)} if arguments.window is None else {}
         text = json.dumps({**report, "limit": limit, "placements": results}, indent=1)
         if arguments.json == "-":
             print(text)

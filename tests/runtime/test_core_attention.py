@@ -23,7 +23,7 @@ from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.plan import CATask, Plan
+from hf_distca.schedule.plan import CATask, Plan, Relays
 from hf_distca.schedule.waves import Waves
 from ranks import RankPool
 
@@ -65,13 +65,15 @@ def run_plan(
     scores: Scores,
     with_sink: bool = False,
     bound: int | None = None,
+    relays: Relays | None = None,
 ) -> tuple[float, torch.Tensor, list[int]]:
-    """Run a plan forward and backward, in waves if there is a bound of transient bytes.
+    """Run a plan forward and backward, in waves if there is a bound of transient bytes, with relays if some are given.
 
     Returns the largest error of o, dq, dk, dv over this rank's tokens, the gradient of the sinks minus what this rank's tokens
     should give, and the counts of exchanges.
     """
     plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks, scores.window)
+    plan = replace(plan, relays=relays)
     group = AttentionGroup.of(timeout_seconds=60)
     lengths: dict[int, int] = {}
     for row in ranks:

@@ -23,10 +23,17 @@ PAIRS = CostModel.pairs(SHAPE)
 @pytest.mark.parametrize(("longest", "slowest"), [(2**18, 0.3), (2**20, 0.15)])
 def test_one_long_document_is_not_sent_to_everyone(ranks: int, longest: int, slowest: float) -> None:
     layout = Layout.from_lengths([[longest], *([[8192] * (longest // 65536)] * (ranks - 1))])
-    summary = summarize(balance(layout, CUDA, DistCAConfig()), CUDA)
+    # A bound, as large as it may be, rules relays out.
+    plan = balance(layout, CUDA, DistCAConfig(max_transient_bytes=2**50))
+    summary = summarize(plan, CUDA)
     # Sent to all ranks, its keys take longer than the attention that is saved; to a few, home and servers end early.
     assert summary.slowest_seconds_after < slowest * summary.slowest_seconds_before
     assert summary.moved_tasks < 32
+    # With relays nobody sends its keys much more than once, and they may go to more.
+    relayed = summarize(balance(layout, CUDA, DistCAConfig()), CUDA)
+    assert relayed.slowest_seconds_after < 0.8 * summary.slowest_seconds_after
+    assert relayed.moved_tasks > 64
+    assert relayed.max_sent_key_tokens < 2 * longest
 
 
 @pytest.mark.parametrize("window", [None, 4096])

@@ -226,7 +226,7 @@ class Session:
         group.heed()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
         if group.data is not None:
-            group = replace(group, data=group.data.at(place, 2 * len(work.route.waves)))
+            group = replace(group, data=group.data.at(place, work.route.forward_exchanges))
         reporting = partial(group.reporting, f"computing {place}")
         outputs = None if work.outputs is None else work.outputs.of(module)
         tracer = Tracer(self.trace, work.nano, number + 1, q_THD.device)

@@ -15,7 +15,7 @@ import torch
 from hf_distca.errors import DistCADesyncError
 from hf_distca.pipeline.kinds import Kind
 from hf_distca.runtime.call import Call
-from hf_distca.runtime.exchange import Pending
+from hf_distca.runtime.exchange import Landed, Pending
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import Route, Wave
@@ -136,7 +136,7 @@ class StageCall(Call):
         else:
             self.dispatch.put(_NO_MESSAGE)
 
-    def serve(self, wave: Wave, own: Operands, outputs: Outputs, dispatch: Pending) -> None:
+    def serve(self, wave: Wave, own: Operands, outputs: Outputs, dispatch: Pending | Landed) -> None:
         """As of `Call`, if there is something to exchange."""
         if self.route.exchanges:
             super().serve(wave, own, outputs, dispatch)
@@ -146,7 +146,7 @@ class StageCall(Call):
         if self.route.exchanges:
             super().land(wave, outputs)
 
-    def serve_backward(self, wave: Wave, own: Saved, grads: Grads, dispatch: Pending) -> Grads:
+    def serve_backward(self, wave: Wave, own: Saved, grads: Grads, dispatch: Pending | Landed) -> Grads:
         """As of `Call`, if there is something to exchange."""
         return super().serve_backward(wave, own, grads, dispatch) if self.route.exchanges else grads
 

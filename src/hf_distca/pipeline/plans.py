@@ -117,7 +117,7 @@ class StepPlans:
         """The plan of a kind of layer for stages that have these micro-batches; made once."""
         found = self._plans.get((held, key))
         if found is None:
-            found = self._plans[held, key] = balance(self.layout(held, key.chunk), self.costs[key], self.config)
+            found = self._plans[held, key] = balance(self.layout(held, key.chunk), self.costs[key], self.config, relayed=False)
         return found
 
     def layout(self, held: Held, chunk: int | None) -> Layout:

@@ -11,15 +11,17 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from hf_distca.borrowed import copy_each
-from hf_distca.runtime.exchange import Part, Pending, Run, launch, part_of
+from hf_distca.runtime.exchange import Landed, Part, Pending, Run, joined, launch, part_of
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
-from hf_distca.runtime.route import Route, Wave
+from hf_distca.runtime.route import Passing, Route, Wave
 from hf_distca.runtime.server import AttentionServer, Grads, Operands, Outputs, Saved
 
 __all__ = ["Call", "Inputs"]
 
 T = TypeVar("T")
+# Keys and values, the last parts of a dispatch.
+_KEY_PARTS = 2
 
 
 class Inputs(NamedTuple):
@@ -74,6 +76,7 @@ class Call:
         recalled: the outputs in a recompute that finds them there: nothing is launched and no kernel runs.
         operands, outputs, saved, grads: this rank's own. Outputs and gradients are still without those that come back.
         dispatch, returned: the messages under way.
+        passed: gradients on the way to relays, with those of rows that this rank received: of queries, and of the key pool.
     """
 
     def __init__(self, route: Route, group: AttentionGroup, server: AttentionServer, kept: LayerOutputs | None = None) -> None:
@@ -84,8 +87,10 @@ class Call:
         self.outputs: Held[Outputs] = Held()
         self.saved: Held[Saved] = Held()
         self.grads: Held[Grads] = Held()
-        self.dispatch: Held[Pending] = Held()
+        self.dispatch: Held[Pending | Landed] = Held()
         self.returned: Held[Pending] = Held()
+        self.passed: Held[tuple[Pending, torch.Tensor, list[tuple[torch.Tensor, torch.dtype]]]] = Held()
+        self._no_keys: list[torch.Tensor] = []
 
     @property
     def exchanges(self) -> bool:
@@ -123,6 +128,25 @@ class Call:
         parts = [Part(t, wave.queries) for t in own.query_rows] + [Part(t, wave.keys) for t in own.key_rows]
         self.server.meter.count(dispatches=1)
         self.dispatch.put(self._launch(wave, parts, "dispatch"))
+        self._no_keys = [t.new_empty((0, *t.shape[1:])) for t in own.key_rows]
+
+    def pass_on(self, passing: Passing) -> None:
+        """Wait for a dispatch, and send the keys on that this rank is the relay of."""
+        came = self.dispatch.take().sections()
+        keys = zip(came[-_KEY_PARTS:], self._no_keys, strict=True)
+        parts = [Part(_picked(sections, passing, empty), passing.keys) for sections, empty in keys]
+        self.server.meter.count(dispatches=1)
+        self.dispatch.put(Landed(came, self._launch(self.last, parts, "dispatch", "relays' dispatch")))
+
+    def pass_back(self, passing: Passing) -> None:
+        """Wait for gradients of the keys that this rank passed on, add them up, and launch the return."""
+        pending, dq_THD, pools = self.passed.take()
+        keys = []
+        for copies in pending.sections():
+            pool_TKD, dtype = pools.pop(0)
+            keys.append(_sum_passed(pool_TKD, copies, passing).to(dtype))
+            del pool_TKD
+        self.launch_return(self.last, [dq_THD], keys)
 
     def launch_return(self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()) -> None:
         """Send what was computed for the rows of other ranks back: rows of received queries, and of the key pool."""
@@ -131,7 +155,7 @@ class Call:
         self.server.meter.count(returns=1)
         self.returned.put(self._launch(wave, parts, "return"))
 
-    def serve(self, wave: Wave, own: Operands, outputs: Outputs, dispatch: Pending) -> None:
+    def serve(self, wave: Wave, own: Operands, outputs: Outputs, dispatch: Pending | Landed) -> None:
         """Serve a wave whose dispatch is under way, launch its return, and put rows of this rank's own into `outputs`."""
         pools = self.server.serve(wave, own, dispatch)
         self.launch_return(wave, [pool[wave.own_rows :] for pool in pools])
@@ -145,18 +169,30 @@ class Call:
             for whole, sections in zip(outputs, came, strict=True):
                 _put(whole, wave.queries.runs, sections)
 
-    def serve_backward(self, wave: Wave, own: Saved, grads: Grads, dispatch: Pending) -> Grads:
-        """As `serve`, for gradients of this rank's own. Returns them; those of keys may be new ones, wide enough for sums."""
+    def serve_backward(self, wave: Wave, own: Saved, grads: Grads, dispatch: Pending | Landed) -> Grads:
+        """As `serve`, for gradients of this rank's own. Returns them; those of keys may be new ones, wide enough for sums.
+
+        With relays, gradients of keys go to these first, and `pass_back` launches the return.
+        """
         dq_THD, *pools = self.server.serve_backward(wave, own, dispatch)
         _put(grads.dq_THD, wave.own_queries, [dq_THD])
-        sums, keys = [], []
+        sums: list[torch.Tensor] = []
+        keys: list[torch.Tensor] = []
+        kept: list[tuple[torch.Tensor, torch.dtype]] = []
         for total, tensor in zip(grads[1:], own.key_rows, strict=True):
             pool = pools.pop(0)
             sums.append(_add_own(total, pool, wave))
             # Copies travel in the dtype of k and v; sums of them do not.
             keys.append(pool.to(tensor.dtype))
+            if wave.passing is not None:
+                kept.append((pool if wave.passing.size else keys[-1], tensor.dtype))
             del pool
-        self.launch_return(wave, [dq_THD[wave.own_rows :]], keys)
+        if wave.passing is None:
+            self.launch_return(wave, [dq_THD[wave.own_rows :]], keys)
+        else:
+            parts = [Part(tensor.contiguous(), wave.passing.way_back) for tensor in keys]
+            self.server.meter.count(returns=1)
+            self.passed.put((self._launch(wave, parts, "return", "return to relays"), dq_THD[wave.own_rows :], kept))
         return Grads(grads.dq_THD, *sums)
 
     def land_backward(self, wave: Wave, grads: Grads) -> Grads:
@@ -167,10 +203,10 @@ class Call:
             sums = (_sum_copies(total, sections, wave) for total, sections in zip(grads[1:], copies, strict=True))
             return Grads(grads.dq_THD, *sums)
 
-    def _launch(self, wave: Wave, parts: Sequence[Part], name: str) -> Pending:
+    def _launch(self, wave: Wave, parts: Sequence[Part], name: str, said: str | None = None) -> Pending:
         tracer, meter = self.server.tracer, self.server.meter
         with tracer.span("pack"), meter.exchanging(parts[0].tensor.device):
-            pending = launch(self.group.data, parts, wave.formats)
+            pending = launch(self.group.data, parts, wave.formats, said or name)
         meter.count(sent_bytes=pending.sent_bytes)
         pending.watch(tracer, name, meter)
         return pending
@@ -192,6 +228,25 @@ def _put(whole: torch.Tensor, runs: Sequence[Run], sections: Sequence[torch.Tens
     if runs:
         places = [whole.narrow(0, run.start, run.rows) for run in runs]
         copy_each(places, list(_pieces(runs, sections)))
+
+
+def _picked(sections: Sequence[torch.Tensor], passing: Passing, empty: torch.Tensor) -> torch.Tensor:
+    """What is passed on, of the sections of one part."""
+    return joined([part_of(sections[at], start, rows) for at, start, rows in passing.pieces if at is not None], empty)
+
+
+def _sum_passed(pool_TKD: torch.Tensor, sections: Sequence[torch.Tensor], passing: Passing) -> torch.Tensor:
+    """Add the gradients of the copies that were passed on to a pool's, rank after rank so that the sum has one order."""
+    if not passing.size:
+        return pool_TKD
+    passed = pool_TKD.new_zeros((passing.size, *pool_TKD.shape[1:]), dtype=_accumulator(pool_TKD[:0]).dtype)
+    for run, piece in zip(passing.keys.runs, _pieces(passing.keys.runs, sections), strict=True):
+        passed.narrow(0, run.start, run.rows).add_(piece)
+    total, start = _accumulator(pool_TKD), 0
+    for row, rows in passing.rows:
+        total.narrow(0, row, rows).add_(passed.narrow(0, start, rows))
+        start += rows
+    return total
 
 
 def _accumulator(grad_TKD: torch.Tensor) -> torch.Tensor:

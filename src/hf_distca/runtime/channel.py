@@ -40,7 +40,7 @@ class _Sum:
 
 @dataclass(eq=False)
 class Channel:
-    """A communicator as one call of core attention sees it. The call launches dispatches and returns in turn.
+    """A communicator as one call of core attention sees it.
 
     Attributes:
         process_group: where messages travel.
@@ -77,15 +77,21 @@ class Channel:
         self.launched = max(self.launched, self.forward or 0)
 
     def start(
-        self, received: torch.Tensor, sent: torch.Tensor, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive_bytes: Mapping[int, int],
+        send_bytes: Mapping[int, int],
+        name: str | None = None,
     ) -> Transfer:
         """Start to send and to receive messages, which lie one after another in `sent` and `received`, both uint8.
 
         Args:
             received, sent: the messages of all ranks, in the order of ranks.
             receive_bytes, send_bytes: size of the message by rank, in the order of ranks; those without one may be left out.
+            name: what the exchange is, for errors; by default dispatches and returns take turns.
         """
-        kind = "dispatch" if self.launched % 2 == 0 else "return"
+        kind = name or ("dispatch" if self.launched % 2 == 0 else "return")
         direction = "" if self.forward is None else " in forward" if self.launched < self.forward else " in backward"
         doing = f"waiting for the {kind}{direction} of {self.place}"
         tag = self._sum.add(f"{doing} {self.launched}") >> 1

@@ -9,6 +9,13 @@ Each launch and its wait are in different functions, so other work can be record
 travels; the rank's own tasks always are. A route of several waves repeats what follows the own tasks inside Serve: all returns
 but the last are waited for, and all dispatches but the first are launched there, so that one wave at a time is here.
 
+Where keys are relayed (`schedule.relays`), they travel in two hops, and their gradients, too; two more functions
+are in between, so that other work can be recorded between the hops as well::
+
+    forward    Dispatch  ->  PassOn: wait, launch k, v to servers  ->  Serve  ->  PassBack  ->  Return
+    backward   Dispatch  <-  PassOn: wait, launch dq, dk, dv home  <-  Serve: ..., launch dk, dv to relays
+                         <-  PassBack: wait, launch k, v to servers  <-  Return
+
 Only `_Return` saves for backward, and only what plain flash attention saves: the rank's own q, k, v, o and lse. Servers keep
 nothing: what was received never outlives the call. What one function hands to the next is taken before it is used, so that an
 exception leaves none of it behind. The functions are chained by an anchor, a scalar without meaning.
@@ -60,8 +67,14 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
     # In ping-pong, the other nano-batch computes while these messages travel.
     anchor = _apply(_Dispatch, call, q_THD, *keys)
     take_turns()
+    if call.route.passes_on:
+        anchor = _apply(_PassOn, call, anchor)
+        take_turns()
     anchor = _apply(_Serve, call, anchor)
     take_turns()
+    if call.route.passes_on:
+        anchor = _apply(_PassBack, call, anchor)
+        take_turns()
     # Their gradients leave through `_Dispatch`.
     detached = (None if tensor is None else tensor.detach() for tensor in (q_THD, *keys))
     return _apply(_Return, call, anchor, *detached, inputs.sink_H)
@@ -84,6 +97,38 @@ class _Dispatch(torch.autograd.Function):
         call: Call = ctx.call
         grads = call.land_backward(call.last, call.grads.take())
         return None, *_input_gradients(grads, ctx.context_tokens)
+
+
+class _PassOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        if call.recalled is None and call.last.passing is not None:
+            call.pass_on(call.last.passing)
+        return anchor.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
+        call: Call = ctx.call
+        if call.last.passing is not None:
+            call.pass_back(call.last.passing)
+        return None, torch.zeros_like(anchor)
+
+
+class _PassBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        return anchor.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
+        call: Call = ctx.call
+        if call.last.passing is not None:
+            call.pass_on(call.last.passing)
+        return None, torch.zeros_like(anchor)
 
 
 class _Serve(torch.autograd.Function):

@@ -26,7 +26,7 @@ from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.trace import Mark, Tracer
 
-__all__ = ["Format", "Formats", "Part", "Pending", "Rows", "Run", "joined", "launch", "part_of"]
+__all__ = ["Format", "Formats", "Landed", "Part", "Pending", "Rows", "Run", "joined", "launch", "part_of"]
 
 _ALIGNMENT = 16
 
@@ -180,7 +180,21 @@ class Pending:
         return [_views(received, *kind, found) for kind, found in zip(self._kinds, self._sections, strict=True)]
 
 
-def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | None = None) -> Pending:
+class Landed:
+    """What two exchanges of a dispatch brought: rows of the parts of the first, and more of those of its last parts."""
+
+    def __init__(self, first: list[list[torch.Tensor]], second: Pending) -> None:
+        self._first, self._second = first, second
+
+    def sections(self) -> list[list[torch.Tensor]]:
+        """As `Pending.sections`: of each part, the sections of the first exchange and then those of the second. Once only."""
+        first, more = self._first, self._second.sections()
+        del self._first
+        cut = len(first) - len(more)
+        return first[:cut] + [one + other for one, other in zip(first[cut:], more, strict=True)]
+
+
+def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | None = None, name: str | None = None) -> Pending:
     """Start an exchange. Every rank of the channel must launch the same exchanges in the same order; None is a group of one.
 
     The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive nothing.
@@ -189,6 +203,7 @@ def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | No
         channel: where the messages travel.
         parts: what travels.
         formats: formats made before for parts with these rows; a new one is added.
+        name: what the exchange is, for errors.
     """
     key = tuple((part.rows, _row_bytes(part.tensor)) for part in parts)
     form = None if formats is None else formats.get(key)
@@ -200,7 +215,7 @@ def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | No
     if channel is None:
         return Pending(None, parts, form, sent, sent)
     received = sent.new_empty(sum(form.receive.values()))
-    return Pending(channel.start(received, sent, form.receive, form.send), parts, form, sent, received)
+    return Pending(channel.start(received, sent, form.receive, form.send, name), parts, form, sent, received)
 
 
 def part_of(tensor: torch.Tensor, start: int, rows: int) -> torch.Tensor:

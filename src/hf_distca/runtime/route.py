@@ -22,13 +22,17 @@ from hf_distca.kernels.base import TaskBatch
 from hf_distca.runtime.exchange import Formats, Rows, Run, joined, part_of
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, KeyTransfers, Plan
+from hf_distca.schedule.relays import Hops
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["KeyPool", "Piece", "Route", "Wave"]
+__all__ = ["KeyPool", "Passing", "Piece", "Route", "Wave"]
 
 
 class Piece(NamedTuple):
-    """Keys [start, start + rows) of a section of the message, or of this rank's own if `section` is None."""
+    """Keys [start, start + rows) of a section of the message, or of this rank's own if `section` is None.
+
+    Sections of the second hop, if there is one, count on after those of the first.
+    """
 
     section: int | None
     start: int
@@ -41,7 +45,8 @@ class KeyPool:
 
     Attributes:
         pieces: what the pool is made of, in its order.
-        way_back: rows of the pool that came from other ranks, in the order they came, and how many copies come back from each.
+        way_back: rows of the pool that came from the ranks that hold them, in the order they came, and how many copies come back
+            from each.
     """
 
     pieces: tuple[Piece, ...]
@@ -66,6 +71,28 @@ class KeyPool:
 
 
 @dataclass(frozen=True, eq=False)
+class Passing:
+    """The second hop of keys: what this rank passes on as a relay, and what comes from other relays.
+
+    Attributes:
+        pieces: what is passed on, of sections of the first hop.
+        rows: rows of the pool where each piece lies: (row of the pool, rows).
+        keys: rows of what is passed on that go to other ranks, and of theirs that come.
+        way_back: rows of the pool that came from relays, in the order they came, and how many copies come back from each.
+    """
+
+    pieces: tuple[Piece, ...]
+    rows: tuple[tuple[int, int], ...]
+    keys: Rows
+    way_back: Rows
+
+    @cached_property
+    def size(self) -> int:
+        """Tokens that are passed on."""
+        return sum(piece.rows for piece in self.pieces)
+
+
+@dataclass(frozen=True, eq=False)
 class Wave:
     """One dispatch and one return, and what this rank serves in between.
 
@@ -74,6 +101,7 @@ class Wave:
         own_queries: rows of this rank's q that join the query pool in front of the received ones.
         pool: how the key pool is made.
         arrived: tasks on the pools.
+        passing: the second hop of keys, if the plan has relays.
         formats: formats of the messages, by what travels: made by the first layer.
     """
 
@@ -82,6 +110,7 @@ class Wave:
     own_queries: tuple[Run, ...]
     pool: KeyPool
     arrived: TaskBatch
+    passing: Passing | None = None
     formats: Formats = field(default_factory=dict)
 
     @cached_property
@@ -92,11 +121,16 @@ class Wave:
     @cached_property
     def as_received(self) -> bool:
         """Whether both pools are what one rank sent, as it is."""
+        if self.passing is not None:
+            return False
         return not self.own_queries and len(self.queries.receive) == len(self.pool.pieces) == len(self.keys.receive) == 1
 
     @classmethod
-    def build(cls, plan: Plan, token: _TokenIndex, tasks: Sequence[CATask], transfers: KeyTransfers | None) -> Wave:
-        """Derive a wave from those of its `tasks` that a rank sends or serves on pools, and from the runs of keys they need."""
+    def build(cls, plan: Plan, token: _TokenIndex, tasks: Sequence[CATask], hops: Sequence[KeyTransfers]) -> Wave:
+        """Derive a wave from those of its `tasks` that a rank sends or serves on pools, and from the runs of keys they need.
+
+        `hops` are those runs, in the hop in which they travel; none if nothing is exchanged.
+        """
         rank = token.rank
         pooled = sorted(
             (task for task in tasks if task.server == rank),
@@ -109,9 +143,9 @@ class Wave:
             ((task.home, task.end - task.start) for task in pooled if task.home != rank),
         )
         own = Rows.of(((rank, token.query(task), task.end - task.start) for task in pooled if task.home == rank), ())
-        keys, pool, place = _key_routes(transfers, {t.document for t in pooled}, token)
-        arrived = _batch(plan, _starts([t.end - t.start for t in pooled]), pooled, place)
-        return cls(queries, keys, own.runs, pool, arrived)
+        found = _Keys.of(hops, {t.document for t in pooled}, token)
+        arrived = _batch(plan, _starts([t.end - t.start for t in pooled]), pooled, found.row)
+        return cls(queries, found.sent(0), own.runs, found.pool, arrived, found.passing if len(hops) > 1 else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +162,16 @@ class Route:
     waves: tuple[Wave, ...]
     exchanges: bool
 
+    @property
+    def passes_on(self) -> bool:
+        """Whether keys travel in two hops, on any rank."""
+        return self.waves[0].passing is not None
+
+    @property
+    def forward_exchanges(self) -> int:
+        """Exchanges of forward, as many on every rank."""
+        return 2 * len(self.waves) + self.passes_on
+
     @classmethod
     def build(cls, plan: Plan, rank: int, waves: Waves | None = None) -> Route:
         """Derive the route of `rank`. Reads only tasks and segments that concern this rank. `waves` are those of the plan."""
@@ -141,8 +185,12 @@ class Route:
         for number in range(1 if waves is None else waves.count):
             among = None if waves is None else waves.number == number
             mine = others if among is None else others & set(_tasks_of(plan, rank, among))
-            transfers = plan.key_transfers(rank, among) if plan.moved else None
-            built.append(Wave.build(plan, token, sorted(mine), transfers))
+            hops: Sequence[KeyTransfers] = ()
+            if plan.relays is not None:
+                hops = Hops.of(plan, rank)
+            elif plan.moved:
+                hops = [plan.key_transfers(rank, among)]
+            built.append(Wave.build(plan, token, sorted(mine), hops))
         return cls(_batch(plan, [token.query(t) for t in own], own, token.of), tuple(built), plan.moved)
 
 
@@ -199,37 +247,98 @@ def _tasks_of(plan: Plan, rank: int, among: npt.NDArray[np.bool_] | None = None)
     return [CATask(*row) for row in zip(*columns, strict=True)]
 
 
-def _key_routes(
-    transfers: KeyTransfers | None, pooled: set[int], token: _TokenIndex
-) -> tuple[Rows, KeyPool, Callable[[int, int], int]]:
-    """Rows of k and v to send and receive, the pool they make, and where in it a document position lies."""
-    rank = token.rank
-    rows = list(zip(*(column.tolist() for column in transfers), strict=True)) if transfers else []
-    out = sorted((to, d, a, b) for d, a, b, source, to in rows if source == rank != to)
-    # In the order of the message: by source, with this rank's own among them.
-    arriving = sorted((source, d, a, b) for d, a, b, source, to in rows if to == rank and d in pooled)
-    starts: dict[int, int] = {}  # of the next run in the section of a source
-    found = []
-    for source, document, start, end in arriving:
-        at = token.of(document, start) if source == rank else starts.get(source, 0)
-        starts[source] = starts.get(source, 0) + end - start
-        found.append((document, start, end, source, at))
-    found.sort()
-    place = {row[:2]: first for row, first in zip(found, _starts([b - a for _, a, b, *_ in found]), strict=True)}
-    sections = {source: number for number, source in enumerate(source for source in starts if source != rank)}
-    sent = ((to, token.of(d, a), b - a) for to, d, a, b in out)
-    keys = Rows.of(sent, ((source, rows) for source, rows in starts.items() if source != rank))
-    back = ((source, place[d, a], b - a) for source, d, a, b in arriving if source != rank)
-    pieces = _pieces((sections.get(source), at, b - a) for _, a, b, source, at in found)
-    pool = KeyPool(pieces, Rows.of(back, keys.send.items()))
-    runs: dict[int, list[tuple[int, int, int]]] = {}
-    for document, start, end, *_ in found:
-        runs.setdefault(document, []).append((start, end, place[document, start]))
+class _Found(NamedTuple):
+    """A run of keys that the pool gets: from `source` in a hop, from row `at` of its section or of this rank's own."""
 
-    def row(document: int, position: int) -> int:
-        return next(first + position - start for start, end, first in runs[document] if start <= position < end)
+    document: int
+    start: int
+    end: int
+    hop: int
+    source: int
+    at: int
 
-    return keys, pool, row
+
+class _Keys:
+    """Runs of keys that one rank sends and gets, and the pool that the latter make.
+
+    Args:
+        out: of each hop, the runs to send as (to, document, start, end), in the order of the message.
+        found: the runs of the pool, in the order of messages, this rank's own among those of the first hop.
+        token: where this rank's own lie.
+    """
+
+    def __init__(self, out: list[list[tuple[int, int, int, int]]], found: list[_Found], token: _TokenIndex) -> None:
+        self.out, self.found, self.token = out, found, token
+        self.in_pool = sorted(found)
+        starts = _starts([run.end - run.start for run in self.in_pool])
+        self.place = {(run.document, run.start): first for run, first in zip(self.in_pool, starts, strict=True)}
+        self.runs: dict[int, list[tuple[int, int, int]]] = {}
+        for run, first in zip(self.in_pool, starts, strict=True):
+            self.runs.setdefault(run.document, []).append((run.start, run.end, first))
+        others = sorted({(run.hop, run.source) for run in found if run.source != token.rank})
+        self.sections = {key: number for number, key in enumerate(others)}
+
+    @classmethod
+    def of(cls, hops: Sequence[KeyTransfers], pooled: set[int], token: _TokenIndex) -> _Keys:
+        """From the runs of each hop that a rank sends or receives; of its own it needs those of `pooled` documents."""
+        rank = token.rank
+        out, found = [], []
+        for hop, transfers in enumerate(hops):
+            rows = list(zip(*(column.tolist() for column in transfers), strict=True))
+            out.append(sorted((to, d, a, b) for d, a, b, source, to in rows if source == rank != to))
+            next_row: dict[int, int] = {}  # of the section of a source
+            for source, document, start, end in sorted((s, d, a, b) for d, a, b, s, to in rows if to == rank and d in pooled):
+                at = token.of(document, start) if source == rank else next_row.get(source, 0)
+                next_row[source] = next_row.get(source, 0) + end - start
+                found.append(_Found(document, start, end, hop, source, at))
+        return cls(out or [[]], found, token)
+
+    def sent(self, hop: int) -> Rows:
+        """Rows to send in a hop, of this rank's own or of what it passes on, and how many come."""
+        first = self._first_passed if hop else {}
+        runs = ((to, first[d, a] if hop else self.token.of(d, a), b - a) for to, d, a, b in self.out[hop])
+        return Rows.of(runs, ((run.source, run.end - run.start) for run in self._came(hop)))
+
+    @property
+    def pool(self) -> KeyPool:
+        """How the pool is made."""
+        return KeyPool(_pieces(self._piece(run) for run in self.in_pool), self._way_back(0))
+
+    @property
+    def passing(self) -> Passing:
+        """The second hop."""
+        passed = self._passed
+        pieces = tuple(Piece(*self._piece(run)) for run in passed)
+        rows = tuple((self.place[run.document, run.start], run.end - run.start) for run in passed)
+        return Passing(pieces, rows, self.sent(1), self._way_back(1))
+
+    def row(self, document: int, position: int) -> int:
+        """Where in the pool a document position lies."""
+        return next(first + position - start for start, end, first in self.runs[document] if start <= position < end)
+
+    @cached_property
+    def _passed(self) -> list[_Found]:
+        """What came to be passed on, as far as anybody gets it. Whoever needs less of a run needs its first keys."""
+        ends: dict[tuple[int, int], int] = {}
+        for _, document, start, end in self.out[1]:
+            ends[document, start] = max(ends.get((document, start), 0), end)
+        came = (run for run in self.in_pool if run.hop == 0 and (run.document, run.start) in ends)
+        return [run._replace(end=ends[run.document, run.start]) for run in came]
+
+    @cached_property
+    def _first_passed(self) -> dict[tuple[int, int], int]:
+        starts = _starts([run.end - run.start for run in self._passed])
+        return {(run.document, run.start): first for run, first in zip(self._passed, starts, strict=True)}
+
+    def _came(self, hop: int) -> list[_Found]:
+        return [run for run in self.found if run.hop == hop and run.source != self.token.rank]
+
+    def _way_back(self, hop: int) -> Rows:
+        back = ((run.source, self.place[run.document, run.start], run.end - run.start) for run in self._came(hop))
+        return Rows.of(back, self.sent(hop).send.items())
+
+    def _piece(self, run: _Found) -> tuple[int | None, int, int]:
+        return self.sections.get((run.hop, run.source)), run.at, run.end - run.start
 
 
 def _pieces(rows: Iterable[tuple[int | None, int, int]]) -> tuple[Piece, ...]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from hf_distca.kernels.base import Kernel, Scores, TaskBatch
-from hf_distca.runtime.exchange import Pending, joined
+from hf_distca.runtime.exchange import Landed, Pending, joined
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Wave
 from hf_distca.runtime.trace import Tracer
@@ -104,7 +104,7 @@ class AttentionServer:
         with self.reporting(), self.meter.kernel(q_THD.device, backward=True), self.tracer.span("server"):
             return Grads(*self.kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, self.scores))
 
-    def serve(self, wave: Wave, own: Operands, dispatch: Pending) -> Outputs:
+    def serve(self, wave: Wave, own: Operands, dispatch: Pending | Landed) -> Outputs:
         """Run the arrived tasks of a wave forward.
 
         Args:
@@ -117,12 +117,12 @@ class AttentionServer:
         """
         return self.forward(Operands(*_pools(wave, own, dispatch)), wave.arrived)
 
-    def serve_backward(self, wave: Wave, own: Saved, dispatch: Pending) -> Grads:
+    def serve_backward(self, wave: Wave, own: Saved, dispatch: Pending | Landed) -> Grads:
         """As `serve`, backward: dq has rows as the outputs there, dk and dv those of the key pool."""
         return self.backward(Saved(*_pools(wave, own, dispatch)), wave.arrived)
 
 
-def _pools(wave: Wave, own: Operands | Saved, dispatch: Pending) -> list[torch.Tensor]:
+def _pools(wave: Wave, own: Operands | Saved, dispatch: Pending | Landed) -> list[torch.Tensor]:
     """Pools of what a wave's tasks read.
 
     Rows go from the message straight to their pools and the message is gone afterwards; or it is the pools as it is. Not in part:

@@ -6,6 +6,7 @@ exchange together, whether and how finely that pays.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from hf_distca.config import DistCAConfig
@@ -16,6 +17,7 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.prices import BandPrice, Price
 from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.relief import relieve
 from hf_distca.schedule.waves import Fit, TransientBytes, Waves
 
 __all__ = ["balance"]
@@ -26,6 +28,10 @@ _FINEST = 0.002
 # Coarser bands, tried when the exchange eats more than this part of what the wanted one gains in compute.
 _COARSER = (0.05, 0.15, 0.4)
 _EATEN = 0.5
+# The finest band where compute and exchange are evened out together, which takes many small moves; and ranks that are so few that
+# evening out compute alone is tried as well.
+_SERIAL = 0.02
+_FEW = 64
 # What the slowest rank may take beyond the mean for plans that do not prefer servers of the same node not to be tried as well.
 _SERVED = 0.02
 # Times the mean that the slowest rank takes where caps are tried first, and how much lower the next cap is.
@@ -33,7 +39,7 @@ _EXTREME = 12
 _FINER_CAP = 1.4
 
 
-def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE) -> Plan:
+def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE, *, relayed: bool = True) -> Plan:
     """Assign every query token of `layout` to a server.
 
     The result never has a slower rank than moving nothing, by the estimate (compute plus exchange; see `PlanLoad`); where
@@ -47,6 +53,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
             0.002 counts as 0.002. With a bound, only slices that fit it alone are moved. With `ping_pong` the layout is that of a
             nano-batch, whose exchange costs only what is longer than the compute beside it.
         ranks: what ranks are like; the same on every rank. A slower one gets less, so that all end together.
+        relayed: whether servers may pass keys on.
 
     Raises:
         ConfigError: if `ranks` speaks of another number of ranks than the layout.
@@ -59,70 +66,94 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     if not config.balance or layout.world_size < 2:
         return local
     price = (Price if cost.window is None else BandPrice).of(cost, config.tile)
-    unmoved = _load(local, cost, config, ranks)
+    # A bound of transient bytes is kept by waves, which relays do not know.
+    relayed = relayed and cost.window is None and config.max_transient_bytes is None
+    unmoved = _unmoved(local, cost, config, ranks, relayed)
     seconds = unmoved.compute_seconds.tolist()
     # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
-    if not price.pair or _within(seconds, ranks.level(seconds), config.tolerance):
-        return local
-    if cost.window is not None and not config.ping_pong and _hopeless(layout, cost, price, unmoved, config):
-        return local
-    best = _fastest(layout, cost, price, unmoved, config)
+    if not price.pair or _within(seconds, ranks.level(seconds), config.tolerance) or _hopeless(price, unmoved, config):
+        return unmoved.plan
+    best = _fastest(layout, cost, price, unmoved, config, relayed)
     if price.near == 1 or ranks.per_node in (None, 1, layout.world_size):
         return best
-    slowest = _load(best, cost, config, ranks).slowest_seconds
+    slowest = _load(best, cost, config, ranks, False).slowest_seconds
     if slowest <= (1 + _SERVED) * ranks.level(seconds):
         return best
     # Where exchanges decide, few large slices may be better than more that stay in a node.
-    other = _fastest(layout, cost, replace(price, near=1.0), unmoved, config)
-    return other if _load(other, cost, config, ranks).slowest_seconds < slowest else best
+    other = _fastest(layout, cost, replace(price, near=1.0), unmoved, config, relayed)
+    return other if _load(other, cost, config, ranks, False).slowest_seconds < slowest else best
 
 
-def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, config: DistCAConfig) -> Plan:
+def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, config: DistCAConfig, relayed: bool) -> Plan:
     """The plan with the earliest last rank that the greedy finds, coarse and fine; that of `unmoved` if none gains enough."""
     bound, ranks = config.max_transient_bytes, unmoved.ranks
     fit = None if bound is None else Fit(TransientBytes.of(cost.shape), bound, cost.window, config.tile)
     seconds = unmoved.compute_seconds.tolist()
     best, fastest, before = unmoved.plan, unmoved.slowest_seconds, unmoved.slowest_seconds
-    # One document that outweighs all others: the fewer servers, the less its home has to send. Caps go down until sending eats
-    # what they gain; only if they come near the mean, a fine balance may be better.
     mean, cap = ranks.level(seconds), max(seconds) / 2
-    while max(seconds) >= _EXTREME * mean and cap > 2 * mean:
-        plan = Greedy(layout, price, seconds, config.tolerance, fit, cap, ranks).plan()
-        slowest = _load(plan, cost, config, ranks).slowest_seconds
+    extreme = max(seconds) >= _EXTREME * mean
+    wanted = max(config.tolerance, _FINEST)
+    # One document that outweighs all others, and no relays: the fewer servers, the less its home has to send. Caps go down until
+    # sending eats what they gain; only if they come near the mean, a fine balance may be better.
+    while extreme and not relayed and cap > 2 * mean:
+        load = _load(Greedy(layout, price, seconds, config.tolerance, fit, cap, ranks).plan(), cost, config, ranks, relayed)
+        slowest = load.slowest_seconds
         if slowest >= fastest:
             return best
         if before - slowest >= config.min_gain * before:
-            best, fastest = plan, slowest
+            best, fastest = load.plan, slowest
         cap /= _FINER_CAP
-    wanted = max(config.tolerance, _FINEST)
-    for tolerance in (wanted, *(t for t in _COARSER if t > wanted)):
-        plan = Greedy(layout, price, seconds, tolerance, fit, ranks=ranks).plan()
-        load = _load(plan, cost, config, ranks)
+    serial = not config.ping_pong and not unmoved.in_nodes and cost.exchange_bytes_per_second < math.inf
+    if relayed and serial and not extreme:
+        both = (unmoved.compute_seconds + unmoved.exchange_seconds).tolist()
+        exchanged = price.with_exchange(cost.exchange_bytes_per_second)
+        greedy = Greedy(layout, price, both, max(wanted, _SERIAL), ranks=ranks, exchanged=exchanged)
+        load = _load(greedy.plan(), cost, config, ranks, relayed)
         if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:
-            best, fastest = plan, load.slowest_seconds
+            best, fastest = load.plan, load.slowest_seconds
+            if layout.world_size > _FEW:
+                return best
+    for tolerance in (wanted, *(t for t in _COARSER if t > wanted)):
+        load = _load(Greedy(layout, price, seconds, tolerance, fit, ranks=ranks).plan(), cost, config, ranks, relayed)
+        if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:
+            best, fastest = load.plan, load.slowest_seconds
         elif best is not unmoved.plan:
             break  # Coarser than one that helped, and no better.
-        if before - fastest > (1 - _EATEN) * (before - float(load.compute_seconds.max())):
+        compute = float(load.compute_seconds.max())
+        if before - fastest > (1 - _EATEN) * (before - compute) or load.slowest_seconds == compute:
             break
     return best
 
 
-def _load(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks) -> PlanLoad:
+def _load(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks, relayed: bool) -> PlanLoad:
     waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes)
-    return PlanLoad(plan, cost, waves, overlapped=config.ping_pong, ranks=ranks)
+    load = PlanLoad(plan, cost, waves, overlapped=config.ping_pong, ranks=ranks)
+    return relieve(load) if relayed else load
 
 
-def _hopeless(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, config: DistCAConfig) -> bool:
-    """Whether no plan can gain enough, as is common in narrow bands: the greedy need not try.
+def _unmoved(local: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks, relayed: bool) -> PlanLoad:
+    """The load of the plan that moves nothing, with relays if they alone gain enough."""
+    relieved = _load(local, cost, config, ranks, relayed)
+    if relieved.plan is local:
+        return relieved
+    load = PlanLoad(local, cost, overlapped=config.ping_pong, ranks=ranks)
+    gain = load.slowest_seconds - relieved.slowest_seconds
+    return relieved if gain > 0 and gain >= config.min_gain * load.slowest_seconds else load
 
-    A row may take longer to send than to compute, so that whoever gives work away ends later for it. And the slowest rank
-    cannot end before the mean.
-    """
-    least_bytes = price.least_bytes * (1.0 if unmoved.ranks.per_node is None else price.near)
-    if least_bytes > price.most_seconds(layout.longest) * cost.exchange_bytes_per_second:
+
+def _hopeless(price: Price, unmoved: PlanLoad, config: DistCAConfig) -> bool:
+    """Whether no plan can gain enough: the greedy need not try. Common in narrow bands, and where documents were dealt."""
+    cost, ranks = unmoved.cost, unmoved.ranks
+    # A row may take longer to send than to compute, so that whoever gives work away ends later for it.
+    least_bytes = price.least_bytes * (1.0 if ranks.per_node is None else price.near)
+    most = price.most_seconds(unmoved.plan.layout.longest) * cost.exchange_bytes_per_second
+    if cost.window is not None and not config.ping_pong and least_bytes > most:
         return True
-    mean = unmoved.ranks.level(unmoved.compute_seconds.tolist())
-    return unmoved.slowest_seconds - mean < config.min_gain * unmoved.slowest_seconds
+    # The slowest rank cannot end before the mean, and moving work seldom saves exchanges.
+    mean = ranks.level(unmoved.compute_seconds.tolist())
+    if not config.ping_pong:
+        mean += math.fsum(unmoved.exchange_seconds.tolist()) / unmoved.plan.layout.world_size
+    return unmoved.slowest_seconds * (1 - config.min_gain) < mean
 
 
 def _within(seconds: list[float], mean: float, tolerance: float) -> bool:

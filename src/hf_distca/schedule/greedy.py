@@ -10,7 +10,6 @@ Every rank computes the plan for itself, so everything here is plain IEEE double
 
 from __future__ import annotations
 
-import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -57,7 +56,8 @@ class _Move(NamedTuple):
 class Greedy:
     """One run of the greedy for one tolerance. With `fit`, slices are only moved as far as they fit a server.
 
-    With `cap`, ranks above that many seconds come down to it, and `tolerance` is not read.
+    With `cap`, ranks above that many seconds come down to it, and `tolerance` is not read. With `exchanged`, prices that have
+    what a server receives in them, `seconds` are those of compute and exchange, and that is what is evened out.
 
     Seconds of ranks and levels are what a rank takes; those of slices and of what is still to move are of a rank of speed 1.
     """
@@ -71,8 +71,10 @@ class Greedy:
         fit: Fit | None = None,
         cap: float | None = None,
         ranks: Ranks = ALIKE,
+        exchanged: Price | None = None,
     ) -> None:
-        self.layout, self.price, self.fit, self.fills_all = layout, price, fit, cap is None
+        self.layout, self.own, self.fit, self.fills_all = layout, price, fit, cap is None
+        self.price = exchanged or price
         self.work = list(seconds)
         self.speeds = speeds = ranks.each(len(seconds))
         mean = ranks.level(seconds)
@@ -87,6 +89,7 @@ class Greedy:
         # Ranks that may take work, emptiest first.
         self.free = sorted((work, rank) for rank, work in enumerate(seconds) if work < self.levels.mean)
         self.pieces: dict[int, list[_Piece]] = {}
+        self.segments: dict[int, dict[int, list[tuple[int, int]]]] = {}
         # (segment, start, document, end, home, server)
         self.moved: list[tuple[int, int, int, int, int, int]] = []
         # document -> rank -> keys [0, n) that it needs anyway. Only documents on several ranks, and moved ones. Nothing with
@@ -138,9 +141,10 @@ class Greedy:
 
     def _lift(self) -> None:
         """Ranks that are still too low take from the heaviest, whichever of those gives for the fewest bytes."""
+        heaviest = sorted((-work, rank) for rank, work in enumerate(self.work))
         while self.free and self.free[0][0] < self.now.floor:
             work, server = self.free[0]
-            donors = heapq.nsmallest(_DONORS, range(len(self.work)), key=lambda rank: (-self.work[rank], rank))
+            donors = [rank for _, rank in heaviest[:_DONORS]]
             donors += [rank for rank in self._node_of(server) if rank not in donors]
             offers = []
             for donor in donors:
@@ -149,7 +153,12 @@ class Greedy:
                 if self.work[donor] > self.now.low and (move := self._best(donor, server, want)):
                     offers.append((move.bytes_per_second, donor, move))
             if offers:
-                self._apply(*min(offers)[1:])
+                _, donor, move = min(offers)
+                before = {rank: self.work[rank] for rank in (donor, move.server)}
+                self._apply(donor, move)
+                for rank, was in before.items():
+                    del heaviest[bisect_left(heaviest, (-was, rank))]
+                    insort(heaviest, (-self.work[rank], rank))
             else:
                 del self.free[0]
 
@@ -211,12 +220,19 @@ class Greedy:
     def _try(
         self, source: int, row: int, piece: _Piece, server: int, held: int, surplus: float, strict: bool, best: _Move | None
     ) -> _Move | None:
-        price, start, end = self.price, piece.start, -piece.minus_end
+        price, own, start, end = self.price, self.own, piece.start, -piece.minus_end
         work, speed = self.work[server], self.speeds[server]
         room = ((self.now.cap if strict else max(self.now.cap, (self.work[source] + work) / 2)) - work) * speed
+        whole, all_own = price.seconds(start, end), own.seconds(start, end)
+        over = above = (self.work[source] - self.now.floor) * self.speeds[source]
+        if own is not price:
+            # The server's seconds are more than those that the source is rid of.
+            rid = all_own - (price.row - own.row) * (end - start)
+            if rid <= 0:
+                return best
+            surplus, above = surplus * whole / rid, above * whole / rid
         want = min(surplus, (self.now.low - work) * speed if work < self.now.floor else room)
-        most = min((self.work[source] - self.now.floor) * self.speeds[source], room) if strict else room
-        whole = price.seconds(start, end)
+        most = min(above, room) if strict else room
         if whole <= want or (whole <= most and whole <= 1.1 * want):
             x, y = start, end
         else:
@@ -225,11 +241,11 @@ class Greedy:
             x, y = self.fit.cut(start, x, y)
         if y <= x:
             return best
-        added = price.seconds(x, y)
-        shed = whole - price.seconds(start, x) - price.seconds(y, end)
-        if not 0 < shed <= most or added > room:
-            return best
         keys = price.keys(x, y, held)
+        added = price.seconds(x, y) - (price.key - own.key) * (y - keys)
+        shed = all_own - own.seconds(start, x) - own.seconds(y, end) - (price.row - own.row) * (y - x)
+        if not 0 < shed <= (over if strict else room) or added > room:
+            return best
         if x == start and y == end and piece.document in self.held:
             keys -= self._saved(source, piece)
         ratio = (price.query_bytes * (y - x) + price.key_bytes * keys) / shed
@@ -245,8 +261,16 @@ class Greedy:
         if self.held[piece.document].get(source, 0) > end:
             return 0
         rest = max((-p.minus_end for p in self.pieces[source] if p.document == piece.document and p != piece), default=0)
-        own = [s for s in self.layout.segments(source) if s.document == piece.document]
-        return end - rest - sum(max(0, min(s.end, end) - max(s.start, rest)) for s in own)
+        own = self._own_segments(source, piece.document)
+        return end - rest - sum(max(0, min(last, end) - max(first, rest)) for first, last in own)
+
+    def _own_segments(self, rank: int, document: int) -> list[tuple[int, int]]:
+        """First and last position of what a rank holds of a document."""
+        if rank not in self.segments:
+            self.segments[rank] = {}
+            for segment in self.layout.segments(rank):
+                self.segments[rank].setdefault(segment.document, []).append((segment.start, segment.end))
+        return self.segments[rank][document]
 
     def _apply(self, source: int, move: _Move) -> None:
         pieces = self.pieces[source]

@@ -12,14 +12,19 @@ import numpy.typing as npt
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.nodes import NodeBytes, wire_seconds
-from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.relays import senders, sent_key_tokens
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["PlanLoad", "PlanSummary", "imbalance", "summarize"]
 
 # Dispatch and return, forward and backward: what a rank that exchanges anything waits for at least.
 EXCHANGES_PER_LAYER = 4
+# With relays: dispatch a second time, forward and backward, and gradients of keys to relays.
+RELAY_EXCHANGES = 3
+# What a `PlanLoad` keeps and relays do not change.
+_UNRELATED = {"pairs", "compute_seconds", "query_tokens", "wave_transfers"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,17 @@ class PlanLoad:
     def __post_init__(self) -> None:
         if self.cost.window != self.plan.window:
             object.__setattr__(self, "cost", replace(self.cost, window=self.plan.window))
+
+    def with_relays(self, relays: Relays) -> PlanLoad:
+        """That of the plan with relays, without counting again what these do not change."""
+        load = replace(self, plan=self.plan.with_relays(relays))
+        vars(load).update({name: vars(self)[name] for name in _UNRELATED & vars(self).keys()})
+        return load
+
+    @property
+    def in_nodes(self) -> bool:
+        """Whether exchanges inside nodes take another time than those between them."""
+        return self.ranks.per_node is not None and self.cost.node_bytes_per_second is not None
 
     def _sum(self, rank: IntArray, weights: npt.NDArray[Any]) -> FloatArray:
         # bincount of nothing counts in integers, whatever the weights are.
@@ -74,18 +90,25 @@ class PlanLoad:
     @cached_property
     def key_tokens(self) -> tuple[FloatArray, FloatArray]:
         """K/V tokens that each rank sends and receives, each token once per destination."""
-        sides = [(self._sum(source, tokens), self._sum(server, tokens)) for source, server, tokens in self._sent_keys]
+        layout, relays = self.plan.layout, self.plan.relays
+        sides = []
+        for keys in self.wave_transfers:
+            came = keys.source != keys.server
+            received = self._sum(keys.server[came], (keys.end - keys.start)[came])
+            sides.append((sent_key_tokens(keys, relays, layout).astype(np.float64), received))
         return np.sum([side[0] for side in sides], axis=0), np.sum([side[1] for side in sides], axis=0)
 
+    @property
+    def transfers(self) -> KeyTransfers:
+        """What keys servers need, if there are no waves."""
+        return self.wave_transfers[0]
+
     @cached_property
-    def _sent_keys(self) -> list[tuple[IntArray, IntArray, IntArray]]:
-        """(source, server, tokens) of the runs of keys that travel, wave by wave."""
+    def wave_transfers(self) -> list[KeyTransfers]:
+        """What keys servers need, wave by wave."""
         if self.waves is None or self.waves.bytes is None:
-            found = [self.plan.key_transfers()]
-        else:
-            found = [self.waves.plan.key_transfers(among=self.waves.number == wave) for wave in range(self.waves.count)]
-        sent = [(keys, keys.source != keys.server) for keys in found]
-        return [(keys.source[some], keys.server[some], (keys.end - keys.start)[some]) for keys, some in sent]
+            return [self.plan.key_transfers()]
+        return [self.waves.plan.key_transfers(among=self.waves.number == wave) for wave in range(self.waves.count)]
 
     @cached_property
     def exchange_bytes(self) -> tuple[FloatArray, FloatArray]:
@@ -102,15 +125,17 @@ class PlanLoad:
         """The same bytes, inside nodes and between them; all between, if nodes are not told apart."""
         plan, shape = self.plan, self.cost.shape
         away = np.flatnonzero(plan.home != plan.server)
-        queries = (plan.home[away], plan.server[away], (plan.end - plan.start)[away] * shape.moved_query_bytes)
-        keys = [(source, server, tokens * shape.moved_key_bytes) for source, server, tokens in self._sent_keys]
-        source, server, amount = (np.concatenate(columns) for columns in zip(queries, *keys, strict=True))
+        runs = [(plan.home[away], plan.server[away], (plan.end - plan.start)[away] * shape.moved_query_bytes)]
+        for keys in self.wave_transfers:
+            sent = senders(keys, plan.relays)
+            runs.append((sent.source, sent.server, (sent.end - sent.start) * shape.moved_key_bytes))
+        source, server, amount = (np.concatenate(columns) for columns in zip(*runs, strict=True))
         return NodeBytes.of((source, server, amount), plan.layout.world_size, self.ranks.per_node or 1)
 
     @cached_property
     def wire_seconds(self) -> tuple[FloatArray, FloatArray]:
         """Seconds that each rank sends and receives, without the fixed part of exchanges; see `schedule.nodes` for two levels."""
-        if self.ranks.per_node is not None and self.cost.node_bytes_per_second is not None:
+        if self.in_nodes:
             return wire_seconds(self.node_bytes, self.cost, self.ranks)
         sent, received = (
             self.cost.transfer_seconds(queries, keys) for queries, keys in zip(self.query_tokens, self.key_tokens, strict=True)
@@ -123,6 +148,7 @@ class PlanLoad:
         if not self.plan.moved:
             return np.zeros(self.plan.layout.world_size)
         exchanges = EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count)
+        exchanges += RELAY_EXCHANGES if self.plan.relays is not None else 0
         return np.maximum(*self.wire_seconds) + exchanges * self.cost.exchange_seconds
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from hf_distca.errors import PlanError
 from hf_distca.schedule.layout import IntArray, Layout, as_integers
 
-__all__ = ["CATask", "KeyTransfers", "Plan"]
+__all__ = ["CATask", "KeyTransfers", "Plan", "Relays"]
 
 
 class CATask(NamedTuple):
@@ -41,6 +42,18 @@ class KeyTransfers(NamedTuple):
     server: IntArray
 
 
+class Relays(NamedTuple):
+    """Runs of keys that a server, its relay, gets first and passes on to the others that need them; see `schedule.relays`.
+
+    Ordered by document and start. The runs of a document follow each other from position 0, each with another relay.
+    """
+
+    document: IntArray
+    start: IntArray
+    end: IntArray
+    relay: IntArray
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """The tasks of all ranks for one micro-batch, in five columns, ordered by document and start.
@@ -52,6 +65,8 @@ class Plan:
         layout: the placement that the plan is for.
         document, start, end, home, server: the columns of `CATask`.
         window: keys that a query position sees, its own included, in the layers that the plan is for; None if it sees all.
+        relays: keys that are passed on; None if every server gets all from the ranks that hold them. Not in the JSON, for they
+            follow from the rest and from a cost model (`schedule.relief`).
     """
 
     layout: Layout
@@ -61,6 +76,7 @@ class Plan:
     home: IntArray
     server: IntArray
     window: int | None = None
+    relays: Relays | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -88,6 +104,13 @@ class Plan:
         document, start, end, home, server = rows.T
         return cls(layout, document, start, end, home, server, window)
 
+    def with_relays(self, relays: Relays | None) -> Plan:
+        """The plan with these relays. They are taken as they are."""
+        plan = copy(self)
+        vars(plan).pop("digest", None)
+        object.__setattr__(plan, "relays", relays)
+        return plan
+
     @property
     def tasks(self) -> list[CATask]:
         """The tasks as rows."""
@@ -102,22 +125,24 @@ class Plan:
         """
         return bool((self.home != self.server).any() or self.layout.scattered)
 
-    def key_transfers(self, rank: int | None = None, among: npt.NDArray[np.bool_] | None = None) -> KeyTransfers:
+    def key_transfers(
+        self, rank: int | None = None, among: npt.NDArray[np.bool_] | None = None, whole: Sequence[int] | IntArray = ()
+    ) -> KeyTransfers:
         """K/V runs each server needs, each token once, cut where segments end. Runs the server holds itself included.
 
         Of a document, that is its longest prefix or, in a plan with a window, the union of what its tasks need. Rows of one
-        server are in order of document and start. With `rank`, only those that this rank sends or receives; with `among`,
-        only what the tasks need that it is true for.
+        server are in order of document and start. With `rank`, only those that this rank sends or receives, and all of the
+        documents in `whole`; with `among`, only what the tasks need that it is true for.
         """
         layout = self.layout
         tasks, segments = np.arange(len(self.document)), np.arange(len(layout.document))
         if among is not None:
             tasks = tasks[among]
         if rank is not None:
-            mine = layout.document[layout.rank == rank]
+            mine = np.concatenate([layout.document[layout.rank == rank], np.asarray(whole, dtype=np.int64)])
             tasks = tasks[(self.server[tasks] == rank) | np.isin(self.document[tasks], mine)]
             segments = segments[np.isin(layout.document, self.document[tasks])]
-        return _join_keys(layout, _needed_keys(self, tasks), segments, rank)
+        return _join_keys(layout, _needed_keys(self, tasks), segments, rank, whole)
 
     def to_json(self) -> str:
         """The plan and its layout as JSON: ``{"tasks": [[document, start, end, home, server], ...], "rank_segments": ...}``.
@@ -162,6 +187,8 @@ class Plan:
             text.update(np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes())
         if self.window is not None:
             text.update(b"window" + np.int64(self.window).tobytes())
+        for column in self.relays or ():
+            text.update(b"relays" + np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes())
         return text.hexdigest()
 
 
@@ -225,7 +252,11 @@ def _needed_keys(plan: Plan, tasks: IntArray) -> tuple[IntArray, IntArray, IntAr
 
 
 def _join_keys(
-    layout: Layout, needed: tuple[IntArray, IntArray, IntArray, IntArray], segments: IntArray, rank: int | None
+    layout: Layout,
+    needed: tuple[IntArray, IntArray, IntArray, IntArray],
+    segments: IntArray,
+    rank: int | None,
+    whole: Sequence[int] | IntArray,
 ) -> KeyTransfers:
     """Join runs of keys with the segments that hold them; `segments` are all those of the documents."""
     server, document, start, end = needed
@@ -247,4 +278,6 @@ def _join_keys(
     if rank is None:
         return rows
     mine = (rows.source == rank) | (rows.server == rank)
+    if len(whole):
+        mine |= np.isin(rows.document, whole)
     return KeyTransfers(*(column[mine] for column in rows))

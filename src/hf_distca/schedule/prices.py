@@ -15,7 +15,7 @@ and `Price` knows the cheapest slice of those.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from hf_distca.schedule.cost import CostModel
@@ -60,6 +60,11 @@ class Price:
             window=cost.window,
             near=cost.near,
         )
+
+    def with_exchange(self, bytes_per_second: float) -> Self:
+        """The prices of a server that receives what it computes, one after the other."""
+        row, key = self.query_bytes / bytes_per_second, self.key_bytes / bytes_per_second
+        return replace(self, row=self.row + row, key=self.key + key)
 
     @property
     def least_bytes(self) -> int:

@@ -1,0 +1,103 @@
+"""Relays change nothing but the way that keys travel."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from some_relays import some_relays
+from test_core_attention import DIM, Segments, Tasks, random_case, run_plan, run_untagged
+
+from hf_distca.kernels import Scores
+from hf_distca.runtime.route import Route
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.relays import Hops, senders
+from ranks import RankPool
+
+COST = CostModel.analytic(AttentionShape(32, 8, 128, 128, 2))
+
+
+def relayed_case(random_: random.Random, world: int) -> tuple[Segments, list[int], Tasks, Plan]:
+    ranks, context, tasks = random_case(random_, world)
+    plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks)
+    return ranks, context, tasks, replace(plan, relays=some_relays(random_, plan))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+def test_random_relays_are_exact(rank_pool: Callable[[int], RankPool], world: int) -> None:
+    pool = rank_pool(world)
+    relayed = 0
+    for seed in range(12 if world > 2 else 4):
+        ranks, context, tasks, plan = relayed_case(random.Random(seed), world)
+        results = pool(run_plan, ranks, context, tasks, torch.float64, Scores(DIM**-0.5), True, None, plan.relays)
+        assert max(error for error, *_ in results) < 1e-9, (seed, plan.relays)
+        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, seed
+        more = plan.relays is not None
+        relayed += more
+        expected = [2 + 2 * more, 2 + more] if plan.moved else [0, 0]
+        assert [counts for *_, counts in results] == [expected] * world
+    assert relayed
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(2, 6))
+def test_every_rank_gets_what_it_needs_once(random_: random.Random, world: int) -> None:
+    *_, plan = relayed_case(random_, world)
+    if plan.relays is None:
+        return
+    hops = [Hops.of(plan, rank) for rank in range(world)]
+    for rank in range(world):
+        got: list[set[tuple[int, int]]] = [set(), set()]
+        for hop in (0, 1):
+            for document, start, end, source, server in zip(*(c.tolist() for c in hops[rank][hop]), strict=True):
+                if server == rank:
+                    tokens = {(document, at) for at in range(start, end)}
+                    assert not tokens & (got[0] | got[1]), "no key comes twice"
+                    got[hop] |= tokens
+                    sent = set(zip(*(c.tolist() for c in hops[source][hop]), strict=True))
+                    assert (document, start, end, source, server) in sent
+                elif source == rank and hop == 1:
+                    assert plan.relays.relay.tolist().count(rank)
+        rows = zip(*(c.tolist() for c in plan.key_transfers(rank)), strict=True)
+        needed = {(d, at) for d, a, b, _, server in rows if server == rank for at in range(a, b)}
+        assert got[0] | got[1] == needed
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(2, 6))
+def test_routes_with_relays_fit_together_and_send_what_the_load_says(random_: random.Random, world: int) -> None:
+    *_, plan = relayed_case(random_, world)
+    if plan.relays is None:
+        return
+    waves = [Route.build(plan, rank).waves[0] for rank in range(world)]
+    for a, sender in enumerate(waves):
+        for b, receiver in enumerate(waves):
+            assert sender.keys.send.get(b) == receiver.keys.receive.get(a)
+            assert sender.passing.keys.send.get(b) == receiver.passing.keys.receive.get(a)
+    sent = [sum(w.keys.send.values()) + sum(w.passing.keys.send.values()) for w in waves]
+    received = [sum(w.keys.receive.values()) + sum(w.passing.keys.receive.values()) for w in waves]
+    load = PlanLoad(plan, COST).key_tokens
+    assert [sent, received] == [side.tolist() for side in load]
+    whom = senders(plan.key_transfers(), plan.relays)
+    sent_to = np.zeros((world, world), dtype=int)
+    np.add.at(sent_to, (whom.source, whom.server), whom.end - whom.start)
+    for rank, wave in enumerate(waves):
+        assert sent_to[rank].tolist() == [wave.keys.send.get(r, 0) + wave.passing.keys.send.get(r, 0) for r in range(world)]
+    plain = PlanLoad(replace(plan, relays=None), COST).key_tokens
+    assert received == plain[1].tolist(), "nobody receives more"
+
+
+def test_relays_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> None:
+    for seed in range(6):
+        ranks, context, tasks, plan = relayed_case(random.Random(seed), 3)
+        results = rank_pool(3)(run_untagged, ranks, context, tasks, torch.float64, Scores(DIM**-0.5), True, None, plan.relays)
+        assert max(error for error, *_ in results) < 1e-9, seed

@@ -1,0 +1,94 @@
+"""Relays: who passes keys on, and where it pays."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import plans
+
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.plan import CATask, Plan
+from hf_distca.schedule.relief import relieve
+
+SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+CUDA = CostModel.analytic(SHAPE, device_type="cuda")
+SLOW = replace(CUDA, exchange_bytes_per_second=1e6)
+
+
+def shared_by(servers: int, length: int = 65536) -> Plan:
+    """One document whose last rows are spread over so many servers."""
+    rows = length // (2 * servers)
+    cuts = [length - rows * (servers - i) for i in range(servers + 1)]
+    tasks = [CATask(0, 0, cuts[0], 0, 0)]
+    tasks += [CATask(0, a, b, 0, 1 + i) for i, (a, b) in enumerate(itertools.pairwise(cuts))]
+    return Plan.from_tasks(
+        Layout.from_lengths([[length], *[[128]] * servers]), [*tasks, *[(1 + i, 0, 128, 1 + i, 1 + i) for i in range(servers)]]
+    )
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("servers", [3, 16, 200])
+def test_the_home_sends_its_keys_about_once(servers: int, overlapped: bool) -> None:
+    load = PlanLoad(shared_by(servers), SLOW, overlapped=overlapped)
+    relieved = relieve(load)
+    before, after = load.key_tokens, relieved.key_tokens
+    assert before[0][0] > 0.7 * servers * 65536
+    # Without more to send than once, the home takes part in passing on as its servers do.
+    assert after[0][0] <= 65536 * 2.1
+    assert after[0].max() <= 65536 * 2.1
+    assert after[1].tolist() == before[1].tolist(), "nobody receives more"
+    assert after[0].sum() == before[0].sum(), "and all together send as much"
+    assert load.slowest_seconds - relieved.slowest_seconds > 0.8 * (servers - 3) * 65536 * SHAPE.moved_key_bytes * 0.7 / 1e6
+
+
+def test_an_exchange_more_must_pay() -> None:
+    load = PlanLoad(shared_by(16), SLOW)
+    gain = load.slowest_seconds - relieve(load).slowest_seconds
+    for fixed, passed_on in ((gain / 3.2, True), (gain / 2.8, False)):
+        dear = PlanLoad(load.plan, replace(SLOW, exchange_seconds=fixed))
+        assert (relieve(dear).plan.relays is not None) == passed_on
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        PlanLoad(shared_by(1), SLOW),
+        PlanLoad(replace(shared_by(8), window=4096), SLOW),
+        PlanLoad(shared_by(16), replace(CUDA, exchange_bytes_per_second=float("inf"))),
+        PlanLoad(Plan.local(Layout.from_lengths([[4096]] * 4)), SLOW),
+    ],
+    ids=["one server", "window", "free network", "nothing moved"],
+)
+def test_nothing_changes_where_relays_do_not_pay(load: PlanLoad) -> None:
+    assert relieve(load) is load
+    assert load.plan.digest == replace(load.plan).digest
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans(), st.booleans(), st.sampled_from([1e4, 1e7, 4e10]))
+def test_relays_of_any_plan_are_what_a_plan_may_have(plan: Plan, overlapped: bool, rate: float) -> None:
+    load = PlanLoad(plan, replace(CUDA, exchange_bytes_per_second=rate, exchange_seconds=0.0), overlapped=overlapped)
+    relieved = relieve(load)
+    relays = relieved.plan.relays
+    assert relieved.slowest_seconds <= load.slowest_seconds
+    if relays is None:
+        return
+    needs: dict[tuple[int, int], int] = {}
+    for document, _, end, source, server in zip(*(column.tolist() for column in plan.key_transfers()), strict=True):
+        needs[document, server] = max(needs.get((document, server), 0), end)
+        if len(set(plan.layout.rank[plan.layout.document == document].tolist())) == 1:
+            needs[document, source] = plan.layout.longest
+    last: dict[int, int] = {}
+    for document, start, end, rank in zip(*(column.tolist() for column in relays), strict=True):
+        assert last.get(document, 0) == start < end <= needs[document, rank]
+        last[document] = end
+    assert len({*zip(relays.document.tolist(), relays.relay.tolist(), strict=True)}) == len(relays.relay)
+    assert relieved.plan.digest != plan.digest
+    assert np.array_equal(relieved.key_tokens[1], load.key_tokens[1])
