@@ -150,8 +150,8 @@ def under_real_costs(rank: int) -> tuple[int, int, float]:
     return current_session().meter.dispatches, current_session().meter.sent_bytes, worst
 
 
-@pytest.mark.parametrize("ranks", [2, 6])
-def test_a_plan_of_the_built_in_costs_moves_work_and_is_exact(rank_pool: Callable[[int], RankPool], ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "hops"), [(2, 1), (6, 2)])  # of six ranks, some pass keys on
+def test_a_plan_of_the_built_in_costs_moves_work_and_is_exact(rank_pool: Callable[[int], RankPool], ranks: int, hops: int) -> None:
     results = rank_pool(ranks)(under_real_costs)
-    assert all(dispatches == 2 * LAYERS and worst <= 1e-9 for dispatches, _, worst in results)
+    assert all(dispatches == 2 * hops * LAYERS and worst <= 1e-9 for dispatches, _, worst in results)
     assert sum(sent for _, sent, _ in results) > 0

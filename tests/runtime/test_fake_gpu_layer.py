@@ -44,7 +44,12 @@ class Peers:
     messages: list[tuple[int, int]] = field(default_factory=list)
 
     def start(
-        self, received: torch.Tensor, sent: torch.Tensor, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive_bytes: Mapping[int, int],
+        send_bytes: Mapping[int, int],
+        name: str | None = None,
     ) -> Peers:
         for message, sizes in ((received, receive_bytes), (sent, send_bytes)):
             assert (message.device, message.dtype) == (CUDA, torch.uint8)

@@ -28,8 +28,8 @@ _FINEST = 0.002
 # Coarser bands, tried when the exchange eats more than this part of what the wanted one gains in compute.
 _COARSER = (0.05, 0.15, 0.4)
 _EATEN = 0.5
-# The finest band where compute and exchange are evened out together, which takes many small moves; and ranks that are so few that
-# evening out compute alone is tried as well.
+# The finest band where compute and exchange are evened out together, which takes many small moves; ranks that are so few that it is
+# as fine as for compute, and that evening out compute alone is tried as well.
 _SERIAL = 0.02
 _FEW = 64
 # What the slowest rank may take beyond the mean for plans that do not prefer servers of the same node not to be tried as well.
@@ -59,6 +59,10 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
         ConfigError: if `ranks` speaks of another number of ranks than the layout.
     """
     ranks.check(layout.world_size)
+    if ranks.per_node == layout.world_size and cost.node_bytes_per_second is not None:
+        # One node: all links are those inside.
+        cost = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second, node_bytes_per_second=None)
+        ranks = replace(ranks, per_node=None)
     # A window that no document is longer than is none.
     if cost.window is not None and cost.window >= layout.longest:
         cost = replace(cost, window=None)
@@ -74,13 +78,13 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     if not price.pair or _within(seconds, ranks.level(seconds), config.tolerance) or _hopeless(price, unmoved, config):
         return unmoved.plan
     best = _fastest(layout, cost, price, unmoved, config, relayed)
-    if price.near == 1 or ranks.per_node in (None, 1, layout.world_size):
+    if price.near == 1 or ranks.per_node in (None, 1):
         return best
     slowest = _load(best, cost, config, ranks, False).slowest_seconds
     if slowest <= (1 + _SERVED) * ranks.level(seconds):
         return best
     # Where exchanges decide, few large slices may be better than more that stay in a node.
-    other = _fastest(layout, cost, replace(price, near=1.0), unmoved, config, relayed)
+    other = balance(layout, cost, config, replace(ranks, per_node=None), relayed=relayed)
     return other if _load(other, cost, config, ranks, False).slowest_seconds < slowest else best
 
 
@@ -107,11 +111,12 @@ def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, c
     if relayed and serial and not extreme:
         both = (unmoved.compute_seconds + unmoved.exchange_seconds).tolist()
         exchanged = price.with_exchange(cost.exchange_bytes_per_second)
-        greedy = Greedy(layout, price, both, max(wanted, _SERIAL), ranks=ranks, exchanged=exchanged)
+        few = layout.world_size <= _FEW
+        greedy = Greedy(layout, price, both, wanted if few else max(wanted, _SERIAL), ranks=ranks, exchanged=exchanged)
         load = _load(greedy.plan(), cost, config, ranks, relayed)
         if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:
             best, fastest = load.plan, load.slowest_seconds
-            if layout.world_size > _FEW:
+            if not few:
                 return best
     for tolerance in (wanted, *(t for t in _COARSER if t > wanted)):
         load = _load(Greedy(layout, price, seconds, tolerance, fit, ranks=ranks).plan(), cost, config, ranks, relayed)
@@ -120,7 +125,8 @@ def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, c
         elif best is not unmoved.plan:
             break  # Coarser than one that helped, and no better.
         compute = float(load.compute_seconds.max())
-        if before - fastest > (1 - _EATEN) * (before - compute) or load.slowest_seconds == compute:
+        # Moving less costs less exchange, but only where one that helped has something to save.
+        if best is not unmoved.plan and (before - fastest > (1 - _EATEN) * (before - compute) or load.slowest_seconds == compute):
             break
     return best
 
