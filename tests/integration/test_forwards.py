@@ -151,7 +151,9 @@ def under_real_costs(rank: int) -> tuple[int, int, float]:
 
 
 @pytest.mark.parametrize(("ranks", "hops"), [(2, 1), (6, 2)])  # of six ranks, some pass keys on
-def test_a_plan_of_the_built_in_costs_moves_work_and_is_exact(rank_pool: Callable[[int], RankPool], ranks: int, hops: int) -> None:
+def test_a_plan_of_the_built_in_costs_moves_work_and_is_exact(
+    rank_pool: Callable[[int], RankPool], ranks: int, hops: int
+) -> None:
     results = rank_pool(ranks)(under_real_costs)
     assert all(dispatches == 2 * hops * LAYERS and worst <= 1e-9 for dispatches, _, worst in results)
     assert sum(sent for _, sent, _ in results) > 0

@@ -30,6 +30,8 @@ __all__ = ["Greedy"]
 _HOLDERS = 8
 # Ranks that a rank below the band asks for work.
 _DONORS = 8
+# Ranks in a row that no donor has anything for, after which no other asks: with thousands of ranks asking takes seconds.
+_FAILURES = 4
 
 
 class _Piece(NamedTuple):
@@ -142,7 +144,8 @@ class Greedy:
     def _lift(self) -> None:
         """Ranks that are still too low take from the heaviest, whichever of those gives for the fewest bytes."""
         heaviest = sorted((-work, rank) for rank, work in enumerate(self.work))
-        while self.free and self.free[0][0] < self.now.floor:
+        failed = 0
+        while self.free and self.free[0][0] < self.now.floor and failed < _FAILURES:
             work, server = self.free[0]
             donors = [rank for _, rank in heaviest[:_DONORS]]
             donors += [rank for rank in self._node_of(server) if rank not in donors]
@@ -152,6 +155,7 @@ class Greedy:
                 want = min(over * self.speeds[donor], lack * self.speeds[server])
                 if self.work[donor] > self.now.low and (move := self._best(donor, server, want)):
                     offers.append((move.bytes_per_second, donor, move))
+            failed = 0 if offers else failed + 1
             if offers:
                 _, donor, move = min(offers)
                 before = {rank: self.work[rank] for rank in (donor, move.server)}
