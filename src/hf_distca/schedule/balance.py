@@ -28,8 +28,8 @@ _FINEST = 0.002
 # Coarser bands, tried when the exchange eats more than this part of what the wanted one gains in compute.
 _COARSER = (0.05, 0.15, 0.4)
 _EATEN = 0.5
-# The finest band where compute and exchange are evened out together, which takes many small moves; ranks that are so few that it is
-# as fine as for compute, and that evening out compute alone is tried as well.
+# The finest band where compute and exchange are evened out together, which takes many small moves; ranks that are so few that it
+# is as fine as for compute, and that evening out compute alone is tried as well.
 _SERIAL = 0.02
 _FEW = 64
 # What the slowest rank may take beyond the mean for plans that do not prefer servers of the same node not to be tried as well.
