@@ -41,6 +41,7 @@ SMALL = {
 }
 # Of those, the ones that take long however small they are.
 LONG = {
+    "python tests/engines/matrix.py --quick",
     "python benchmarks/networks.py",
     "python tests/engines/equal_training.py",
     "python benchmarks/rates.py",

@@ -52,6 +52,7 @@ def test_beside_the_models_of_transformers_the_import_costs_little(first: str) -
         assert added < 0.2 * stock, "a tenth of a second beside four seconds"
 
 
+@pytest.mark.slow
 def test_a_look_for_the_module_of_the_models_does_no_harm() -> None:
     seen = run(
         "import hf_distca\nfrom importlib.util import find_spec\nfind_spec('transformers.modeling_utils')\n"
@@ -66,7 +67,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "name", ["DistCACallback", *(pytest.param(n, marks=SLOW) for n in ("configure", "PackingCollator", "plan_ahead"))]
+    "name", [pytest.param(n, marks=SLOW) for n in ("DistCACallback", "configure", "PackingCollator", "plan_ahead")]
 )
 def test_any_name_can_be_the_first(name: str) -> None:
     """Registering imports modules that may be the ones that brought transformers in."""

@@ -58,6 +58,7 @@ def test_group_of_a_mesh(
     assert rank_pool(4)(group_of_a_mesh, shape, names) == groups
 
 
+@pytest.mark.slow
 def test_tensor_parallel_is_equal_to_sdpa(rank_pool: Callable[[int], RankPool]) -> None:
     case = Case("TP 2 x FSDP2 2, transformers", "non-reentrant", ping_pong=True)
     outcome = compare(rank_pool(4), case, rank_pool(4)(train, case, "sdpa"))

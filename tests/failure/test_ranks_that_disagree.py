@@ -99,8 +99,10 @@ def has_fewer_layers(rank: int, ping_pong: bool, fewer: int) -> Found:
     return outcome(lambda: (step(model, rank), step(model, rank)))
 
 
-@pytest.mark.parametrize("ping_pong", [False, True])
-@pytest.mark.parametrize("fewer", [0, 1])
+@pytest.mark.parametrize(
+    ("fewer", "ping_pong"),
+    [(0, False), (1, True), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, True), (1, False)))],
+)
 def test_a_rank_with_fewer_layers(rank_pool: Callable[[int], RankPool], ping_pong: bool, fewer: int) -> None:
     results = rank_pool(2)(has_fewer_layers, ping_pong, fewer)
     for rank, found in enumerate(results):

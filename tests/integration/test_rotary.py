@@ -151,7 +151,9 @@ def test_the_first_batch_alone_is_right(rank_pool: Callable[[int], RankPool], ki
     check(rank_pool(2), kind, (0,))
 
 
-@pytest.mark.parametrize("how", ["prepared", "reentrant", "not reentrant", "FSDP2", "compiled"])
+@pytest.mark.parametrize(
+    "how", ["prepared", "reentrant", "not reentrant", "FSDP2", pytest.param("compiled", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", [("llama", "dynamic"), ("phi3", "longrope")], ids=" ".join)
 def test_engines(rank_pool: Callable[[int], RankPool], kind: tuple[str, str], how: str) -> None:
     """All forwards run before all backwards: what a recompute needs is that of its own batch."""

@@ -29,7 +29,7 @@ WORKING = [name for name in MODEL_TYPES if FAMILIES.get(name) in EQUAL]
 # One of each variant: GQA, windows, softcap, sinks, chunks, unequal widths, no RoPE, hybrids, experts.
 FAST = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3", "smollm3")
 FAST += ("qwen3_next", "jamba", "qwen3_moe", "mixtral", "gpt2")
-DAYS = 4
+DAYS = 8
 HAND_ON_NOTHING = ("nemotron", "stablelm")  # of their keyword arguments, to attention
 LABELLED = ("gemma3n", "gemma4")  # their attention is called with the labels
 

@@ -37,6 +37,7 @@ def sdist() -> Path:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sdist")
 def test_a_sample_passes_for_a_dense_model_and_one_with_sinks_windows_and_experts(tmp_path: Path) -> None:
     options = ["--family", "qwen3", "--family", "gpt_oss", "--tests", SAMPLE]
