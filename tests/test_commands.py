@@ -41,6 +41,8 @@ SMALL = {
 }
 # Of those, the ones that take long however small they are.
 LONG = {
+    "python benchmarks/step_time.py",
+    "python benchmarks/pipeline.py",
     "python tests/engines/matrix.py --quick",
     "python benchmarks/networks.py",
     "python tests/engines/equal_training.py",

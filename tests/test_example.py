@@ -93,7 +93,9 @@ def train(name: str, folder: Path, *more: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * ("4bit" in one)) for one in OTHERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * ("4bit" in one or "trl" in one)) for one in OTHERS]
+)
 def test_the_other_examples_train_and_log_the_balance(name: str, tmp_path: Path) -> None:
     steps = 4 if "pretrain" in name else 2
     logged = train(name, tmp_path, "--max_steps", str(steps))
