@@ -13,8 +13,9 @@ import torch
 from hf_distca.borrowed import copy_each
 from hf_distca.runtime.exchange import Landed, Part, Pending, Run, joined, launch, part_of
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.keys import Passing
 from hf_distca.runtime.outputs import LayerOutputs
-from hf_distca.runtime.route import Passing, Route, Wave
+from hf_distca.runtime.route import Route, Wave
 from hf_distca.runtime.server import AttentionServer, Grads, Operands, Outputs, Saved
 
 __all__ = ["Call", "Inputs"]
