@@ -272,8 +272,8 @@ class Dealer:
         wire = 0.0 if self.overlapped else self.key_seconds * keys * weight
         shares = [Share([], self.seconds[place] * (count / length), keys, keys) for count in tokens]
         self.wide.append(_Wide(place, ranks, tokens, shares, weight))
+        self._add(ranks, shares, weight)
         for rank, count, share in zip(ranks, tokens, shares, strict=True):
-            self._add(rank, share, weight)
             if self.group[rank] < 0:
                 self.group[rank] = len(self.wide) - 1
                 self.elastic[rank] = _ELASTIC * share.compute * (1 - count / length)
@@ -314,28 +314,30 @@ class Dealer:
 
     def _weight(self, ranks: list[int]) -> float:
         """What an exchanged key of a document on these ranks counts as, with links inside and between that carry at once."""
-        nodes = len({rank // self.per_node for rank in ranks})
         if self.near == 1:
             return 1
+        nodes = len({rank // self.per_node for rank in ranks})
         return self.near if nodes == 1 else max(self.near / nodes, 1 - 1 / nodes)
 
-    def _add(self, rank: int, share: Share, weight: float, sign: int = 1) -> None:
-        self.compute[rank] += sign * share.compute
-        self.sent[rank] += sign * weight * share.sent
-        self.received[rank] += sign * weight * share.received
+    def _add(self, ranks: Sequence[int], shares: Sequence[Share], weight: float, sign: int = 1) -> None:
+        compute, sent, received = self.compute, self.sent, self.received
+        for rank, share in zip(ranks, shares, strict=True):
+            compute[rank] += sign * share.compute
+            sent[rank] += sign * weight * share.sent
+            received[rank] += sign * weight * share.received
 
     def _cut_wide(self) -> None:
         """Cut wide documents by what their ranks have got since; the largest, which can level out most, last."""
         for wide in reversed(self.wide):
-            for rank, share in zip(wide.ranks, wide.shares, strict=True):
-                self._add(rank, share, wide.weight, -1)
-            weight, length = wide.weight, self.length[wide.place]
-            loads = [Load(self.compute[rank], self.sent[rank] / weight, self.received[rank] / weight) for rank in wide.ranks]
+            weight, length, document = wide.weight, self.length[wide.place], self.document[wide.place]
+            self._add(wide.ranks, wide.shares, weight, -1)
+            compute, sent, received = self.compute, self.sent, self.received
+            loads = [Load(compute[rank], sent[rank] / weight, received[rank] / weight) for rank in wide.ranks]
             key_seconds = self.key_seconds * weight
             wide.shares = spread(length, wide.tokens, loads, self.price, key_seconds, self.tile, overlapped=self.overlapped)
+            self._add(wide.ranks, wide.shares, weight)
             for rank, share in zip(wide.ranks, wide.shares, strict=True):
-                self._add(rank, share, weight)
-                self.rows += [(rank, self.document[wide.place], start, size) for start, size in share.pieces]
+                self.rows += [(rank, document, start, size) for start, size in share.pieces]
 
     def _fill_up(self, first: int) -> None:
         """Short documents fill up ranks; those that fit no room are cut."""
@@ -347,4 +349,4 @@ class Dealer:
         for rank, place, start, size in pour(rest, self.length, self.room):
             self.rows.append((rank, self.document[place], start, size))
             sent = size if start + size < self.length[place] else 0
-            self._add(rank, Share([], self.price.seconds(start, start + size), sent, start), self._weight([rank]))
+            self._add([rank], [Share([], self.price.seconds(start, start + size), sent, start)], self._weight([rank]))
