@@ -126,6 +126,7 @@ def test_the_default_leaves_a_named_attention_alone(given: list[str], script: Pa
     assert json.loads((tmp_path / "seen.json").read_text())["attention"] == (given[-1] if given else "distca")
 
 
+@pytest.mark.slow
 def test_the_default_is_for_causal_models_of_proven_families() -> None:
     code = """
 from transformers import BertConfig, BertModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM

@@ -249,7 +249,7 @@ def failures(rank: int, plan: Plan, bound: int | None) -> int:
 
 
 @pytest.mark.parametrize("bound", [pytest.param(None, marks=pytest.mark.slow), 60_000], ids=["one wave", "waves"])
-@pytest.mark.parametrize("function", [leaks, failures])
+@pytest.mark.parametrize("function", [leaks, pytest.param(failures, marks=pytest.mark.slow)])
 def test_calls_that_end_early_leave_nothing(
     rank_pool: Callable[[int], RankPool], function: Callable[..., Any], bound: int | None
 ) -> None:
