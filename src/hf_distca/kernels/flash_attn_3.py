@@ -10,26 +10,21 @@ before it is taken.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 
 from hf_distca.kernels.base import Scores
 from hf_distca.kernels.cuda import flash_attention_unsupported
+from hf_distca.kernels.packages import imported
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 __all__ = ["FlashAttn3Kernel"]
 
 
-@cache
 def _interface() -> Any:
-    """The package's module, or the exception that importing it raised: it loads CUDA libraries."""
-    try:
-        return import_module("flash_attn_interface")
-    except Exception as error:
-        return error
+    """The package's module, or the exception that importing it raised."""
+    return imported("flash_attn_interface")
 
 
 def _op(name: str) -> Any:

@@ -9,14 +9,13 @@ is taken.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 
 from hf_distca.kernels.base import Scores
 from hf_distca.kernels.cuda import flash_attention_unsupported
+from hf_distca.kernels.packages import imported
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 __all__ = ["FlashAttn4Kernel"]
@@ -25,13 +24,9 @@ __all__ = ["FlashAttn4Kernel"]
 _MAJORS = (9, 10, 11, 12)
 
 
-@cache
 def _interface() -> Any:
-    """The package's module, or the exception that importing it raised: it loads a compiler."""
-    try:
-        return import_module("flash_attn.cute.interface")
-    except Exception as error:
-        return error
+    """The package's module, or the exception that importing it raised."""
+    return imported("flash_attn.cute.interface")
 
 
 def _op(name: str) -> Any:
