@@ -129,7 +129,8 @@ class Call:
         parts = [Part(t, wave.queries) for t in own.query_rows] + [Part(t, wave.keys) for t in own.key_rows]
         self.server.meter.count(dispatches=1)
         self.dispatch.put(self._launch(wave, parts, "dispatch"))
-        self._no_keys = [t.new_empty((0, *t.shape[1:])) for t in own.key_rows]
+        if wave.passing is not None:
+            self._no_keys = [t.new_empty((0, *t.shape[1:])) for t in own.key_rows]
 
     def pass_on(self, passing: Passing) -> None:
         """Wait for a dispatch, and send the keys on that this rank is the relay of."""
