@@ -139,10 +139,10 @@ def _load(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks, relay
 
 def _unmoved(local: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks, relayed: bool) -> PlanLoad:
     """The load of the plan that moves nothing, with relays if they alone gain enough."""
-    relieved = _load(local, cost, config, ranks, relayed)
-    if relieved.plan is local:
-        return relieved
-    load = PlanLoad(local, cost, overlapped=config.ping_pong, ranks=ranks)
+    load = _load(local, cost, config, ranks, False)
+    if not relayed:
+        return load
+    relieved = relieve(load)
     gain = load.slowest_seconds - relieved.slowest_seconds
     return relieved if gain > 0 and gain >= config.min_gain * load.slowest_seconds else load
 
