@@ -20,10 +20,8 @@ from hf_distca.schedule.relays import Sends, only
 
 __all__ = ["relieve"]
 
-# How much earlier the slowest rank must be, as a part of its seconds; or how much less the busiest sender must send where that is
-# hidden behind compute anyway.
+# How much earlier the slowest rank must be, as a part of its seconds.
 _GAIN = 0.005
-_FEWER = 0.2
 
 
 def relieve(load: PlanLoad) -> PlanLoad:
@@ -44,10 +42,7 @@ def relieve(load: PlanLoad) -> PlanLoad:
     if relays is None:
         return load
     relieved = load.with_relays(relays)
-    if relieved.slowest_seconds < load.slowest_seconds * (1 - _GAIN):
-        return relieved
-    less = load.overlapped and relieved.wire_seconds[0].max() < (1 - _FEWER) * load.wire_seconds[0].max()
-    return relieved if less and relieved.slowest_seconds <= load.slowest_seconds else load
+    return relieved if relieved.slowest_seconds < load.slowest_seconds * (1 - _GAIN) else load
 
 
 class _Relief:
