@@ -82,15 +82,16 @@ def plans(layout: Layout, cost: CostModel) -> Iterator[tuple[str, Plan]]:
 
 
 class Batch(NamedTuple):
-    """Tasks that one kernel call runs, and the sizes of the pools that they are in."""
+    """Tasks that one kernel call runs, and the sizes of the pools that they are in, whose rows are of one of so many head groups."""
 
     tasks: TaskBatch
     rows: int
     keys: int
+    groups: int = 1
 
     @property
     def pairs(self) -> float:
-        return float(causal_pairs(self.tasks.query_length, self.tasks.key_length).sum())
+        return float(causal_pairs(self.tasks.query_length, self.tasks.key_length).sum()) / self.groups
 
 
 def batch_of(sizes: Sequence[tuple[int, int]]) -> Batch:
@@ -105,8 +106,9 @@ def server_batches(plan: Plan, rank: int, device: torch.device) -> list[Batch]:
     route, layout = Route.build(plan, rank), plan.layout
     tokens = int(layout.query_tokens[rank] + layout.context_tokens[rank])
     batches = [Batch(route.own, int(layout.query_tokens[rank]), tokens)]
-    for wave in route.waves:
-        batches.append(Batch(wave.arrived, wave.own_rows + sum(wave.queries.receive.values()), wave.pool.size))
+    for wave in (*([] if route.kept is None else [route.kept]), *route.waves):
+        rows = wave.own_rows + sum(wave.queries.receive.values())
+        batches.append(Batch(wave.arrived, rows, wave.pool.size, route.groups))
     return [batch for batch in batches if len(batch.tasks)]
 
 
@@ -114,7 +116,7 @@ class Calls:
     """Forward and backward of batches on pools of random numbers, which are made once for the largest of them."""
 
     def __init__(self, shape: AttentionShape, setting: Setting, batches: Sequence[Batch]) -> None:
-        rows, keys = max(batch.rows for batch in batches), max(batch.keys for batch in batches)
+        rows, keys = (max(-(-getattr(batch, side) // batch.groups) for batch in batches) for side in ("rows", "keys"))
         heads = (shape.query_heads, shape.key_value_heads)
         made = {"dtype": setting.dtype, "device": setting.device}
         self.q_THD, self.do_THV = (torch.randn(rows, heads[0], shape.head_dim, **made) for _ in range(2))
@@ -122,13 +124,21 @@ class Calls:
         self.scores = Scores(shape.head_dim**-0.5)
 
     def pools(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.q_THD[: batch.rows], self.k_TKD[: batch.keys], self.v_TKV[: batch.keys]
+        q_THD = self._of(self.q_THD, batch.rows, batch)
+        return q_THD, self._of(self.k_TKD, batch.keys, batch), self._of(self.v_TKV, batch.keys, batch)
+
+    def gradient(self, batch: Batch) -> torch.Tensor:
+        return self._of(self.do_THV, batch.rows, batch)
+
+    def _of(self, tensor: torch.Tensor, rows: int, batch: Batch) -> torch.Tensor:
+        heads, width = tensor.shape[1] // batch.groups, tensor.shape[2]
+        return tensor.view(-1, heads, width)[:rows]
 
     def forward(self, kernel: Kernel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return kernel.forward(*self.pools(batch), batch.tasks, self.scores)
 
     def backward(self, kernel: Kernel, batch: Batch, outputs: tuple[torch.Tensor, torch.Tensor]) -> object:
-        return kernel.backward(self.do_THV[: batch.rows], *self.pools(batch), *outputs, batch.tasks, self.scores)
+        return kernel.backward(self.gradient(batch), *self.pools(batch), *outputs, batch.tasks, self.scores)
 
 
 class Variant(NamedTuple):

@@ -49,7 +49,7 @@ def rank_seconds(calls: Calls, kernel: Kernel, batches: list[Batch]) -> tuple[fl
             if meter is meters[0]:
                 outputs.append(server.forward(Operands(q_THD, k_TKD, v_TKV), batch.tasks))
             else:
-                server.backward(Saved(calls.do_THV[: batch.rows], q_THD, *outputs[place], k_TKD, v_TKV), batch.tasks)
+                server.backward(Saved(calls.gradient(batch), q_THD, *outputs[place], k_TKD, v_TKV), batch.tasks)
         synchronize(device)
     return meters[0].seconds, meters[1].seconds
 
@@ -68,7 +68,7 @@ def emulate(setting: Setting, kernel: Kernel, cost: CostModel, plan: Plan, repea
     free(setting.device)
     result: dict[str, Any] = {"calls": [len(rank) for rank in batches]}
     lengths, ends = plan.end - plan.start, plan.end
-    estimates = (cost.forward_seconds(lengths, ends), cost.backward_seconds(lengths, ends))
+    estimates = (cost.forward_seconds(lengths, ends, plan.heads), cost.backward_seconds(lengths, ends, plan.heads))
     for place, direction in enumerate(("forward", "backward")):
         taken = np.array([statistics.median(found[rank][place] for found in rounds) for rank in ranks])
         guess = np.bincount(plan.server, weights=estimates[place], minlength=len(ranks))
@@ -91,7 +91,7 @@ def one_placement(
         return None
     before = before or emulate(setting, kernel, cost, local, repeats)
     after = emulate(setting, kernel, cost, plan, repeats)
-    moved = int((plan.end - plan.start)[plan.home != plan.server].sum())
+    moved = int(((plan.end - plan.start) * plan.heads)[plan.home != plan.server].sum())
     return {
         "placement": name,
         "ranks": layout.world_size,

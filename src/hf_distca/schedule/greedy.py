@@ -300,6 +300,8 @@ class Greedy:
                 return None
             surplus, above = surplus * whole / rid, above * whole / rid
         want = min(surplus, (self.now.low - work) * speed if work < self.now.floor else room)
+        if want <= 0:
+            return None  # levels fell since it was said to have room
         most = min(above, room) if strict else room
         if whole <= want or (whole <= most and whole <= 1.1 * want):
             x, y = start, end
