@@ -83,6 +83,7 @@ class Step:
     def run(self) -> list[TickFigures]:
         """Run all ticks."""
         figures = []
+        self._crew.seat.stopwatch.step()
         for tick in self._order:
             before = self._clocks()
             with self._crew.group.reporting(f"running {self._named(tick)}"):
@@ -101,6 +102,7 @@ class Step:
 
     def _tick(self, tick: Tick) -> None:
         at, legs = tick.micro_batches[self._stage], self._plans.legs(tick)
+        self._crew.seat.stopwatch.tick(busy=at is not None)
         own = Legs(legs, partial(self._crew.seat.serve, backward=tick.backward), self._named(tick))
         if at is not None:
             if (tick.backward, at) in self._arriving:
@@ -149,7 +151,8 @@ class Step:
     def _wait(self, mail: _Mail, doing: str) -> None:
         group = self._crew.group
         try:
-            mail.wait(group.timeout_seconds - patience(group.timeout_seconds))
+            with self._crew.seat.stopwatch.mail():
+                mail.wait(group.timeout_seconds - patience(group.timeout_seconds))
         except RuntimeError as error:
             raise error if group.watch is None else group.watch.give_up(doing, error) from error
 
