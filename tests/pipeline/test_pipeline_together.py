@@ -1,4 +1,4 @@
-"""Pipeline stages together with what else one trains with: FSDP2, DDP, accumulation, LoRA, evaluation, padding, dealt batches."""
+"""Pipeline stages together with what else one trains with: engines, tensor parallelism, LoRA, evaluation, padding, dealt batches."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from staged import PAIRS, Case, batch, check_equal, configure, in_one_process, i
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,6 +75,48 @@ def test_sharded_and_replicated_stages_equal_one_process(
     loss, gradients = in_one_process(case, "sdpa")
     for found, own in rank_pool(4)(wrapped, case, how):
         assert abs(found - loss) <= EXACT * loss
+        for name, gradient in own.items():
+            assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name
+
+
+def cut(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss and gradients of a stage whose heads and feed-forward layers are cut in two, and bytes sent for attention."""
+    configure(case)
+    mesh = init_device_mesh("cpu", (case.stages, 2), mesh_dim_names=("pp", "tp"))
+    stage = split(model_for(case, "distca"), mesh["pp"])
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan = {
+        **dict.fromkeys(columns, ColwiseParallel()),
+        **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel()),
+    }
+    for layer in stage.submod.model.model.layers:
+        if any(True for _ in layer.parameters()):
+            parallelize_module(layer, mesh["tp"], plan)
+    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    ids, positions, targets = stacked(case, 0)
+    losses = list[torch.Tensor]()
+    for _ in range(case.steps):
+        stage.submod.zero_grad()
+        schedule.step(ids, position_ids=positions, target=targets, losses=losses)
+    loss = torch.tensor(sum(one.item() for one in losses), dtype=torch.float64)
+    dist.all_reduce(loss, group=mesh["pp"].get_group())
+    found = {}
+    for name, weight in stage.submod.model.named_parameters():
+        assert weight.grad is not None
+        found[name] = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
+    return loss.item(), found, current_session().meter.sent_bytes
+
+
+@pytest.mark.slow
+def test_stages_with_tensor_parallel_layers_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
+    """Stages share attention with those that have the same heads."""
+    case = Case(steps=3)
+    loss, gradients = in_one_process(case, "sdpa")
+    results = rank_pool(4)(cut, case)
+    assert {name for _, own, _ in results for name in own} == set(gradients)
+    for found, own, sent in results:
+        assert abs(found - loss) <= EXACT * loss
+        assert sent > 0
         for name, gradient in own.items():
             assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name
 

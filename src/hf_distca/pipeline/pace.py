@@ -21,7 +21,7 @@ from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.ranks import ALIKE, Ranks
 
-__all__ = ["Before", "Pace", "Stopwatch", "learns", "ranks_at"]
+__all__ = ["Before", "Pace", "Stopwatch", "Turnout", "learns", "ranks_at", "row", "turnout"]
 
 _CLEAR = 0.05  # of an even share: what a rank must get more or less for it to be told from the others
 _LEAST = 0.02  # of an even share, which a rank gets however late it comes
@@ -159,18 +159,31 @@ def learns(steps: int) -> bool:
     return steps > 1 and steps & (steps - 1) == 0
 
 
-def ranks_at(own: Sequence[float], before: Sequence[float]) -> Ranks:
-    """What ranks are like in a call of attention to which they come at different times.
+class Turnout(NamedTuple):
+    """A call of attention to which ranks come at different times.
 
-    A scheduler evens out seconds over speed. With speeds in the ratio of what ranks should get, they end together.
+    Attributes:
+        begin: when each rank can begin with all that it gets, in seconds.
+        given: seconds of attention for each, with which they end together, or as nearly so as can be.
+    """
+
+    begin: list[float]
+    given: list[float]
+
+    @property
+    def seconds(self) -> float:
+        """When the last rank is done."""
+        return max(begin + given for begin, given in zip(*self, strict=True))
+
+
+def turnout(own: Sequence[float], before: Sequence[float]) -> Turnout:
+    """How a call of attention is best shared.
 
     Args:
         own: seconds of attention of each rank's own tokens.
         before: seconds until each comes to the call.
     """
     count, total = len(own), math.fsum(own)
-    if not total:
-        return ALIKE
     arrive = []
     for rank, (mine, late) in enumerate(zip(own, before, strict=True)):
         others = [when for other, when in enumerate(before) if other != rank and own[other]]
@@ -183,7 +196,19 @@ def ranks_at(own: Sequence[float], before: Sequence[float]) -> Ranks:
         level = (low + high) / 2
         given = [max(level - late, part) for late, part in zip(arrive, least, strict=True)]
         low, high = (low, level) if math.fsum(given) > total else (level, high)
-    even = math.fsum(given) / count
+    return Turnout(arrive, given)
+
+
+def ranks_at(own: Sequence[float], before: Sequence[float]) -> Ranks:
+    """What ranks are like for the scheduler in a call of attention to which they come at different times.
+
+    It evens out seconds over speed. With speeds in the ratio of what ranks are to get, they end together. Arguments as for
+    `turnout`.
+    """
+    even = math.fsum(own) / len(own)
+    if not even:
+        return ALIKE
+    given = turnout(own, before).given
     shares = [max(each / even, _LEAST) for each in given]
     if max(abs(share - 1) for share in shares) < _CLEAR:
         return ALIKE
