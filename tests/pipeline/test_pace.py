@@ -108,3 +108,5 @@ def test_attention_of_nobody_is_no_reason_to_divide_by_nothing() -> None:
     pace = Pace()
     pace.learn([row({False: 0.0, True: 0.0}, np.ones(2))], (0,), 1, {False: 1.0, True: 1.0})
     assert pace.before(Before(False, 0), [True], (0,)) is None
+    pace.learn([row({False: 1.0, True: 1.0}, np.ones(2))], (0,), 1, {})  # of a step that failed
+    assert pace.before(Before(False, 0), [True], (0,)) is None

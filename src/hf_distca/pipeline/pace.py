@@ -125,16 +125,17 @@ class Pace:
             rows: of each rank, what `row` made.
             stages: of each rank.
             turns: calls of attention in a tick.
-            estimated: seconds of all attention of the step by the cost model, of forward and of backward ticks.
+            estimated: seconds of all attention of the step by the cost model, forward and backward ticks; empty if it failed.
         """
         found = [row.view(np.float64).tolist() for row in rows]
         attention = {way: math.fsum(row[way] for row in found) for way in (False, True)}
+        factor = {way: estimated.get(way, 0.0) / seconds if seconds else 0.0 for way, seconds in attention.items()}
         self.seconds = self.seconds or [{} for _ in range(1 + max(stages))]
         for number, at in enumerate(_places(turns), start=2):
             for stage, known in enumerate(self.seconds):
                 taken = [row[number] for row, its in zip(found, stages, strict=True) if its == stage and row[number] >= 0]
-                if taken and attention[at.backward] > 0:
-                    known[at] = statistics.median(taken) * estimated[at.backward] / attention[at.backward]
+                if taken and factor[at.backward]:
+                    known[at] = statistics.median(taken) * factor[at.backward]
 
     def before(self, at: Before, busy: Sequence[bool], stages: Sequence[int]) -> list[float] | None:
         """Seconds until each rank comes to a call; None if nobody knows.

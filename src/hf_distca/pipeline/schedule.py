@@ -174,6 +174,7 @@ class Schedule(OneStageSchedule):
             row(attention, crew.seat.stopwatch.found(turns)), doing="comparing what stages did beside attention"
         )
         self._pace.learn(rows, crew.pipeline.stages, turns, self._estimated)
+        self._estimated = {}
 
     @contextmanager
     def _tied_gradients(self) -> Iterator[None]:
