@@ -15,9 +15,10 @@ For an 8B model on an H100 that is a document of about 34 thousand tokens. So 16
 the longest document has two thirds of them. Fewer tokens leave less to be gained, which is then soon lost in exchanges.
 
 A second table is for machines with less than a core for each stage, or with others on them: processor time along the critical
-path. Of shared ticks it is what the busiest stage of each tick took in the real run, and the planning; of 1F1B and the ideal it
-is simulated from the work of micro-batches, with a core for every stage. Beside it is what `hf_distca.simulate` predicts for the
-same documents from rates of this machine, measured without a pipeline: of linear layers, of the attention kernel, of messages.
+path. Of shared ticks it is replayed from what every stage took between its messages in the real run (`replay.py`); of 1F1B and
+the ideal it is simulated from the work of micro-batches, with a core for every stage and messages for nothing. Beside it is what
+`hf_distca.simulate` predicts for the same documents from rates of this machine, measured without a pipeline: of linear layers, of
+the attention kernel, of messages.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from hf_distca.simulate.strategies import STRATEGIES
 from hf_distca.simulate.timelines import one_forward_one_backward, same_phase
 from machine import describe
 from output import add_json_option, put_out
+from replay import Event, Recorder, replay
 from simulator_validation import Rates, machine_of, message_seconds, model_shape
 
 PLACEMENT = Path(__file__).with_name("placements") / "long_tail_8_ranks.json"
@@ -118,7 +120,7 @@ class Steps:
         self.stage = split(LlamaForCausalLM(config).train(), mesh)
         self.shared = Schedule(self.stage, arguments.micro_batches, loss_of)
         self.classic = Schedule1F1B(self._classic_stage(mesh, shape), arguments.micro_batches, loss_of)
-        self.batches, self.rank = batches(arguments), rank
+        self.batches, self.recorder = batches(arguments), Recorder(rank)
 
     def _classic_stage(self, mesh: Any, shape: tuple[int, ...]) -> Any:
         from torch.distributed.pipelining import PipelineStage
@@ -130,22 +132,22 @@ class Steps:
         here = self.stage.stage_index, self.stage.num_stages, self.stage.device
         return PipelineStage(self.stage.submod, *here, input_args=inputs, output_args=outputs, group=mesh.get_group())
 
-    def step(self, lengths: str, mode: str) -> tuple[float, list[float]]:
-        """Seconds until all stages are done, and processor seconds of this one: of each tick, and of what is outside them."""
+    def step(self, lengths: str, mode: str) -> tuple[float, list[Event]]:
+        """Seconds until all stages are done, and what this one did."""
         ids, positions = self.batches[lengths]
         # Under 1F1B stages are in different micro-batches and must not wait for each other: a module that evaluates is alone.
         self.stage.submod.train(mode != "1f1b")
         schedule = self.classic if mode == "1f1b" else self.shared
         dist.barrier()
-        started, busy = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
+        self.recorder.start()
         with hf_distca.balancing(mode == "shared"):
             schedule.step(ids, position_ids=positions, target=ids, return_outputs=False)
-        busy = time.process_time() - busy
+        events = self.recorder.stop()
         dist.barrier()
         seconds = time.perf_counter() - started
         self.stage.submod.zero_grad()
-        ticks_ = [] if mode == "1f1b" else [one.busy_seconds for one in self.shared.figures]
-        return seconds, [*ticks_, busy - sum(ticks_)]
+        return seconds, events
 
     def work(self, lengths: str) -> list[list[float]]:
         """Of each micro-batch: processor seconds of linear layers and of attention, forward and then backward."""
@@ -250,10 +252,10 @@ def run(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     for round_ in tqdm(range(arguments.rounds), desc="rounds", file=sys.stderr, disable=rank > 0):
         for lengths in steps.batches:
             for mode in modes[:: 1 if round_ % 2 == 0 else -1]:
-                taken, busy = steps.step(lengths, mode)
+                taken, events = steps.step(lengths, mode)
                 seconds[lengths][mode].append(taken)
                 if mode == "shared":
-                    paths[lengths]["shared"].append(sum(map(max, zip(*of_all(busy), strict=True))))
+                    paths[lengths]["shared"].append(replay(of_all(events)))
             every = of_all(steps.work(lengths))
             ideals[lengths].append(ideal(every, cores))
             paths[lengths]["1f1b"].append(classic(every))

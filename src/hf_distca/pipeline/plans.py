@@ -127,6 +127,7 @@ class StepPlans:
     name: str
     pace: Pace = field(default_factory=Pace)
     _layouts: dict[tuple[Held, int | None], Layout] = field(default_factory=dict)
+    _calls: dict[Tick, list[Shared]] = field(default_factory=dict)
     _plans: dict[_Shared, Plan] = field(default_factory=dict)
     _routes: dict[_Shared, Route] = field(default_factory=dict)
 
@@ -196,8 +197,13 @@ class StepPlans:
             found.append(Leg(number, shared.turn, place, turn.kind, own, route, plan.window))
         return found
 
-    def _shared(self, tick: Tick) -> Iterator[Shared]:
+    def _shared(self, tick: Tick) -> list[Shared]:
         """The calls of a tick, in their order."""
+        if tick not in self._calls:
+            self._calls[tick] = list(self._find_shared(tick))
+        return self._calls[tick]
+
+    def _find_shared(self, tick: Tick) -> Iterator[Shared]:
         turns = list(enumerate(self.pipeline.turns))
         busy = [at is not None for at in tick.micro_batches]
         for number, turn in reversed(turns) if tick.backward else turns:

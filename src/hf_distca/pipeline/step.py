@@ -73,8 +73,8 @@ class Step:
         self._run = {False: forward, True: backward}
         self._back = {at: tick for tick in order if tick.backward and (at := tick.micro_batches[self._stage]) is not None}
         self._live: dict[int, MicroBatch] = {}
-        self._arriving: dict[tuple[bool, int], _Mail] = {}
-        self._last = _Mail([])
+        self._arriving: dict[tuple[bool, int], Mail] = {}
+        self._last = Mail([])
 
     @property
     def _stage(self) -> int:
@@ -144,11 +144,11 @@ class Step:
         receive: _Ops = stage.get_bwd_recv_ops if back else stage.get_fwd_recv_ops
         ops = [*(send(at) if at is not None else []), *(receive(coming) if coming is not None else [])]
         self._wait(self._last, f"sending what was made before {self._named(tick)}")
-        self._last = _Mail(ops)
+        self._last = Mail(ops)
         if coming is not None:
             self._arriving[tick.backward, coming] = self._last
 
-    def _wait(self, mail: _Mail, doing: str) -> None:
+    def _wait(self, mail: Mail, doing: str) -> None:
         group = self._crew.group
         try:
             with self._crew.seat.stopwatch.mail():
@@ -157,7 +157,7 @@ class Step:
             raise error if group.watch is None else group.watch.give_up(doing, error) from error
 
 
-class _Mail:
+class Mail:
     """Messages between neighbouring stages, which travel from now on."""
 
     def __init__(self, ops: Sequence[dist.P2POp]) -> None:
