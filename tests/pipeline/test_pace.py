@@ -93,7 +93,9 @@ def test_all_ranks_know_the_same_in_seconds_of_the_cost_model() -> None:
     assert pace.before(Before(False, 0), [True, True], stages) is None
     pace.learn(rows, stages, 2, {False: 40.0, True: 40.0})
     assert pace.before(Before(False, 0), [True, True], stages) == [4.0, 2.0, 4.0, 2.0]
-    assert pace.before(Before(False, 1), [True, True], stages) == [0.0, 6.0, 0.0, 6.0]  # of the first stage nothing is known
+    # Of the first stage nothing is known: it is like others.
+    assert pace.before(Before(False, 1), [True, True], stages) == [6.0, 6.0, 6.0, 6.0]
+    assert pace.before(Before(True, 1), [True, True], stages) == [2.0, 2.0, 2.0, 2.0]
     assert pace.before(Before(True, 0), [False, True], stages) == [0.0, 6.0, 0.0, 6.0]  # it has no micro-batch
     unknown = [row({False: 5.0, True: 10.0}, np.full(4, -1.0))] * 4
     pace.learn(unknown, stages, 2, {False: 40.0, True: 40.0})

@@ -145,9 +145,11 @@ class Pace:
             busy: whether each stage has a micro-batch.
             stages: of each rank.
         """
-        if not any(at in known for known in self.seconds):
+        found = [known[at] for known in self.seconds if at in known]
+        if not found:
             return None
-        return [self.seconds[stage].get(at, 0.0) if busy[stage] else 0.0 for stage in stages]
+        usual = statistics.median(found)  # for a stage of which nothing is known
+        return [self.seconds[stage].get(at, usual) if busy[stage] else 0.0 for stage in stages]
 
 
 def row(attention: Mapping[bool, float], before: FloatArray) -> IntArray:
