@@ -274,7 +274,8 @@ def of_all(own: Any) -> list[Any]:
 
 
 def gained(row: dict[str, float]) -> float:
-    return (row["1f1b"] - row["shared"]) / max(row["1f1b"] - row["ideal"], 1e-9)
+    most = row["1f1b"] - row["ideal"]
+    return (row["1f1b"] - row["shared"]) / most if most > 0 else 0.0
 
 
 def summary(
