@@ -138,7 +138,10 @@ def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
     speeds = np.array(world.planner.costs.ranks(RANKS).speeds)
     assert speeds / speeds.max() == pytest.approx([1, 1 / 1.5, 1, 1], rel=0.05)
     plan = world.plans[-1]
-    kernel = np.bincount(plan.server, weights=TRUE.seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS) / world.speeds
+    kernel = (
+        np.bincount(plan.server, weights=TRUE.seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS)
+        / world.speeds
+    )
     assert kernel.max() <= 1.1 * TRUE.seconds(plan.end - plan.start, plan.end, plan.heads).sum() / world.speeds.sum()
     assert world.planner.costs.ranks(RANKS + 1).speeds is None
     world.speeds[1] = 1.0

@@ -149,6 +149,13 @@ def random_case(random_: random.Random, world: int) -> tuple[Segments, list[int]
     return ranks, context, [task for task in tasks if inside[task.document, task.start] not in unread]
 
 
+def whole_tasks(ranks: Segments) -> Tasks:
+    """A task for each segment, at home."""
+    return [
+        CATask(document, start, start + length, rank, rank) for rank, row in enumerate(ranks) for document, start, length in row
+    ]
+
+
 def split_case(random_: random.Random, world: int, tasks: Tasks) -> tuple[list[int], Tasks]:
     """Some documents to split by heads, and tasks in which each head group goes its own way."""
     split = [document for document in sorted({task.document for task in tasks}) if random_.random() < 0.6]
@@ -246,8 +253,7 @@ def test_documents_split_by_heads_are_exact(rank_pool: Callable[[int], RankPool]
     @given(st.randoms(use_true_random=False), st.booleans())
     def check(random_: random.Random, with_sink: bool) -> None:
         ranks, _, _ = random_case(random_, world)
-        tasks = [CATask(d, a, a + n, r, r) for r, row in enumerate(ranks) for d, a, n in row]
-        split, tasks = split_case(random_, world, tasks)
+        split, tasks = split_case(random_, world, whole_tasks(ranks))
         scores = Scores(DIM**-0.5)
         results = pool(run_plan, ranks, [0] * world, tasks, torch.float64, scores, with_sink, None, None, split)
         assert max(error for error, *_ in results) < 1e-9, (ranks, split, tasks)

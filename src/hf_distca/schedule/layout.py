@@ -138,6 +138,10 @@ class Layout:
         """What part of the heads each of these documents of the layout has: 1, or of a head group ``1 / groups``."""
         return np.where(self._group(document) == 0, 1.0, 1.0 / self.groups)
 
+    def unsplit(self, document: IntArray) -> IntArray:
+        """The numbers that these documents of the layout had before it was split."""
+        return document // (self.groups + 1) if self.groups > 1 else document
+
     def _group(self, document: IntArray) -> IntArray:
         """From 1 the head group that each document is, 0 if it has all heads."""
         return np.asarray(document % (self.groups + 1) if self.groups > 1 else np.zeros_like(document))
