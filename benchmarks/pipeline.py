@@ -1,7 +1,7 @@
 """Seconds of a training step in pipeline stages: torch's 1F1B against stages that share attention, side by side in one run.
 
 Every stage is a process with one thread; micro-batches hold equally many tokens, in documents of long-tailed or of even lengths.
-Modes take turns within each round, so that a drifting machine slows all of them; the figures are medians over rounds.
+Modes take turns within each round, so that a drifting machine slows all of them; seconds are medians over rounds.
 
     python benchmarks/pipeline.py --json
 
@@ -11,12 +11,14 @@ of cores. Work is processor time of micro-batches that each stage runs by itself
 over what the ideal does.
 
 Sizes: in a layer of the default model a document of about 1500 tokens takes as long in attention as in all else, on a CPU core.
-For an 8B model on an H100 that is a document of about 34 thousand tokens. So 16384 tokens here stand for 380 thousand there, and
-the longest document has two thirds of them. Fewer tokens leave less to be gained, which is then soon lost in exchanges.
+For an 8B model on an H100 that is a document of about 23 thousand tokens by the simulator's rates. So 16384 tokens here stand for
+250 thousand there, and the longest document has two thirds of them. Fewer tokens leave less to be gained, which exchanges and
+planning then eat.
 
 A second table is for machines with less than a core for each stage, or with others on them: processor time along the critical
 path. Of shared ticks it is replayed from what every stage took between its messages in the real run (`replay.py`); of 1F1B and
-the ideal it is simulated from the work of micro-batches, with a core for every stage and messages for nothing. Beside it is what
+the ideal it is simulated from the work of micro-batches, with a core for every stage and messages for nothing. It is the least of
+all rounds: whatever else a machine does adds to processor time, for caches and cores are shared. Beside it is what
 `hf_distca.simulate` predicts for the same documents from rates of this machine, measured without a pipeline: of linear layers, of
 the attention kernel, of messages.
 """
@@ -292,7 +294,7 @@ def summary(
         row["gained"] = gained(row)
         row["ratio"] = statistics.median(a / b for a, b in zip(modes["shared"], modes["1f1b"], strict=True))
         rows[lengths] = row
-        path = {name: statistics.median(taken) for name, taken in paths[lengths].items()}
+        path = {name: min(taken) for name, taken in paths[lengths].items()}
         path_rows[lengths] = {**path, "gained": gained(path), "ratio": path["shared"] / path["1f1b"]}
         said = predictions.predict(lengths_of(arguments)[lengths])
         predicted[lengths] = {
@@ -310,15 +312,19 @@ def summary(
         "seconds": rows,
         "critical_path": path_rows,
         "predicted": predicted,
-        "each": seconds,
+        "each": {"seconds": seconds, "critical_path": paths},
     }
 
 
 def show(result: dict[str, Any]) -> None:
-    of = f"{result['run']['stages']} stages, medians of {result['run']['rounds']} rounds"
+    stages, rounds = (result["run"][name] for name in ("stages", "rounds"))
     names = {"1f1b": "1F1B", "unshared": "our ticks, unshared", "shared": "shared", "ideal": "ideal"}
-    for key, title in (("seconds", "seconds of a step"), ("critical_path", "processor seconds along the critical path")):
-        table = Table(title=f"{title}, {of}")
+    titles = {
+        "seconds": f"seconds of a step, {stages} stages, medians of {rounds} rounds",
+        "critical_path": f"processor seconds along the critical path, {stages} stages, least of {rounds} rounds",
+    }
+    for key, title in titles.items():
+        table = Table(title=title)
         rows = result[key]
         shown = [name for name in names if name in next(iter(rows.values()))]
         for name in ("documents", *(names[name] for name in shown), "gained of what is to be gained", "shared / 1F1B"):
