@@ -11,8 +11,8 @@ of cores. Work is processor time of micro-batches that each stage runs by itself
 over what the ideal does.
 
 Sizes: in a layer of the default model a document of about 1500 tokens takes as long in attention as in all else, on a CPU core.
-For an 8B model on an H100 that is a document of about 23 thousand tokens by the simulator's rates. So 16384 tokens here stand for
-250 thousand there, and the longest document has two thirds of them. Fewer tokens leave less to be gained, which exchanges and
+For an 8B model on an H100 that is a document of about 26 thousand tokens by the simulator's rates. So 16384 tokens here stand for
+280 thousand there, and the longest document has two thirds of them. Fewer tokens leave less to be gained, which exchanges and
 planning then eat.
 
 A second table is for machines with less than a core for each stage, or with others on them: processor time along the critical
