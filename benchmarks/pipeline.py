@@ -1,17 +1,26 @@
 """Seconds of a training step in pipeline stages: torch's 1F1B against stages that share attention, side by side in one run.
 
 Every stage is a process with one thread; micro-batches hold equally many tokens, in documents of long-tailed or of even lengths.
-Modes take turns within each round, so that a drifting machine slows all of them; the figures are medians over rounds.
+Modes take turns within each round, so that a drifting machine slows all of them; seconds are medians over rounds.
 
     python benchmarks/pipeline.py --json
 
-Beside them stands the ideal: every tick takes the longest linear work of a stage, and the attention of all stages spread evenly
-over them; or, where processes share cores, at least the work of the tick over the number of cores. Work is processor time of
-micro-batches that each stage runs by itself. The share gained is what sharing takes off 1F1B over what the ideal does.
+Beside them stands the ideal: in every tick the attention of all stages is spread over them, for nothing, so that all end as
+early as can be with the linear work that each has; or, where processes share cores, at least the work of the tick over the number
+of cores. Work is processor time of micro-batches that each stage runs by itself. The share gained is what sharing takes off 1F1B
+over what the ideal does.
+
+Sizes: in a layer of the default model a document of about 1500 tokens takes as long in attention as in all else, on a CPU core.
+For an 8B model on an H100 that is a document of about 26 thousand tokens by the simulator's rates. So 16384 tokens here stand for
+280 thousand there, and the longest document has two thirds of them. Fewer tokens leave less to be gained, which exchanges and
+planning then eat.
 
 A second table is for machines with less than a core for each stage, or with others on them: processor time along the critical
-path. Of shared ticks it is what the busiest stage of each tick took in the real run, and the planning; of 1F1B and the ideal it
-is simulated from the work of micro-batches, with a core for every stage.
+path. Of shared ticks it is replayed from what every stage took between its messages in the real run (`replay.py`); of 1F1B and
+the ideal it is simulated from the work of micro-batches, with a core for every stage and messages for nothing. It is the least of
+all rounds: whatever else a machine does adds to processor time, for caches and cores are shared. Beside it is what
+`hf_distca.simulate` predicts for the same documents from rates of this machine, measured without a pipeline: of linear layers, of
+the attention kernel, of messages.
 """
 
 from __future__ import annotations
@@ -26,9 +35,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,13 +51,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_distca
 from hf_distca.integration.session import current_session
 from hf_distca.pipeline import Schedule, split
+from hf_distca.pipeline.pace import turnout
 from hf_distca.pipeline.ticks import ticks
 from hf_distca.runtime import meter
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.strategies import STRATEGIES
+from hf_distca.simulate.timelines import one_forward_one_backward, same_phase
 from machine import describe
 from output import add_json_option, put_out
+from replay import Event, Recorder, replay
+from simulator_validation import Rates, machine_of, message_seconds, model_shape
 
 PLACEMENT = Path(__file__).with_name("placements") / "long_tail_8_ranks.json"
 VOCABULARY = 512
+WARM_UP = 5  # shared steps: stages compare what they are busy with after the second and the fourth
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -65,13 +83,18 @@ def scaled(lengths: list[int], tokens: int) -> list[int]:
     return found
 
 
-def batches(arguments: argparse.Namespace) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids and position ids of the micro-batches of a step."""
+def lengths_of(arguments: argparse.Namespace) -> dict[str, list[list[int]]]:
+    """Lengths of the documents of each micro-batch of a step."""
     real = json.loads(PLACEMENT.read_text())["lengths"]
-    lengths = {
+    return {
         "long tail": [scaled(real[at % len(real)], arguments.tokens) for at in range(arguments.micro_batches)],
         "even": [[arguments.tokens // 8] * 8] * arguments.micro_batches,
     }
+
+
+def batches(arguments: argparse.Namespace) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Token ids and position ids of the micro-batches of a step."""
+    lengths = lengths_of(arguments)
     ids = torch.randint(0, VOCABULARY, (arguments.micro_batches, arguments.tokens), generator=torch.Generator().manual_seed(0))
     return {
         name: (ids, torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])) for name, rows in lengths.items()
@@ -99,7 +122,7 @@ class Steps:
         self.stage = split(LlamaForCausalLM(config).train(), mesh)
         self.shared = Schedule(self.stage, arguments.micro_batches, loss_of)
         self.classic = Schedule1F1B(self._classic_stage(mesh, shape), arguments.micro_batches, loss_of)
-        self.batches, self.rank = batches(arguments), rank
+        self.batches, self.recorder = batches(arguments), Recorder(rank)
 
     def _classic_stage(self, mesh: Any, shape: tuple[int, ...]) -> Any:
         from torch.distributed.pipelining import PipelineStage
@@ -111,22 +134,22 @@ class Steps:
         here = self.stage.stage_index, self.stage.num_stages, self.stage.device
         return PipelineStage(self.stage.submod, *here, input_args=inputs, output_args=outputs, group=mesh.get_group())
 
-    def step(self, lengths: str, mode: str) -> tuple[float, list[float]]:
-        """Seconds until all stages are done, and processor seconds of this one: of each tick, and of what is outside them."""
+    def step(self, lengths: str, mode: str) -> tuple[float, list[Event]]:
+        """Seconds until all stages are done, and what this one did."""
         ids, positions = self.batches[lengths]
         # Under 1F1B stages are in different micro-batches and must not wait for each other: a module that evaluates is alone.
         self.stage.submod.train(mode != "1f1b")
         schedule = self.classic if mode == "1f1b" else self.shared
         dist.barrier()
-        started, busy = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
+        self.recorder.start()
         with hf_distca.balancing(mode == "shared"):
             schedule.step(ids, position_ids=positions, target=ids, return_outputs=False)
-        busy = time.process_time() - busy
+        events = self.recorder.stop()
         dist.barrier()
         seconds = time.perf_counter() - started
         self.stage.submod.zero_grad()
-        ticks_ = [] if mode == "1f1b" else [one.busy_seconds for one in self.shared.figures]
-        return seconds, [*ticks_, busy - sum(ticks_)]
+        return seconds, events
 
     def work(self, lengths: str) -> list[list[float]]:
         """Of each micro-batch: processor seconds of linear layers and of attention, forward and then backward."""
@@ -149,13 +172,14 @@ class Steps:
 
 
 def ideal(work: list[list[list[float]]], cores: int) -> float:
-    """Seconds of a step whose ticks share their attention evenly, from the work of [stage][micro-batch]."""
+    """Seconds of a step whose ticks share their attention as well as can be, from the work of [stage][micro-batch]."""
     seconds = 0.0
     for tick in ticks(len(work), len(work[0])):
-        held = [(stage, at) for stage, at in enumerate(tick.micro_batches) if at is not None]
-        linear = [work[stage][at][2 * tick.backward] for stage, at in held]
-        attention = sum(work[stage][at][2 * tick.backward + 1] for stage, at in held)
-        seconds += max(max(linear) + attention / len(work), (sum(linear) + attention) / cores)
+        linear, attention = (
+            [0.0 if at is None else work[stage][at][2 * tick.backward + kind] for stage, at in enumerate(tick.micro_batches)]
+            for kind in (0, 1)
+        )
+        seconds += max(turnout(attention, linear).seconds, *linear, (sum(linear) + sum(attention)) / cores)
     return seconds
 
 
@@ -182,6 +206,33 @@ def classic(work: list[list[list[float]]]) -> float:
     return max(free)
 
 
+class Predictions:
+    """What the simulator says of the same micro-batches, from rates that are measured in each round."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.rates = Rates(argparse.Namespace(**{**vars(arguments), "balance": True}))
+        self.here: list[list[float]] = []
+        self.messages: list[list[float]] = []
+
+    def measure(self) -> None:
+        found = np.array(of_all(self.rates.here()))
+        self.here.append(found.mean(axis=0).tolist())
+        if self.arguments.stages > 1:
+            self.messages.append(message_seconds(self.arguments.stages))
+
+    def predict(self, lengths: list[list[int]]) -> dict[str, float]:
+        one = self.arguments
+        hardware = machine_of(one, self.here, self.messages or [[1e-9, 2e-9, 3e-9]])
+        arranged = {"stages": one.stages, "micro_batches": one.micro_batches, "ranks_per_node": one.stages}
+        setting = Setting(model_shape(one, one.layers), hardware, one.stages, one.tokens, sharding="ddp", **arranged)
+        documents: list[NDArray[np.int64]] = [np.array(row) for row in lengths]
+        alone, shared = (STRATEGIES[name].candidates(setting, documents)[0].works for name in ("plain", "given"))
+        classic_ = one_forward_one_backward(setting, alone, keeps_attention=True)
+        ours = classic_ if one.stages == 1 else same_phase(setting, shared)
+        return {"1f1b": classic_.seconds, "shared": ours.seconds}
+
+
 class _ProcessorClock:
     """In the place of the clock by which kernels are timed: theirs is the time that others on the machine take away, too."""
 
@@ -197,22 +248,23 @@ def run(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     seconds: dict[str, dict[str, list[float]]] = {lengths: {mode: [] for mode in modes} for lengths in steps.batches}
     paths = {lengths: {name: list[float]() for name in ("1f1b", "shared", "ideal")} for lengths in steps.batches}
     ideals: dict[str, list[float]] = {lengths: [] for lengths in steps.batches}
-    cores = min(arguments.stages, os.cpu_count() or 1)
-    for mode in modes:  # the first steps pay for buffers and connections
-        steps.step("even", mode)
+    cores, predictions = min(arguments.stages, os.cpu_count() or 1), Predictions(arguments)
+    for mode in ("1f1b", "unshared", *["shared"] * WARM_UP):  # the first steps pay for buffers and connections
+        steps.step("long tail", mode)
     for round_ in tqdm(range(arguments.rounds), desc="rounds", file=sys.stderr, disable=rank > 0):
         for lengths in steps.batches:
             for mode in modes[:: 1 if round_ % 2 == 0 else -1]:
-                taken, busy = steps.step(lengths, mode)
+                taken, events = steps.step(lengths, mode)
                 seconds[lengths][mode].append(taken)
                 if mode == "shared":
-                    paths[lengths]["shared"].append(sum(map(max, zip(*of_all(busy), strict=True))))
+                    paths[lengths]["shared"].append(replay(of_all(events)))
             every = of_all(steps.work(lengths))
             ideals[lengths].append(ideal(every, cores))
             paths[lengths]["1f1b"].append(classic(every))
             paths[lengths]["ideal"].append(ideal(every, arguments.stages))
+        predictions.measure()
     if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(summary(arguments, seconds, ideals, paths)))
+        Path(folder, "result.json").write_text(json.dumps(summary(arguments, seconds, ideals, paths, predictions)))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -224,7 +276,8 @@ def of_all(own: Any) -> list[Any]:
 
 
 def gained(row: dict[str, float]) -> float:
-    return (row["1f1b"] - row["shared"]) / (row["1f1b"] - row["ideal"])
+    most = row["1f1b"] - row["ideal"]
+    return (row["1f1b"] - row["shared"]) / most if most > 0 else 0.0
 
 
 def summary(
@@ -232,31 +285,46 @@ def summary(
     seconds: dict[str, dict[str, list[float]]],
     ideals: dict[str, list[float]],
     paths: dict[str, dict[str, list[float]]],
+    predictions: Predictions,
 ) -> Any:
-    rows, path_rows = {}, {}
+    rows, path_rows, predicted = {}, {}, {}
     for lengths, modes in seconds.items():
         row = {mode: statistics.median(taken) for mode, taken in modes.items()}
         row["ideal"] = statistics.median(ideals[lengths])
         row["gained"] = gained(row)
         row["ratio"] = statistics.median(a / b for a, b in zip(modes["shared"], modes["1f1b"], strict=True))
         rows[lengths] = row
-        path = {name: statistics.median(taken) for name, taken in paths[lengths].items()}
+        path = {name: min(taken) for name, taken in paths[lengths].items()}
         path_rows[lengths] = {**path, "gained": gained(path), "ratio": path["shared"] / path["1f1b"]}
+        said = predictions.predict(lengths_of(arguments)[lengths])
+        predicted[lengths] = {
+            **said,
+            "ratio": said["shared"] / said["1f1b"],
+            "errors": {
+                name: {mode: said[mode] / measured[mode] - 1 for mode in said}
+                for name, measured in (("critical_path", path), ("seconds", row))
+            },
+        }
     names = ("stages", "micro_batches", "tokens", "layers", "heads", "rounds")
     return {
         "machine": describe(),
         "run": {name: getattr(arguments, name) for name in names},
         "seconds": rows,
         "critical_path": path_rows,
-        "each": seconds,
+        "predicted": predicted,
+        "each": {"seconds": seconds, "critical_path": paths},
     }
 
 
 def show(result: dict[str, Any]) -> None:
-    of = f"{result['run']['stages']} stages, medians of {result['run']['rounds']} rounds"
+    stages, rounds = (result["run"][name] for name in ("stages", "rounds"))
     names = {"1f1b": "1F1B", "unshared": "our ticks, unshared", "shared": "shared", "ideal": "ideal"}
-    for key, title in (("seconds", "seconds of a step"), ("critical_path", "processor seconds along the critical path")):
-        table = Table(title=f"{title}, {of}")
+    titles = {
+        "seconds": f"seconds of a step, {stages} stages, medians of {rounds} rounds",
+        "critical_path": f"processor seconds along the critical path, {stages} stages, least of {rounds} rounds",
+    }
+    for key, title in titles.items():
+        table = Table(title=title)
         rows = result[key]
         shown = [name for name in names if name in next(iter(rows.values()))]
         for name in ("documents", *(names[name] for name in shown), "gained of what is to be gained", "shared / 1F1B"):
@@ -264,13 +332,21 @@ def show(result: dict[str, Any]) -> None:
         for lengths, row in rows.items():
             table.add_row(lengths, *(f"{row[name]:.2f}" for name in shown), f"{row['gained']:.0%}", f"{row['ratio']:.2f}")
         Console(width=130).print(table)
+    table = Table(title="predicted by hf_distca.simulate, seconds of a step; error against the critical path, and the clock")
+    for name in ("documents", "1F1B", "error", "shared", "error", "shared / 1F1B"):
+        table.add_column(name, justify="left" if name == "documents" else "right")
+    for lengths, row in result["predicted"].items():
+        path, clock = row["errors"]["critical_path"], row["errors"]["seconds"]
+        cells = [cell for mode in ("1f1b", "shared") for cell in (f"{row[mode]:.2f}", f"{path[mode]:+.0%}, {clock[mode]:+.0%}")]
+        table.add_row(lengths, *cells, f"{row['ratio']:.2f}")
+    Console(width=130).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=2, help="processes, one a stage (default: %(default)s)")
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers of the whole model (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=2, help="query heads of 64; half as many key/value heads")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each mode (default: %(default)s)")

@@ -44,8 +44,11 @@ def test_two_stages_equal_one_process(rank_pool: Callable[[int], RankPool]) -> N
 
 
 def test_stages_with_different_layers_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
-    """Layers with and without a window, three on one stage and one on the other: they meet only where kinds are the same."""
-    case = Case("gemma2", micro_batches=3, per_stage=(3, 1))
+    """Layers with and without a window, three on one stage and one on the other: they meet only where kinds are the same.
+
+    In the third step they know how long each is busy before a call, and the last one gets less of its attention.
+    """
+    case = Case("gemma2", micro_batches=3, per_stage=(3, 1), steps=3)
     check_equal(rank_pool(2)(in_stages, case), *in_one_process(case, "distca"), NORMS_IN_FLOAT32)
 
 
@@ -80,6 +83,32 @@ def test_special_attention_equals_one_process(
     implementation, tolerance = SPECIAL[family]
     check_equal(found, *in_one_process(case, implementation), tolerance)
     assert all(one.sent_bytes > 0 for one in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "copies", "per_stage"), [(4, 1, None), (4, 1, (2, 1, 1, 1)), (2, 2, (3, 2))])
+def test_stages_that_know_how_long_each_is_busy_equal_one_process(
+    rank_pool: Callable[[int], RankPool], stages: int, copies: int, per_stage: tuple[int, ...] | None
+) -> None:
+    case = Case(stages=stages, copies=copies, micro_batches=5, layers=5, per_stage=per_stage, steps=5)
+    check_equal(rank_pool(stages * copies)(in_stages, case), *in_one_process(case, "sdpa"), EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_in_bfloat16_are_as_exact_as_one_process(rank_pool: Callable[[int], RankPool], stages: int) -> None:
+    """Rounding is what is between them and float64, in stages as in one process."""
+    case = Case(stages=stages, dtype=torch.bfloat16, steps=3)
+    loss, wanted = in_one_process(case._replace(dtype=torch.float64), "sdpa")
+    _, alone = in_one_process(case, "sdpa")
+
+    def error(gradients: dict[str, torch.Tensor]) -> float:
+        return float(sum((gradients[name].double() - grad).norm() ** 2 for name, grad in wanted.items()) ** 0.5)
+
+    found = rank_pool(stages)(in_stages, case)
+    together = {name: gradient for one in found for name, gradient in one.gradients.items()}
+    assert all(abs(one.loss - loss) <= 0.01 * loss and one.sent_bytes > 0 for one in found)
+    assert error(together) <= 1.2 * error(alone)
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
-"""Pipeline stages together with what else one trains with: FSDP2, DDP, accumulation, LoRA, evaluation, padding, dealt batches."""
+"""Pipeline stages together with engines, tensor parallelism, LoRA, accumulation, evaluation, padding, dealt batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,13 +16,14 @@ from staged import PAIRS, Case, batch, check_equal, configure, in_one_process, i
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import UnsupportedError
 from hf_distca.integration.session import current_session
 from hf_distca.pipeline import Schedule, save_pretrained, split
 from hf_distca.runtime.group import AttentionGroup
@@ -78,43 +80,94 @@ def test_sharded_and_replicated_stages_equal_one_process(
             assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name
 
 
-def adapted(rank: int, case: Case) -> dict[str, torch.Tensor]:
-    """Gradients of the adapters of a stage."""
-    from peft import LoraConfig
-
+def cut(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss and gradients of a stage whose heads and feed-forward layers are cut in two, and bytes sent for attention."""
     configure(case)
-    mesh = init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))
-    model = model_for(case, "distca")
-    torch.manual_seed(2)
-    model.add_adapter(LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False))
-    stage = split(model, mesh)
+    mesh = init_device_mesh("cpu", (case.stages, 2), mesh_dim_names=("pp", "tp"))
+    stage = split(model_for(case, "distca"), mesh["pp"])
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan = {
+        **dict.fromkeys(columns, ColwiseParallel()),
+        **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel()),
+    }
+    for layer in stage.submod.model.model.layers:
+        if any(True for _ in layer.parameters()):
+            parallelize_module(layer, mesh["tp"], plan)
     schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
     ids, positions, targets = stacked(case, 0)
-    schedule.step(ids, position_ids=positions, target=targets)
-    with pytest.raises(UnsupportedError, match="does not join the adapters"):
-        save_pretrained(stage, "nowhere")
-    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    losses = list[torch.Tensor]()
+    for _ in range(case.steps):
+        stage.submod.zero_grad()
+        schedule.step(ids, position_ids=positions, target=targets, losses=losses)
+    loss = torch.tensor(sum(one.item() for one in losses), dtype=torch.float64)
+    dist.all_reduce(loss, group=mesh["pp"].get_group())
+    found = {}
+    for name, weight in stage.submod.model.named_parameters():
+        assert weight.grad is not None
+        found[name] = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
+    return loss.item(), found, current_session().meter.sent_bytes
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_adapters_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
-    """Only behind attention: that of the first layer needs no gradient, and other stages count on its rows in backward."""
-    from peft import LoraConfig
+def test_stages_with_tensor_parallel_layers_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
+    """Stages share attention with those that have the same heads."""
+    case = Case(steps=3)
+    loss, gradients = in_one_process(case, "sdpa")
+    results = rank_pool(4)(cut, case)
+    assert {name for _, own, _ in results for name in own} == set(gradients)
+    for found, own, sent in results:
+        assert abs(found - loss) <= EXACT * loss
+        assert sent > 0
+        for name, gradient in own.items():
+            assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name
 
-    case = Case()
-    model = model_for(case, "sdpa")
+
+def with_adapters(model: PreTrainedModel, *, wrapped: bool) -> Any:
+    """Only behind attention: that of the first layer needs no gradient, and other stages count on its rows in backward."""
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(2)
-    model.add_adapter(LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False))
-    loss = loss_for(case)
+    config = LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False, layers_to_transform=[0, 1, 3])
+    if wrapped:
+        return get_peft_model(model, config)
+    model.add_adapter(config)
+    return model
+
+
+def adapted(rank: int, case: Case, wrapped: bool, folder: Path) -> dict[str, torch.Tensor]:
+    """Gradients of the adapters of a stage, which are saved."""
+    configure(case)
+    mesh = init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))
+    stage = split(with_adapters(model_for(case, "distca"), wrapped=wrapped), mesh)
+    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    ids, positions, targets = stacked(case, 0)
+    schedule.step(ids, position_ids=positions, target=targets)
+    save_pretrained(stage, folder)
+    return {name: weight.grad for name, weight in stage.submod.model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapped", [False, True], ids=["add_adapter", "get_peft_model"])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_equal_one_process(rank_pool: Callable[[int], RankPool], tmp_path: Path, stages: int, wrapped: bool) -> None:
+    """Of four stages one has a layer without an adapter. What is saved is one adapter of the whole model."""
+    from peft import PeftModel
+
+    case = Case(stages=stages)
+    model, loss = with_adapters(model_for(case, "sdpa"), wrapped=False), loss_for(case)
     for number, lengths in enumerate(case.lengths):
         ids, _, targets = batch(case, number)
         loss(torch.cat([model(input_ids=one).logits for one in ids.split(lengths, 1)], 1), targets).backward()
     wanted = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    found = rank_pool(2)(adapted, case)
+    found = rank_pool(stages)(adapted, case, wrapped, tmp_path)
     assert {name for one in found for name in one} == set(wanted)
     for name, gradient in (item for one in found for item in one.items()):
         assert (gradient - wanted[name]).norm() <= EXACT * wanted[name].norm(), name
+    loaded = PeftModel.from_pretrained(model_for(case, "sdpa"), tmp_path)
+    ids = batch(case, 1)[0]
+    assert torch.allclose(loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=0, atol=1e-12)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def evaluated(rank: int, case: Case) -> tuple[float, float, int]:

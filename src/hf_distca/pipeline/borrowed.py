@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-__all__ = ["OneStageSchedule", "has_adapters", "whole_mesh"]
+from hf_distca.errors import UnsupportedError
+
+__all__ = ["OneStageSchedule", "adapter_weights", "has_adapters", "whole_mesh", "without_peft"]
 
 
 class OneStageSchedule(PipelineScheduleSingle):
@@ -80,6 +82,36 @@ class OneStageSchedule(PipelineScheduleSingle):
 def has_adapters(model: Any) -> bool:
     """Whether adapters were added to a model of transformers, which then saves nothing else. Seen in transformers 5.23.0."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def without_peft(model: Any) -> Any:
+    """The model of transformers in a model of peft, as `add_adapter` would leave it; any other model as it is.
+
+    Raises:
+        UnsupportedError: if its adapters are a prompt, which is no part of any layer.
+    """
+    if not callable(getattr(model, "get_base_model", None)):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        raise UnsupportedError(f"{model.active_peft_config.peft_type.value} puts a prompt before the tokens; stages know none.")
+    base = model.get_base_model()
+    base._hf_peft_config_loaded = True
+    return base
+
+
+def adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a model's adapter among all of its weights, by the names that peft gives them in files.
+
+    Raises:
+        UnsupportedError: if there are several adapters.
+    """
+    from peft import get_peft_model_state_dict
+
+    if len(model.peft_config) > 1:
+        raise UnsupportedError(f"save_pretrained saves one adapter, and the stages have {', '.join(model.peft_config)}.")
+    (name,) = model.peft_config
+    found = get_peft_model_state_dict(model, weights, adapter_name=name, save_embedding_layers=False)
+    return {f"base_model.model.{key}": value.contiguous() for key, value in found.items()}
 
 
 def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -30,6 +30,7 @@ class Leg:
 
     Attributes:
         number: of the call in its tick, from 0.
+        turn: which of the calls of a forward it is, from 0.
         place: which call it is, in words that are the same on all ranks.
         kind: of the layers.
         own: which of its own calls it is to this rank's stage, in the order of its forward; None if it only serves.
@@ -38,6 +39,7 @@ class Leg:
     """
 
     number: int
+    turn: int
     place: str
     kind: Kind
     own: int | None

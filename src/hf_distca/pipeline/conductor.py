@@ -19,9 +19,11 @@ from hf_distca.kernels.base import Scores, TaskBatch
 from hf_distca.kernels.varlen import to_device
 from hf_distca.pipeline.calls import Leg, Legs, StageCall, serve, serve_backward
 from hf_distca.pipeline.kinds import Kind
+from hf_distca.pipeline.pace import Before, Stopwatch
 from hf_distca.runtime.call import Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
 from hf_distca.runtime.server import AttentionServer
@@ -64,10 +66,14 @@ class Seat:
         session: of the process.
         group: the ranks of all stages.
         device: of this rank.
+
+    Attributes:
+        stopwatch: times what this rank does between calls.
     """
 
     def __init__(self, session: Session, group: AttentionGroup, device: torch.device) -> None:
         self.session, self.group, self.device = session, group, device
+        self.stopwatch = Stopwatch(device, session.meter)
 
     def group_at(self, leg: Leg, *, backward: bool) -> AttentionGroup:
         """The group, with a channel for a call."""
@@ -76,18 +82,21 @@ class Seat:
             return self.group
         return replace(self.group, data=data.at(leg.place, 0 if backward else 2 * len(leg.route.waves)))
 
-    def server(self, leg: Leg) -> AttentionServer:
-        """What runs the tasks of a call."""
+    def begin(self, leg: Leg, *, backward: bool) -> AttentionServer:
+        """What runs the tasks of a call, which begins now."""
+        return self.server(leg, self.stopwatch.call(Before(backward, leg.turn)))
+
+    def server(self, leg: Leg, meter: Meter | None = None) -> AttentionServer:
+        """What runs the tasks of a call, and the meter that counts them."""
         scores, shape = leg.kind.scores(leg.window), leg.kind.key.shape
         kernel = self.session.kernel(leg.kind.nothing(self.device).q_THD, (shape.head_dim, shape.value_head_dim), scores)
         tracer = Tracer(self.session.trace, 0, leg.number + 1, self.device)
-        return AttentionServer(
-            kernel, scores, self.session.meter, tracer, partial(self.group.reporting, f"computing {leg.place}")
-        )
+        reporting = partial(self.group.reporting, f"computing {leg.place}")
+        return AttentionServer(kernel, scores, meter or self.session.meter, tracer, reporting)
 
     def serve(self, leg: Leg, *, backward: bool) -> None:
         """Take part in a call without rows of this rank's own."""
-        server = self.server(leg)
+        server = self.begin(leg, backward=backward)
         server.tracer.backward = backward
         call = Call(leg.route, self.group_at(leg, backward=backward), server)
         with torch.no_grad():
@@ -166,7 +175,7 @@ def _attend(
     call = StageCall(
         leg.route,
         seat.group_at(leg, backward=False),
-        seat.server(leg),
+        seat.server(leg) if again else seat.begin(leg, backward=False),
         kept,
         exchanges=micro_batch.exchanges[number],
         turn=partial(_turn, seat, micro_batch, number),
@@ -181,7 +190,7 @@ def _turn(seat: Seat, micro_batch: MicroBatch, number: int) -> tuple[Route, Atte
     if micro_batch.backward is None:
         raise DistCADesyncError(f"the backward of {micro_batch.name} ran outside its schedule: let `Schedule.step` run it.")
     leg = micro_batch.backward.reach(number)
-    return leg.route, seat.group_at(leg, backward=True), seat.server(leg)
+    return leg.route, seat.group_at(leg, backward=True), seat.begin(leg, backward=True)
 
 
 def _number(micro_batch: MicroBatch, module: torch.nn.Module) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,17 +17,41 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.pipeline.calls import Leg
 from hf_distca.pipeline.kinds import Kind
+from hf_distca.pipeline.pace import Before, Pace, ranks_at
 from hf_distca.pipeline.ticks import Tick, Turn
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.cost import CostModel, rank_seconds
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["Pipeline", "StepPlans", "documents_of_shares", "documents_of_stated"]
 
 Held = tuple[int | None, ...]  # which micro-batch each stage has
+_Shared = tuple[Held, PlanKey, Ranks]
+
+
+class Shared(NamedTuple):
+    """A call of attention that stages make together in a tick.
+
+    Attributes:
+        turn: which one of a forward it is.
+        held: the micro-batches that have a part in it.
+        key: which kind of plan it needs.
+        ranks: what ranks are like in it.
+    """
+
+    turn: int
+    held: Held
+    key: PlanKey
+    ranks: Ranks
+
+    @property
+    def plan(self) -> _Shared:
+        """All that its plan depends on."""
+        return self.held, self.key, self.ranks
 
 
 @dataclass(frozen=True)
@@ -91,6 +117,7 @@ class StepPlans:
         costs: cost model of each plan.
         config: the settings.
         name: of the step, for errors.
+        pace: what stages do beside attention.
     """
 
     pipeline: Pipeline
@@ -98,8 +125,11 @@ class StepPlans:
     costs: dict[PlanKey, CostModel]
     config: DistCAConfig
     name: str
-    _plans: dict[tuple[Held, PlanKey], Plan] = field(default_factory=dict)
-    _routes: dict[tuple[Held, PlanKey], Route] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
+    _layouts: dict[tuple[Held, int | None], Layout] = field(default_factory=dict)
+    _calls: dict[Tick, list[Shared]] = field(default_factory=dict)
+    _plans: dict[_Shared, Plan] = field(default_factory=dict)
+    _routes: dict[_Shared, Route] = field(default_factory=dict)
 
     def make(self, ticks: Sequence[Tick]) -> int:
         """Make the plans of ticks.
@@ -109,19 +139,38 @@ class StepPlans:
         """
         digest = hashlib.sha256()
         for tick in ticks:
-            for held, turn in self._shared(tick):
-                digest.update(self.plan(held, turn.kind.key).digest.encode())
+            for shared in self._shared(tick):
+                digest.update(self.plan(shared).digest.encode())
         return int(digest.hexdigest()[:15], 16)
 
-    def plan(self, held: Held, key: PlanKey) -> Plan:
-        """The plan of a kind of layer for stages that have these micro-batches; made once."""
-        found = self._plans.get((held, key))
+    def plan(self, shared: Shared) -> Plan:
+        """The plan of a call; made once for calls that differ in nothing that it depends on."""
+        found = self._plans.get(shared.plan)
         if found is None:
-            found = self._plans[held, key] = balance(self.layout(held, key.chunk), self.costs[key], self.config, relayed=False)
+            layout, cost = self.layout(shared.held, shared.key.chunk), self.costs[shared.key]
+            found = self._plans[shared.plan] = balance(layout, cost, self.config, shared.ranks, relayed=False)
         return found
+
+    def estimated(self, ticks: Sequence[Tick]) -> dict[bool, float]:
+        """Seconds of the attention of forward and of backward ticks by the cost model, all ranks together."""
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for tick in ticks:
+            for shared in self._shared(tick):
+                seconds[tick.backward] += self._own_seconds(shared.held, shared.key)
+        return {backward: math.fsum(each) for backward, each in seconds.items()}
+
+    def _own_seconds(self, held: Held, key: PlanKey) -> list[float]:
+        seconds: list[float] = rank_seconds(self.layout(held, key.chunk), self.costs[key]).tolist()
+        return seconds
 
     def layout(self, held: Held, chunk: int | None) -> Layout:
         """The documents of these micro-batches on the ranks that have them. Each micro-batch is on one stage at most."""
+        found = self._layouts.get((held, chunk))
+        if found is None:
+            found = self._layouts[held, chunk] = self._make_layout(held, chunk)
+        return found
+
+    def _make_layout(self, held: Held, chunk: int | None) -> Layout:
         numbers: dict[tuple[int, int], int] = {}
         ranks: list[list[tuple[int, int, int]]] = []
         for rank, stage in enumerate(self.pipeline.stages):
@@ -137,26 +186,33 @@ class StepPlans:
     def legs(self, tick: Tick) -> list[Leg]:
         """This rank's part in the calls of a tick, in their order."""
         found = []
-        for number, (held, turn) in enumerate(self._shared(tick)):
-            stage, key = self.pipeline.stage, turn.kind.key
-            plan = self.plan(held, key)
-            route = self._routes.get((held, key))
+        for number, shared in enumerate(self._shared(tick)):
+            stage, turn, plan = self.pipeline.stage, self.pipeline.turns[shared.turn], self.plan(shared)
+            route = self._routes.get(shared.plan)
             if route is None:
-                waves = Waves.of(plan, key.shape, self.config.tile, self.config.max_transient_bytes)
-                route = self._routes[held, key] = Route.build(plan, self.pipeline.rank, waves)
-            own = None if held[stage] is None else turn.calls[stage]
+                waves = Waves.of(plan, shared.key.shape, self.config.tile, self.config.max_transient_bytes)
+                route = self._routes[shared.plan] = Route.build(plan, self.pipeline.rank, waves)
+            own = None if shared.held[stage] is None else turn.calls[stage]
             place = f"attention call {number} of {tick} of {self.name}"
-            found.append(Leg(number, place, turn.kind, own, route, plan.window))
+            found.append(Leg(number, shared.turn, place, turn.kind, own, route, plan.window))
         return found
 
-    def _shared(self, tick: Tick) -> Iterator[tuple[Held, Turn[Kind]]]:
-        """The calls of a tick, in their order, with the micro-batches that have a part in them."""
-        turns = self.pipeline.turns
-        for turn in reversed(turns) if tick.backward else turns:
+    def _shared(self, tick: Tick) -> list[Shared]:
+        """The calls of a tick, in their order."""
+        if tick not in self._calls:
+            self._calls[tick] = list(self._find_shared(tick))
+        return self._calls[tick]
+
+    def _find_shared(self, tick: Tick) -> Iterator[Shared]:
+        turns = list(enumerate(self.pipeline.turns))
+        busy = [at is not None for at in tick.micro_batches]
+        for number, turn in reversed(turns) if tick.backward else turns:
             each = zip(tick.micro_batches, turn.calls, strict=True)
             held = tuple(None if call is None else at for at, call in each)
             if any(at is not None for at in held):
-                yield held, turn
+                before = self.pace.before(Before(tick.backward, number), busy, self.pipeline.stages)
+                ranks = ALIKE if before is None else ranks_at(self._own_seconds(held, turn.kind.key), before)
+                yield Shared(number, held, turn.kind.key, ranks)
 
 
 def _whole(lengths: IntArray) -> IntArray:

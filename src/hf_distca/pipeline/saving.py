@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_distca.errors import UnsupportedError
-from hf_distca.pipeline.borrowed import has_adapters, whole_mesh
+from hf_distca.pipeline.borrowed import adapter_weights, has_adapters, whole_mesh
 from hf_distca.pipeline.crew import stage_model
 from hf_distca.pipeline.parts import head_of
 from hf_distca.pipeline.split import Stage, StageModel
@@ -21,6 +21,7 @@ from hf_distca.pipeline.split import Stage, StageModel
 __all__ = ["save_pretrained"]
 
 _INDEX = "model.safetensors.index.json"
+_ADAPTER = "adapter_model.safetensors"
 
 
 def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
@@ -31,25 +32,25 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     Args:
         stage: of this rank.
         directory: where to; made if it is not there.
-        kwargs: for ``save_pretrained`` of transformers, such as ``max_shard_size``.
+        kwargs: for ``save_pretrained`` of transformers, such as ``max_shard_size``; those of adapters are always one file.
+
+    Of a model with an adapter only that is saved, as peft and transformers do, for `PeftModel.from_pretrained`.
 
     Raises:
-        UnsupportedError: if the model has adapters.
+        UnsupportedError: if the model has several adapters.
     """
     into, model = Path(directory), stage_model(stage)
-    if has_adapters(model.model):
-        raise UnsupportedError(
-            "save_pretrained does not join the adapters of stages: let each stage save its own, "
-            "`stage.submod.model.save_pretrained(folder)` with a folder for each."
-        )
+    adapted = has_adapters(model.model)
     weights = _weights(model)  # of sharded ones, all copies together
+    if adapted:
+        weights = adapter_weights(model.model, weights)
     part = into / f".stage-{model.stage}"
     if _writes(stage):
         into.mkdir(parents=True, exist_ok=True)
-        _write(model.model, part, weights, kwargs)
+        (_write_adapter if adapted else _write)(model.model, part, weights, kwargs)
     dist.barrier()
     if _writes(stage) and model.is_first:
-        _merge(into, [into / f".stage-{at}" for at in range(model.stages)])
+        (_merge_adapters if adapted else _merge)(into, [into / f".stage-{at}" for at in range(model.stages)])
     dist.barrier()
 
 
@@ -61,6 +62,23 @@ def _write(model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor],
         model.save_pretrained(part, state_dict=weights, **kwargs)
     finally:
         del writer.should_save_on_this_rank
+
+
+def _write_adapter(model: Any, part: Path, weights: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+    """Save the adapter of a stage, which may have no layer that is adapted."""
+    part.mkdir()
+    save_file(weights, part / _ADAPTER)
+    next(iter(model.peft_config.values())).save_pretrained(part)
+
+
+def _merge_adapters(into: Path, parts: list[Path]) -> None:
+    """Make one adapter of those of all stages."""
+    save_file({name: weight for part in parts for name, weight in load_file(part / _ADAPTER).items()}, into / _ADAPTER)
+    for file in parts[0].iterdir():
+        if file.name != _ADAPTER:
+            file.replace(into / file.name)
+    for part in parts:
+        shutil.rmtree(part)
 
 
 def _writes(stage: Stage) -> bool:

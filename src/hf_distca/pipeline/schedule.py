@@ -17,6 +17,7 @@ from hf_distca.errors import ConfigError, DistCADesyncError, LayoutError, Unsupp
 from hf_distca.integration.session import Session, current_session
 from hf_distca.pipeline.borrowed import OneStageSchedule
 from hf_distca.pipeline.crew import Crew, meet, stage_model
+from hf_distca.pipeline.pace import Pace, learns, row
 from hf_distca.pipeline.plans import StepPlans, documents_of_shares, documents_of_stated
 from hf_distca.pipeline.split import Stage
 from hf_distca.pipeline.step import Step, TickFigures
@@ -58,6 +59,8 @@ class Schedule(OneStageSchedule):
         self._given: Sequence[PackedDocuments] | None = None
         self._shape: tuple[int, ...] | None = None
         self._steps = 0
+        self._pace = Pace()
+        self._estimated: dict[bool, float] = {}
         _check_settings(self._session)
 
     def step(self, *args: Any, distca_documents: Sequence[PackedDocuments] | None = None, **kwargs: Any) -> Any:
@@ -89,6 +92,8 @@ class Schedule(OneStageSchedule):
         with crew.group.reporting(f"reading the documents of {name}"):
             documents = self._documents(args, kwargs)
             self._connect(crew, args, kwargs)
+        if learns(self._steps - 1):
+            self._learn_pace(crew)
         plans = self._plan(crew, documents, order, name)
 
         def forward(at: int) -> None:
@@ -106,6 +111,8 @@ class Schedule(OneStageSchedule):
                     self.stage.perform_reduce_grad(self.micro_batches if self.scale_grads else 1)
         finally:
             self._session.conductor = None
+        if learns(self._steps):
+            self._estimated = plans.estimated(order)
 
     def _documents(self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> list[Documents]:
         """The documents of each micro-batch, as this rank has them."""
@@ -151,13 +158,23 @@ class Schedule(OneStageSchedule):
                 of_all = documents_of_stated(planner.announce(requests, group, place))
                 _check_lanes(of_all, crew)
             costs = {key: planner.costs.of(key) for key in keys}
-            plans = StepPlans(crew.pipeline, of_all, costs, self._session.config, name)
+            plans = StepPlans(crew.pipeline, of_all, costs, self._session.config, name, self._pace)
             digest = plans.make(order)
         if dealt:
             planner.meet(group, place, keys, [*shares[0].batch, group.rank, digest])
         elif not group.same(np.array([digest], dtype=np.int64), doing=f"comparing plans of {place}"):
             raise DistCADesyncError(f"ranks have different plans for {place}: use one version of hf_distca and numpy.")
         return plans
+
+    def _learn_pace(self, crew: Crew) -> None:
+        """Tell the other ranks what this one did beside attention in the last step, and hear it from them."""
+        turns = len(crew.pipeline.turns)
+        attention = {way: sum(one.attention_seconds for one in self.figures if one.tick.backward is way) for way in (False, True)}
+        rows = crew.group.gather(
+            row(attention, crew.seat.stopwatch.found(turns)), doing="comparing what stages did beside attention"
+        )
+        self._pace.learn(rows, crew.pipeline.stages, turns, self._estimated)
+        self._estimated = {}
 
     @contextmanager
     def _tied_gradients(self) -> Iterator[None]:

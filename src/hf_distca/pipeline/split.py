@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.pipeline.borrowed import without_peft
 from hf_distca.pipeline.families import check_split
 from hf_distca.pipeline.parts import Parts, embedding_of, head_of, layers_of_stages
 
@@ -181,7 +182,7 @@ def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | N
     into the memory of one rank, see `from_pretrained`.
 
     Args:
-        model: a causal language model of transformers, with ``attn_implementation="distca"``.
+        model: a causal language model of transformers, with ``attn_implementation="distca"``; or one of peft around such a model.
         mesh: the pipeline dimension of a device mesh, ``mesh["pp"]``.
         layers: how many layers each stage gets; by default as even as can be by what a token costs, head and embedding counted.
 
@@ -194,10 +195,11 @@ def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | N
     """
     if mesh.ndim != 1:
         raise ConfigError(f'split() got a mesh of {mesh.ndim} dimensions: give it the one of the stages, mesh["pp"].')
+    model = without_peft(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"split() got a {type(model).__name__}: give it the model of transformers itself (adapters: `model.add_adapter`), "
-            "and wrap the module of the stage that it returns."
+            f"split() got a {type(model).__name__}: give it the model of transformers itself, and wrap the module of the stage "
+            "that it returns."
         )
     check_split(model)
     stages = dist.get_world_size(mesh.get_group())

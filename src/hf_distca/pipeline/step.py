@@ -73,8 +73,8 @@ class Step:
         self._run = {False: forward, True: backward}
         self._back = {at: tick for tick in order if tick.backward and (at := tick.micro_batches[self._stage]) is not None}
         self._live: dict[int, MicroBatch] = {}
-        self._arriving: dict[tuple[bool, int], _Mail] = {}
-        self._last = _Mail([])
+        self._arriving: dict[tuple[bool, int], Mail] = {}
+        self._last = Mail([])
 
     @property
     def _stage(self) -> int:
@@ -83,6 +83,7 @@ class Step:
     def run(self) -> list[TickFigures]:
         """Run all ticks."""
         figures = []
+        self._crew.seat.stopwatch.step()
         for tick in self._order:
             before = self._clocks()
             with self._crew.group.reporting(f"running {self._named(tick)}"):
@@ -101,6 +102,7 @@ class Step:
 
     def _tick(self, tick: Tick) -> None:
         at, legs = tick.micro_batches[self._stage], self._plans.legs(tick)
+        self._crew.seat.stopwatch.tick(busy=at is not None)
         own = Legs(legs, partial(self._crew.seat.serve, backward=tick.backward), self._named(tick))
         if at is not None:
             if (tick.backward, at) in self._arriving:
@@ -142,19 +144,20 @@ class Step:
         receive: _Ops = stage.get_bwd_recv_ops if back else stage.get_fwd_recv_ops
         ops = [*(send(at) if at is not None else []), *(receive(coming) if coming is not None else [])]
         self._wait(self._last, f"sending what was made before {self._named(tick)}")
-        self._last = _Mail(ops)
+        self._last = Mail(ops)
         if coming is not None:
             self._arriving[tick.backward, coming] = self._last
 
-    def _wait(self, mail: _Mail, doing: str) -> None:
+    def _wait(self, mail: Mail, doing: str) -> None:
         group = self._crew.group
         try:
-            mail.wait(group.timeout_seconds - patience(group.timeout_seconds))
+            with self._crew.seat.stopwatch.mail():
+                mail.wait(group.timeout_seconds - patience(group.timeout_seconds))
         except RuntimeError as error:
             raise error if group.watch is None else group.watch.give_up(doing, error) from error
 
 
-class _Mail:
+class Mail:
     """Messages between neighbouring stages, which travel from now on."""
 
     def __init__(self, ops: Sequence[dist.P2POp]) -> None:
