@@ -82,7 +82,7 @@ def plans(layout: Layout, cost: CostModel) -> Iterator[tuple[str, Plan]]:
 
 
 class Batch(NamedTuple):
-    """Tasks that one kernel call runs, and the sizes of the pools that they are in, whose rows are of one of so many head groups."""
+    """Tasks that one kernel call runs, and the sizes of their pools, whose rows are of one of so many head groups."""
 
     tasks: TaskBatch
     rows: int
