@@ -9,15 +9,11 @@ others. Tensors are counted operation by operation, the kernel's own ones includ
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,6 +35,7 @@ from hf_distca.schedule.load import imbalance
 from hf_distca.schedule.waves import Waves
 from machine import describe
 from output import add_json_option, put_out
+from processes import on_ranks, setting_of
 
 DIM = 64
 
@@ -105,9 +102,7 @@ def measure(rank: int, ranks: int, group: AttentionGroup, arguments: argparse.Na
     }
 
 
-def work(rank: int, ranks: int, arguments: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder, "store")), ranks), rank=rank, world_size=ranks)
+def work(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     group = AttentionGroup.create()
     result = {}
     for mode in ("unbalanced", "balanced", "bounded"):
@@ -116,10 +111,7 @@ def work(rank: int, ranks: int, arguments: argparse.Namespace, folder: str) -> N
         figures: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
         figures["kept_imbalance"] = imbalance(torch.tensor(figures["kept"], dtype=torch.float64).numpy())
         result[mode] = figures
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    return result
 
 
 def show(result: dict[str, Any]) -> None:
@@ -141,12 +133,9 @@ def main() -> None:
     parser.add_argument("--bound", type=int, default=2**24, help="bound of the bounded mode in bytes (default: %(default)s)")
     add_json_option(parser)
     arguments = parser.parse_args()
-    setting = {"threads": 1, "dtype": "float32", **{k: v for k, v in vars(arguments).items() if k != "json"}}
-    result: dict[str, Any] = {"machine": describe(), "setting": setting, "ranks": {}}
+    result: dict[str, Any] = {"machine": describe(), "setting": setting_of(arguments, dtype="float32"), "ranks": {}}
     for ranks in arguments.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(work, (ranks, arguments, folder), nprocs=ranks)
-            result["ranks"][str(ranks)] = json.loads(Path(folder, "result.json").read_text())
+        result["ranks"][str(ranks)] = on_ranks(work, ranks, arguments)
     put_out(result, arguments.json, show)
 
 

@@ -11,35 +11,32 @@ what the ranks make of it. With ``--kernel real`` kernels compute, and need as m
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 import hf_distca
 from hf_distca.integration import session
-from hf_distca.kernels.base import TaskBatch
-from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.runtime.channel import Channel, Transfer
+from hf_distca.runtime.channel import Channel
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.profiles import KernelRates, Profile
 from machine import describe
 from output import add_json_option, put_out
+from processes import on_ranks, setting_of
+from slow_network import Late
 from step_time import batch_of, model_of
+from timed_kernels import timed_kernels
 
 SLOWNESS = 1.5
 WRONG = 3.0
@@ -57,46 +54,9 @@ def scaled(cost: KernelCost, task: float, flop: float) -> KernelCost:
     return KernelCost(cost.task_seconds * task, cost.bytes_per_second, cost.flops_per_second / flop)
 
 
-@contextmanager
-def kernels(arguments: argparse.Namespace, slowness: float) -> Iterator[None]:
+def kernels(arguments: argparse.Namespace, slowness: float) -> AbstractContextManager[None]:
     """Kernels of this rank, so many times slower than those of others."""
-    cost, forward, backward = truth(arguments), CpuKernel.forward, CpuKernel.backward
-    timed = arguments.kernel == "timed"
-
-    def late(tasks: TaskBatch, started: float, backwards: bool) -> None:
-        if timed:
-            each = cost.backward_seconds if backwards else cost.forward_seconds
-            seconds = float(each(tasks.query_length, tasks.key_length).sum()) * slowness
-            time.sleep(max(0.0, seconds - (time.perf_counter() - started)))
-        else:
-            time.sleep((slowness - 1) * (time.perf_counter() - started))
-
-    def slow_forward(self: CpuKernel, q: Any, k: Any, v: Any, tasks: TaskBatch, scores: Any) -> Any:
-        started = time.perf_counter()
-        empty = (q.new_zeros(*q.shape[:2], v.shape[-1]), q.new_zeros(q.shape[:2]))
-        found = empty if timed else forward(self, q, k, v, tasks, scores)
-        late(tasks, started, backwards=False)
-        return found
-
-    def slow_backward(self: CpuKernel, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, tasks: TaskBatch, scores: Any) -> Any:
-        started = time.perf_counter()
-        found = tuple(map(torch.zeros_like, (q, k, v))) if timed else backward(self, do, q, k, v, o, lse, tasks, scores)
-        late(tasks, started, backwards=True)
-        return found
-
-    with patch.object(CpuKernel, "forward", slow_forward), patch.object(CpuKernel, "backward", slow_backward):
-        yield
-
-
-class Late:
-    """A message that arrives so many seconds after its launch at the earliest."""
-
-    def __init__(self, transfer: Transfer, seconds: float) -> None:
-        self.transfer, self.earliest = transfer, time.perf_counter() + seconds
-
-    def wait(self) -> None:
-        self.transfer.wait()
-        time.sleep(max(0.0, self.earliest - time.perf_counter()))
+    return timed_kernels(truth(arguments) if arguments.kernel == "timed" else None, slowness)
 
 
 @contextmanager
@@ -105,9 +65,8 @@ def network(megabytes_per_second: float | None) -> Iterator[None]:
     original = Channel.start
 
     def start(channel: Channel, received: torch.Tensor, sent: torch.Tensor, *sizes: Any) -> Late:
-        return Late(
-            original(channel, received, sent, *sizes), max(received.nbytes, sent.nbytes) / (megabytes_per_second or 1) / 1e6
-        )
+        seconds = max(received.nbytes, sent.nbytes) / (megabytes_per_second or 1) / 1e6
+        return Late(original(channel, received, sent, *sizes), time.perf_counter() + seconds)
 
     with patch.object(Channel, "start", start) if megabytes_per_second else nullcontext():
         yield
@@ -231,22 +190,11 @@ def slow_network(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def work(rank: int, ranks: int, arguments: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder, "store")), ranks), rank=rank, world_size=ranks)
+def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     steps = Steps(arguments, rank, ranks)
     parts = {"slow network": slow_network} if arguments.slow_network else {"wrong rates": wrong, "slow rank": slow_rank}
-    result = {}
-    with ExitStack() as stack:
-        bar = stack.enter_context(tqdm(total=len(parts), desc=f"{ranks} ranks", file=sys.stderr)) if rank == 0 else None
-        for name, part in parts.items():
-            result[name] = part(steps, arguments)
-            if bar is not None:
-                bar.update()
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    shown = tqdm(parts.items(), desc=f"{ranks} ranks", file=sys.stderr, disable=rank > 0)
+    return {name: part(steps, arguments) for name, part in shown}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -284,12 +232,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps <= FIRST + 1:
         parser.error(f"--steps {arguments.steps} must be more than {FIRST + 1}: rates are learned in the first {FIRST}")
-    setting = {"threads": 1, "dtype": "float32", **{k: v for k, v in vars(arguments).items() if k != "json"}}
-    result: dict[str, Any] = {"machine": describe(), "setting": setting, "ranks": {}}
+    result: dict[str, Any] = {"machine": describe(), "setting": setting_of(arguments, dtype="float32"), "ranks": {}}
     for ranks in arguments.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(work, (ranks, arguments, folder), nprocs=ranks)
-            result["ranks"][str(ranks)] = json.loads(Path(folder, "result.json").read_text())
+        result["ranks"][str(ranks)] = on_ranks(measure, ranks, arguments)
     put_out(result, arguments.json, show)
 
 

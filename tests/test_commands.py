@@ -23,7 +23,7 @@ from test_example import LAUNCH, OTHERS, run_program
 SMALL = {
     "python benchmarks/step_time.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --sdpa-rounds 0 --json out.json",
     "python benchmarks/overlap.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --latencies 0 --json out.json",
-    "python benchmarks/networks.py": "--tokens 256 --layers 1 --heads 2 --rounds 1 --rate 5000 --json out.json",
+    "python benchmarks/networks.py": "--tokens 256 --layers 1 --heads 2 --rounds 1 --rates 5000 --json out.json",
     "python benchmarks/host_time.py": "--ranks 8 --tokens 4096 --sample 2 --repeats 2 --documents 2 --json out.json",
     "python benchmarks/memory.py": "--tokens 512 --heads 2 --ranks 2 --json out.json",
     "python benchmarks/scheduler.py --placements benchmarks/placements": "--repeats 1 --json out.json",
