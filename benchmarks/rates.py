@@ -1,8 +1,11 @@
 """Measured rates: estimates that began wrong by a factor of three, a rank that is slower, and exchanges that do not pay.
 
-Gloo processes with one thread each train a small Llama on new documents in every step. With ``--kernel timed`` kernels sleep for
-as long as a cost model says instead of computing: a rank then has a processor to itself whatever else runs, and what is tested is
-what the ranks make of it. With ``--kernel real`` kernels compute, and need as many idle cores as ranks.
+Gloo processes with one thread each train a small, narrow Llama on new documents in every step.
+
+- Wrong rates: kernels compute, and are timed by processor time, which other programs do not change.
+- A slow rank, and a slow network: kernels sleep for as long as a cost model says (``--kernel timed``), so that a rank has a
+  processor to itself whatever else runs; what is tested is what the ranks make of it. With ``--kernel real`` they compute, and
+  need as many idle cores as ranks.
 
     python benchmarks/rates.py --json
     python benchmarks/rates.py --slow-network --json
@@ -16,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,35 +32,51 @@ from tqdm import tqdm
 
 import hf_distca
 from hf_distca.integration import session
+from hf_distca.runtime import meter
 from hf_distca.runtime.channel import Channel
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.profiles import KernelRates, Profile
 from machine import describe
 from output import add_json_option, put_out
-from processes import on_ranks, setting_of
+from processes import in_turns, on_ranks, setting_of
 from slow_network import Late
 from step_time import batch_of, model_of
 from timed_kernels import timed_kernels
 
 SLOWNESS = 1.5
+HIDDEN = 64  # little but attention is left to compute
+STRETCH = 4.0  # times the built-in figures of a CPU that timed kernels take, so that they outweigh all else
 WRONG = 3.0
 FIRST = 12  # steps in which rates are learned
+
+
+def profile(arguments: argparse.Namespace, task: float, flop: float) -> Profile:
+    """The built-in figures of a CPU, with tasks that take so many times as long, and flops."""
+    shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), 64, 64, 4)
+    cost = CostModel.analytic(shape, device_type="cpu")
+    forward, backward = (
+        KernelCost(one.task_seconds * task, one.bytes_per_second, one.flops_per_second / flop)
+        for one in (cost.forward, cost.backward)
+    )
+    return Profile("made up", "cpu", "made up", "", {}, "", (KernelRates("cpu", 4, 64, 64, forward, backward),))
 
 
 def truth(arguments: argparse.Namespace) -> CostModel:
     """What timed kernels take."""
     shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), 64, 64, 4)
-    return CostModel.analytic(shape, device_type="cpu")
-
-
-def scaled(cost: KernelCost, task: float, flop: float) -> KernelCost:
-    """A kernel whose tasks take so many times as long, and whose flops do."""
-    return KernelCost(cost.task_seconds * task, cost.bytes_per_second, cost.flops_per_second / flop)
+    return profile(arguments, STRETCH, STRETCH).cost_model(shape)
 
 
 def kernels(arguments: argparse.Namespace, slowness: float) -> AbstractContextManager[None]:
     """Kernels of this rank, so many times slower than those of others."""
     return timed_kernels(truth(arguments) if arguments.kernel == "timed" else None, slowness)
+
+
+@contextmanager
+def processor_clock() -> Iterator[None]:
+    """Time kernels and exchanges by the processor time of the thread: a clock also has what other programs take away."""
+    with patch.object(meter, "time", SimpleNamespace(perf_counter=time.thread_time)):
+        yield
 
 
 @contextmanager
@@ -79,7 +99,7 @@ def lengths_of(step: int, rank: int, ranks: int, tokens: int) -> list[int]:
         long = int(tokens * generator.uniform(0.8, 1.0)) // 128 * 128
         return [long, *([tokens - long] if long < tokens else [])]
     count = int(generator.integers(4, 12))
-    cuts = np.sort(generator.choice(np.arange(1, tokens // 64), count - 1, replace=False)) * 64
+    cuts = np.sort(generator.choice(np.arange(1, 32), count - 1, replace=False)) * tokens // 32
     return np.diff([0, *cuts.tolist(), tokens]).tolist()
 
 
@@ -88,7 +108,7 @@ class Steps:
 
     def __init__(self, arguments: argparse.Namespace, rank: int, ranks: int) -> None:
         self.arguments, self.rank, self.ranks = arguments, rank, ranks
-        self.model = model_of(arguments, "distca")
+        self.model = model_of(arguments, "distca", HIDDEN)
 
     def step(self, number: int) -> dict[str, float]:
         """Seconds of the step; and what was estimated and measured of the one before."""
@@ -109,12 +129,10 @@ class Steps:
 
 def wrong(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     """Estimates that begin wrong: everything too fast, everything too slow, and tasks and flops in opposite directions."""
-    true, found = truth(arguments), {}
+    found = {}
     for name, task, flop in (("3x too slow", WRONG, WRONG), ("3x too fast", 1 / WRONG, 1 / WRONG), ("mixed", WRONG, 1 / WRONG)):
-        rates = KernelRates("cpu", 4, 64, 64, scaled(true.forward, task, flop), scaled(true.backward, task, flop))
-        profile = Profile(name, "cpu", "made up", "", {}, "", (rates,))
-        hf_distca.configure(hf_distca.DistCAConfig(cost_model=profile))
-        with kernels(arguments, 1.0):
+        hf_distca.configure(hf_distca.DistCAConfig(cost_model=profile(arguments, task, flop)))
+        with processor_clock():
             rows = [steps.step(number) for number in range(arguments.steps)]
         ratios = [row["estimate"] for row in rows if "estimate" in row]
         last = [abs(ratio - 1) for ratio in ratios[FIRST:]]
@@ -129,21 +147,23 @@ def wrong(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     """One rank's kernels are slower: seconds of a step with measured rates, without, and what its speed allows."""
-    slowness = SLOWNESS if steps.rank == 0 else 1.0
+    slowness, right = SLOWNESS if steps.rank == 0 else 1.0, profile(arguments, STRETCH, STRETCH)
     modes = {
-        "all alike": (1.0, hf_distca.DistCAConfig()),
-        "unbalanced": (slowness, hf_distca.DistCAConfig(balance=False)),
-        "speeds not measured": (slowness, hf_distca.DistCAConfig(measured_rates=False)),
-        "speeds measured": (slowness, hf_distca.DistCAConfig()),
+        "all alike": (1.0, hf_distca.DistCAConfig(cost_model=right)),
+        "unbalanced": (slowness, hf_distca.DistCAConfig(cost_model=right, balance=False)),
+        "speeds not measured": (slowness, hf_distca.DistCAConfig(cost_model=right, measured_rates=False)),
+        "speeds measured": (slowness, hf_distca.DistCAConfig(cost_model=right)),
     }
     sessions = {name: session.Session(config) for name, (_, config) in modes.items()}
     seconds: dict[str, list[float]] = {name: [] for name in modes}
     slowest: dict[str, float] = dict.fromkeys(modes, 0.0)
     mean = 0.0
     kernel: list[float] = []
-    for number in range(arguments.steps):  # modes take turns, so that a drifting machine slows all of them
-        for name, (factor, _) in list(modes.items())[:: 1 if number % 2 == 0 else -1]:
-            with kernels(arguments, factor), patch.object(session, "_session", sessions[name]):
+    for number in range(arguments.steps):
+        for name in in_turns(modes, number):
+            if number < FIRST - 1 and name != "speeds measured":  # nothing is learned
+                continue
+            with kernels(arguments, modes[name][0]), patch.object(session, "_session", sessions[name]):
                 row = steps.step(number)
             if number >= FIRST:
                 seconds[name].append(row["seconds"])
@@ -171,12 +191,11 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def slow_network(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     """Exchanges take so long that none pays: steps with balancing on and off, in turns."""
-    hf_distca.configure(hf_distca.DistCAConfig())
+    hf_distca.configure(hf_distca.DistCAConfig(cost_model=profile(arguments, STRETCH, STRETCH)))
     seconds: dict[str, list[float]] = {"on": [], "off": []}
     with kernels(arguments, 1.0), network(arguments.megabytes_per_second):
-        for number in range(2 * arguments.steps):
-            names = ["on", "off"][:: 1 if number % 4 < 2 else -1]
-            for name in names if number % 2 == 0 else ():
+        for number in range(arguments.steps):
+            for name in in_turns(seconds, number):
                 with hf_distca.balancing(name == "on"):
                     seconds[name].append(steps.step(number)["seconds"])
     ratios = [on / off for on, off in zip(seconds["on"], seconds["off"], strict=True)]
@@ -219,15 +238,15 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048, help="tokens a rank (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=1, help="decoder layers (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=4, help="query heads of 64; half as many key/value heads")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
     parser.add_argument(
-        "--steps", type=int, default=36, help=f"steps of each mode, {FIRST} of them to learn (default: %(default)s)"
+        "--steps", type=int, default=24, help=f"steps of each mode, {FIRST} of them to learn (default: %(default)s)"
     )
     parser.add_argument("--kernel", choices=["timed", "real"], default="timed", help="see above (default: %(default)s)")
     parser.add_argument("--slow-network", action="store_true", help="exchanges that do not pay, and nothing else")
-    parser.add_argument("--megabytes-per-second", type=float, default=2.0, help="of the slow network (default: %(default)s)")
+    parser.add_argument("--megabytes-per-second", type=float, default=0.5, help="of the slow network (default: %(default)s)")
     add_json_option(parser)
     arguments = parser.parse_args()
     if arguments.steps <= FIRST + 1:

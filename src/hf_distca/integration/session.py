@@ -25,7 +25,7 @@ from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.kinds import known_cost
-from hf_distca.integration.mesh import data_parallel_group, find_members
+from hf_distca.integration.mesh import data_parallel_group, find_members, size_of_groups
 from hf_distca.integration.progress import said_if_long
 from hf_distca.kernels import Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import to_device
@@ -101,7 +101,8 @@ class Session:
                 members = find_members()
             with said_if_long("making the attention group, which waits for all its ranks,"):
                 config = self.config
-                self._group = AttentionGroup.of(members, timeout_seconds=config.timeout_seconds, size=config.group_size)
+                size = config.group_size if world is None else size_of_groups(members, config)
+                self._group = AttentionGroup.of(members, timeout_seconds=config.timeout_seconds, size=size)
             self._world = world
         return self._group
 
