@@ -25,7 +25,7 @@ SMALL = {
     "python benchmarks/overlap.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --latencies 0 --json out.json",
     "python benchmarks/networks.py": "--tokens 256 --layers 1 --heads 2 --rounds 1 --rates 5000 --json out.json",
     "python benchmarks/host_time.py": "--ranks 8 --tokens 4096 --sample 2 --repeats 2 --documents 2 --json out.json",
-    "python benchmarks/memory.py": "--tokens 512 --heads 2 --ranks 2 --json out.json",
+    "python benchmarks/memory.py": "--tokens 512 --heads 2 --ranks 2 --rounds 1 --json out.json",
     "python benchmarks/scheduler.py --placements benchmarks/placements": "--repeats 1 --json out.json",
     "python benchmarks/levels.py --placements benchmarks/placements": "--json out.json",
     "python benchmarks/group_size.py": "--ranks 16 --sizes 8 --tokens 8192 --longest 8192 --json out.json",

@@ -112,6 +112,14 @@ class Session:
         return 1 if self._group is None else self._group.size
 
     @property
+    def nodes(self) -> int:
+        """How many nodes they are on; 0 if that is not known, as where nodes have different numbers of them."""
+        group = self._group
+        if group is None or group.size == 1:
+            return 1
+        return 0 if group.per_node is None else group.size // group.per_node
+
+    @property
     def is_first(self) -> bool:
         """Whether this is rank 0 of all: others say nothing of what is the same everywhere."""
         return self._group is None or self._group.ranks[self._group.rank] == 0
