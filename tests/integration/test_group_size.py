@@ -78,15 +78,15 @@ def cut_by_default(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
     hf_distca.configure(settings())
     log = logging.getLogger("hf_distca")
     state = patch.object(shares_module, "PartialState", lambda: SimpleNamespace(num_processes=4, device="cpu"))  # as launched
-    with (
-        state,
-        patch.multiple(config_module, _MOST_RANKS=2, _FEWEST_RANKS=2, _WHOLE_NODES=2),
-        patch.object(log, "level", logging.INFO),
-    ):
-        log.addHandler(handler)
-        ranks = current_session().group.ranks
-        shares = shares_of(hf_distca.document_shares([[1, 2, 3]] * 64, 8, shapes=[(SHAPE, None)], device="cpu"))
-        check_shares(DataLoader(shares, sampler=DistributedSampler(shares, shuffle=False), collate_fn=list))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        with state, patch.multiple(config_module, _MOST_RANKS=2, _FEWEST_RANKS=2, _WHOLE_NODES=2):
+            ranks = current_session().group.ranks
+            shares = shares_of(hf_distca.document_shares([[1, 2, 3]] * 64, 8, shapes=[(SHAPE, None)], device="cpu"))
+            check_shares(DataLoader(shares, sampler=DistributedSampler(shares, shuffle=False), collate_fn=list))
+    finally:
+        log.setLevel(logging.NOTSET)
         log.removeHandler(handler)
     return ranks, shares.dealing.ranks, said
 
