@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,12 +24,14 @@ def timed_kernels(cost: CostModel | None, slowness: float = 1.0) -> Iterator[Non
     """
     forward, backward = CpuKernel.forward, CpuKernel.backward
 
-    def late(tasks: TaskBatch, started: float, backwards: bool) -> None:
+    def late(tasks: TaskBatch, q: torch.Tensor, k: torch.Tensor, started: float, backwards: bool) -> None:
         taken = time.perf_counter() - started
         if cost is None:
             time.sleep((slowness - 1) * taken)
         else:
-            each = cost.backward_seconds if backwards else cost.forward_seconds
+            shape = replace(cost.shape, query_heads=q.shape[1], key_value_heads=k.shape[1])  # tasks may be of some heads only
+            one = replace(cost, shape=shape)
+            each = one.backward_seconds if backwards else one.forward_seconds
             seconds = float(each(tasks.query_length, tasks.key_length).sum()) * slowness
             time.sleep(max(0.0, seconds - taken))
 
@@ -36,14 +39,14 @@ def timed_kernels(cost: CostModel | None, slowness: float = 1.0) -> Iterator[Non
         started = time.perf_counter()
         empty = (q.new_zeros(*q.shape[:2], v.shape[-1]), q.new_zeros(q.shape[:2]))
         found = forward(self, q, k, v, tasks, scores) if cost is None else empty
-        late(tasks, started, backwards=False)
+        late(tasks, q, k, started, backwards=False)
         return found
 
     def slow_backward(self: CpuKernel, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, tasks: TaskBatch, scores: Any) -> Any:
         started = time.perf_counter()
         zeros = tuple(map(torch.zeros_like, (q, k, v)))
         found = backward(self, do, q, k, v, o, lse, tasks, scores) if cost is None else zeros
-        late(tasks, started, backwards=True)
+        late(tasks, q, k, started, backwards=True)
         return found
 
     with patch.object(CpuKernel, "forward", slow_forward), patch.object(CpuKernel, "backward", slow_backward):
