@@ -36,6 +36,7 @@ def plan(
     tolerance: Annotated[float, typer.Option(help="How far a rank may lie from the mean, as a fraction.")] = 0.01,
     min_gain: Annotated[float, typer.Option(help="Smallest gain for which anything is moved, as a fraction.")] = 0.02,
     tile: Annotated[int, typer.Option(help="Documents are cut at multiples of this.")] = 128,
+    head_groups: Annotated[int, typer.Option(help="Most head groups of a long document; 1 plans all heads together.")] = 8,
     query_heads: QueryHeads = 32,
     key_value_heads: KeyValueHeads = 8,
     head_dim: HeadDim = 128,
@@ -60,7 +61,7 @@ def plan(
     from hf_distca.schedule.ranks import Ranks
 
     with errors_in_one_line():
-        config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=tile)
+        config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=tile, head_groups=head_groups)
         model = cost_model(cost, query_heads, key_value_heads, head_dim, tile=tile, window=window, measured=measured)
         model = with_links(model, link_gigabytes, node_gigabytes, ranks_per_link)
         layout = parse_placement(read(placement), name_of(placement))

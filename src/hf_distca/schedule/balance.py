@@ -14,6 +14,7 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.greedy import Greedy
 from hf_distca.schedule.heads import WHOLE, Heads
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.levels import INNER_BAND
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.prices import BandPrice, Price
@@ -30,11 +31,13 @@ _FINEST = 0.002
 _COARSER = (0.05, 0.15, 0.4)
 _EATEN = 0.5
 # The finest band where compute and exchange are evened out together, which takes many small moves; ranks that are so few that it
-# is as fine as for compute, and that evening out compute alone is tried as well.
+# is as fine as for compute, that evening out compute alone is tried as well, and that plans which hardly gain enough are.
 _SERIAL = 0.02
 _FEW = 64
 # What the slowest rank may take beyond the mean for plans that do not prefer servers of the same node not to be tried as well.
 _SERVED = 0.02
+# Times the mean of both that the slowest of many ranks may take for evening out compute alone not to be tried as well.
+_EARLY = 1.3
 # Times the mean that the slowest rank takes where caps are tried first, and how much lower the next cap is.
 _EXTREME = 12
 _FINER_CAP = 1.4
@@ -125,7 +128,7 @@ def _fastest(
         load = _load(greedy.plan(), cost, config, ranks, relayed)
         if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:
             best, fastest = load.plan, load.slowest_seconds
-            if not few:
+            if not few and fastest <= _EARLY * ranks.level(both):
                 return best
     for tolerance in (wanted, *(t for t in _COARSER if t > wanted)):
         greedy = Greedy(layout, price, seconds, tolerance, fit, ranks=ranks, heads=heads)
@@ -165,8 +168,11 @@ def _hopeless(price: Price, unmoved: PlanLoad, config: DistCAConfig) -> bool:
     most = price.most_seconds(unmoved.plan.layout.longest) * cost.exchange_bytes_per_second
     if cost.window is not None and not config.ping_pong and least_bytes > most:
         return True
-    # The slowest rank cannot end before the mean, and moving work seldom saves exchanges.
+    # The slowest rank cannot end before the mean, and moving work seldom saves exchanges. Among many ranks, one ends where the
+    # greedy stops.
     mean = ranks.level(unmoved.compute_seconds.tolist())
+    if unmoved.plan.layout.world_size > _FEW:
+        mean *= 1 + INNER_BAND * config.tolerance
     if not config.ping_pong:
         mean += math.fsum(unmoved.exchange_seconds.tolist()) / unmoved.plan.layout.world_size
     return unmoved.slowest_seconds * (1 - config.min_gain) < mean
