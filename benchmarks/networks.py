@@ -1,8 +1,12 @@
-"""Seconds of a training step on two nodes of two ranks, whose links are slow: keys sent directly, and passed on by relays.
+"""Seconds of a training step on two nodes of two ranks whose links are slow: plans for one level of links, for two, and relays.
 
-Four processes with one thread each hold equally many tokens: one long document against short ones. Exchanges take as long as
-their bytes would at `--rate` between nodes and at ten times that inside (`slow_network.py`). All is in float64, and the gradients
-of all modes are compared. Modes take turns within each round; the figures are medians over rounds.
+Four processes hold equally many tokens: one long document on the first rank, eight short ones on each of the others. Exchanges
+take as long as their bytes would at `--rates` between nodes and at ten times that inside (`slow_network.py`). All is in float64.
+
+Gradients of all modes are compared in steps whose kernels compute. In the steps that are timed, kernels sleep for as long as the
+cost model says (`timed_kernels.py`), so that every rank has a processor to itself for its attention; `--kernel real` needs a core
+for each process instead. The model is so narrow that little but attention is left to compute. Modes take turns within each round;
+the figures are medians over rounds.
 
     python benchmarks/networks.py --json
 """
@@ -10,156 +14,180 @@ of all modes are compared. Modes take turns within each round; the figures are m
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 import hf_distca
 from hf_distca.agreement import planner
 from hf_distca.integration.session import current_session
-from hf_distca.schedule import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from machine import describe
 from output import add_json_option, put_out
-from slow_network import Links, slow_network
+from processes import add_model_options, in_turns, on_ranks, rounds, setting_of
+from slow_network import Links, SlowNetwork
 from step_time import batch_of, model_of
+from timed_kernels import timed_kernels
 
 RANKS, RANKS_PER_NODE = 4, 2
 INSIDE = 10  # times as fast as between nodes
-MODES = ("unbalanced", "planned without relays", "same tasks without relays", "relays")
+HIDDEN = 64
+SLOWER = 4  # times the built-in figures of a CPU that kernels take: attention and exchanges outweigh what else a step does
 
 
-@contextmanager
-def plans_of(mode: str) -> Iterator[None]:
-    """Make the plans of a mode. Without relays, less may be worth moving; with the same tasks, all is just sent directly."""
-    if mode == "planned without relays":
-        with patch.object(balance, "relieve", lambda load: load):
-            yield
-    elif mode == "same tasks without relays":
-        with patch.object(planner, "balance", lambda *job: balance.balance(*job).with_relays(None)):
-            yield
-    else:
-        yield
+class Mode(NamedTuple):
+    """What plans may do."""
+
+    balanced: bool = True
+    two_levels: bool = False
+    relayed: bool = False
 
 
-def cost_of(arguments: argparse.Namespace) -> CostModel:
-    """The built-in figures of a CPU, in float64, with the rate between nodes."""
-    shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), 64, 64, 8)
-    figures = json.loads(CostModel.analytic(shape, device_type="cpu").to_json())
-    return CostModel.from_json(json.dumps({**figures, "exchange_bytes_per_second": arguments.rate * 1e6}))
+MODES = {
+    "unbalanced": Mode(balanced=False),
+    "one level": Mode(),
+    "two levels": Mode(two_levels=True),
+    "two levels and relays": Mode(two_levels=True, relayed=True),
+}
 
 
-def step(
-    model: torch.nn.Module, batch: dict[str, Any], mode: str, arguments: argparse.Namespace
-) -> tuple[float, torch.Tensor, int]:
-    """Seconds until all ranks are done, the gradient, and the bytes that this rank sent."""
-    session = current_session()
-    session.config = hf_distca.DistCAConfig(balance=mode != "unbalanced", cost_model=cost_of(arguments))
-    before = session.meter.sent_bytes
-    links = Links(RANKS_PER_NODE, INSIDE * arguments.rate * 1e6, arguments.rate * 1e6)
-    dist.barrier()
-    started = time.perf_counter()
-    with slow_network(links) as injected, plans_of(mode):
-        model(**dict(batch), use_cache=False).loss.backward()
-    dist.barrier()
-    seconds = time.perf_counter() - started
-    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    model.zero_grad()
-    return seconds, gradient, (session.meter.sent_bytes - before, injected.seconds)
+def cost_of(heads: int, rate: float, *, two_levels: bool) -> CostModel:
+    """The figures of a slow CPU, in float64, with bytes per second between nodes."""
+    model = CostModel.analytic(AttentionShape(heads, max(heads // 2, 1), 64, 64, 8), device_type="cpu")
+    forward, backward = (
+        KernelCost(one.task_seconds, one.bytes_per_second, one.flops_per_second / SLOWER)
+        for one in (model.forward, model.backward)
+    )
+    inside = INSIDE * rate if two_levels else None
+    return replace(model, forward=forward, backward=backward, exchange_bytes_per_second=rate, node_bytes_per_second=inside)
 
 
-def work(rank: int, arguments: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
+class Steps:
+    """Times training steps of one rank."""
+
+    def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
+        self.network = SlowNetwork(rank, RANKS)
+        self.heads, self.timed, self.ping_pong = arguments.heads, arguments.kernel == "timed", arguments.ping_pong
+        self.model = model_of(arguments, "distca", HIDDEN)
+        self.batch = batch_of([arguments.tokens] if rank == 0 else [arguments.tokens // 8] * 8, rank)
+
+    def step(self, mode: Mode, rate: float, *, computing: bool) -> tuple[float, torch.Tensor, tuple[float, float]]:
+        """Seconds until all ranks are done, the gradient, and megabytes sent by this rank and seconds of its links.
+
+        Args:
+            mode: what plans may do.
+            rate: bytes per second between nodes.
+            computing: let kernels compute, on a network that is not slow.
+        """
+        cost = cost_of(self.heads, rate, two_levels=mode.two_levels)
+        session = current_session()
+        session.config = hf_distca.DistCAConfig(balance=mode.balanced, cost_model=cost, ping_pong=self.ping_pong)
+        session.planner.costs.clear()
+        before = session.meter.sent_bytes
+        network: AbstractContextManager[Any] = nullcontext()
+        kernels: AbstractContextManager[None] = nullcontext()
+        if not computing:
+            network = self.network.slow(Links(RANKS_PER_NODE, INSIDE * rate, rate))
+            kernels = timed_kernels(cost) if self.timed else kernels
+        dist.barrier()
+        started = time.perf_counter()
+        with network as injected, kernels, patch.object(planner, "balance", partial(balance, relayed=mode.relayed)):
+            self.model(**dict(self.batch), use_cache=False).loss.backward()
+        dist.barrier()
+        seconds = time.perf_counter() - started
+        gradient = torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()])
+        self.model.zero_grad()
+        megabytes = (session.meter.sent_bytes - before) / 1e6
+        return seconds, gradient, (megabytes, 0.0 if injected is None else injected.seconds)
+
+
+def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    # As torchrun would on two nodes.
+    os.environ.update(GROUP_RANK=str(rank // RANKS_PER_NODE), LOCAL_WORLD_SIZE=str(RANKS_PER_NODE))
     torch.set_default_dtype(torch.float64)
-    store = dist.FileStore(str(Path(folder, "store")), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    model = model_of(arguments, "distca")
-    batch = batch_of([arguments.tokens] if rank == 0 else [arguments.tokens // 8] * 8, rank)
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    gradients: dict[str, torch.Tensor] = {}
-    sent: dict[str, list[tuple[int, float]]] = {}
-    progress = tqdm(total=arguments.rounds, desc="rounds", file=sys.stderr) if rank == 0 else nullcontext()
-    with progress as bar:
-        for mode in MODES:  # the first steps pay for buffers and caches
-            _, gradients[mode], count = step(model, batch, mode, arguments)
-            sent[mode] = [(0, 0.0)] * RANKS
-            dist.all_gather_object(sent[mode], count)
-        for round_ in range(arguments.rounds):
-            for mode in MODES[:: 1 if round_ % 2 == 0 else -1]:
-                seconds[mode].append(step(model, batch, mode, arguments)[0])
-            if bar is not None:
-                bar.update()
-    largest = float(gradients["unbalanced"].abs().max())
-    differences = {mode: float((gradients[mode] - gradients["unbalanced"]).abs().max()) / largest for mode in MODES}
-    same = gradients["relays"] - gradients["same tasks without relays"]
-    differences["relays, from the same tasks without them"] = float(same.abs().max()) / largest
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(figures(arguments, seconds, sent, differences)))
-    dist.barrier()
-    dist.destroy_process_group()
+    steps = Steps(arguments, rank)
+    keys = [(rate, name) for rate in arguments.rates for name in MODES]
+    gradients = {key: steps.step(MODES[key[1]], key[0] * 1e6, computing=True)[1] for key in keys}
+    sent: dict[tuple[float, str], list[Any]] = {}
+    seconds: dict[tuple[float, str], list[float]] = {key: [] for key in keys}
+    for round_ in rounds(rank, arguments.rounds):
+        for rate, name in in_turns(keys, round_):
+            taken, _, links = steps.step(MODES[name], rate * 1e6, computing=False)
+            seconds[rate, name].append(taken)
+            dist.all_gather_object(sent.setdefault((rate, name), [None] * ranks), links)
+    return figures(arguments, seconds, sent, gradients)
 
 
 def figures(
     arguments: argparse.Namespace,
-    seconds: dict[str, list[float]],
-    sent: dict[str, list[tuple[int, float]]],
-    differences: dict[str, float],
+    seconds: dict[tuple[float, str], list[float]],
+    sent: dict[tuple[float, str], list[Any]],
+    gradients: dict[tuple[float, str], torch.Tensor],
 ) -> dict[str, Any]:
-    """Medians over rounds, ratios within rounds, bytes and seconds of the links of each rank, and differences of gradients."""
-    return {
-        "machine": describe(),
-        "setting": {"ranks": RANKS, "ranks_per_node": RANKS_PER_NODE, "inside": INSIDE, "threads": 1}
-        | {k: v for k, v in vars(arguments).items() if k != "json"},
-        "seconds": seconds,
-        "median_seconds": {mode: statistics.median(row) for mode, row in seconds.items()},
-        "relays_to": {
-            mode: statistics.median(a / b for a, b in zip(seconds["relays"], seconds[mode], strict=True)) for mode in MODES[:-1]
-        },
-        "megabytes_sent": {mode: [count / 1e6 for count, _ in row] for mode, row in sent.items()},
-        "link_seconds": {mode: [link for _, link in row] for mode, row in sent.items()},
-        "gradient_difference": differences,
-    }
+    """By rate and mode: seconds, what each rank sent, and how far gradients are from those of the unbalanced step."""
+    rows: dict[str, dict[str, Any]] = {}
+    for (rate, name), taken in seconds.items():
+        plain = gradients[rate, "unbalanced"]
+        rows.setdefault(f"{rate:g}", {})[name] = {
+            "seconds": taken,
+            "median_seconds": statistics.median(taken),
+            "to_unbalanced": statistics.median(a / b for a, b in zip(taken, seconds[rate, "unbalanced"], strict=True)),
+            "megabytes_sent": [megabytes for megabytes, _ in sent[rate, name]],
+            "link_seconds": [links for _, links in sent[rate, name]],
+            "gradient_difference": float((gradients[rate, name] - plain).abs().max() / plain.abs().max()),
+        }
+    setting = setting_of(arguments, ranks=RANKS, ranks_per_node=RANKS_PER_NODE, inside=INSIDE, hidden=HIDDEN, slower=SLOWER)
+    return {"machine": describe(), "setting": setting, "rates": rows}
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title=f"step time on two nodes of two ranks, {result['setting']['rate']} MB/s between")
-    for name in ("mode", "seconds", "MB sent by each rank", "seconds of the busiest links", "difference of gradients"):
+    table = Table(title="a step on two nodes of two ranks")
+    names = (
+        "MB/s between",
+        "mode",
+        "seconds",
+        "to unbalanced",
+        "MB sent by each rank",
+        "busiest links, s",
+        "gradients differ by",
+    )
+    for name in names:
         table.add_column(name, justify="left" if name == "mode" else "right")
-    for mode, seconds in result["median_seconds"].items():
-        sent = ", ".join(f"{count:.0f}" for count in result["megabytes_sent"][mode])
-        table.add_row(
-            mode, f"{seconds:.2f}", sent, f"{max(result['link_seconds'][mode]):.2f}", f"{result['gradient_difference'][mode]:.1g}"
-        )
+    for rate, modes in result["rates"].items():
+        for name, row in modes.items():
+            sent = ", ".join(f"{megabytes:.0f}" for megabytes in row["megabytes_sent"])
+            measured = f"{row['median_seconds']:.2f}", f"{row['to_unbalanced']:.3f}", sent, f"{max(row['link_seconds']):.2f}"
+            table.add_row(rate, name, *measured, f"{row['gradient_difference']:.1g}")
     Console(width=130).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens a rank (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=1, help="decoder layers (default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=8, help="query heads of 64; half as many key/value heads")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, each running every mode once (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=200.0, help="MB/s of a rank between nodes (default: %(default)s)")
+    add_model_options(parser, tokens=2048, layers=2, heads=8)
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[50, 100, 200],
+        metavar="MB/s",
+        help="of a rank between nodes (default: 50 100 200)",
+    )
+    parser.add_argument("--kernel", choices=["timed", "real"], default="timed", help="see above (default: %(default)s)")
+    parser.add_argument("--ping-pong", action="store_true", help="layers in two nano-batches, which hide exchanges")
     add_json_option(parser)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (arguments, folder), nprocs=RANKS)
-        result = json.loads(Path(folder, "result.json").read_text())
-    put_out(result, arguments.json, show)
+    put_out(on_ranks(measure, RANKS, arguments), arguments.json, show)
 
 
 if __name__ == "__main__":

@@ -10,43 +10,28 @@ numbers mean nothing, its time does). Modes take turns within each round; the fi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 import hf_distca
 from hf_distca.integration.session import current_session
-from hf_distca.runtime.channel import Channel, Transfer
+from hf_distca.runtime.channel import Channel
 from machine import describe
 from output import add_json_option, put_out
+from processes import add_model_options, in_turns, on_ranks, rounds, setting_of
+from slow_network import Late
 from step_time import RANKS, batch_of, model_of
 
 MODES = ("unbalanced", "single-stream", "ping-pong", "no communication")
-
-
-class Late:
-    """A message that arrives no earlier than `seconds` after its launch."""
-
-    def __init__(self, transfer: Transfer, seconds: float) -> None:
-        self.transfer, self.earliest = transfer, time.perf_counter() + seconds
-
-    def wait(self) -> None:
-        self.transfer.wait()
-        time.sleep(max(0.0, self.earliest - time.perf_counter()))
 
 
 class Never:
@@ -65,7 +50,7 @@ def exchanges(seconds: float | None) -> Iterator[None]:
         if seconds is None:
             received.zero_()
             return Never()
-        return Late(original(channel, received, *args), seconds)
+        return Late(original(channel, received, *args), time.perf_counter() + seconds)
 
     with patch.object(Channel, "start", start):
         yield
@@ -84,27 +69,17 @@ def step(model: torch.nn.Module, batch: dict[str, Any], mode: str, latency: floa
     return time.perf_counter() - started
 
 
-def work(rank: int, arguments: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder, "store")), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     model = model_of(arguments, "distca")
     batch = batch_of([[arguments.tokens], [arguments.tokens // 8] * 8][rank], rank)
     keys = [(mode, latency) for latency in arguments.latencies for mode in MODES if mode != "no communication" or not latency]
     seconds: dict[str, dict[str, list[float]]] = {mode: {} for mode in MODES}
-    progress = tqdm(total=arguments.rounds, desc="rounds", file=sys.stderr) if rank == 0 else nullcontext()
-    with progress as bar:
-        for mode in MODES:
-            step(model, batch, mode, 0.0)  # the first steps pay for buffers and caches
-        for round_ in range(arguments.rounds):
-            for mode, latency in keys[:: 1 if round_ % 2 == 0 else -1]:
-                seconds[mode].setdefault(str(latency), []).append(step(model, batch, mode, latency / 1e3))
-            if bar is not None:
-                bar.update()
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(figures(arguments, seconds)))
-    dist.barrier()
-    dist.destroy_process_group()
+    for mode in MODES:
+        step(model, batch, mode, 0.0)  # the first steps pay for buffers and caches
+    for round_ in rounds(rank, arguments.rounds):
+        for mode, latency in in_turns(keys, round_):
+            seconds[mode].setdefault(str(latency), []).append(step(model, batch, mode, latency / 1e3))
+    return figures(arguments, seconds)
 
 
 def figures(arguments: argparse.Namespace, seconds: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
@@ -116,7 +91,7 @@ def figures(arguments: argparse.Namespace, seconds: dict[str, dict[str, list[flo
     }
     return {
         "machine": describe(),
-        "setting": {"ranks": RANKS, "threads": 1, **{k: v for k, v in vars(arguments).items() if k != "json"}},
+        "setting": setting_of(arguments, ranks=RANKS),
         "seconds": seconds,
         "median_seconds": {mode: {ms: statistics.median(row) for ms, row in rows.items()} for mode, rows in seconds.items()},
         "to_no_communication": ratios,
@@ -141,10 +116,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens a rank (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="decoder layers (default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=4, help="query heads of 64; half as many key/value heads")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, each running every mode once (default: %(default)s)")
+    add_model_options(parser, tokens=8192, layers=4)
     parser.add_argument(
         "--latencies",
         type=int,
@@ -157,10 +129,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.latencies[0] != 0:
         parser.error(f"--latencies {arguments.latencies} must begin with 0, which the others are compared with")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (arguments, folder), nprocs=RANKS)
-        result = json.loads(Path(folder, "result.json").read_text())
-    put_out(result, arguments.json, show)
+    put_out(on_ranks(measure, RANKS, arguments), arguments.json, show)
 
 
 if __name__ == "__main__":

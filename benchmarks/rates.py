@@ -1,8 +1,11 @@
 """Measured rates: estimates that began wrong by a factor of three, a rank that is slower, and exchanges that do not pay.
 
-Gloo processes with one thread each train a small Llama on new documents in every step. With ``--kernel timed`` kernels sleep for
-as long as a cost model says instead of computing: a rank then has a processor to itself whatever else runs, and what is tested is
-what the ranks make of it. With ``--kernel real`` kernels compute, and need as many idle cores as ranks.
+Gloo processes with one thread each train a small, narrow Llama on new documents in every step.
+
+- Wrong rates: kernels compute, and are timed by processor time, which other programs do not change.
+- A slow rank, and a slow network: kernels sleep for as long as a cost model says (``--kernel timed``), so that a rank has a
+  processor to itself whatever else runs; what is tested is what the ranks make of it. With ``--kernel real`` they compute, and
+  need as many idle cores as ranks.
 
     python benchmarks/rates.py --json
     python benchmarks/rates.py --slow-network --json
@@ -11,92 +14,69 @@ what the ranks make of it. With ``--kernel real`` kernels compute, and need as m
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 import hf_distca
 from hf_distca.integration import session
-from hf_distca.kernels.base import TaskBatch
-from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.runtime.channel import Channel, Transfer
+from hf_distca.runtime import meter
+from hf_distca.runtime.channel import Channel
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.profiles import KernelRates, Profile
 from machine import describe
 from output import add_json_option, put_out
+from processes import in_turns, on_ranks, setting_of
+from slow_network import Late
 from step_time import batch_of, model_of
+from timed_kernels import timed_kernels
 
 SLOWNESS = 1.5
+HIDDEN = 64  # little but attention is left to compute
+STRETCH = 4.0  # times the built-in figures of a CPU that timed kernels take, so that they outweigh all else
 WRONG = 3.0
 FIRST = 12  # steps in which rates are learned
+
+
+def profile(arguments: argparse.Namespace, task: float, flop: float) -> Profile:
+    """The built-in figures of a CPU, with tasks that take so many times as long, and flops."""
+    shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), 64, 64, 4)
+    cost = CostModel.analytic(shape, device_type="cpu")
+    forward, backward = (
+        KernelCost(one.task_seconds * task, one.bytes_per_second, one.flops_per_second / flop)
+        for one in (cost.forward, cost.backward)
+    )
+    return Profile("made up", "cpu", "made up", "", {}, "", (KernelRates("cpu", 4, 64, 64, forward, backward),))
 
 
 def truth(arguments: argparse.Namespace) -> CostModel:
     """What timed kernels take."""
     shape = AttentionShape(arguments.heads, max(arguments.heads // 2, 1), 64, 64, 4)
-    return CostModel.analytic(shape, device_type="cpu")
+    return profile(arguments, STRETCH, STRETCH).cost_model(shape)
 
 
-def scaled(cost: KernelCost, task: float, flop: float) -> KernelCost:
-    """A kernel whose tasks take so many times as long, and whose flops do."""
-    return KernelCost(cost.task_seconds * task, cost.bytes_per_second, cost.flops_per_second / flop)
+def kernels(arguments: argparse.Namespace, slowness: float) -> AbstractContextManager[None]:
+    """Kernels of this rank, so many times slower than those of others."""
+    return timed_kernels(truth(arguments) if arguments.kernel == "timed" else None, slowness)
 
 
 @contextmanager
-def kernels(arguments: argparse.Namespace, slowness: float) -> Iterator[None]:
-    """Kernels of this rank, so many times slower than those of others."""
-    cost, forward, backward = truth(arguments), CpuKernel.forward, CpuKernel.backward
-    timed = arguments.kernel == "timed"
-
-    def late(tasks: TaskBatch, started: float, backwards: bool) -> None:
-        if timed:
-            each = cost.backward_seconds if backwards else cost.forward_seconds
-            seconds = float(each(tasks.query_length, tasks.key_length).sum()) * slowness
-            time.sleep(max(0.0, seconds - (time.perf_counter() - started)))
-        else:
-            time.sleep((slowness - 1) * (time.perf_counter() - started))
-
-    def slow_forward(self: CpuKernel, q: Any, k: Any, v: Any, tasks: TaskBatch, scores: Any) -> Any:
-        started = time.perf_counter()
-        empty = (q.new_zeros(*q.shape[:2], v.shape[-1]), q.new_zeros(q.shape[:2]))
-        found = empty if timed else forward(self, q, k, v, tasks, scores)
-        late(tasks, started, backwards=False)
-        return found
-
-    def slow_backward(self: CpuKernel, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, tasks: TaskBatch, scores: Any) -> Any:
-        started = time.perf_counter()
-        found = tuple(map(torch.zeros_like, (q, k, v))) if timed else backward(self, do, q, k, v, o, lse, tasks, scores)
-        late(tasks, started, backwards=True)
-        return found
-
-    with patch.object(CpuKernel, "forward", slow_forward), patch.object(CpuKernel, "backward", slow_backward):
+def processor_clock() -> Iterator[None]:
+    """Time kernels and exchanges by the processor time of the thread: a clock also has what other programs take away."""
+    with patch.object(meter, "time", SimpleNamespace(perf_counter=time.thread_time)):
         yield
-
-
-class Late:
-    """A message that arrives so many seconds after its launch at the earliest."""
-
-    def __init__(self, transfer: Transfer, seconds: float) -> None:
-        self.transfer, self.earliest = transfer, time.perf_counter() + seconds
-
-    def wait(self) -> None:
-        self.transfer.wait()
-        time.sleep(max(0.0, self.earliest - time.perf_counter()))
 
 
 @contextmanager
@@ -105,9 +85,8 @@ def network(megabytes_per_second: float | None) -> Iterator[None]:
     original = Channel.start
 
     def start(channel: Channel, received: torch.Tensor, sent: torch.Tensor, *sizes: Any) -> Late:
-        return Late(
-            original(channel, received, sent, *sizes), max(received.nbytes, sent.nbytes) / (megabytes_per_second or 1) / 1e6
-        )
+        seconds = max(received.nbytes, sent.nbytes) / (megabytes_per_second or 1) / 1e6
+        return Late(original(channel, received, sent, *sizes), time.perf_counter() + seconds)
 
     with patch.object(Channel, "start", start) if megabytes_per_second else nullcontext():
         yield
@@ -120,7 +99,7 @@ def lengths_of(step: int, rank: int, ranks: int, tokens: int) -> list[int]:
         long = int(tokens * generator.uniform(0.8, 1.0)) // 128 * 128
         return [long, *([tokens - long] if long < tokens else [])]
     count = int(generator.integers(4, 12))
-    cuts = np.sort(generator.choice(np.arange(1, tokens // 64), count - 1, replace=False)) * 64
+    cuts = np.sort(generator.choice(np.arange(1, 32), count - 1, replace=False)) * tokens // 32
     return np.diff([0, *cuts.tolist(), tokens]).tolist()
 
 
@@ -129,7 +108,7 @@ class Steps:
 
     def __init__(self, arguments: argparse.Namespace, rank: int, ranks: int) -> None:
         self.arguments, self.rank, self.ranks = arguments, rank, ranks
-        self.model = model_of(arguments, "distca")
+        self.model = model_of(arguments, "distca", HIDDEN)
 
     def step(self, number: int) -> dict[str, float]:
         """Seconds of the step; and what was estimated and measured of the one before."""
@@ -150,12 +129,10 @@ class Steps:
 
 def wrong(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     """Estimates that begin wrong: everything too fast, everything too slow, and tasks and flops in opposite directions."""
-    true, found = truth(arguments), {}
+    found = {}
     for name, task, flop in (("3x too slow", WRONG, WRONG), ("3x too fast", 1 / WRONG, 1 / WRONG), ("mixed", WRONG, 1 / WRONG)):
-        rates = KernelRates("cpu", 4, 64, 64, scaled(true.forward, task, flop), scaled(true.backward, task, flop))
-        profile = Profile(name, "cpu", "made up", "", {}, "", (rates,))
-        hf_distca.configure(hf_distca.DistCAConfig(cost_model=profile))
-        with kernels(arguments, 1.0):
+        hf_distca.configure(hf_distca.DistCAConfig(cost_model=profile(arguments, task, flop)))
+        with processor_clock():
             rows = [steps.step(number) for number in range(arguments.steps)]
         ratios = [row["estimate"] for row in rows if "estimate" in row]
         last = [abs(ratio - 1) for ratio in ratios[FIRST:]]
@@ -170,21 +147,23 @@ def wrong(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     """One rank's kernels are slower: seconds of a step with measured rates, without, and what its speed allows."""
-    slowness = SLOWNESS if steps.rank == 0 else 1.0
+    slowness, right = SLOWNESS if steps.rank == 0 else 1.0, profile(arguments, STRETCH, STRETCH)
     modes = {
-        "all alike": (1.0, hf_distca.DistCAConfig()),
-        "unbalanced": (slowness, hf_distca.DistCAConfig(balance=False)),
-        "speeds not measured": (slowness, hf_distca.DistCAConfig(measured_rates=False)),
-        "speeds measured": (slowness, hf_distca.DistCAConfig()),
+        "all alike": (1.0, hf_distca.DistCAConfig(cost_model=right)),
+        "unbalanced": (slowness, hf_distca.DistCAConfig(cost_model=right, balance=False)),
+        "speeds not measured": (slowness, hf_distca.DistCAConfig(cost_model=right, measured_rates=False)),
+        "speeds measured": (slowness, hf_distca.DistCAConfig(cost_model=right)),
     }
     sessions = {name: session.Session(config) for name, (_, config) in modes.items()}
     seconds: dict[str, list[float]] = {name: [] for name in modes}
     slowest: dict[str, float] = dict.fromkeys(modes, 0.0)
     mean = 0.0
     kernel: list[float] = []
-    for number in range(arguments.steps):  # modes take turns, so that a drifting machine slows all of them
-        for name, (factor, _) in list(modes.items())[:: 1 if number % 2 == 0 else -1]:
-            with kernels(arguments, factor), patch.object(session, "_session", sessions[name]):
+    for number in range(arguments.steps):
+        for name in in_turns(modes, number):
+            if number < FIRST - 1 and name != "speeds measured":  # nothing is learned
+                continue
+            with kernels(arguments, modes[name][0]), patch.object(session, "_session", sessions[name]):
                 row = steps.step(number)
             if number >= FIRST:
                 seconds[name].append(row["seconds"])
@@ -212,12 +191,11 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def slow_network(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     """Exchanges take so long that none pays: steps with balancing on and off, in turns."""
-    hf_distca.configure(hf_distca.DistCAConfig())
+    hf_distca.configure(hf_distca.DistCAConfig(cost_model=profile(arguments, STRETCH, STRETCH)))
     seconds: dict[str, list[float]] = {"on": [], "off": []}
     with kernels(arguments, 1.0), network(arguments.megabytes_per_second):
-        for number in range(2 * arguments.steps):
-            names = ["on", "off"][:: 1 if number % 4 < 2 else -1]
-            for name in names if number % 2 == 0 else ():
+        for number in range(arguments.steps):
+            for name in in_turns(seconds, number):
                 with hf_distca.balancing(name == "on"):
                     seconds[name].append(steps.step(number)["seconds"])
     ratios = [on / off for on, off in zip(seconds["on"], seconds["off"], strict=True)]
@@ -231,22 +209,11 @@ def slow_network(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def work(rank: int, ranks: int, arguments: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder, "store")), ranks), rank=rank, world_size=ranks)
+def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     steps = Steps(arguments, rank, ranks)
     parts = {"slow network": slow_network} if arguments.slow_network else {"wrong rates": wrong, "slow rank": slow_rank}
-    result = {}
-    with ExitStack() as stack:
-        bar = stack.enter_context(tqdm(total=len(parts), desc=f"{ranks} ranks", file=sys.stderr)) if rank == 0 else None
-        for name, part in parts.items():
-            result[name] = part(steps, arguments)
-            if bar is not None:
-                bar.update()
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    shown = tqdm(parts.items(), desc=f"{ranks} ranks", file=sys.stderr, disable=rank > 0)
+    return {name: part(steps, arguments) for name, part in shown}
 
 
 def show(result: dict[str, Any]) -> None:
@@ -271,25 +238,22 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048, help="tokens a rank (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=1, help="decoder layers (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=4, help="query heads of 64; half as many key/value heads")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
     parser.add_argument(
-        "--steps", type=int, default=36, help=f"steps of each mode, {FIRST} of them to learn (default: %(default)s)"
+        "--steps", type=int, default=24, help=f"steps of each mode, {FIRST} of them to learn (default: %(default)s)"
     )
     parser.add_argument("--kernel", choices=["timed", "real"], default="timed", help="see above (default: %(default)s)")
     parser.add_argument("--slow-network", action="store_true", help="exchanges that do not pay, and nothing else")
-    parser.add_argument("--megabytes-per-second", type=float, default=2.0, help="of the slow network (default: %(default)s)")
+    parser.add_argument("--megabytes-per-second", type=float, default=0.5, help="of the slow network (default: %(default)s)")
     add_json_option(parser)
     arguments = parser.parse_args()
     if arguments.steps <= FIRST + 1:
         parser.error(f"--steps {arguments.steps} must be more than {FIRST + 1}: rates are learned in the first {FIRST}")
-    setting = {"threads": 1, "dtype": "float32", **{k: v for k, v in vars(arguments).items() if k != "json"}}
-    result: dict[str, Any] = {"machine": describe(), "setting": setting, "ranks": {}}
+    result: dict[str, Any] = {"machine": describe(), "setting": setting_of(arguments, dtype="float32"), "ranks": {}}
     for ranks in arguments.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(work, (ranks, arguments, folder), nprocs=ranks)
-            result["ranks"][str(ranks)] = json.loads(Path(folder, "result.json").read_text())
+        result["ranks"][str(ranks)] = on_ranks(measure, ranks, arguments)
     put_out(result, arguments.json, show)
 
 

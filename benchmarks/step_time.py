@@ -9,37 +9,36 @@ within each round, so that a drifting machine slows all of them; the figures are
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
-import tempfile
 import time
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import hf_distca
 from machine import describe
 from output import add_json_option, put_out
+from processes import add_model_options, in_turns, on_ranks, rounds, setting_of
 
 RANKS = 2
 EVEN_PAIRS = 4
 
 
-def model_of(arguments: argparse.Namespace, implementation: str) -> torch.nn.parallel.DistributedDataParallel:
+def model_of(
+    arguments: argparse.Namespace, implementation: str, hidden: int | None = None
+) -> torch.nn.parallel.DistributedDataParallel:
+    """A Llama with heads of 64, and as wide as they are together, or `hidden`."""
     torch.manual_seed(0)
+    hidden = hidden or arguments.heads * 64
     config = LlamaConfig(
-        hidden_size=arguments.heads * 64,
-        intermediate_size=arguments.heads * 172,
+        hidden_size=hidden,
+        head_dim=64,
+        intermediate_size=hidden * 172 // 64,
         num_hidden_layers=arguments.layers,
         num_attention_heads=arguments.heads,
         num_key_value_heads=max(arguments.heads // 2, 1),
@@ -98,10 +97,7 @@ def rebalanced(lengths: list[list[int]], rank: int) -> list[int]:
     return [flat[index] for index in next(iter(sampler))]
 
 
-def work(rank: int, arguments: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder, "store")), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     steps = Steps(arguments, rank)
     short = [arguments.tokens // 8] * 8
     skewed = [[arguments.tokens], short]
@@ -122,27 +118,20 @@ def work(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     busy: list[list[float]] = []
 
     def turn(round_: int, group: dict[str, tuple[str, str, bool]]) -> None:
-        for name, mode in list(group.items())[:: 1 if round_ % 2 == 0 else -1]:
+        for name, mode in in_turns(group.items(), round_):
             taken, losses[name] = steps.step(batches[mode[0]], *mode[1:])
             seconds[name].append(taken)
 
-    progress = tqdm(total=arguments.rounds, desc="rounds", file=sys.stderr) if rank == 0 else nullcontext()
-    with progress as bar:
-        steps.step(batches["even"], "distca", True)  # the first step pays for buffers and caches
-        for round_ in range(arguments.rounds):
-            turn(round_, modes)
-            busy.append(steps.busy(batches["skewed"]))
-            for pair in range(EVEN_PAIRS):
-                turn(pair, even)
-            if round_ < arguments.sdpa_rounds:
-                taken, losses["sdpa"] = steps.step(batches["skewed"], "sdpa", False)
-                seconds["sdpa"].append(taken)
-            if bar is not None:
-                bar.update()
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(figures(arguments, seconds, losses, busy)))
-    dist.barrier()
-    dist.destroy_process_group()
+    steps.step(batches["even"], "distca", True)  # the first step pays for buffers and caches
+    for round_ in rounds(rank, arguments.rounds):
+        turn(round_, modes)
+        busy.append(steps.busy(batches["skewed"]))
+        for pair in range(EVEN_PAIRS):
+            turn(pair, even)
+        if round_ < arguments.sdpa_rounds:
+            taken, losses["sdpa"] = steps.step(batches["skewed"], "sdpa", False)
+            seconds["sdpa"].append(taken)
+    return figures(arguments, seconds, losses, busy)
 
 
 def figures(
@@ -157,7 +146,7 @@ def figures(
     measured = ratio("balanced", "unbalanced")
     return {
         "machine": describe(),
-        "setting": {"ranks": RANKS, "threads": 1, **{k: v for k, v in vars(arguments).items() if k != "json"}},
+        "setting": setting_of(arguments, ranks=RANKS),
         "seconds": seconds,
         "median_seconds": {name: statistics.median(values) for name, values in seconds.items() if values},
         "losses_rank_0": losses,
@@ -189,17 +178,11 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens a rank (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=4, help="query heads of 64; half as many key/value heads")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, each running every mode once (default: %(default)s)")
+    add_model_options(parser, tokens=16384, layers=2)
     parser.add_argument("--sdpa-rounds", type=int, default=1, help="rounds that also run stock sdpa (default: %(default)s)")
     add_json_option(parser)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (arguments, folder), nprocs=RANKS)
-        result = json.loads(Path(folder, "result.json").read_text())
-    put_out(result, arguments.json, show)
+    put_out(on_ranks(measure, RANKS, arguments), arguments.json, show)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ __all__ = ["CostSource", "DistCAConfig", "KernelName"]
 
 KernelName = Literal["auto", "reference", "cpu", "cuda", "flash_attn", "flash_attn_3", "flash_attn_4"]
 CostSource = Literal["analytic", "calibrated"]
+# Ranks of a group from which on a larger one gains next to nothing on documents with a long tail, while planning takes longer by
+# each of them; ranks that are too few for it; and what whole nodes have a multiple of, where they have 1, 2, 4 or 8 ranks.
+_MOST_RANKS, _FEWEST_RANKS, _WHOLE_NODES = 512, 256, 8
 _LONGEST_TIMEOUT = 366 * 86400.0  # seconds; what torch adds to it must fit in its clock
 
 
@@ -53,9 +56,9 @@ class DistCAConfig:
             kernel uses inside. More than fits is computed in waves, with one exchange each, and the scheduler moves only
             slices that fit. A document that spans ranks may need more, which is warned of.
         group_size: ranks that share core attention, where those that could are more: they are cut into groups of so many
-            neighbours, which must divide their number; None for one group of all. Balance is within groups, and so is what a
-            document may span. Of whole nodes, groups keep what two levels of links gain; with a thousand ranks or more, no rank
-            then plans and exchanges with all of them.
+            neighbours, which must divide their number. Balance is within groups, and so is what a document may span. Of whole
+            nodes, groups keep what two levels of links gain. None for one group of up to 512 ranks, and for groups of 256 to 512
+            where there are more; see `group_ranks`.
         timeout_seconds: how long a rank waits for the others before it gives up with `DistCADesyncError`.
 
     Raises:
@@ -107,6 +110,19 @@ class DistCAConfig:
         _check_choice("kernel", self.kernel, get_args(KernelName))
         if not isinstance(self.cost_model, CostModel | Profile):
             _check_choice("cost_model", self.cost_model, get_args(CostSource))
+
+    def group_ranks(self, ranks: int) -> int:
+        """How many of `ranks` ranks, which could all share attention, do so in one group.
+
+        Without a `group_size`, more than 512 are cut into groups of 256 to 512, as large as can be: of a multiple of 8 ranks that
+        divides their number. If there is none, or documents may span ranks in a way that a loader decides, all are one group.
+        """
+        if self.group_size is not None:
+            return self.group_size
+        if ranks <= _MOST_RANKS or self.documents_span_ranks:
+            return ranks
+        sizes = range(_MOST_RANKS // _WHOLE_NODES * _WHOLE_NODES, _FEWEST_RANKS - 1, -_WHOLE_NODES)
+        return next((size for size in sizes if ranks % size == 0), ranks)
 
 
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:

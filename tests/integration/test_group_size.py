@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,11 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_dealt import BATCHES, CLOSE, TOKENS, alone, dealing, gradients, loss_of, model_for, settings, share
+from torch.utils.data import DataLoader, DistributedSampler
 
 import hf_distca
+from hf_distca import config as config_module
+from hf_distca.integration import shares as shares_module
+from hf_distca.integration.loaders import check_shares
 from hf_distca.integration.session import current_session
+from hf_distca.integration.shares import shares_of
+from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
 
+SHAPE = AttentionShape(2, 1, 8, 8, 4)
 LENGTHS = ([96, 1], [16] * 6, [64, 33], [24, 25, 48])  # of the documents of each rank, drawn by its own loader
 
 
@@ -52,6 +61,42 @@ def test_two_groups_of_two_are_exact_and_balanced_inside(rank_pool: Callable[[in
         assert worlds == {ranks}, "nothing is exchanged with another group"
         before, after = (figures[f"distca/imbalance_estimated_{when}"] for when in ("before", "after"))
         assert after < min(before, 1.15)
+
+
+def test_up_to_512_ranks_are_one_group_and_more_are_cut_into_whole_nodes() -> None:
+    sizes = {ranks: hf_distca.DistCAConfig().group_ranks(ranks) for ranks in (1, 8, 512, 520, 576, 1000, 1024, 1536, 4096, 521)}
+    assert sizes == {1: 1, 8: 8, 512: 512, 520: 520, 576: 288, 1000: 1000, 1024: 512, 1536: 512, 4096: 512, 521: 521}
+    assert hf_distca.DistCAConfig(group_size=64).group_ranks(4096) == 64
+    assert hf_distca.DistCAConfig(documents_span_ranks=True).group_ranks(4096) == 4096
+
+
+def cut_by_default(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
+    """The group of four ranks where more than two are too many, ranks that documents are dealt to, and what is said."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    hf_distca.configure(settings())
+    log = logging.getLogger("hf_distca")
+    state = patch.object(shares_module, "PartialState", lambda: SimpleNamespace(num_processes=4, device="cpu"))  # as launched
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        with state, patch.multiple(config_module, _MOST_RANKS=2, _FEWEST_RANKS=2, _WHOLE_NODES=2):
+            ranks = current_session().group.ranks
+            shares = shares_of(hf_distca.document_shares([[1, 2, 3]] * 64, 8, shapes=[(SHAPE, None)], device="cpu"))
+            check_shares(DataLoader(shares, sampler=DistributedSampler(shares, shuffle=False), collate_fn=list))
+    finally:
+        log.setLevel(logging.NOTSET)
+        log.removeHandler(handler)
+    return ranks, shares.dealing.ranks, said
+
+
+def test_groups_by_default_are_those_that_documents_are_dealt_to_and_are_said_once(rank_pool: Callable[[int], RankPool]) -> None:
+    found = rank_pool(4)(cut_by_default)
+    assert [ranks for ranks, _, _ in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [dealt for _, dealt, _ in found] == [2] * 4
+    assert found[0][2] == ["4 ranks share attention in groups of 2; DistCAConfig(group_size=4) would make them one group"]
+    assert not any(said for _, _, said in found[1:])
 
 
 def dealt_in_groups(rank: int) -> tuple[float, dict[str, torch.Tensor]]:

@@ -77,7 +77,8 @@ def test_rank_0_writes_what_the_log_says_and_more(rank_pool: Callable[[int], Ran
     history = rank_pool(2)(train, str(tmp_path), True, ahead, {"logging_steps": 3})[0]["history"]
     run, *others = rows(tmp_path)
     assert isinstance(run, RunRow)
-    assert (run.step, run.ranks, run.settings["ping_pong"], run.model["type"]) == (0, 2, ahead, "llama")
+    found = run.step, run.ranks, run.nodes, run.settings["ping_pong"], run.model["type"]
+    assert found == (0, 2, 1, ahead, "llama"), "nodes are known without a launcher that says so"
     assert run.versions["hf-distca"] == hf_distca.__version__
     assert WarningRow(3, "something to act on") in others or WarningRow(4, "something to act on") in others
 

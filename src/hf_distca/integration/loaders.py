@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 from accelerate.utils import DistributedType
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
@@ -78,7 +79,9 @@ def check_shares(
         return
     ranks = shares.dealing.ranks
     readers = ranks if getattr(shares, "rank", None) is None else 1  # a stream may yield the shares of one rank alone
-    groups = readers > 1 and shares.dealing.config.group_size == ranks  # each takes global batches of its own, in turns
+    config, processes = shares.dealing.config, dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    cut = config.group_size == ranks or config.group_ranks(processes) == ranks < processes
+    groups = readers > 1 and cut  # each takes global batches of its own, in turns
     for wrong in (
         *_wrong_reading(loader, readers, groups),
         *_wrong_loss(args, trainer, ranks),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from hf_distca.borrowed import accelerate_started, loaded_mesh
+from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.runtime.group import Members
 
-__all__ = ["data_parallel_group", "find_members", "mesh_of"]
+__all__ = ["data_parallel_group", "find_members", "mesh_of", "size_of_groups"]
+
+_log = logging.getLogger("hf_distca")
 
 # Names of the dimensions along which ranks hold different tokens: the first two are accelerate's, the third is transformers'.
 _DATA_DIMENSIONS = ("dp_replicate", "dp_shard", "fsdp", "dp")
@@ -35,6 +40,23 @@ def find_members() -> Members | None:
     if parallelism is not None:
         _check_dimensions({"cp": parallelism.cp_size, "sp": getattr(parallelism, "sp_size", 1)})  # accelerate 1.11 has no sp
     return None
+
+
+def size_of_groups(members: dist.ProcessGroup | Members | None, config: DistCAConfig) -> int | None:
+    """How many of these ranks share core attention, as `AttentionGroup.of` takes it; said once if the user does not say so.
+
+    A process group that the user made is one attention group, unless `config` has a size.
+    """
+    if config.group_size is not None or isinstance(members, dist.ProcessGroup):
+        return config.group_size
+    ranks = (members or Members.of(None)).ranks
+    size = config.group_ranks(len(ranks))
+    if size == len(ranks):
+        return None
+    if dist.get_rank() == min(ranks):
+        text = "%d ranks share attention in groups of %d; DistCAConfig(group_size=%d) would make them one group"
+        _log.info(text, len(ranks), size, len(ranks))
+    return size
 
 
 def mesh_of(model: object) -> DeviceMesh | None:

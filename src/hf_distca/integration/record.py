@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
@@ -67,12 +66,11 @@ class Recorder(logging.Handler):
     def begin(self, args: TrainingArguments, step: int, model: torch.nn.Module | None, traces: str | Path | None) -> None:
         """Begin the record, after `step` steps: a new file, or the next part of one that was left there."""
         session, planner = self._session, self._session.planner
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
         row = RunRow(
             step=step,
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             ranks=session.ranks,
-            nodes=-(-args.world_size // local) if local else 0,
+            nodes=session.nodes,
             device=_device(args.device),
             model=_described(model),
             settings=_settings(session.config),

@@ -25,7 +25,7 @@ from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.kinds import known_cost
-from hf_distca.integration.mesh import data_parallel_group, find_members
+from hf_distca.integration.mesh import data_parallel_group, find_members, size_of_groups
 from hf_distca.integration.progress import said_if_long
 from hf_distca.kernels import Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import to_device
@@ -101,7 +101,8 @@ class Session:
                 members = find_members()
             with said_if_long("making the attention group, which waits for all its ranks,"):
                 config = self.config
-                self._group = AttentionGroup.of(members, timeout_seconds=config.timeout_seconds, size=config.group_size)
+                size = config.group_size if world is None else size_of_groups(members, config)
+                self._group = AttentionGroup.of(members, timeout_seconds=config.timeout_seconds, size=size)
             self._world = world
         return self._group
 
@@ -109,6 +110,14 @@ class Session:
     def ranks(self) -> int:
         """How many ranks the attention group has, or had when torch.distributed ended; 1 if it was not made."""
         return 1 if self._group is None else self._group.size
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes they are on; 0 if that is not known, as where nodes have different numbers of them."""
+        group = self._group
+        if group is None or group.size == 1:
+            return 1
+        return 0 if group.per_node is None else group.size // group.per_node
 
     @property
     def is_first(self) -> bool:

@@ -69,9 +69,9 @@ def document_shares(
         tokens_per_rank: tokens of each rank in a micro-batch.
         model: the model, or its config: documents are dealt and planned for its attention.
         shapes: instead of a model, (shape, window or None) of each kind of layer, without a window first.
-        ranks: how many ranks share attention; all processes, or ``config.group_size`` of them, if not given. Tensor-parallel
-            ranks count once. Each group of ranks trains on global batches of its own: item ``k * ranks + r`` is then what rank r
-            of a group gets of batch k, and the groups take batches in turns.
+        ranks: how many ranks share attention; all processes, or as many of them as `config` puts in a group, if not given.
+            Tensor-parallel ranks count once. Each group of ranks trains on global batches of its own: item ``k * ranks + r`` is
+            then what rank r of a group gets of batch k, and the groups take batches in turns.
         ranks_per_node: ranks of a node, on which a document rather lies; as torchrun or `accelerate launch` started them, if
             neither this nor `ranks` is given.
         dtype: in which attention computes, as ``torch.bfloat16`` with ``bf16=True``; the model's, if not given.
@@ -104,7 +104,9 @@ def document_shares(
     """
     config = config or current_session().config
     launched = ranks is None and ranks_per_node is None
-    ranks, device_type = _place(config.group_size if ranks is None else ranks, device)
+    if ranks is None:
+        ranks = config.group_size or config.group_ranks(PartialState().num_processes)
+    device_type = torch.device(PartialState().device if device is None else device).type
     ranks_per_node = launched_per_node(ranks) if launched else ranks_per_node
     _check_version(ranks)
     keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype, device_type)
@@ -131,13 +133,6 @@ def shares_of(dataset: object) -> Shares | StreamedShares | None:
         transform = form["format_kwargs"].get("transform") if isinstance(form, dict) and "format_kwargs" in form else None
         dataset = getattr(dataset, "dataset", None) if transform is None else transform
     return None
-
-
-def _place(ranks: int | None, device: str | torch.device | None) -> tuple[int, str]:
-    """How many ranks there are, and the type of their device."""
-    if ranks is None:
-        ranks = PartialState().num_processes
-    return ranks, torch.device(PartialState().device if device is None else device).type
 
 
 def _check_version(ranks: int) -> None:

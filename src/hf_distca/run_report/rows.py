@@ -48,7 +48,7 @@ class RunRow:
     Attributes:
         step: optimizer steps that were done before.
         started: when, in UTC.
-        ranks, nodes: of all processes; 0 nodes where that is not known.
+        ranks, nodes: of the attention group; 0 nodes where that is not known.
         device: that rank 0 computes on.
         model: its type, shape and dtype.
         settings: the fields of `DistCAConfig`.

@@ -1,0 +1,60 @@
+"""Ranks of a benchmark: gloo processes with one thread each, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tqdm import tqdm
+
+Measure = Callable[[int, int, argparse.Namespace], Any]
+T = TypeVar("T")
+
+
+def on_ranks(measure: Measure, ranks: int, arguments: argparse.Namespace) -> Any:
+    """What ``measure(rank, ranks, arguments)`` returns on rank 0 of so many processes, as JSON keeps it."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_be_rank, (measure, ranks, arguments, folder), nprocs=ranks)
+        return json.loads(Path(folder, "result.json").read_text())
+
+
+def _be_rank(rank: int, measure: Measure, ranks: int, arguments: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    result = measure(rank, ranks, arguments)
+    if rank == 0:
+        Path(folder, "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def rounds(rank: int, count: int) -> Iterable[int]:
+    """The numbers of so many rounds, with progress on rank 0."""
+    return tqdm(range(count), desc="rounds", file=sys.stderr, disable=rank > 0)
+
+
+def in_turns(modes: Iterable[T], number: int) -> list[T]:
+    """Modes in the order of a round: forwards and backwards in turns, so that a drifting machine slows all of them."""
+    return list(modes)[:: 1 if number % 2 == 0 else -1]
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, tokens: int, layers: int, heads: int = 4, rounds: int = 5) -> None:
+    """Add ``--tokens``, ``--layers``, ``--heads`` and ``--rounds`` with these defaults."""
+    parser.add_argument("--tokens", type=int, default=tokens, help="tokens a rank (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=layers, help="decoder layers (default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=heads, help="query heads of 64; half as many key/value heads")
+    parser.add_argument("--rounds", type=int, default=rounds, help="rounds, each running every mode once (default: %(default)s)")
+
+
+def setting_of(arguments: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """What was measured, for the result."""
+    return {"threads": 1, **more, **{name: value for name, value in vars(arguments).items() if name != "json"}}
