@@ -122,8 +122,10 @@ class Price:
             rows = self.end_for(start, want) - start
         tiles = max(int(rows / self.tile + 0.5), 1)
         x, y = self.place(start, last, tiles, want)
-        if tiles > 1 and self.seconds(x, y) > most:
-            x, y = self.place(start, last, tiles - 1, want)
+        # Fewer rows lie deeper in the document, and may be too many seconds again by what tiles round up.
+        while tiles > 1 and self.seconds(x, y) > most:
+            tiles -= 1
+            x, y = self.place(start, last, tiles, want)
         return x, y
 
     def cheapest_rows(self, want: float) -> float:
