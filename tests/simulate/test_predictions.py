@@ -151,7 +151,7 @@ def test_equal_micro_batches_leave_the_bubble_of_one_forward_one_backward(settin
     parts = rank_seconds(arranged, works[0], keeps_attention=True)
     each = (parts.forward[0] + parts.backward[0]) / stages
     head = head_seconds(arranged, works[0].tokens)[0]
-    found = one_forward_one_backward(arranged, works, keeps_attention=True)
+    found = one_forward_one_backward(arranged, works, [parts] * count)
     assert (count + stages - 1) * each <= found.seconds + 1e-9
     assert found.seconds <= (count + stages - 1) * (each + head)
     assert found.busy.sum() == pytest.approx(8 * count * (stages * each + head))
@@ -160,6 +160,6 @@ def test_equal_micro_batches_leave_the_bubble_of_one_forward_one_backward(settin
 def test_ticks_in_which_idle_stages_serve_are_all_busy(setting: Setting) -> None:
     arranged = pipeline(setting, 2)
     tick = replace(micro_batch(16, 1.0), tokens=np.zeros(16))
-    found = same_phase(arranged, [tick] * 3)
+    found = same_phase(arranged, [tick] * 3, [rank_seconds(arranged, tick, keeps_attention=True)] * 3)
     assert found.seconds == pytest.approx(3 * 3.0 / 2)
     assert found.busy.tolist() == pytest.approx([4.5] * 16)
