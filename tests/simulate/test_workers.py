@@ -85,7 +85,8 @@ def test_no_process_starts_for_one_batch_one_job_or_little_work(
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="no process groups")
-def test_an_interrupt_from_the_keyboard_ends_all_processes_without_a_word(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_processes_end_without_a_word_when_the_first_one_is_interrupted_or_killed(tmp_path: Path, interrupted: bool) -> None:
     code = """
         import sys, time
         from hf_distca.simulate import workers
@@ -110,10 +111,13 @@ def test_an_interrupt_from_the_keyboard_ends_all_processes_without_a_word(tmp_pa
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "slow\n"
-            os.killpg(process.pid, signal.SIGINT)
+            if interrupted:
+                os.killpg(process.pid, signal.SIGINT)  # as the keyboard does: all of them get it
+            else:
+                process.kill()
             _, errors = process.communicate(timeout=20)
-            assert process.returncode == 7
-            assert errors == ""
+            assert process.returncode == (7 if interrupted else -signal.SIGKILL)
+            assert not interrupted or errors == ""
             assert all_gone(process.pid)
         finally:
             if process.poll() is None:

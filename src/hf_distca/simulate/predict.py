@@ -112,7 +112,7 @@ def _of_candidate(
     wire = sum(float(work.wire.mean()) for work in works) / parts
     tokens = np.max([work.tokens for work in works], axis=0)
     received = np.max([work.received for work in works], axis=0)
-    peak = peak_bytes(setting, tokens, received)
+    peak = peak_bytes(setting, tokens, received, same_phase=candidate.ticks)
     total = sum(int(n.sum()) for n in batches)
     computed = sum(work.pairs for work in works) / (parts if candidate.ticks else 1)
     return Prediction(

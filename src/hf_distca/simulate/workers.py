@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, parent_process
+from threading import Thread
 from time import perf_counter
 from typing import TypeVar
 
 from hf_distca.errors import ConfigError
 
-__all__ = ["Told", "cores", "predict_each"]
+__all__ = ["Told", "cores", "predict_each", "processes", "submit"]
 
 Told = Callable[[], object]
 Batch = TypeVar("Batch")
@@ -65,10 +66,9 @@ def predict_each(
             told()
         return found
 
-    with _processes(workers) as pool:
+    with processes(workers) as pool:
         for batch in batches:
-            with _interrupts_held():
-                running.append(pool.submit(predict, batch, _nobody))
+            running.append(submit(pool, predict, batch, _nobody))
             if len(running) >= _AHEAD * workers:
                 yield first()
         while running:
@@ -80,32 +80,49 @@ def _nobody() -> None:
 
 
 @contextmanager
-def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """New processes, not copies of this one, which may have threads. If anything goes wrong, they end at once."""
+def processes(count: int) -> Iterator[ProcessPoolExecutor]:
+    """New processes, not copies of this one, which may have threads. If anything goes wrong, they end at once.
+
+    Raises:
+        ConfigError: if one of them is killed.
+    """
     others = set(active_children())
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_end_with_parent)
     try:
         yield pool
         pool.shutdown()
     except BaseException as error:
-        pool.shutdown(wait=False, cancel_futures=True)
         for process in set(active_children()) - others:
             process.terminate()
+        pool.shutdown(cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
             raise ConfigError(
-                f"one of {workers} processes that predict was killed, perhaps for memory: use fewer (jobs, --jobs)."
+                f"one of {count} processes that predict was killed, perhaps for memory: use fewer (jobs, --jobs)."
             ) from error
         raise
 
 
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """A process that is started inside never sees an interrupt from the keyboard, which is for this one to answer."""
+def submit(pool: ProcessPoolExecutor, task: Callable[..., Found], *given: object) -> Future[Found]:
+    """Give a pool something to do.
+
+    A process that is started for it never sees an interrupt from the keyboard, which is for this one to answer.
+    """
     if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
+        return pool.submit(task, *given)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        return pool.submit(task, *given)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_parent() -> None:
+    """A process whose parent is killed would wait for work forever."""
+    Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
