@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["deal"]
 
+_MOST_RANKS = 65536
+
 
 @taking(Layer)
 def deal(
@@ -27,7 +29,7 @@ def deal(
     lengths: Annotated[
         Path, typer.Argument(help="JSON file with a list of lengths in tokens; - for standard input.", show_default=False)
     ],
-    ranks: Annotated[int, typer.Option(help="Ranks to deal to.", show_default=False)],
+    ranks: Annotated[int, typer.Option(help="Ranks to deal to, 1 to 65536.", show_default=False)],
     tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank.", show_default=False)],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where the placement goes, as JSON; standard output if left out.")
@@ -42,10 +44,13 @@ def deal(
     that of Llama-3-8B in bfloat16.
     """
     from hf_distca.config import DistCAConfig
+    from hf_distca.errors import ConfigError
     from hf_distca.schedule.deal import deal as deal_documents
     from hf_distca.schedule.deal import deal_nano_batches
 
     with errors_in_one_line():
+        if not 1 <= ranks <= _MOST_RANKS:
+            raise ConfigError(f"ranks={ranks} must be a whole number from 1 to {_MOST_RANKS}.")
         model = layer.cost_model(cost)
         config = DistCAConfig(tile=layer.tile, ping_pong=ping_pong)
         documents = read_lengths(lengths)

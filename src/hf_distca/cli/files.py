@@ -54,3 +54,5 @@ def errors_in_one_line() -> Iterator[None]:
         fail(str(error))
     except OSError as error:
         fail(f"{error.filename or 'output'}: {error.strerror or error}.")
+    except RecursionError:
+        fail("the input is nested too deeply: give a list of numbers, or what --help says.")

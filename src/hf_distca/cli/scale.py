@@ -159,4 +159,7 @@ def _measured(source: Path) -> CostModel | MeasuredProfile:
         text = read(source).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name_of(source)} is not text: {error}.") from error
-    return Profile.from_json(text) if '"format"' in text else CostModel.from_json(text)
+    try:
+        return Profile.from_json(text) if '"format"' in text else CostModel.from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name_of(source)}: {error}") from error
