@@ -29,6 +29,9 @@ class DistCAConfig:
         min_gain: smallest fall of the slowest rank's estimated attention seconds, as a fraction, for which work is moved at
             all. Below it a micro-batch runs locally and nothing is exchanged.
         tile: query rows of a kernel tile. Documents are cut at positions that are multiples of it.
+        head_groups: most groups of key/value heads that a long document is split in where work is moved; the largest number up
+            to it that divides the heads is taken. A server of some heads needs the keys of these alone, so that the bytes of
+            keys are divided. 1 to move all heads of a slice together.
         kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
         cost_model: ``"analytic"`` for built-in figures of the device type; ``"calibrated"`` to time the kernel on rank 0,
             on batches of tasks, before the first plan (a few seconds on a CPU); a `Profile`, shipped or measured by
@@ -62,6 +65,7 @@ class DistCAConfig:
     tolerance: float = 0.01
     min_gain: float = 0.02
     tile: int = 128
+    head_groups: int = 4
     kernel: KernelName = "auto"
     cost_model: CostSource | CostModel | Profile = "analytic"
     measured_rates: bool = True
@@ -76,9 +80,9 @@ class DistCAConfig:
         for name in ("balance", "measured_rates", "documents_span_ranks", "balance_evaluation", "ping_pong"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
-        for name in ("tile", "max_transient_bytes", "group_size"):
+        for name in ("tile", "head_groups", "max_transient_bytes", "group_size"):
             value: object = getattr(self, name)
-            optional = name != "tile" and value is None
+            optional = name in ("max_transient_bytes", "group_size") and value is None
             if not optional and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ConfigError(f"{name}={value!r} must be a whole number.")
         for name in ("tolerance", "min_gain", "timeout_seconds"):
@@ -91,6 +95,8 @@ class DistCAConfig:
             raise ConfigError(f"min_gain={self.min_gain} must be in [0, 1): it is a fraction of the slowest rank's seconds.")
         if self.tile < 1:
             raise ConfigError(f"tile={self.tile} must be at least 1; flash-attention kernels use 128.")
+        if self.head_groups < 1:
+            raise ConfigError(f"head_groups={self.head_groups} must be at least 1, which splits no document by heads.")
         if self.max_transient_bytes is not None and self.max_transient_bytes < 1:
             raise ConfigError(f"max_transient_bytes={self.max_transient_bytes} must be at least 1, or None for no bound.")
         if self.group_size is not None and self.group_size < 1:

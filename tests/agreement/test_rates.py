@@ -80,7 +80,7 @@ class World:
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         plan = planned.plan
         self.plans.append(plan)
-        tasks = TRUE.seconds(plan.end - plan.start, plan.end)
+        tasks = TRUE.seconds(plan.end - plan.start, plan.end, plan.heads)
         kernel = np.bincount(plan.server, weights=tasks, minlength=RANKS) / self.speeds
         kernel *= self.noise.normal(1.0, 0.01, RANKS)
         moving = self._exchange(plan) if plan.moved else np.zeros(RANKS)
@@ -88,7 +88,7 @@ class World:
         unmoved = np.bincount(plan.home, weights=tasks, minlength=RANKS) / self.speeds
         self.slowdown.append(float((kernel + moving).max() / unmoved.max()))
         self.measured = np.stack([kernel * 1e9, np.zeros(RANKS), waiting * 1e9, np.ones(RANKS)], axis=1).astype(np.int64)
-        mine = np.bincount(plan.server, weights=estimate.seconds(plan.end - plan.start, plan.end), minlength=RANKS)
+        mine = np.bincount(plan.server, weights=estimate.seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS)
         return float(self.planner.costs.ranks(RANKS).taken(mine).max() / kernel.max())
 
     def _exchange(self, plan: Plan) -> np.ndarray:
@@ -99,7 +99,7 @@ class World:
         if waves.count == 1:
             return messages
         split = waves.plan
-        seconds = TRUE.seconds(split.end - split.start, split.end) / self.speeds[split.server]
+        seconds = TRUE.seconds(split.end - split.start, split.end, split.heads) / self.speeds[split.server]
         served = np.zeros((waves.count, RANKS))
         np.add.at(served, (waves.number, split.server), np.where(waves.number >= 0, seconds, 0.0))
         later = served[1:]
@@ -138,8 +138,11 @@ def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
     speeds = np.array(world.planner.costs.ranks(RANKS).speeds)
     assert speeds / speeds.max() == pytest.approx([1, 1 / 1.5, 1, 1], rel=0.05)
     plan = world.plans[-1]
-    kernel = np.bincount(plan.server, weights=TRUE.seconds(plan.end - plan.start, plan.end), minlength=RANKS) / world.speeds
-    assert kernel.max() <= 1.1 * TRUE.seconds(plan.end - plan.start, plan.end).sum() / world.speeds.sum()
+    kernel = (
+        np.bincount(plan.server, weights=TRUE.seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS)
+        / world.speeds
+    )
+    assert kernel.max() <= 1.1 * TRUE.seconds(plan.end - plan.start, plan.end, plan.heads).sum() / world.speeds.sum()
     assert world.planner.costs.ranks(RANKS + 1).speeds is None
     world.speeds[1] = 1.0
     for number in range(16, 40):

@@ -53,7 +53,7 @@ def recorded() -> Iterator[dict[int, Did]]:
 
     def spy(self: Planner, planned: Planned, *args: Any) -> Meter:
         meter = use(self, planned, *args)
-        seconds = self.costs.of(planned.key).seconds(planned.plan.end - planned.plan.start, planned.plan.end)
+        seconds = self.costs.of(planned.key).seconds(planned.plan.end - planned.plan.start, planned.plan.end, planned.plan.heads)
         before = [float(seconds[planned.plan.home == rank].sum()) for rank in (0, 1)]
         did = done.setdefault(self.number, Did(0.0, 0.0, []))
         did.before += max(before)

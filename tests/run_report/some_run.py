@@ -32,7 +32,7 @@ def documents(ranks: int, step: int) -> list[list[int]]:
 
 def plan_row(step: int, ranks: int = 4) -> PlanRow:
     plan = plan_of(documents(ranks, step))
-    seconds = COST.seconds(plan.end - plan.start, plan.end)
+    seconds = COST.seconds(plan.end - plan.start, plan.end, plan.heads)
     before, after = (np.bincount(side, seconds, minlength=ranks) for side in (plan.home, plan.server))
     tokens = plan.layout.query_tokens
     per_rank = PerRank(*(column.tolist() for column in (tokens, before, after, before * 1.1, after * 1.1, tokens * 100)))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -66,13 +67,18 @@ def run_plan(
     with_sink: bool = False,
     bound: int | None = None,
     relays: Relays | None = None,
+    split: list[int] | None = None,
 ) -> tuple[float, torch.Tensor, list[int]]:
     """Run a plan forward and backward, in waves if there is a bound of transient bytes, with relays if some are given.
+
+    With a list of documents to be split in `KEY_HEADS` head groups, tasks are those of the split layout.
 
     Returns the largest error of o, dq, dk, dv over this rank's tokens, the gradient of the sinks minus what this rank's tokens
     should give, and the counts of exchanges.
     """
-    plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks, scores.window)
+    layout = Layout.from_segments(ranks, context)
+    layout = layout if split is None else layout.split(np.array(split, dtype=np.int64), KEY_HEADS)
+    plan = Plan.from_tasks(layout, tasks, scores.window)
     plan = replace(plan, relays=relays)
     group = AttentionGroup.of(timeout_seconds=60)
     lengths: dict[int, int] = {}
@@ -141,6 +147,28 @@ def random_case(random_: random.Random, world: int) -> tuple[Segments, list[int]
     unread = {segment[:2] for row, count in zip(ranks, context, strict=True) for segment in row[:count]}
     inside = {(d, a + i): (d, a) for row in ranks for d, a, n in row for i in range(n)}
     return ranks, context, [task for task in tasks if inside[task.document, task.start] not in unread]
+
+
+def whole_tasks(ranks: Segments) -> Tasks:
+    """A task for each segment, at home."""
+    return [
+        CATask(document, start, start + length, rank, rank) for rank, row in enumerate(ranks) for document, start, length in row
+    ]
+
+
+def split_case(random_: random.Random, world: int, tasks: Tasks) -> tuple[list[int], Tasks]:
+    """Some documents to split by heads, and tasks in which each head group goes its own way."""
+    split = [document for document in sorted({task.document for task in tasks}) if random_.random() < 0.6]
+    found = []
+    for task in tasks:
+        number = task.document * (KEY_HEADS + 1)
+        if task.document not in split:
+            found.append(task._replace(document=number))
+            continue
+        for group in range(KEY_HEADS):
+            server = random_.choice([task.home, random_.randrange(world)])
+            found.append(task._replace(document=number + 1 + group, server=server))
+    return split, found
 
 
 def run_untagged(rank: int, *arguments: Any, **options: Any) -> tuple[float, torch.Tensor, list[int]]:
@@ -212,6 +240,24 @@ def test_random_layouts_and_plans_are_exact(rank_pool: Callable[[int], RankPool]
         results = pool(run_plan, ranks, context, tasks, torch.float64, Scores(DIM**-0.5, window, softcap), with_sink)
         assert max(error for error, *_ in results) < 1e-9, (ranks, context, tasks)
         assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (ranks, context, tasks)
+        assert len({tuple(counts) for *_, counts in results}) == 1
+
+    check()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_documents_split_by_heads_are_exact(rank_pool: Callable[[int], RankPool], world: int) -> None:
+    pool = rank_pool(world)
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.randoms(use_true_random=False), st.booleans())
+    def check(random_: random.Random, with_sink: bool) -> None:
+        ranks, _, _ = random_case(random_, world)
+        split, tasks = split_case(random_, world, whole_tasks(ranks))
+        scores = Scores(DIM**-0.5)
+        results = pool(run_plan, ranks, [0] * world, tasks, torch.float64, scores, with_sink, None, None, split)
+        assert max(error for error, *_ in results) < 1e-9, (ranks, split, tasks)
+        assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (ranks, split, tasks)
         assert len({tuple(counts) for *_, counts in results}) == 1
 
     check()

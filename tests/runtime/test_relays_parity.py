@@ -12,7 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from some_relays import some_relays
-from test_core_attention import DIM, Segments, Tasks, random_case, run_plan, run_untagged
+from test_core_attention import (
+    DIM,
+    KEY_HEADS,
+    Segments,
+    Tasks,
+    random_case,
+    run_plan,
+    run_untagged,
+    split_case,
+    whole_tasks,
+)
 
 from hf_distca.kernels import Scores
 from hf_distca.runtime.route import Route
@@ -45,6 +55,21 @@ def test_random_relays_are_exact(rank_pool: Callable[[int], RankPool], world: in
         relayed += more
         expected = [2 + 2 * more, 2 + more] if plan.moved else [0, 0]
         assert [counts for *_, counts in results] == [expected] * world
+    assert relayed
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_relays_of_head_groups_are_exact(rank_pool: Callable[[int], RankPool], world: int) -> None:
+    pool, relayed = rank_pool(world), 0
+    for seed in range(12):
+        random_ = random.Random(seed)
+        ranks, _, _ = random_case(random_, world)
+        split, tasks = split_case(random_, world, whole_tasks(ranks))
+        layout = Layout.from_segments(ranks).split(np.array(split, dtype=np.int64), KEY_HEADS)
+        relays = some_relays(random_, Plan.from_tasks(layout, tasks))
+        results = pool(run_plan, ranks, [0] * world, tasks, torch.float64, Scores(DIM**-0.5), False, None, relays, split)
+        assert max(error for error, *_ in results) < 1e-9, (seed, relays)
+        relayed += relays is not None
     assert relayed
 
 

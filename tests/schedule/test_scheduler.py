@@ -56,7 +56,7 @@ def check_plan(plan: Plan, local: Plan, cost: CostModel, config: DistCAConfig) -
     if plan.digest != local.digest:
         assert after < before
         assert before - after >= config.min_gain * before
-    assert balance(layout, cost, config).digest == plan.digest
+    assert balance(local.layout, cost, config).digest == plan.digest
 
 
 @settings(max_examples=150)

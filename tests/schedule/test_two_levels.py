@@ -99,7 +99,7 @@ def test_work_stays_in_nodes_that_are_even_among_themselves(ping_pong: bool) -> 
     blind, plan = balance(layout, CUDA, config), balance(layout, CUDA, config, ranks)
     before, after = (PlanLoad(one, CUDA, overlapped=ping_pong, ranks=ranks) for one in (blind, plan))
     assert after.node_bytes.sent_between.sum() <= 0.02 * before.node_bytes.sent_between.sum()
-    assert after.slowest_seconds <= before.slowest_seconds
+    assert after.slowest_seconds <= max(before.slowest_seconds, (1 + config.tolerance) * after.compute_seconds.mean())
     assert after.compute_seconds.max() <= 1.02 * after.compute_seconds.mean()
 
 

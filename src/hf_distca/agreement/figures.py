@@ -47,7 +47,7 @@ class Estimate:
     @classmethod
     def of(cls, plan: Plan, cost: CostModel, planning_ms: float, ranks: Ranks = ALIKE) -> Estimate:
         """The estimate of a plan's tasks."""
-        seconds = cost.seconds(plan.end - plan.start, plan.end)
+        seconds = cost.seconds(plan.end - plan.start, plan.end, plan.heads)
         tokens = plan.layout.query_tokens
         most_and_mean = float(tokens.max()), float(tokens.mean())
         return cls(plan.layout.world_size, plan.home, plan.server, seconds, planning_ms, most_and_mean, plan, ranks)

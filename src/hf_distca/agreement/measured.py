@@ -174,7 +174,7 @@ def _by_micro_batch(measured: Sequence[Measured], figures: IntArray) -> Iterator
 
 def _parts(plan: Plan, cost: CostModel) -> FloatArray:
     """(ranks, 3) seconds of tasks, bytes and flops, forward and backward, of every server."""
-    each = replace(cost, window=plan.window).parts(plan.end - plan.start, plan.end)
+    each = replace(cost, window=plan.window).parts(plan.end - plan.start, plan.end, plan.heads)
     columns = (np.bincount(plan.server, weights=column, minlength=plan.layout.world_size) for column in each.T)
     return np.stack([column.astype(np.float64) for column in columns], axis=1)
 

@@ -203,14 +203,15 @@ def _drawn(row: PlanRow) -> PlanFigures:
         except (LayoutError, PlanError) as error:
             raise ReportError(f"the plan of step {row.step} cannot be read: {error}") from error
         _learn_lengths(plan, lengths)
-        for task, seconds in zip(plan.tasks, part.seconds, strict=True):
+        documents = plan.layout.unsplit(plan.document).tolist()
+        for task, document, heads, seconds in zip(plan.tasks, documents, plan.heads.tolist(), part.seconds, strict=True):
             for side, rank in ((before, task.home), (after, task.server)):
-                piece = side.setdefault((rank, task.document, task.home), [0.0, 0.0])
-                piece[0] += task.end - task.start
+                piece = side.setdefault((rank, document, task.home), [0.0, 0.0])
+                piece[0] += heads * (task.end - task.start)
                 piece[1] += seconds
     sides = [
         [
-            Piece(rank, home, document, lengths[document], int(tokens), seconds)
+            Piece(rank, home, document, lengths[document], round(tokens), seconds)
             for (rank, document, home), (tokens, seconds) in sorted(side.items())
         ]
         for side in (before, after)
@@ -220,7 +221,7 @@ def _drawn(row: PlanRow) -> PlanFigures:
 
 def _learn_lengths(plan: Plan, lengths: dict[int, int]) -> None:
     layout = plan.layout
-    for document, end in zip(layout.document.tolist(), layout.end.tolist(), strict=True):
+    for document, end in zip(layout.unsplit(layout.document).tolist(), layout.end.tolist(), strict=True):
         lengths[document] = max(lengths.get(document, 0), end)
 
 

@@ -16,7 +16,7 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.keys import Passing
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import Route, Wave
-from hf_distca.runtime.server import AttentionServer, Grads, Operands, Outputs, Saved
+from hf_distca.runtime.server import AttentionServer, Grads, Operands, Outputs, Saved, in_groups
 
 __all__ = ["Call", "Inputs"]
 
@@ -157,6 +157,25 @@ class Call:
         self.server.meter.count(returns=1)
         self.returned.put(self._launch(wave, parts, "return"))
 
+    def attend_own(self, own: Operands) -> Outputs:
+        """Run this rank's own tasks, which wait for no message. Returns the outputs of all its tokens, in rows of head groups."""
+        kept, groups = self.route.kept, self.route.groups
+        outputs = in_groups(self.server.forward(own, self.route.own), groups)
+        if kept is not None:
+            for whole, pool in zip(outputs, self.server.serve(kept, in_groups(own, groups), None), strict=True):
+                _put(whole, kept.own_queries, [pool])
+        return outputs
+
+    def attend_own_backward(self, own: Saved) -> Grads:
+        """As `attend_own`, for gradients. Those of keys may be wide enough for sums."""
+        kept, groups = self.route.kept, self.route.groups
+        grads = in_groups(self.server.backward(own, self.route.own), groups)
+        if kept is None:
+            return grads
+        dq_THD, *pools = self.server.serve_backward(kept, in_groups(own, groups), None)
+        _put(grads.dq_THD, kept.own_queries, [dq_THD])
+        return Grads(grads.dq_THD, *(_add_own(total, pool, kept) for total, pool in zip(grads[1:], pools, strict=True)))
+
     def serve(self, wave: Wave, own: Operands, outputs: Outputs, dispatch: Pending | Landed) -> None:
         """Serve a wave whose dispatch is under way, launch its return, and put rows of this rank's own into `outputs`."""
         pools = self.server.serve(wave, own, dispatch)
@@ -228,13 +247,13 @@ def _pieces(runs: Sequence[Run], sections: Sequence[torch.Tensor]) -> Iterator[t
 def _put(whole: torch.Tensor, runs: Sequence[Run], sections: Sequence[torch.Tensor]) -> None:
     """Write the rows in sections where the runs say, by one operation."""
     if runs:
-        places = [whole.narrow(0, run.start, run.rows) for run in runs]
+        places = [part_of(whole, *run[1:]) for run in runs]
         copy_each(places, list(_pieces(runs, sections)))
 
 
 def _picked(sections: Sequence[torch.Tensor], passing: Passing, empty: torch.Tensor) -> torch.Tensor:
     """What is passed on, of the sections of one part."""
-    return joined([part_of(sections[at], start, rows) for at, start, rows in passing.pieces if at is not None], empty)
+    return joined([part_of(sections[at], *run) for at, *run in passing.pieces if at is not None], empty)
 
 
 def _sum_passed(pool_TKD: torch.Tensor, sections: Sequence[torch.Tensor], passing: Passing) -> torch.Tensor:
@@ -262,7 +281,7 @@ def _sum_copies(grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor], wave: 
         return grad_TKD
     total = _accumulator(grad_TKD)
     for run, piece in zip(wave.keys.runs, _pieces(wave.keys.runs, sections), strict=True):
-        total.narrow(0, run.start, run.rows).add_(piece)
+        part_of(total, *run[1:]).add_(piece)
     return total
 
 
@@ -271,6 +290,7 @@ def _add_own(grad_TKD: torch.Tensor, pool_TKD: torch.Tensor, wave: Wave) -> torc
     if not wave.pool.own:
         return grad_TKD
     total = _accumulator(grad_TKD)
-    for at, start, rows in wave.pool.own:
-        total.narrow(0, start, rows).add_(pool_TKD.narrow(0, at, rows))
+    for at, (_, *run) in wave.pool.own:
+        own = part_of(total, *run)
+        own.add_(pool_TKD.narrow(0, at, len(own)))
     return total

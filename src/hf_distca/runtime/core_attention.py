@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 from hf_distca.runtime.call import Call, Inputs
 from hf_distca.runtime.pingpong import take_turns
 from hf_distca.runtime.route import Wave
-from hf_distca.runtime.server import Grads, Outputs, Saved
+from hf_distca.runtime.server import Grads, Outputs, Saved, in_groups, joined_groups
 
 __all__ = ["core_attention"]
 
@@ -88,7 +88,7 @@ class _Dispatch(torch.autograd.Function):
         if call.recalled is None:
             own = inputs.operands
             call.operands.put(own)
-            call.launch_dispatch(call.route.waves[0], own)
+            call.launch_dispatch(call.route.waves[0], in_groups(own, call.route.groups))
         return q_THD.new_zeros(())
 
     @staticmethod
@@ -96,7 +96,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
         grads = call.land_backward(call.last, call.grads.take())
-        return None, *_input_gradients(grads, ctx.context_tokens)
+        return None, *_input_gradients(joined_groups(grads, call.route.groups), ctx.context_tokens)
 
 
 class _PassOn(torch.autograd.Function):
@@ -138,7 +138,7 @@ class _Serve(torch.autograd.Function):
         if call.recalled is not None:
             return anchor.clone()
         own, dispatch = call.operands.take(), call.dispatch.take()
-        outputs = call.server.forward(own, call.route.own)
+        outputs, own = call.attend_own(own), in_groups(own, call.route.groups)
         for before, wave in _in_turn(call):
             if before is not None:
                 call.land(before, outputs)
@@ -153,7 +153,7 @@ class _Serve(torch.autograd.Function):
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
         own, dispatch = call.saved.take(), call.dispatch.take()
-        grads = call.server.backward(own, call.route.own)
+        grads, own = call.attend_own_backward(own), in_groups(own, call.route.groups)
         for before, wave in _in_turn(call):
             if before is not None:
                 grads = call.land_backward(before, grads)
@@ -172,6 +172,7 @@ class _Return(torch.autograd.Function):
             return _save(ctx, call, inputs, call.recall())
         outputs = call.outputs.take()
         call.land(call.last, outputs)
+        outputs = joined_groups(outputs, call.route.groups)
         return _save(ctx, call, inputs, call.finish(_with_sink(*outputs, inputs.sink_H)))
 
     @staticmethod
@@ -182,7 +183,7 @@ class _Return(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             saved = _saved(do_THV, inputs, outputs)
             call.saved.put(saved)
-            call.launch_dispatch(call.route.waves[0], saved)
+            call.launch_dispatch(call.route.waves[0], in_groups(saved, call.route.groups))
         d_sink_H = _sink_gradient(do_THV, *outputs, inputs.sink_H)
         return None, do_THV.new_zeros(()), *[None] * 5, d_sink_H
 
@@ -193,14 +194,14 @@ class _Unmoved(torch.autograd.Function):
         inputs = _inputs(*tensors)
         if call.recalled is not None:
             return _save(ctx, call, inputs, call.recall())
-        outputs = call.server.forward(inputs.operands, call.route.own)
+        outputs = joined_groups(call.attend_own(inputs.operands), call.route.groups)
         return _save(ctx, call, inputs, call.finish(_with_sink(*outputs, inputs.sink_H)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
         call, inputs, outputs = _begin_backward(ctx)
-        grads = call.server.backward(_saved(do_THV, inputs, outputs), call.route.own)
+        grads = joined_groups(call.attend_own_backward(_saved(do_THV, inputs, outputs)), call.route.groups)
         d_sink_H = _sink_gradient(do_THV, *outputs, inputs.sink_H)
         return None, *_input_gradients(grads, _context_tokens(inputs)), d_sink_H
 

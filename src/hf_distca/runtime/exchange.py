@@ -32,11 +32,12 @@ _ALIGNMENT = 16
 
 
 class Run(NamedTuple):
-    """Rows [start, start + rows) of a tensor, and the rank that they go to."""
+    """Rows start, start + step, ... of a tensor, so many of them, and the rank that they go to."""
 
     rank: int
     start: int
     rows: int
+    step: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,14 +53,14 @@ class Rows:
     receive: Mapping[int, int]
 
     @classmethod
-    def of(cls, runs: Iterable[tuple[int, int, int]], receive: Iterable[tuple[int, int]]) -> Rows:
+    def of(cls, runs: Iterable[tuple[int, int, int]], receive: Iterable[tuple[int, int]], step: int = 1) -> Rows:
         """From runs (rank, start, rows) in their order, neighbours to be joined, and (rank, rows) in any order."""
         joined: list[Run] = []
         for rank, start, rows in runs:
-            if joined and joined[-1].rank == rank and joined[-1].start + joined[-1].rows == start:
+            if joined and joined[-1].rank == rank and joined[-1].start + joined[-1].rows * step == start:
                 rows += joined[-1].rows
                 start = joined.pop().start
-            joined.append(Run(rank, start, rows))
+            joined.append(Run(rank, start, rows, step))
         counts: dict[int, int] = {}
         for rank, rows in sorted(receive):
             counts[rank] = counts.get(rank, 0) + rows
@@ -93,11 +94,27 @@ class Part(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Bytes of a message: of a part, or zeros if `part` is None."""
+    """Bytes of a message: of a part, or zeros if `part` is None; `times` times `size` of them, `stride` apart."""
 
     part: int | None
     start: int
     size: int
+    times: int = 1
+    stride: int = 0
+
+    @classmethod
+    def of(cls, part: int, run: Run, row_bytes: int) -> _Piece:
+        """The rows of a run."""
+        if run.step == 1:
+            return cls(part, run.start * row_bytes, run.rows * row_bytes)
+        return cls(part, run.start * row_bytes, row_bytes, run.rows, run.step * row_bytes)
+
+    def cut(self, flat: torch.Tensor) -> torch.Tensor:
+        """These bytes of a part that is given as bytes: a view, if they follow each other."""
+        if self.times == 1:
+            return flat.narrow(0, self.start, self.size)
+        begin = flat.storage_offset() + self.start
+        return flat.as_strided((self.times, self.size), (self.stride, 1), begin).reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +141,7 @@ class Format:
         for rank in sorted({rank for rows, _ in parts for rank in rows.send}):
             for number, (rows, row_bytes) in enumerate(parts):
                 runs = rows.runs_by_rank.get(rank, [])
-                pieces += [_Piece(number, run.start * row_bytes, run.rows * row_bytes) for run in runs]
+                pieces += [_Piece.of(number, run, row_bytes) for run in runs]
                 if padding := -rows.send.get(rank, 0) * row_bytes % _ALIGNMENT:
                     pieces.append(_Piece(None, 0, padding))
         sections: list[list[tuple[int, int]]] = [[] for _ in parts]
@@ -218,8 +235,10 @@ def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | No
     return Pending(channel.start(received, sent, form.receive, form.send, name), parts, form, sent, received)
 
 
-def part_of(tensor: torch.Tensor, start: int, rows: int) -> torch.Tensor:
-    """Rows [start, start + rows) as a view, or the tensor itself if it has no others."""
+def part_of(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch.Tensor:
+    """Rows start, start + step, ..., so many of them, as a view, or the tensor itself if it has no others."""
+    if step > 1:
+        return tensor[start : start + step * rows : step]
     return tensor if rows == tensor.shape[0] else tensor.narrow(0, start, rows)
 
 
@@ -251,7 +270,7 @@ def _pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece]) -> torch.Te
         return tensors[0].new_empty(0, dtype=torch.uint8)
     flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
     padding = flat[0].new_zeros(_ALIGNMENT) if any(piece.part is None for piece in pieces) else flat[0]
-    return torch.cat([(padding if part is None else flat[part]).narrow(0, start, size) for part, start, size in pieces])
+    return torch.cat([piece.cut(padding if piece.part is None else flat[piece.part]) for piece in pieces])
 
 
 def _views(

@@ -19,7 +19,7 @@ __all__ = ["KeyPool", "Keys", "Passing", "Piece", "TokenIndex", "starts_of"]
 
 
 class Piece(NamedTuple):
-    """Keys [start, start + rows) of a section of the message, or of this rank's own if `section` is None.
+    """Keys [start, start + rows) of a section of the message, or of this rank's own, `step` apart, if `section` is None.
 
     Sections of the second hop, if there is one, count on after those of the first.
     """
@@ -27,6 +27,7 @@ class Piece(NamedTuple):
     section: int | None
     start: int
     rows: int
+    step: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,16 +49,15 @@ class KeyPool:
         return sum(piece.rows for piece in self.pieces)
 
     @cached_property
-    def own(self) -> list[tuple[int, int, int]]:
-        """Runs of this rank's own keys: (row of the pool, row of its own keys, rows)."""
+    def own(self) -> list[tuple[int, Piece]]:
+        """Runs of this rank's own keys: row of the pool, and the run."""
         at = itertools.accumulate((piece.rows for piece in self.pieces), initial=0)
-        rows = zip(at, self.pieces, strict=False)
-        return [(first, piece.start, piece.rows) for first, piece in rows if piece.section is None]
+        return [(first, piece) for first, piece in zip(at, self.pieces, strict=False) if piece.section is None]
 
     def assemble(self, own_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
         """The pool of keys or of values, (size, key/value heads, width), from own rows and the message's sections."""
-        sources = ((own_TKD if at is None else sections[at], start, rows) for at, start, rows in self.pieces)
-        return joined([part_of(*source) for source in sources], own_TKD)
+        from_each = ((own_TKD if piece.section is None else sections[piece.section], piece) for piece in self.pieces)
+        return joined([part_of(tensor, *piece[1:]) for tensor, piece in from_each], own_TKD)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,17 +83,36 @@ class Passing:
 
 
 class TokenIndex:
-    """Where the tokens of documents lie on one rank."""
+    """Where the tokens of documents lie on one rank.
+
+    Tokens are counted in tensors of all heads. Messages and pools are made of *rows*: of a token, or of one of its head groups if
+    documents of the layout are split. Then the rows of a group are `step` apart.
+    """
 
     def __init__(self, layout: Layout, rank: int) -> None:
-        self.layout, self.rank = layout, rank
+        self.layout, self.rank, self.step = layout, rank, layout.groups
         self._segments: dict[int, list[tuple[int, int, int]]] = {}
         first = int(layout.offsets[rank])
         for row, segment in enumerate(layout.segments(rank)):
             place = (segment.start, segment.end, int(layout.token[first + row]))
-            self._segments.setdefault(segment.document, []).append(place)
+            for document in (segment.document, *self.groups(segment.document)):
+                self._segments.setdefault(document, []).append(place)
         for places in self._segments.values():
             places.sort()
+
+    def groups(self, document: int) -> range:
+        """The head groups of a document with all heads, each a document of its own; none if it is a group or never split."""
+        whole = self.step > 1 and document % (self.step + 1) == 0
+        return range(document + 1, document + 1 + self.step) if whole else range(0)
+
+    def row(self, document: int, position: int) -> int:
+        """Row of a document position that lies on this rank, among its own in a message or pool."""
+        token = self.of(document, position)
+        return token if self.step == 1 else token * self.step + document % (self.step + 1) - 1
+
+    def query_row(self, task: CATask) -> int:
+        """As `row`, the first query row of a task."""
+        return self.row(task.document, task.start) - int(self.layout.context_tokens[self.rank])
 
     def query(self, task: CATask) -> int:
         """Index among the query rows of this rank of the first row of a task."""
@@ -164,7 +183,7 @@ class Keys:
             out.append(sorted((to, d, a, b) for d, a, b, source, to in rows if source == rank != to))
             next_row: dict[int, int] = {}  # of the section of a source
             for source, document, start, end in sorted((s, d, a, b) for d, a, b, s, to in rows if to == rank and d in pooled):
-                at = token.of(document, start) if source == rank else next_row.get(source, 0)
+                at = token.row(document, start) if source == rank else next_row.get(source, 0)
                 next_row[source] = next_row.get(source, 0) + end - start
                 found.append(_Found(document, start, end, hop, source, at))
         return cls(out or [[]], found, token)
@@ -172,19 +191,19 @@ class Keys:
     def sent(self, hop: int) -> Rows:
         """Rows to send in a hop, of this rank's own or of what it passes on, and how many come."""
         first = self._first_passed if hop else {}
-        runs = ((to, first[d, a] if hop else self.token.of(d, a), b - a) for to, d, a, b in self.out[hop])
-        return Rows.of(runs, ((run.source, run.end - run.start) for run in self._came(hop)))
+        runs = ((to, first[d, a] if hop else self.token.row(d, a), b - a) for to, d, a, b in self.out[hop])
+        return Rows.of(runs, ((run.source, run.end - run.start) for run in self._came(hop)), 1 if hop else self.token.step)
 
     @property
     def pool(self) -> KeyPool:
         """How the pool is made."""
-        return KeyPool(_pieces(self._piece(run) for run in self.in_pool), self._way_back(0))
+        return KeyPool(_pieces(map(self._piece, self.in_pool)), self._way_back(0))
 
     @property
     def passing(self) -> Passing:
         """The second hop."""
         passed = self._passed
-        pieces = tuple(Piece(*self._piece(run)) for run in passed)
+        pieces = tuple(map(self._piece, passed))
         rows = tuple((self.place[run.document, run.start], run.end - run.start) for run in passed)
         return Passing(pieces, rows, self.sent(1), self._way_back(1))
 
@@ -213,18 +232,20 @@ class Keys:
         back = ((run.source, self.place[run.document, run.start], run.end - run.start) for run in self._came(hop))
         return Rows.of(back, self.sent(hop).send.items())
 
-    def _piece(self, run: _Found) -> tuple[int | None, int, int]:
-        return self.sections.get((run.hop, run.source)), run.at, run.end - run.start
+    def _piece(self, run: _Found) -> Piece:
+        section = self.sections.get((run.hop, run.source))
+        return Piece(section, run.at, run.end - run.start, self.token.step if section is None else 1)
 
 
-def _pieces(rows: Iterable[tuple[int | None, int, int]]) -> tuple[Piece, ...]:
+def _pieces(rows: Iterable[Piece]) -> tuple[Piece, ...]:
     """Pieces, neighbours joined that continue each other."""
     pieces: list[Piece] = []
-    for section, start, length in rows:
-        if pieces and pieces[-1].section == section and pieces[-1].start + pieces[-1].rows == start:
-            before = pieces.pop()
-            start, length = before.start, before.rows + length
-        pieces.append(Piece(section, start, length))
+    for piece in rows:
+        before = pieces[-1] if pieces else None
+        if before and before.section == piece.section and before.start + before.rows * piece.step == piece.start:
+            pieces[-1] = before._replace(rows=before.rows + piece.rows)
+        else:
+            pieces.append(piece)
     return tuple(pieces)
 
 

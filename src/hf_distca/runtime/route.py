@@ -72,10 +72,12 @@ class Wave:
         sent = [task for task in tasks if task.home == rank != task.server]
         sent.sort(key=lambda task: (task.server, task.document, task.start))
         queries = Rows.of(
-            ((task.server, token.query(task), task.end - task.start) for task in sent),
+            ((task.server, token.query_row(task), task.end - task.start) for task in sent),
             ((task.home, task.end - task.start) for task in pooled if task.home != rank),
+            token.step,
         )
-        own = Rows.of(((rank, token.query(task), task.end - task.start) for task in pooled if task.home == rank), ())
+        at_home = ((rank, token.query_row(task), task.end - task.start) for task in pooled if task.home == rank)
+        own = Rows.of(at_home, (), token.step)
         found = Keys.of(hops, {t.document for t in pooled}, token)
         arrived = _batch(plan, starts_of([t.end - t.start for t in pooled]), pooled, found.row)
         return cls(queries, found.sent(0), own.runs, found.pool, arrived, found.passing if len(hops) > 1 else None)
@@ -89,11 +91,15 @@ class Route:
         own: tasks that this rank, which is their home, runs on its own tensors.
         waves: exchanges, at least one, and what is served in each; as many on every rank.
         exchanges: whether any rank moves anything; false means that no rank sends or receives.
+        groups: head groups that the tokens of waves are split in, 1 if none.
+        kept: tasks on head groups that this rank runs on pools of its own rows, for which it waits for nothing.
     """
 
     own: TaskBatch
     waves: tuple[Wave, ...]
     exchanges: bool
+    groups: int = 1
+    kept: Wave | None = None
 
     @property
     def passes_on(self) -> bool:
@@ -112,8 +118,10 @@ class Route:
             plan = waves.plan
         token = TokenIndex(plan.layout, rank)
         tasks = _tasks_of(plan, rank)
-        own = [t for t in tasks if t.server == t.home == rank and token.run(t.document, _first_key(plan, t), t.end) is not None]
-        others = set(tasks) - set(own)
+        here = [t for t in tasks if t.server == t.home == rank and token.run(t.document, _first_key(plan, t), t.end) is not None]
+        others = set(tasks) - set(here)
+        own = [task for task in here if plan.layout.groups == 1 or token.groups(task.document)]
+        kept = [task for task in here if task not in own]
         built = []
         for number in range(1 if waves is None else waves.count):
             among = None if waves is None else waves.number == number
@@ -123,8 +131,36 @@ class Route:
                 hops = Hops.of(plan, rank)
             elif plan.moved:
                 hops = [plan.key_transfers(rank, among)]
-            built.append(Wave.build(plan, token, sorted(mine), hops))
-        return cls(_batch(plan, [token.query(t) for t in own], own, token.of), tuple(built), plan.moved)
+            built.append(Wave.build(plan, token, _in_groups(sorted(mine), token), [_rows_in_groups(hop, token) for hop in hops]))
+        batch = _batch(plan, [token.query(t) for t in own], own, token.of)
+        return cls(batch, tuple(built), plan.moved, token.step, _kept(plan, token, kept) if kept else None)
+
+
+def _kept(plan: Plan, token: TokenIndex, tasks: Sequence[CATask]) -> Wave:
+    """Tasks on a rank's own rows, as a wave in which nothing travels."""
+    ends: dict[int, int] = {}
+    for task in tasks:
+        ends[task.document] = max(ends.get(task.document, 0), task.end)
+    document, end = (np.array(list(column), dtype=np.int64) for column in (ends.keys(), ends.values()))
+    here = np.full_like(document, token.rank)
+    return Wave.build(plan, token, tasks, [KeyTransfers(document, np.zeros_like(document), end, here, here)])
+
+
+def _in_groups(tasks: Sequence[CATask], token: TokenIndex) -> list[CATask]:
+    """Tasks with those on all heads as one for each head group, if waves are made of these."""
+    if token.step == 1:
+        return list(tasks)
+    return [task._replace(document=one) for task in tasks for one in token.groups(task.document) or (task.document,)]
+
+
+def _rows_in_groups(rows: KeyTransfers, token: TokenIndex) -> KeyTransfers:
+    """The same for keys."""
+    if token.step == 1:
+        return rows
+    each = [token.groups(document) or (document,) for document in rows.document.tolist()]
+    at = np.repeat(np.arange(len(each)), [len(one) for one in each])
+    split = KeyTransfers(*(column[at] for column in rows))
+    return split._replace(document=np.array([document for one in each for document in one], dtype=np.int64))
 
 
 def _first_key(plan: Plan, task: CATask) -> int:

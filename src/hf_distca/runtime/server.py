@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from hf_distca.kernels.base import Kernel, Scores, TaskBatch
-from hf_distca.runtime.exchange import Landed, Pending, joined
+from hf_distca.runtime.exchange import Landed, Pending, joined, part_of
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Wave
 from hf_distca.runtime.trace import Tracer
 
-__all__ = ["AttentionServer", "Grads", "Operands", "Outputs", "Saved"]
+__all__ = ["AttentionServer", "Grads", "Operands", "Outputs", "Saved", "in_groups", "joined_groups"]
 
 
 class Operands(NamedTuple):
@@ -72,6 +72,23 @@ class Grads(NamedTuple):
     dv_TKV: torch.Tensor
 
 
+Tensors = TypeVar("Tensors", Operands, Outputs, Saved, Grads)
+
+
+def in_groups(tensors: Tensors, groups: int) -> Tensors:
+    """Tensors with so many rows a token, one for each head group: views, if they are contiguous."""
+    if groups == 1:
+        return tensors
+    return type(tensors)(*(t.contiguous().view(len(t) * groups, t.shape[1] // groups, *t.shape[2:]) for t in tensors))
+
+
+def joined_groups(tensors: Tensors, groups: int) -> Tensors:
+    """What `in_groups` was given."""
+    if groups == 1:
+        return tensors
+    return type(tensors)(*(t.view(len(t) // groups, t.shape[1] * groups, *t.shape[2:]) for t in tensors))
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionServer:
     """Runs the tasks of a route with one kernel. Keeps nothing between calls, and nothing received beyond one.
@@ -104,36 +121,36 @@ class AttentionServer:
         with self.reporting(), self.meter.kernel(q_THD.device, backward=True), self.tracer.span("server"):
             return Grads(*self.kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, self.scores))
 
-    def serve(self, wave: Wave, own: Operands, dispatch: Pending | Landed) -> Outputs:
+    def serve(self, wave: Wave, own: Operands, dispatch: Pending | Landed | None) -> Outputs:
         """Run the arrived tasks of a wave forward.
 
         Args:
             wave: the wave that arrives.
             own: this rank's.
-            dispatch: the same of the rows that come.
+            dispatch: the same of the rows that come; None if none do.
 
         Returns:
             Those of ``wave.own_queries``, then those of the received query rows.
         """
         return self.forward(Operands(*_pools(wave, own, dispatch)), wave.arrived)
 
-    def serve_backward(self, wave: Wave, own: Saved, dispatch: Pending | Landed) -> Grads:
+    def serve_backward(self, wave: Wave, own: Saved, dispatch: Pending | Landed | None) -> Grads:
         """As `serve`, backward: dq has rows as the outputs there, dk and dv those of the key pool."""
         return self.backward(Saved(*_pools(wave, own, dispatch)), wave.arrived)
 
 
-def _pools(wave: Wave, own: Operands | Saved, dispatch: Pending | Landed) -> list[torch.Tensor]:
+def _pools(wave: Wave, own: Operands | Saved, dispatch: Pending | Landed | None) -> list[torch.Tensor]:
     """Pools of what a wave's tasks read.
 
     Rows go from the message straight to their pools and the message is gone afterwards; or it is the pools as it is. Not in part:
     one pool that is a view of the message would keep all of it.
     """
-    received = dispatch.sections()
+    received: list[list[torch.Tensor]] = [[] for _ in own] if dispatch is None else dispatch.sections()
     if wave.as_received:
         return [section for (section,) in received]
     cut = len(own.query_rows)
     queries = [
-        joined([*(tensor.narrow(0, run.start, run.rows) for run in wave.own_queries), *sections], tensor)
+        joined([*(part_of(tensor, *run[1:]) for run in wave.own_queries), *sections], tensor)
         for tensor, sections in zip(own.query_rows, received[:cut], strict=True)
     ]
     return queries + [wave.pool.assemble(*each) for each in zip(own.key_rows, received[cut:], strict=True)]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.greedy import Greedy
+from hf_distca.schedule.heads import WHOLE, Heads
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
@@ -49,9 +50,10 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
         layout: documents and where they lie; the same on every rank.
         cost: seconds of tasks and of exchanges; the same on every rank. The plan is for layers with its window, or for layers
             without one if no document is longer than the window.
-        config: `balance`, `tolerance`, `min_gain`, `tile`, `max_transient_bytes` and `ping_pong` are read. A tolerance below
-            0.002 counts as 0.002. With a bound, only slices that fit it alone are moved. With `ping_pong` the layout is that of a
-            nano-batch, whose exchange costs only what is longer than the compute beside it.
+        config: `balance`, `tolerance`, `min_gain`, `tile`, `head_groups`, `max_transient_bytes` and `ping_pong` are read. A
+            tolerance below 0.002 counts as 0.002. With head groups, the layout of the plan is `layout` with some documents split
+            by heads. With a bound, there are none, and only slices that fit it alone are moved. With `ping_pong` the layout is
+            that of a nano-batch, whose exchange costs only what is longer than the compute beside it.
         ranks: what ranks are like; the same on every rank. A slower one gets less, so that all end together.
         relayed: whether servers may pass keys on.
 
@@ -77,7 +79,11 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
     if not price.pair or _within(seconds, ranks.level(seconds), config.tolerance) or _hopeless(price, unmoved, config):
         return unmoved.plan
-    best = _fastest(layout, cost, price, unmoved, config, relayed)
+    heads = WHOLE
+    # Waves, which keep a bound of transient bytes, do not know head groups.
+    if cost.window is None and config.max_transient_bytes is None and cost.exchange_bytes_per_second < math.inf:
+        heads = Heads.of(layout, price, cost.shape, unmoved.compute_seconds, config.head_groups)
+    best = _fastest(layout, cost, price, unmoved, config, relayed, heads)
     if price.near == 1 or ranks.per_node in (None, 1):
         return best
     slowest = _load(best, cost, config, ranks, False).slowest_seconds
@@ -88,7 +94,9 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     return other if _load(other, cost, config, ranks, False).slowest_seconds < slowest else best
 
 
-def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, config: DistCAConfig, relayed: bool) -> Plan:
+def _fastest(
+    layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, config: DistCAConfig, relayed: bool, heads: Heads
+) -> Plan:
     """The plan with the earliest last rank that the greedy finds, coarse and fine; that of `unmoved` if none gains enough."""
     bound, ranks = config.max_transient_bytes, unmoved.ranks
     fit = None if bound is None else Fit(TransientBytes.of(cost.shape), bound, cost.window, config.tile)
@@ -100,7 +108,8 @@ def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, c
     # One document that outweighs all others, and no relays: the fewer servers, the less its home has to send. Caps go down until
     # sending eats what they gain; only if they come near the mean, a fine balance may be better.
     while extreme and not relayed and cap > 2 * mean:
-        load = _load(Greedy(layout, price, seconds, config.tolerance, fit, cap, ranks).plan(), cost, config, ranks, relayed)
+        greedy = Greedy(layout, price, seconds, config.tolerance, fit, cap, ranks, heads=heads)
+        load = _load(greedy.plan(), cost, config, ranks, relayed)
         slowest = load.slowest_seconds
         if slowest >= fastest:
             return best
@@ -112,14 +121,15 @@ def _fastest(layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, c
         both = (unmoved.compute_seconds + unmoved.exchange_seconds).tolist()
         exchanged = price.with_exchange(cost.exchange_bytes_per_second)
         few = layout.world_size <= _FEW
-        greedy = Greedy(layout, price, both, wanted if few else max(wanted, _SERIAL), ranks=ranks, exchanged=exchanged)
+        greedy = Greedy(layout, price, both, wanted if few else max(wanted, _SERIAL), None, None, ranks, exchanged, heads)
         load = _load(greedy.plan(), cost, config, ranks, relayed)
         if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:
             best, fastest = load.plan, load.slowest_seconds
             if not few:
                 return best
     for tolerance in (wanted, *(t for t in _COARSER if t > wanted)):
-        load = _load(Greedy(layout, price, seconds, tolerance, fit, ranks=ranks).plan(), cost, config, ranks, relayed)
+        greedy = Greedy(layout, price, seconds, tolerance, fit, ranks=ranks, heads=heads)
+        load = _load(greedy.plan(), cost, config, ranks, relayed)
         if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:
             best, fastest = load.plan, load.slowest_seconds
         elif best is not unmoved.plan:

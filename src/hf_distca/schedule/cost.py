@@ -228,35 +228,38 @@ class CostModel:
             ) from error
         return model
 
-    def counts(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
-        """Tasks, bytes and forward flops of tasks with `rows` query rows that end at position `keys`: shape (tasks, 3)."""
+    def counts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
+        """Tasks, bytes and forward flops of tasks with `rows` query rows that end at position `keys`: shape (tasks, 3).
+
+        `heads` is the part of the heads that each computes, as in the methods below.
+        """
         n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
         pairs = causal_pairs(n, m, self.window)
         read = m if self.window is None else np.minimum(m, n + (self.window - 1))
         tiled = -(-n // self.tile) * self.tile
         moved = tiled * (self.shape.query_bytes + self.shape.output_bytes) + read * self.shape.key_value_bytes
         flops = self.shape.pair_flops * pairs * (tiled / np.maximum(n, 1))
-        return np.stack([np.ones(len(n)), moved.astype(np.float64), flops], axis=1)
+        return np.stack([np.ones(len(n)), moved * heads, flops * heads], axis=1)
 
-    def seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
+    def seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Forward plus backward seconds of each task."""
-        return self.forward_seconds(rows, keys) + self.backward_seconds(rows, keys)
+        return self.forward_seconds(rows, keys, heads) + self.backward_seconds(rows, keys, heads)
 
-    def forward_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
+    def forward_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Forward seconds of each task."""
-        return _apply(self.forward, self.counts(rows, keys))
+        return _apply(self.forward, self.counts(rows, keys, heads))
 
-    def backward_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
+    def backward_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Backward seconds of each task: 2.5 times the flops and about twice the bytes of forward."""
-        return _apply(self.backward, self.counts(rows, keys) * np.array([1.0, 2.0, 2.5]))
+        return _apply(self.backward, self.counts(rows, keys, heads) * np.array([1.0, 2.0, 2.5]))
 
-    def parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike) -> FloatArray:
+    def parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """The three parts that add up to `seconds`: of the task, of bytes and of flops, shape (tasks, 3)."""
         one, other = self.forward, self.backward
         task = one.task_seconds + other.task_seconds
         byte = 1 / one.bytes_per_second + 2.0 / other.bytes_per_second
         flop = 1 / one.flops_per_second + 2.5 / other.flops_per_second
-        return np.asarray(self.counts(rows, keys) * np.array([task, byte, flop]))
+        return np.asarray(self.counts(rows, keys, heads) * np.array([task, byte, flop]))
 
     def transfer_seconds(self, query_tokens: npt.ArrayLike, key_tokens: npt.ArrayLike) -> FloatArray:
         """Seconds on the wire of moved tokens, forward and backward together, without the fixed part."""

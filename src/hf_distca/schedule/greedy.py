@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hf_distca.schedule.heads import WHOLE, Heads
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.levels import Levels
 from hf_distca.schedule.plan import Plan
@@ -35,7 +36,11 @@ _FAILURES = 4
 
 
 class _Piece(NamedTuple):
-    """Rows of a segment that its home still computes. Sorted, pieces with the longest prefix come first."""
+    """Rows of a segment that its home still computes. Sorted, pieces with the longest prefix come first.
+
+    Documents are numbered as in a split layout, if any may be split by heads; a segment of such a document has a piece for each
+    head group.
+    """
 
     minus_end: int
     start: int
@@ -59,7 +64,8 @@ class Greedy:
     """One run of the greedy for one tolerance. With `fit`, slices are only moved as far as they fit a server.
 
     With `cap`, ranks above that many seconds come down to it, and `tolerance` is not read. With `exchanged`, prices that have
-    what a server receives in them, `seconds` are those of compute and exchange, and that is what is evened out.
+    what a server receives in them, `seconds` are those of compute and exchange, and that is what is evened out. Documents of
+    `heads` are split if a slice of some of their heads is moved.
 
     Seconds of ranks and levels are what a rank takes; those of slices and of what is still to move are of a rank of speed 1.
     """
@@ -74,9 +80,14 @@ class Greedy:
         cap: float | None = None,
         ranks: Ranks = ALIKE,
         exchanged: Price | None = None,
+        heads: Heads = WHOLE,
     ) -> None:
         self.layout, self.own, self.fit, self.fills_all = layout, price, fit, cap is None
         self.price = exchanged or price
+        self.heads = heads
+        # Numbers of a document and its head groups: document d becomes d * parts.
+        self.parts = 1 if heads.groups == 1 else heads.groups + 1
+        self.group_prices = self.price.of_group(heads.groups), self.own.of_group(heads.groups)
         self.work = list(seconds)
         self.speeds = speeds = ranks.each(len(seconds))
         mean = ranks.level(seconds)
@@ -92,7 +103,7 @@ class Greedy:
         self.free = sorted((work, rank) for rank, work in enumerate(seconds) if work < self.levels.mean)
         self.pieces: dict[int, list[_Piece]] = {}
         self.segments: dict[int, dict[int, list[tuple[int, int]]]] = {}
-        # (segment, start, document, end, home, server)
+        # (segment, document, start, end, home, server)
         self.moved: list[tuple[int, int, int, int, int, int]] = []
         # document -> rank -> keys [0, n) that it needs anyway. Only documents on several ranks, and moved ones. Nothing with
         # a window: what a rank needs is no prefix then, and what two slices share is a window of keys at most.
@@ -119,14 +130,20 @@ class Greedy:
         rows = np.flatnonzero(np.isin(layout.document, np.array(sorted(spanning))))
         columns = (layout.document[rows].tolist(), layout.rank[rows].tolist(), layout.end[rows].tolist())
         for document, rank, end in zip(*columns, strict=True):
-            ranks = self.held.setdefault(document, {})
-            ranks[rank] = max(ranks.get(rank, 0), end)
+            for number in self._numbers(document):
+                ranks = self.held.setdefault(number, {})
+                ranks[rank] = max(ranks.get(rank, 0), end)
+
+    def _numbers(self, document: int) -> range:
+        """The numbers that a document has here: its own, or those of its head groups."""
+        first = document * self.parts
+        return range(first + 1, first + self.parts) if document in self.heads.documents else range(first, first + 1)
 
     def _pieces(self, rank: int) -> list[_Piece]:
         if rank not in self.pieces:
             first, context = int(self.layout.offsets[rank]), int(self.layout.context[rank])
-            segments = self.layout.segments(rank)[context:]
-            self.pieces[rank] = sorted(_Piece(-s.end, s.start, s.document, first + context + i) for i, s in enumerate(segments))
+            segments = enumerate(self.layout.segments(rank)[context:], first + context)
+            self.pieces[rank] = sorted(_Piece(-s.end, s.start, n, row) for row, s in segments for n in self._numbers(s.document))
         return self.pieces[rank]
 
     def _unload(self, source: int) -> None:
@@ -181,15 +198,21 @@ class Greedy:
         If `strict`, none that brings the source below the band or the server above it.
         """
         best: _Move | None = None
-        price, pieces = self.price, self._pieces(source)
         near = self._near(source, server)
-        least_bytes = price.least_bytes if self.per_node is None else price.least_bytes * price.near
-        for row, piece in enumerate(pieces):
+        like = None
+        for row, piece in enumerate(self._pieces(source)):
             end = -piece.minus_end
+            price, _ = self._prices(piece.document)
+            least_bytes = price.least_bytes if self.per_node is None else price.least_bytes * price.near
             # No slice of a shorter prefix moves a second for fewer bytes than this.
             if best is not None and least_bytes > best.bytes_per_second * price.most_seconds(end):
                 break
             held = self.held.get(piece.document)
+            if held is None and self.parts > 1:
+                # Groups of heads of the same rows, which follow each other, are as good as each other.
+                if like == (piece.minus_end, piece.start, piece.document // self.parts):
+                    continue
+                like = piece.minus_end, piece.start, piece.document // self.parts
             if near is not None:
                 best = self._try(source, row, piece, near, (held or {}).get(near, 0), surplus, strict, best)
             if held is None:
@@ -199,6 +222,10 @@ class Greedy:
             for other in self._holders(held, server):
                 best = self._try(source, row, piece, other, held[other], surplus, strict, best)
         return best
+
+    def _prices(self, document: int) -> tuple[Price, Price]:
+        """What slices of a document cost their servers, and what their home is rid of."""
+        return self.group_prices if document % self.parts else (self.price, self.own)
 
     def _node_of(self, rank: int) -> range:
         """The ranks of a node; none if nodes do not matter."""
@@ -224,7 +251,8 @@ class Greedy:
     def _try(
         self, source: int, row: int, piece: _Piece, server: int, held: int, surplus: float, strict: bool, best: _Move | None
     ) -> _Move | None:
-        price, own, start, end = self.price, self.own, piece.start, -piece.minus_end
+        start, end = piece.start, -piece.minus_end
+        price, own = self._prices(piece.document)
         work, speed = self.work[server], self.speeds[server]
         room = ((self.now.cap if strict else max(self.now.cap, (self.work[source] + work) / 2)) - work) * speed
         whole, all_own = price.seconds(start, end), own.seconds(start, end)
@@ -265,7 +293,7 @@ class Greedy:
         if self.held[piece.document].get(source, 0) > end:
             return 0
         rest = max((-p.minus_end for p in self.pieces[source] if p.document == piece.document and p != piece), default=0)
-        own = self._own_segments(source, piece.document)
+        own = self._own_segments(source, piece.document // self.parts)
         return end - rest - sum(max(0, min(last, end) - max(first, rest)) for first, last in own)
 
     def _own_segments(self, rank: int, document: int) -> list[tuple[int, int]]:
@@ -289,7 +317,7 @@ class Greedy:
             held[move.server] = max(held.get(move.server, 0), move.end)
             if source in held:
                 held[source] = max((-p.minus_end for p in pieces if p.document == piece.document), default=0)
-        self.moved.append((piece.segment, move.start, piece.document, move.end, source, move.server))
+        self.moved.append((piece.segment, piece.document, move.start, move.end, source, move.server))
         # A server reads keys that the home reads too, and starts a task more: moving adds work. The levels rise to where
         # they will be when all surplus is moved at the same rate.
         self.shed += move.shed
@@ -310,19 +338,28 @@ class Greedy:
 
     def _build(self) -> Plan:
         """Tasks: untouched segments, what is left of the others, and what was moved."""
-        layout = self.layout
+        split = {move[1] // self.parts for move in self.moved if move[1] % self.parts}
+        layout = self.layout.split(np.array(sorted(split)), self.heads.groups) if split else self.layout
         keep = layout.queries.copy()
         rows: list[tuple[int, int, int, int, int]] = []
         last = -1
-        for segment, start, document, end, home, server in sorted(self.moved):
-            if segment == last and rows[-1][2] == start and rows[-1][4] == server:
+        for segment, document, start, end, home, server in sorted(self.moved):
+            number = document if split else document // self.parts
+            if segment == last and rows[-1][0] == number and rows[-1][2] == start and rows[-1][4] == server:
                 start = rows.pop()[1]
-            rows.append((document, start, end, home, server))
+            rows.append((number, start, end, home, server))
             last = segment
         for rank, pieces in self.pieces.items():
             keep[layout.offsets[rank] : layout.offsets[rank + 1]] = False
-            rows += [(p.document, p.start, -p.minus_end, rank, rank) for p in pieces]
+            rows += [(number, p.start, -p.minus_end, rank, rank) for p in pieces for number in self._built(p.document, split)]
         extra = np.array(rows, dtype=np.int64).reshape(-1, 5)
         kept = (layout.document, layout.start, layout.end, layout.rank, layout.rank)
         c = [np.concatenate([column[keep], extra[:, i]]) for i, column in enumerate(kept)]
         return Plan(layout, c[0], c[1], c[2], c[3], c[4], self.price.window)
+
+    def _built(self, number: int, split: set[int]) -> tuple[int, ...]:
+        """The number in the plan of a document or head group; none if it is a group, not the first, of one that stays whole."""
+        document, group = divmod(number, self.parts)
+        if group == 0 or document in split:
+            return (number,) if split else (document,)
+        return (document * self.parts if split else document,) if group == 1 else ()

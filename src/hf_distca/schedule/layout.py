@@ -52,6 +52,7 @@ class Layout:
         length: tokens of each segment, at least 1.
         offsets: ``ranks + 1`` numbers; the segments of rank r are rows ``offsets[r]`` to ``offsets[r + 1]``.
         context: how many segments of each rank are context; none if not given.
+        groups: head groups that documents are split in, as `split` does; 1 if none is.
     """
 
     document: IntArray
@@ -59,6 +60,7 @@ class Layout:
     length: IntArray
     offsets: IntArray
     context: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    groups: int = 1
 
     def __post_init__(self) -> None:
         if not len(self.context):
@@ -109,6 +111,46 @@ class Layout:
         start, length = (np.concatenate(pair)[order] for pair in ((first.start, second.start), (first.length, second.length)))
         return cls(document, start, length, first.offsets + second.offsets)
 
+    def split(self, documents: IntArray, groups: int) -> Layout:
+        """The same tokens with some documents split by heads: each counts as `groups` documents, one for each group of heads.
+
+        Document d is then number ``d * (groups + 1)``, and group g of one that is split ``d * (groups + 1) + 1 + g``. A group
+        lies where the whole document lies, and takes its part of the attention and of the bytes (`heads_of`).
+
+        Args:
+            documents: numbers of those to split.
+            groups: at least 2; it must divide the key/value heads of the layers.
+
+        Raises:
+            LayoutError: if there is context, or if documents were split before.
+        """
+        if self.groups > 1 or self.context.any():
+            raise LayoutError(f"a layout with {self.groups} head groups and context {self.context.tolist()} cannot be split.")
+        apart = np.isin(self.document, documents)
+        count = np.where(apart, groups, 1)
+        row = np.repeat(np.arange(len(count)), count)
+        part = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+        number = self.document[row] * (groups + 1) + np.where(apart[row], 1 + part, 0)
+        offsets = np.concatenate([[0], np.cumsum(count)])[self.offsets]
+        return Layout(number, self.start[row], self.length[row], offsets, groups=groups)
+
+    def heads_of(self, document: IntArray) -> npt.NDArray[np.float64]:
+        """What part of the heads each of these documents of the layout has: 1, or of a head group ``1 / groups``."""
+        return np.where(self._group(document) == 0, 1.0, 1.0 / self.groups)
+
+    def unsplit(self, document: IntArray) -> IntArray:
+        """The numbers that these documents of the layout had before it was split."""
+        return document // (self.groups + 1) if self.groups > 1 else document
+
+    def _group(self, document: IntArray) -> IntArray:
+        """From 1 the head group that each document is, 0 if it has all heads."""
+        return np.asarray(document % (self.groups + 1) if self.groups > 1 else np.zeros_like(document))
+
+    @cached_property
+    def _tokens(self) -> IntArray:
+        """Tokens of each segment, those of a document that is split counted for its first group alone."""
+        return np.where(self._group(self.document) <= 1, self.length, 0)
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""
@@ -127,8 +169,9 @@ class Layout:
     @cached_property
     def token(self) -> IntArray:
         """Index, among the tokens of its rank, of the first token of each segment."""
-        before = np.cumsum(self.length) - self.length
-        first = np.concatenate([before, [self.length.sum()]])[self.offsets[:-1]]
+        # Groups of a document follow each other, so those after the first begin where it does.
+        before = np.cumsum(self._tokens) - self.length
+        first = np.concatenate([before, [self._tokens.sum()]])[self.offsets[:-1]]
         return np.asarray(before - np.repeat(first, np.diff(self.offsets)), dtype=np.int64)
 
     @cached_property
@@ -145,7 +188,7 @@ class Layout:
     @cached_property
     def query_tokens(self) -> IntArray:
         """Tokens on each rank whose queries are to be computed."""
-        return np.bincount(self.rank, weights=self.length * self.queries, minlength=self.world_size).astype(np.int64)
+        return np.bincount(self.rank, weights=self._tokens * self.queries, minlength=self.world_size).astype(np.int64)
 
     @cached_property
     def spanning(self) -> frozenset[int]:

@@ -69,22 +69,22 @@ class PlanLoad:
 
     @cached_property
     def pairs(self) -> FloatArray:
-        """Causal query-key pairs that each rank computes."""
+        """Causal query-key pairs that each rank computes; of some of the heads they count in part."""
         plan = self.plan
-        return self._sum(plan.server, causal_pairs(plan.end - plan.start, plan.end, plan.window))
+        return self._sum(plan.server, causal_pairs(plan.end - plan.start, plan.end, plan.window) * plan.heads)
 
     @cached_property
     def compute_seconds(self) -> FloatArray:
         """Forward plus backward seconds that each rank takes for its tasks."""
         plan = self.plan
-        return self.ranks.taken(self._sum(plan.server, self.cost.seconds(plan.end - plan.start, plan.end)))
+        return self.ranks.taken(self._sum(plan.server, self.cost.seconds(plan.end - plan.start, plan.end, plan.heads)))
 
     @cached_property
     def query_tokens(self) -> tuple[FloatArray, FloatArray]:
-        """Query tokens that each rank sends and receives."""
+        """Query tokens that each rank sends and receives; of some of the heads they count in part, as everything here."""
         plan = self.plan
         moved = np.flatnonzero(plan.home != plan.server)
-        rows = (plan.end - plan.start)[moved]
+        rows = ((plan.end - plan.start) * plan.heads)[moved]
         return self._sum(plan.home[moved], rows), self._sum(plan.server[moved], rows)
 
     @cached_property
@@ -94,8 +94,8 @@ class PlanLoad:
         sides = []
         for keys in self.wave_transfers:
             came = keys.source != keys.server
-            received = self._sum(keys.server[came], (keys.end - keys.start)[came])
-            sides.append((sent_key_tokens(keys, relays, layout).astype(np.float64), received))
+            received = self._sum(keys.server[came], ((keys.end - keys.start) * layout.heads_of(keys.document))[came])
+            sides.append((sent_key_tokens(keys, relays, layout), received))
         return np.sum([side[0] for side in sides], axis=0), np.sum([side[1] for side in sides], axis=0)
 
     @property
@@ -125,10 +125,12 @@ class PlanLoad:
         """The same bytes, inside nodes and between them; all between, if nodes are not told apart."""
         plan, shape = self.plan, self.cost.shape
         away = np.flatnonzero(plan.home != plan.server)
-        runs = [(plan.home[away], plan.server[away], (plan.end - plan.start)[away] * shape.moved_query_bytes)]
+        rows = ((plan.end - plan.start) * plan.heads)[away]
+        runs = [(plan.home[away], plan.server[away], rows * shape.moved_query_bytes)]
         for keys in self.wave_transfers:
             sent = senders(keys, plan.relays)
-            runs.append((sent.source, sent.server, (sent.end - sent.start) * shape.moved_key_bytes))
+            tokens = (sent.end - sent.start) * plan.layout.heads_of(sent.document)
+            runs.append((sent.source, sent.server, tokens * shape.moved_key_bytes))
         source, server, amount = (np.concatenate(columns) for columns in zip(*runs, strict=True))
         return NodeBytes.of((source, server, amount), plan.layout.world_size, self.ranks.per_node or 1)
 

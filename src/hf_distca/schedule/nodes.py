@@ -27,7 +27,7 @@ class NodeBytes(NamedTuple):
     received_between: FloatArray
 
     @classmethod
-    def of(cls, messages: tuple[IntArray, IntArray, IntArray], count: int, per_node: int) -> NodeBytes:
+    def of(cls, messages: tuple[IntArray, IntArray, FloatArray], count: int, per_node: int) -> NodeBytes:
         """Sums of messages.
 
         Args:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -81,6 +81,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise PlanError(f"window={self.window!r}: a query position sees at least itself, or pass None for no window.")
+        if self.window is not None and self.layout.groups > 1:
+            raise PlanError(f"window={self.window}: only documents of layers without a window can be split by heads.")
         order = np.lexsort((self.start, self.document))
         for column in CATask._fields:
             object.__setattr__(self, column, np.asarray(getattr(self, column), dtype=np.int64)[order])
@@ -118,6 +120,11 @@ class Plan:
         return [CATask(*row) for row in zip(*columns, strict=True)]
 
     @cached_property
+    def heads(self) -> npt.NDArray[np.float64]:
+        """What part of the heads each task computes: 1, or that of a head group."""
+        return self.layout.heads_of(self.document)
+
+    @cached_property
     def moved(self) -> bool:
         """Whether anything is exchanged: a query is moved, or the keys of a document do not lie in one run.
 
@@ -147,7 +154,7 @@ class Plan:
     def to_json(self) -> str:
         """The plan and its layout as JSON: ``{"tasks": [[document, start, end, home, server], ...], "rank_segments": ...}``.
 
-        The keys ``"window"`` and ``"context"`` are there if the plan has them.
+        The keys ``"window"``, ``"context"`` and ``"groups"`` are there if the plan has them.
         """
         ranks = [[[s.document, s.start, s.end] for s in self.layout.segments(r)] for r in range(self.layout.world_size)]
         data: dict[str, Any] = {"tasks": [list(task) for task in self.tasks], "rank_segments": ranks}
@@ -155,6 +162,8 @@ class Plan:
             data["window"] = self.window
         if self.layout.context.any():
             data["context"] = self.layout.context.tolist()
+        if self.layout.groups > 1:
+            data["groups"] = self.layout.groups
         return json.dumps(data, separators=(",", ":"))
 
     @classmethod
@@ -174,6 +183,10 @@ class Plan:
             raise PlanError(f"'rank_segments' is a list of segments for each rank, found: {str(ranks)[:100]}.")
         rows = [as_integers(rank, "segments as [document, start, end]", (-1, 3), PlanError).tolist() for rank in ranks]
         layout = Layout.from_segments([[(d, a, b - a) for d, a, b in rank] for rank in rows], data.get("context", ()))
+        groups = data.get("groups", 1)
+        if type(groups) is not int or groups < 1:
+            raise PlanError(f"the head groups of a plan in JSON are a whole number of at least 1, found: {groups!r}.")
+        layout = replace(layout, groups=groups)
         return cls.from_tasks(layout, data["tasks"], window)
 
     @cached_property
@@ -187,6 +200,8 @@ class Plan:
             text.update(np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes())
         if self.window is not None:
             text.update(b"window" + np.int64(self.window).tobytes())
+        if layout.groups > 1:
+            text.update(b"groups" + np.int64(layout.groups).tobytes())
         for column in self.relays or ():
             text.update(b"relays" + np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes())
         return text.hexdigest()
@@ -231,7 +246,7 @@ def _check(plan: Plan) -> None:
         raise PlanError(
             f"{plan.tasks[row]} starts where position {expected[row]} is next: every query token must be computed once."
         )
-    computed, held = int((plan.end - plan.start).sum()), int(layout.query_tokens.sum())
+    computed, held = int((plan.end - plan.start).sum()), int(layout.length[layout.queries].sum())
     if computed != held:
         raise PlanError(f"the tasks compute {computed} query tokens, the layout holds {held}.")
 

@@ -36,8 +36,8 @@ class Price:
     pair: float
     kernel_tile: int
     tile: int
-    query_bytes: int
-    key_bytes: int
+    query_bytes: float
+    key_bytes: float
     window: int | None
     near: float = 1.0
 
@@ -66,8 +66,15 @@ class Price:
         row, key = self.query_bytes / bytes_per_second, self.key_bytes / bytes_per_second
         return replace(self, row=self.row + row, key=self.key + key)
 
+    def of_group(self, groups: int) -> Self:
+        """The prices of one of so many head groups: a part of all but the task itself."""
+        row, key, pair = self.row / groups, self.key / groups, self.pair / groups
+        return replace(
+            self, row=row, key=key, pair=pair, query_bytes=self.query_bytes / groups, key_bytes=self.key_bytes / groups
+        )
+
     @property
-    def least_bytes(self) -> int:
+    def least_bytes(self) -> float:
         """Fewest bytes exchanged for a moved query row: those of the row alone, where the server holds its keys."""
         return self.query_bytes
 
@@ -145,7 +152,7 @@ class BandPrice(Price):
     window: int
 
     @property
-    def least_bytes(self) -> int:
+    def least_bytes(self) -> float:
         """Fewest bytes exchanged for a moved query row: it takes its own key along."""
         return self.query_bytes + self.key_bytes
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 
@@ -101,15 +102,15 @@ def senders(rows: KeyTransfers, relays: Relays | None) -> KeyTransfers:
     return _joined([only(rows, ~spread), cut._replace(source=np.where(direct, cut.source, relay))])
 
 
-def sent_key_tokens(transfers: KeyTransfers, relays: Relays | None, layout: Layout) -> IntArray:
-    """K/V tokens that every rank sends: shape (ranks,)."""
+def sent_key_tokens(transfers: KeyTransfers, relays: Relays | None, layout: Layout) -> FloatArray:
+    """K/V tokens that every rank sends, those of some of the heads counted in part: shape (ranks,)."""
     rows = only(transfers, transfers.source != transfers.server)
     ranks = layout.world_size
     if relays is None:
-        return _tokens(rows.source, rows.end - rows.start, ranks)
+        return _tokens(rows.source, (rows.end - rows.start) * layout.heads_of(rows.document), ranks)
     spread = np.isin(rows.document, relays.document)
     plain, rows = only(rows, ~spread), only(rows, spread)
-    sent = _tokens(plain.source, plain.end - plain.start, ranks)
+    sent = _tokens(plain.source, (plain.end - plain.start) * layout.heads_of(plain.document), ranks)
     # Between two cuts of runs and of segments, all keys have one relay and one rank that holds them.
     documents = np.unique(relays.document)
     width = layout.longest + 1
@@ -126,14 +127,15 @@ def sent_key_tokens(transfers: KeyTransfers, relays: Relays | None, layout: Layo
     run = np.searchsorted(of_run + relays.start, begin, side="right") - 1
     relay = np.where(begin < (of_run + relays.end)[run], relays.relay[run], source)
     sends, place = Sends(rows, documents, width), begin // width
-    times = sends.below(place, end - place * width) - sends.below(place, begin - place * width)
+    heads = layout.heads_of(documents)[place]
+    times = heads * (sends.below(place, end - place * width) - sends.below(place, begin - place * width))
     passed = relay != source
-    once = np.where(passed, end - begin, times)
+    once = np.where(passed, heads * (end - begin), times)
     return sent + _tokens(source, once, ranks) + _tokens(relay[passed], (times - once)[passed], ranks)
 
 
-def _tokens(rank: IntArray, tokens: IntArray, ranks: int) -> IntArray:
-    return np.bincount(rank, weights=tokens, minlength=ranks).astype(np.int64)
+def _tokens(rank: IntArray, tokens: FloatArray, ranks: int) -> FloatArray:
+    return np.bincount(rank, weights=tokens, minlength=ranks).astype(np.float64)
 
 
 def only(rows: KeyTransfers, which: npt.NDArray[Any] | slice) -> KeyTransfers:

@@ -67,31 +67,33 @@ class _Relief:
         rows = only(rows, np.argsort(rows.document, kind="stable"))
         sends = Sends(only(rows, rows.source != rows.server), documents, self.layout.longest + 1)
         first, last = (np.searchsorted(rows.document, documents, side) for side in ("left", "right"))
-        times = sends.below(np.arange(len(documents)), np.full(len(documents), self.layout.longest))
+        heads = self.layout.heads_of(documents)
+        times = heads * sends.below(np.arange(len(documents)), np.full(len(documents), self.layout.longest))
         found: list[tuple[int, int, int, int]] = []
         for place in np.argsort(-times, kind="stable").tolist():
             sharing = _Sharing(only(rows, slice(int(first[place]), int(last[place]))), self.layout.world_size)
             if len(sharing.ranks) > 1 and (self.seconds[sharing.sources] > self.unchanged).any():
-                found += [(int(documents[place]), *run) for run in self._runs(sharing, sends, place)]
+                each = self.each * float(heads[place])
+                found += [(int(documents[place]), *run) for run in self._runs(sharing, sends, place, each)]
         return Relays(*np.array(sorted(found), dtype=np.int64).T) if found else None
 
-    def _runs(self, sharing: _Sharing, sends: Sends, place: int) -> list[tuple[int, int, int]]:
-        """Runs of one document as (start, end, relay); what ranks send with them is added to their seconds."""
+    def _runs(self, sharing: _Sharing, sends: Sends, place: int, each: float) -> list[tuple[int, int, int]]:
+        """Runs of one document as (start, end, relay); what ranks send with them, `each` of a key, is added to their seconds."""
         shared, ranks = sharing.shared, sharing.ranks
         seconds = self.seconds.copy()
-        seconds[sharing.sources] += self.each * sharing.saved(shared)
-        room = _poured(seconds[ranks], self.each * sends.more(place, shared))
+        seconds[sharing.sources] += each * sharing.saved(shared)
+        room = _poured(seconds[ranks], each * sends.more(place, shared))
         able = room > 0
         if not able.any():
             return []
         # Only those that need the last keys can pass them on.
         reach = sharing.need[able]
         shared = min(shared, int(reach.max()))
-        self.seconds[sharing.sources] += self.each * sharing.saved(shared)
+        self.seconds[sharing.sources] += each * sharing.saved(shared)
         runs = _cut(sends.steps(place, shared), ranks[able], reach, room[able])
         cuts = np.array([start for start, *_ in runs] + [shared])
         more = np.diff(sends.below(np.full(len(cuts), place), cuts) - cuts)
-        self.seconds[[rank for *_, rank in runs]] += self.each * more
+        self.seconds[[rank for *_, rank in runs]] += each * more
         return runs
 
 

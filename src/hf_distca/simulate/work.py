@@ -93,7 +93,7 @@ def _moves(plan: Plan, cost: CostModel) -> _Moves:
     load = PlanLoad(plan, cost)
     cost, shape, ranks = load.cost, cost.shape, plan.layout.world_size
     rows = plan.end - plan.start
-    forward, backward = cost.forward_seconds(rows, plan.end), cost.backward_seconds(rows, plan.end)
+    forward, backward = (directed(rows, plan.end, plan.heads) for directed in (cost.forward_seconds, cost.backward_seconds))
 
     def sums(values: npt.NDArray[Any], among: npt.NDArray[np.bool_] | None = None) -> FloatArray:
         weights = values if among is None else values * among

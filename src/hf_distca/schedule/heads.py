@@ -1,0 +1,63 @@
+"""Which documents are split by heads: each group of key/value heads, with the query heads that read them, goes its own way.
+
+A slice of query rows needs all keys before it, however few its rows are. Of one head group of `groups` it needs a part of them:
+for as many seconds it has `groups` times as many rows, each with a part of the bytes, so that the bytes of queries stay what they
+are and those of keys are divided. Attention of a head depends on no other head, so nothing has to be merged.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_distca.schedule.cost import AttentionShape, FloatArray
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.prices import Price
+
+__all__ = ["WHOLE", "Heads"]
+
+# The part of the mean seconds of a rank that a server typically lacks.
+_TYPICAL = 0.25
+# Numbers of documents are multiplied by that of the groups.
+_LARGEST = 2**56
+
+
+class Heads(NamedTuple):
+    """Documents that a plan may split, and in how many groups.
+
+    Attributes:
+        groups: head groups; 1 if nothing is split.
+        documents: numbers of the documents.
+    """
+
+    groups: int
+    documents: frozenset[int]
+
+    @classmethod
+    def of(cls, layout: Layout, price: Price, shape: AttentionShape, seconds: FloatArray, most: int) -> Heads:
+        """Those of which a slice would have more bytes of keys than of queries, where ranks have work to give away.
+
+        Args:
+            layout: documents and where they lie.
+            price: of tasks.
+            shape: heads of the layers.
+            seconds: attention seconds of each rank.
+            most: groups at most; 1 to split nothing.
+        """
+        groups = max(count for count in range(1, most + 1) if shape.key_value_heads % count == 0)
+        if groups == 1 or layout.groups > 1 or layout.context.any() or not price.pair or not len(layout.document):
+            return WHOLE
+        if max(layout.document.max(), -layout.document.min()) > _LARGEST:
+            return WHOLE
+        # A slice of F seconds at position y has F / (p * y) rows. Its bytes of queries are as many as those of keys if
+        # q * F / (p * y) = kv * y.
+        mean = float(seconds.mean())
+        length = math.sqrt(_TYPICAL * mean * price.query_bytes / (price.key_bytes * price.pair))
+        gives = seconds[layout.rank] > mean
+        long = np.unique(layout.document[layout.end >= length])
+        return cls(groups, frozenset(np.intersect1d(long, layout.document[gives]).tolist()))
+
+
+WHOLE = Heads(1, frozenset())
