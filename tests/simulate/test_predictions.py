@@ -67,8 +67,7 @@ def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str
     found = simulate(arranged, documents, batches=2, seed=3)
     ours = {name for name in OURS if arranged.stages == 1 or not name.endswith("ping-pong")}
     assert {one.strategy for one in found} >= {*ours, "plain", "lpt", "wlb", "published", "all-gather"}
-    drawn = documents.batches(arranged.tokens, 2 * arranged.micro_batches, 3)
-    ideal = [ideal_seconds(arranged, [next(drawn) for _ in range(arranged.micro_batches)]) for _ in range(2)]
+    ideal = [ideal_seconds(arranged, step) for step in documents.steps(arranged.tokens, arranged.micro_batches, 2, 3)]
     for one in found:
         assert math.isfinite(one.step_seconds)
         assert 0 <= one.idle_share < 1

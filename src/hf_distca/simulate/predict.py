@@ -166,8 +166,7 @@ def simulate(
         if type(value) is not int or not least <= value <= most:
             raise ConfigError(f"{name}={value!r} must be a whole number from {least} to {most}.")
     found: dict[str, list[Prediction]] = {name: [] for name in names}
-    lengths = documents.batches(setting.tokens, batches * setting.micro_batches, seed)
-    drawn = ([next(lengths) for _ in range(setting.micro_batches)] for _ in range(batches))
+    drawn = documents.steps(setting.tokens, setting.micro_batches, batches, seed)
     for steps in predict_each(partial(_of_batch, setting, names), drawn, batches, jobs, told, len(names)):
         for name, step in zip(names, steps, strict=True):
             if step is not None:
