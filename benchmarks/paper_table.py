@@ -258,8 +258,7 @@ def spelled(span: list[float | None]) -> str:
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
-    wlb, steps = row["strategies"].get("wlb"), row["strategies"]
-    ours = row["ours_seconds"]
+    wlb, ours = row["strategies"].get("wlb"), row["ours_seconds"]
     factors = [f"{row[name]:.2f}" if row[name] else "-" for name in ("speedup", "published_planner_speedup", "ideal_speedup")]
     alone = f"{wlb['step_seconds']:.2f} {wlb['degree']} {wlb['idle_share']:.0%} {wlb['exposed_share']:.0%}" if wlb else "- - - -"
     either = f"{row['any_speedup']:.2f}" if row["pipeline"] else ""
