@@ -155,10 +155,8 @@ def case(row: Row, name: str, batches: int) -> dict[str, Any]:
     if not row.pipeline:
         return found
     without = best(row, documents, batches, stages=False)
-    wlb, ours = (
-        min(seconds for one in (found, without) if (seconds := one[name]) is not None) for name in ("wlb_seconds", "ours_seconds")
-    )
-    return found | {"no_stages": without, "any_speedup": wlb / ours}
+    both = {name: [one[name] for one in (found, without) if one[name]] for name in ("wlb_seconds", "ours_seconds")}
+    return found | {"no_stages": without, "any_speedup": min(both["wlb_seconds"]) / min(both["ours_seconds"])}
 
 
 def measure(batches: int, chosen: list[Row], jobs: int) -> dict[str, Any]:

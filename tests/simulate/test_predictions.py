@@ -175,3 +175,12 @@ def test_pipelines_run_what_hf_distca_runs_in_stages_and_hold_what_its_ticks_hol
     assert found["plain"].peak_bytes == least
     each = activation_bytes(staged) * staged.tokens_per_rank
     assert found["dealt"].peak_bytes - least >= 3 * each, "the first of four stages holds seven micro-batches, not four"
+
+
+@pytest.mark.parametrize("lengths", [[131072], [131071, 1], [65536, 65533, 3]])
+def test_a_document_may_fill_a_batch_and_a_nano_batch_be_empty(setting: Setting, lengths: list[int]) -> None:
+    found = {one.strategy: one for one in simulate(setting, from_list(lengths, "few"), DISAGGREGATED, batches=2)}
+    assert set(found) == set(DISAGGREGATED)
+    for one in found.values():
+        assert math.isfinite(one.step_seconds)
+        assert one.attention_share <= 1 + 1e-9

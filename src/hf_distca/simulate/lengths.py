@@ -74,8 +74,8 @@ class Documents:
         for batch in self.batches(tokens * micro_batches, count, seed):
             if int(batch.max()) > tokens:
                 raise LayoutError(
-                    f"a document of {batch.max()} tokens is longer than a micro-batch of {tokens}: raise the tokens of a rank or the "
-                    "number of ranks, or bound lengths with --max-length."
+                    f"a document of {batch.max()} tokens is longer than a micro-batch of {tokens}: raise the tokens of a rank or "
+                    "the number of ranks, or bound lengths with --max-length."
                 )
             yield [batch] if micro_batches == 1 else _shared_out(batch, tokens, micro_batches)
 
