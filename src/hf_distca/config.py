@@ -29,9 +29,10 @@ class DistCAConfig:
         min_gain: smallest fall of the slowest rank's estimated attention seconds, as a fraction, for which work is moved at
             all. Below it a micro-batch runs locally and nothing is exchanged.
         tile: query rows of a kernel tile. Documents are cut at positions that are multiples of it.
-        head_groups: most groups of key/value heads that a long document is split in where work is moved; the largest number up
-            to it that divides the heads is taken. A server of some heads needs the keys of these alone, so that the bytes of
-            keys are divided. 1 to move all heads of a slice together.
+        head_groups: most groups of key/value heads that a long document is split in where work is moved. A server of some heads
+            needs the keys of these alone, so that the bytes of keys are divided. Four groups, or as many up to that as divide the
+            heads; more only where the keys of so many would travel nearly as long as ranks compute. 1 to move all heads of a
+            slice together.
         kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
         cost_model: ``"analytic"`` for built-in figures of the device type; ``"calibrated"`` to time the kernel on rank 0,
             on batches of tasks, before the first plan (a few seconds on a CPU); a `Profile`, shipped or measured by
@@ -65,7 +66,7 @@ class DistCAConfig:
     tolerance: float = 0.01
     min_gain: float = 0.02
     tile: int = 128
-    head_groups: int = 4
+    head_groups: int = 8
     kernel: KernelName = "auto"
     cost_model: CostSource | CostModel | Profile = "analytic"
     measured_rates: bool = True

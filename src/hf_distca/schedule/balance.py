@@ -82,7 +82,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     heads = WHOLE
     # Waves, which keep a bound of transient bytes, do not know head groups.
     if cost.window is None and config.max_transient_bytes is None and cost.exchange_bytes_per_second < math.inf:
-        heads = Heads.of(layout, price, cost.shape, unmoved.compute_seconds, config.head_groups)
+        heads = Heads.of(layout, price, cost, unmoved.compute_seconds, config.head_groups)
     best = _fastest(layout, cost, price, unmoved, config, relayed, heads)
     if price.near == 1 or ranks.per_node in (None, 1):
         return best

@@ -23,6 +23,7 @@ from hf_distca.schedule.layout import IntArray, Layout, as_integers
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.served import Served
 
 __all__ = ["deal", "deal_nano_batches", "in_order", "plan_dealt"]
 
@@ -68,8 +69,7 @@ def deal(
         ConfigError: if another argument is out of its range.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
-    document = np.arange(len(length))
-    return Dealer(document, length, tokens, cost, tile, ranks_per_node, overlapped=overlapped).layout()
+    return _dealt(np.arange(len(length)), length, tokens, cost, tile, ranks_per_node, overlapped=overlapped)
 
 
 def deal_nano_batches(
@@ -96,7 +96,7 @@ def deal_nano_batches(
     here = [each + (rank < more) for rank in range(ranks)]
     there = [both - one for both, one in zip(tokens, here, strict=True)]
     one, two = (
-        Dealer(np.flatnonzero(half), length[half], tokens, cost, tile, ranks_per_node, overlapped=True).layout()
+        _dealt(np.flatnonzero(half), length[half], tokens, cost, tile, ranks_per_node, overlapped=True)
         for half, tokens in ((first, here), (~first, there))
     )
     return one, two
@@ -137,6 +137,23 @@ def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ran
     if config.max_transient_bytes is None and load.slowest_seconds * (1 - max(late, config.min_gain)) <= least:
         return local
     return balance(layout, cost, config, ranks)
+
+
+def _dealt(
+    document: IntArray,
+    length: IntArray,
+    tokens: list[int],
+    cost: CostModel,
+    tile: int,
+    ranks_per_node: int | None,
+    *,
+    overlapped: bool,
+) -> Layout:
+    """The layout of some documents: those that servers compute by their tokens, the others by tokens and attention."""
+    served = Served.of(document, length, tokens, cost, tile, overlapped=overlapped)
+    rest = served.rest
+    dealer = Dealer(document[rest], length[rest], served.tokens, cost, tile, ranks_per_node, overlapped=overlapped)
+    return dealer.layout(served.rows)
 
 
 def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDArray[np.bool_]:

@@ -96,13 +96,10 @@ class Dealer:
         self.tokens, self.tile, self.overlapped = tokens, tile, overlapped
         self.rows: list[tuple[int, int, int, int]] = []
 
-    def layout(self) -> Layout:
-        """Deal, and build the layout."""
-        if not self.length:
-            nothing = np.zeros(0, dtype=np.int64)
-            return Layout(nothing, nothing, nothing, np.zeros(len(self.tokens) + 1, dtype=np.int64))
+    def layout(self, placed: Sequence[tuple[int, int, int, int]] = ()) -> Layout:
+        """Deal, and build the layout, with pieces (rank, document, start, length) that were placed before."""
         limit, best, earliest = self.target.seconds, self.rows, math.inf
-        for _ in range(_TRIES):
+        for _ in range(_TRIES if self.length else 0):
             slowest = self._deal(limit)
             if slowest < earliest:
                 best, earliest = self.rows, slowest
@@ -110,7 +107,7 @@ class Dealer:
                 break
             # Cuts to be in time took longer than they were worth: with a later target, more documents stay whole.
             limit = (self.limit + earliest) / 2
-        rows = np.array(best, dtype=np.int64).reshape(-1, 4)
+        rows = np.array([*best, *placed], dtype=np.int64).reshape(-1, 4)
         rank, document, start, size = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))].T
         return Layout(document, start, size, np.searchsorted(rank, np.arange(len(self.tokens) + 1)))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +28,8 @@ __all__ = ["Greedy"]
 
 # Servers that already hold keys of a document and are looked at for each of its pieces.
 _HOLDERS = 8
+# How much more or less than the last one a server may want for what slices cost to be remembered.
+_ALIKE = 0.3
 # Ranks that a rank below the band asks for work.
 _DONORS = 8
 # Ranks in a row that no donor has anything for, after which no other asks: with thousands of ranks asking takes seconds.
@@ -53,11 +54,29 @@ class _Move(NamedTuple):
 
     bytes_per_second: float
     server: int
-    piece: int
+    piece: _Piece
     start: int
     end: int
     shed: float
     added: float
+
+
+class _Seen:
+    """What slices of a rank's pieces cost when they were last looked at, for a server that wanted about as much.
+
+    Attributes:
+        ratios: bytes exchanged per second moved, infinite if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.ratios: dict[_Piece, float] = {}
+        self.want = 0.0
+
+    def want_about(self, seconds: float) -> None:
+        """Forget all that was for servers that wanted much more or less."""
+        if not self.want * (1 - _ALIKE) <= seconds <= self.want * (1 + _ALIKE):
+            self.ratios.clear()
+            self.want = seconds
 
 
 class Greedy:
@@ -102,6 +121,9 @@ class Greedy:
         # Ranks that may take work, emptiest first.
         self.free = sorted((work, rank) for rank, work in enumerate(seconds) if work < self.levels.mean)
         self.pieces: dict[int, list[_Piece]] = {}
+        self.seen: dict[int, _Seen] = {}
+        # document -> those of `held` that may take work; with others that turned out not to.
+        self.able: dict[int, list[int]] = {}
         self.segments: dict[int, dict[int, list[tuple[int, int]]]] = {}
         # (segment, document, start, end, home, server)
         self.moved: list[tuple[int, int, int, int, int, int]] = []
@@ -197,30 +219,35 @@ class Greedy:
 
         If `strict`, none that brings the source below the band or the server above it.
         """
+        pieces, seen = self._pieces(source), self.seen.setdefault(source, _Seen())
+        seen.want_about(min(surplus, self.now.low - self.work[server]))
         best: _Move | None = None
         near = self._near(source, server)
         like = None
-        for row, piece in enumerate(self._pieces(source)):
+        # First those that nobody has looked at, then those that were the cheapest for about as many seconds: they are again.
+        known = seen.ratios
+        for piece in sorted(pieces, key=lambda piece: known.get(piece, 0.0)) if known else pieces:
+            if best is not None and known.get(piece, 0.0) >= best.bytes_per_second:
+                break
             end = -piece.minus_end
             price, _ = self._prices(piece.document)
             least_bytes = price.least_bytes if self.per_node is None else price.least_bytes * price.near
             # No slice of a shorter prefix moves a second for fewer bytes than this.
             if best is not None and least_bytes > best.bytes_per_second * price.most_seconds(end):
-                break
+                continue
             held = self.held.get(piece.document)
             if held is None and self.parts > 1:
                 # Groups of heads of the same rows, which follow each other, are as good as each other.
                 if like == (piece.minus_end, piece.start, piece.document // self.parts):
                     continue
                 like = piece.minus_end, piece.start, piece.document // self.parts
-            if near is not None:
-                best = self._try(source, row, piece, near, (held or {}).get(near, 0), surplus, strict, best)
-            if held is None:
-                best = self._try(source, row, piece, server, 0, surplus, strict, best)
-                continue
-            best = self._try(source, row, piece, server, held.get(server, 0), surplus, strict, best)
-            for other in self._holders(held, server):
-                best = self._try(source, row, piece, other, held[other], surplus, strict, best)
+            servers = [] if near is None else [near]
+            servers += [server, *self._holders(piece.document, server)]
+            found = [move for one in servers if (move := self._try(source, piece, one, surplus, strict)) is not None]
+            cheapest = min(found, default=None)
+            known[piece] = math.inf if cheapest is None else cheapest.bytes_per_second
+            if cheapest is not None and (best is None or cheapest < best):
+                best = cheapest
         return best
 
     def _prices(self, document: int) -> tuple[Price, Price]:
@@ -239,19 +266,21 @@ class Greedy:
         able = [(self.work[rank], rank) for rank in self._node_of(source) if self.work[rank] < self.now.floor and rank != but]
         return min(able)[1] if able else None
 
-    def _holders(self, held: dict[int, int], but: int) -> Iterator[int]:
-        found = 0
-        for rank in held:
-            if rank != but and self.work[rank] < self.now.floor:
-                yield rank
-                found += 1
-                if found == _HOLDERS:
-                    return
+    def _holders(self, document: int, but: int) -> list[int]:
+        """Servers, not too many, that hold keys of a document and may take work."""
+        if document not in self.held:
+            return []
+        able = self.able.get(document)
+        if able is None:
+            able = self.able[document] = list(self.held[document])
+        # Whoever has enough stays that way.
+        able[:] = [rank for rank in able if self.work[rank] < self.now.floor]
+        return [rank for rank in able[: _HOLDERS + 1] if rank != but][:_HOLDERS]
 
-    def _try(
-        self, source: int, row: int, piece: _Piece, server: int, held: int, surplus: float, strict: bool, best: _Move | None
-    ) -> _Move | None:
+    def _try(self, source: int, piece: _Piece, server: int, surplus: float, strict: bool) -> _Move | None:
+        """The cheapest slice of a piece for a server."""
         start, end = piece.start, -piece.minus_end
+        held = self.held.get(piece.document, {}).get(server, 0)
         price, own = self._prices(piece.document)
         work, speed = self.work[server], self.speeds[server]
         room = ((self.now.cap if strict else max(self.now.cap, (self.work[source] + work) / 2)) - work) * speed
@@ -261,7 +290,7 @@ class Greedy:
             # The server's seconds are more than those that the source is rid of.
             rid = all_own - (price.row - own.row) * (end - start)
             if rid <= 0:
-                return best
+                return None
             surplus, above = surplus * whole / rid, above * whole / rid
         want = min(surplus, (self.now.low - work) * speed if work < self.now.floor else room)
         most = min(above, room) if strict else room
@@ -272,20 +301,18 @@ class Greedy:
         if self.fit is not None:
             x, y = self.fit.cut(start, x, y)
         if y <= x:
-            return best
+            return None
         keys = price.keys(x, y, held)
         added = price.seconds(x, y) - (price.key - own.key) * (y - keys)
         shed = all_own - own.seconds(start, x) - own.seconds(y, end) - (price.row - own.row) * (y - x)
         if not 0 < shed <= (over if strict else room) or added > room:
-            return best
+            return None
         if x == start and y == end and piece.document in self.held:
             keys -= self._saved(source, piece)
         ratio = (price.query_bytes * (y - x) + price.key_bytes * keys) / shed
         if self.per_node is not None and source // self.per_node == server // self.per_node:
             ratio *= price.near
-        if best is None or ratio < best.bytes_per_second:
-            return _Move(ratio, server, row, x, y, shed, added)
-        return best
+        return _Move(ratio, server, piece, x, y, shed, added)
 
     def _saved(self, source: int, piece: _Piece) -> int:
         """K/V tokens that the source no longer needs from others once the whole piece is gone."""
@@ -305,8 +332,8 @@ class Greedy:
         return self.segments[rank][document]
 
     def _apply(self, source: int, move: _Move) -> None:
-        pieces = self.pieces[source]
-        piece = pieces.pop(move.piece)
+        pieces, piece = self.pieces[source], move.piece
+        del pieces[bisect_left(pieces, piece)]
         end = -piece.minus_end
         if piece.start < move.start:
             insort(pieces, piece._replace(minus_end=-move.start))
@@ -314,6 +341,8 @@ class Greedy:
             insort(pieces, piece._replace(start=move.end))
         if self.price.window is None:
             held = self.held.setdefault(piece.document, {})
+            if move.server not in held and piece.document in self.able:
+                self.able[piece.document].append(move.server)
             held[move.server] = max(held.get(move.server, 0), move.end)
             if source in held:
                 held[source] = max((-p.minus_end for p in pieces if p.document == piece.document), default=0)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_distca.schedule.cost import AttentionShape, FloatArray
+from hf_distca.schedule.cost import CostModel, FloatArray
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.prices import Price
 
@@ -20,6 +20,9 @@ __all__ = ["WHOLE", "Heads"]
 
 # The part of the mean seconds of a rank that a server typically lacks.
 _TYPICAL = 0.25
+# Groups where that is enough, and the part of the mean seconds that the keys of a group may travel for it to be.
+_USUAL = 4
+_TRAVEL = 0.4
 # Numbers of documents are multiplied by that of the groups.
 _LARGEST = 2**56
 
@@ -36,18 +39,18 @@ class Heads(NamedTuple):
     documents: frozenset[int]
 
     @classmethod
-    def of(cls, layout: Layout, price: Price, shape: AttentionShape, seconds: FloatArray, most: int) -> Heads:
+    def of(cls, layout: Layout, price: Price, cost: CostModel, seconds: FloatArray, most: int) -> Heads:
         """Those of which a slice would have more bytes of keys than of queries, where ranks have work to give away.
 
         Args:
             layout: documents and where they lie.
             price: of tasks.
-            shape: heads of the layers.
+            cost: the cost model.
             seconds: attention seconds of each rank.
             most: groups at most; 1 to split nothing.
         """
-        groups = max(count for count in range(1, most + 1) if shape.key_value_heads % count == 0)
-        if groups == 1 or layout.groups > 1 or layout.context.any() or not price.pair or not len(layout.document):
+        possible = [count for count in range(1, most + 1) if cost.shape.key_value_heads % count == 0]
+        if possible == [1] or layout.groups > 1 or layout.context.any() or not price.pair or not len(layout.document):
             return WHOLE
         if max(layout.document.max(), -layout.document.min()) > _LARGEST:
             return WHOLE
@@ -55,6 +58,10 @@ class Heads(NamedTuple):
         # q * F / (p * y) = kv * y.
         mean = float(seconds.mean())
         length = math.sqrt(_TYPICAL * mean * price.query_bytes / (price.key_bytes * price.pair))
+        # More groups are more tasks; they are worth it where keys travel nearly as long as ranks compute.
+        travel = float(cost.transfer_seconds(0, layout.longest))
+        groups = max(count for count in possible if count <= _USUAL)
+        groups = next((count for count in possible if count > groups and travel / groups > _TRAVEL * mean), groups)
         gives = seconds[layout.rank] > mean
         long = np.unique(layout.document[layout.end >= length])
         return cls(groups, frozenset(np.intersect1d(long, layout.document[gives]).tolist()))

@@ -38,6 +38,8 @@ def relieve(load: PlanLoad) -> PlanLoad:
         return load
     if waves is not None and waves.count > 1:
         return load
+    if load.overlapped and load.slowest_seconds <= float(load.compute_seconds.max()):
+        return load
     relays = _Relief(load).relays()
     if relays is None:
         return load
