@@ -192,7 +192,10 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         words_of(
             "hf-distca simulate --lengths prolong --max-length 524288 --ranks 256 --tp 8 --tokens-per-rank 131072 --hardware h200"
         ),
-        words_of("hf-distca simulate --lengths pretrain --ranks 64 --tp 8 --pp 2 --micro-batches 8 --tokens-per-rank 131072"),
+        words_of(
+            "hf-distca simulate --lengths pretrain --ranks 64 --tp 8 --pp 2 --micro-batches 8 --tokens-per-rank 131072 "
+            "--hardware h200"
+        ),
     ):
         result = run(*words[1:], "--batches", 1)
         assert result.exit_code == 0, result.output
