@@ -189,6 +189,15 @@ def test_messages_of_a_plan_take_what_the_scheduler_says(setting: Setting) -> No
     assert exposed.max() < work.wire.max(), "the rank's own tasks run while it waits"
 
 
+def test_relays_pass_keys_on_in_exchanges_of_their_own(setting: Setting) -> None:
+    layout = Layout.from_lengths([[262144], *[[2048] * 8] * 31])
+    cost = replace(setting, ranks=64).cost()
+    plan = balance(layout, cost, DistCAConfig(head_groups=1))
+    assert plan.relays is not None
+    slow, fast = (of_plan(one, replace(cost, exchange_seconds=1.0)).wire for one in (plan, plan.with_relays(None)))
+    assert round(float(np.median(slow - fast))) == 3, "keys again in both directions, and their gradients"
+
+
 def test_gathered_keys_are_kept_or_come_again(setting: Setting) -> None:
     wide = replace(setting, ranks=64)
     lengths, row = np.full(64, 16384), np.arange(64) // 8
