@@ -31,13 +31,17 @@ def test_help_names_the_verb() -> None:
 def test_plan_of_segments(tmp_path: Path, cost: str) -> None:
     rows = {"rank_segments": [[[0, 0, 30000, 60000]], [[0, 30000, 60000, 60000]], [[1, 0, 100, 100]]], "name": "any"}
     output = tmp_path / "plan.json"
-    result = run("plan", placement(tmp_path, rows), "--output", output, "--cost", cost)
+    result = run("plan", placement(tmp_path, rows), "--output", output, "--cost", cost, "--head-groups", "1")
     assert result.exit_code == 0, result.output
     assert "imbalance of causal pairs" in result.stdout
     tasks = json.loads(output.read_text())["tasks"]
     covered = sorted((document, position) for document, start, end, _, _ in tasks for position in range(start, end))
     assert covered == [(0, n) for n in range(60000)] + [(1, n) for n in range(100)]
     assert Plan.from_json(output.read_text()).layout.world_size == 3
+    assert run("plan", placement(tmp_path, rows), "--output", output, "--cost", cost).exit_code == 0
+    split = Plan.from_json(output.read_text())
+    assert split.layout.groups == (1 if cost == "pairs" else 4)
+    assert (split.heads * (split.end - split.start)).sum() == 60100
 
 
 def test_plan_of_lengths_and_options(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def plan(
     ] = None,
     tolerance: Annotated[float, typer.Option(help="How far a rank may lie from the mean, as a fraction.")] = 0.01,
     min_gain: Annotated[float, typer.Option(help="Smallest gain for which anything is moved, as a fraction.")] = 0.02,
+    head_groups: Annotated[int, typer.Option(help="Most head groups of a long document; 1 plans all heads together.")] = 8,
     cost: Annotated[CostName, typer.Option(help="What is balanced: causal pairs, or seconds on a device.")] = CostName.pairs,
 ) -> None:
     """Plan which rank computes which attention, and write the plan as JSON.
@@ -40,7 +41,7 @@ def plan(
     from hf_distca.schedule.ranks import Ranks
 
     with errors_in_one_line():
-        config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=layer.tile)
+        config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups)
         model = layer.cost_model(cost)
         layout = parse_placement(read(placement), name_of(placement))
         if not layout.query_tokens.any():

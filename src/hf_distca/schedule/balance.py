@@ -14,6 +14,7 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.greedy import Greedy
 from hf_distca.schedule.heads import WHOLE, Heads
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.levels import INNER_BAND
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.prices import BandPrice, Price
@@ -30,7 +31,7 @@ _FINEST = 0.002
 _COARSER = (0.05, 0.15, 0.4)
 _EATEN = 0.5
 # The finest band where compute and exchange are evened out together, which takes many small moves; ranks that are so few that it
-# is as fine as for compute, and that evening out compute alone is tried as well.
+# is as fine as for compute, that evening out compute alone is tried as well, and that plans which hardly gain enough are.
 _SERIAL = 0.02
 _FEW = 64
 # What the slowest rank may take beyond the mean for plans that do not prefer servers of the same node not to be tried as well.
@@ -165,8 +166,11 @@ def _hopeless(price: Price, unmoved: PlanLoad, config: DistCAConfig) -> bool:
     most = price.most_seconds(unmoved.plan.layout.longest) * cost.exchange_bytes_per_second
     if cost.window is not None and not config.ping_pong and least_bytes > most:
         return True
-    # The slowest rank cannot end before the mean, and moving work seldom saves exchanges.
+    # The slowest rank cannot end before the mean, and moving work seldom saves exchanges. Among many ranks, one ends where the
+    # greedy stops.
     mean = ranks.level(unmoved.compute_seconds.tolist())
+    if unmoved.plan.layout.world_size > _FEW:
+        mean *= 1 + INNER_BAND * config.tolerance
     if not config.ping_pong:
         mean += math.fsum(unmoved.exchange_seconds.tolist()) / unmoved.plan.layout.world_size
     return unmoved.slowest_seconds * (1 - config.min_gain) < mean

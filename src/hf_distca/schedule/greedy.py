@@ -10,6 +10,7 @@ Every rank computes the plan for itself, so everything here is plain IEEE double
 
 from __future__ import annotations
 
+import heapq
 import math
 from bisect import bisect_left, insort
 from typing import NamedTuple
@@ -62,21 +63,22 @@ class _Move(NamedTuple):
 
 
 class _Seen:
-    """What slices of a rank's pieces cost when they were last looked at, for a server that wanted about as much.
+    """A rank's pieces by what slices of them cost when they were last looked at, for a server that wanted about as much.
 
     Attributes:
-        ratios: bytes exchanged per second moved, infinite if there was none.
+        order: a heap of bytes exchanged per second moved, infinite if there was no slice, or no more than they can be if nobody
+            has looked; with the piece.
+        gone: pieces in it that are no more.
     """
 
     def __init__(self) -> None:
-        self.ratios: dict[_Piece, float] = {}
+        self.order: list[tuple[float, _Piece]] = []
+        self.gone: set[_Piece] = set()
         self.want = 0.0
 
-    def want_about(self, seconds: float) -> None:
-        """Forget all that was for servers that wanted much more or less."""
-        if not self.want * (1 - _ALIKE) <= seconds <= self.want * (1 + _ALIKE):
-            self.ratios.clear()
-            self.want = seconds
+    def is_for(self, seconds: float) -> bool:
+        """Whether a server wants about as much as those before."""
+        return self.want * (1 - _ALIKE) <= seconds <= self.want * (1 + _ALIKE)
 
 
 class Greedy:
@@ -219,24 +221,21 @@ class Greedy:
 
         If `strict`, none that brings the source below the band or the server above it.
         """
-        pieces, seen = self._pieces(source), self.seen.setdefault(source, _Seen())
-        seen.want_about(min(surplus, self.now.low - self.work[server]))
+        seen, want = self.seen.setdefault(source, _Seen()), min(surplus, self.now.low - self.work[server])
+        if not seen.is_for(want):
+            seen.want, seen.order, seen.gone = want, [(self._least(piece), piece) for piece in self._pieces(source)], set()
+            heapq.heapify(seen.order)
         best: _Move | None = None
         near = self._near(source, server)
-        like = None
-        # First those that nobody has looked at, then those that were the cheapest for about as many seconds: they are again.
-        known = seen.ratios
-        for piece in sorted(pieces, key=lambda piece: known.get(piece, 0.0)) if known else pieces:
-            if best is not None and known.get(piece, 0.0) >= best.bytes_per_second:
-                break
-            end = -piece.minus_end
-            price, _ = self._prices(piece.document)
-            least_bytes = price.least_bytes if self.per_node is None else price.least_bytes * price.near
-            # No slice of a shorter prefix moves a second for fewer bytes than this.
-            if best is not None and least_bytes > best.bytes_per_second * price.most_seconds(end):
+        order, looked, like = seen.order, list[tuple[float, _Piece]](), None
+        # No slice of the pieces behind moves a second for fewer bytes, or did when somebody looked.
+        while order and (best is None or order[0][0] < best.bytes_per_second):
+            entry = heapq.heappop(order)
+            piece = entry[1]
+            if piece in seen.gone:
                 continue
-            held = self.held.get(piece.document)
-            if held is None and self.parts > 1:
+            looked.append(entry)
+            if piece.document not in self.held and self.parts > 1:
                 # Groups of heads of the same rows, which follow each other, are as good as each other.
                 if like == (piece.minus_end, piece.start, piece.document // self.parts):
                     continue
@@ -245,10 +244,18 @@ class Greedy:
             servers += [server, *self._holders(piece.document, server)]
             found = [move for one in servers if (move := self._try(source, piece, one, surplus, strict)) is not None]
             cheapest = min(found, default=None)
-            known[piece] = math.inf if cheapest is None else cheapest.bytes_per_second
+            looked[-1] = math.inf if cheapest is None else cheapest.bytes_per_second, piece
             if cheapest is not None and (best is None or cheapest < best):
                 best = cheapest
+        for entry in looked:
+            heapq.heappush(order, entry)
         return best
+
+    def _least(self, piece: _Piece) -> float:
+        """Bytes that are exchanged at least for a second moved with a slice of a piece."""
+        price, _ = self._prices(piece.document)
+        near = 1.0 if self.per_node is None else price.near
+        return near * price.least_bytes / price.most_seconds(-piece.minus_end)
 
     def _prices(self, document: int) -> tuple[Price, Price]:
         """What slices of a document cost their servers, and what their home is rid of."""
@@ -334,11 +341,13 @@ class Greedy:
     def _apply(self, source: int, move: _Move) -> None:
         pieces, piece = self.pieces[source], move.piece
         del pieces[bisect_left(pieces, piece)]
-        end = -piece.minus_end
-        if piece.start < move.start:
-            insort(pieces, piece._replace(minus_end=-move.start))
-        if move.end < end:
-            insort(pieces, piece._replace(start=move.end))
+        seen, end = self.seen[source], -piece.minus_end
+        seen.gone.add(piece)
+        for start, stop in ((piece.start, move.start), (move.end, end)):
+            if start < stop:
+                rest = piece._replace(minus_end=-stop, start=start)
+                insort(pieces, rest)
+                heapq.heappush(seen.order, (self._least(rest), rest))
         if self.price.window is None:
             held = self.held.setdefault(piece.document, {})
             if move.server not in held and piece.document in self.able:

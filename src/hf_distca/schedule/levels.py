@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-__all__ = ["Levels"]
+__all__ = ["INNER_BAND", "Levels"]
 
 # Levels are set inside the tolerated band, because slices end on tiles and seldom move exactly what was wanted.
-_INNER_BAND = 0.7
+INNER_BAND = 0.7
 
 
 class Levels(NamedTuple):
@@ -30,7 +30,7 @@ class Levels(NamedTuple):
             mean: what each would take if work were spread by speed.
             tolerance: half the width of the band, as a part of the mean.
         """
-        low, high = mean * (1 - tolerance * _INNER_BAND), mean * (1 + tolerance * _INNER_BAND)
+        low, high = mean * (1 - tolerance * INNER_BAND), mean * (1 + tolerance * INNER_BAND)
         surplus = math.fsum((work - high) * speed for work, speed in zip(seconds, speeds, strict=True) if work > high)
         deficit = math.fsum((low - work) * speed for work, speed in zip(seconds, speeds, strict=True) if work < low)
         if surplus >= deficit:

@@ -20,10 +20,8 @@ from hf_distca.schedule.relays import Sends, only
 
 __all__ = ["relieve"]
 
-# How much earlier the slowest rank must be, as a part of its seconds; or how much less the busiest sender must send where that is
-# hidden behind compute anyway.
+# How much earlier the slowest rank must be, as a part of its seconds.
 _GAIN = 0.005
-_FEWER = 0.2
 
 
 def relieve(load: PlanLoad) -> PlanLoad:
@@ -44,10 +42,7 @@ def relieve(load: PlanLoad) -> PlanLoad:
     if relays is None:
         return load
     relieved = load.with_relays(relays)
-    if relieved.slowest_seconds < load.slowest_seconds * (1 - _GAIN):
-        return relieved
-    less = load.overlapped and relieved.wire_seconds[0].max() < (1 - _FEWER) * load.wire_seconds[0].max()
-    return relieved if less and relieved.slowest_seconds <= load.slowest_seconds else load
+    return relieved if relieved.slowest_seconds < load.slowest_seconds * (1 - _GAIN) else load
 
 
 class _Relief:
@@ -73,8 +68,11 @@ class _Relief:
         times = heads * sends.below(np.arange(len(documents)), np.full(len(documents), self.layout.longest))
         found: list[tuple[int, int, int, int]] = []
         for place in np.argsort(-times, kind="stable").tolist():
-            sharing = _Sharing(only(rows, slice(int(first[place]), int(last[place]))), self.layout.world_size)
-            if len(sharing.ranks) > 1 and (self.seconds[sharing.sources] > self.unchanged).any():
+            part = slice(int(first[place]), int(last[place]))
+            if not (self.seconds[rows.source[part]] > self.unchanged).any():
+                continue  # those who send it were relieved of others
+            sharing = _Sharing(only(rows, part), self.layout.world_size)
+            if len(sharing.ranks) > 1:
                 each = self.each * float(heads[place])
                 found += [(int(documents[place]), *run) for run in self._runs(sharing, sends, place, each)]
         return Relays(*np.array(sorted(found), dtype=np.int64).T) if found else None
@@ -83,15 +81,17 @@ class _Relief:
         """Runs of one document as (start, end, relay); what ranks send with them, `each` of a key, is added to their seconds."""
         shared, ranks = sharing.shared, sharing.ranks
         seconds = self.seconds.copy()
-        seconds[sharing.sources] += each * sharing.saved(shared)
+        saved = sharing.saved(shared)
+        seconds[sharing.sources] += each * saved
         room = _poured(seconds[ranks], each * sends.more(place, shared))
         able = room > 0
         if not able.any():
             return []
         # Only those that need the last keys can pass them on.
         reach = sharing.need[able]
-        shared = min(shared, int(reach.max()))
-        self.seconds[sharing.sources] += each * sharing.saved(shared)
+        if shared > (furthest := int(reach.max())):
+            shared, saved = furthest, sharing.saved(furthest)
+        self.seconds[sharing.sources] += each * saved
         runs = _cut(sends.steps(place, shared), ranks[able], reach, room[able])
         cuts = np.array([start for start, *_ in runs] + [shared])
         more = np.diff(sends.below(np.full(len(cuts), place), cuts) - cuts)

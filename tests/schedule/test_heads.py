@@ -1,0 +1,165 @@
+"""Documents split by heads: what is the same as before, and what it saves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from layouts import layouts
+
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import ConfigError, LayoutError, PlanError
+from hf_distca.runtime.route import Route
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.deal import deal, plan_dealt
+from hf_distca.schedule.heads import Heads
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad, imbalance
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.prices import Price
+
+SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+CUDA = CostModel.analytic(SHAPE, device_type="cuda")
+FAST = replace(CUDA, exchange_bytes_per_second=3e11)  # exchanges are hidden behind compute
+
+WHOLE = DistCAConfig(ping_pong=True, head_groups=1)
+SPLIT = DistCAConfig(ping_pong=True)
+
+
+def long_and_short(ranks: int) -> Layout:
+    """A document as long as a rank's tokens on one rank in eight, short ones elsewhere."""
+    return Layout.from_lengths([[65536] if rank % 8 == 0 else [2048] * 32 for rank in range(ranks)])
+
+
+@settings(max_examples=100)
+@given(layouts(longest=200))
+def test_a_split_layout_is_the_same_tokens(layout: Layout) -> None:
+    layout = replace(layout, context=np.zeros(layout.world_size, dtype=np.int64))
+    documents = np.unique(layout.document)[::2]
+    split = layout.split(documents, 3)
+    assert split.query_tokens.tolist() == layout.query_tokens.tolist()
+    assert split.longest == layout.longest
+    where = dict(zip(zip(layout.document, layout.start, layout.rank, strict=True), layout.token, strict=True))
+    numbers = split.unsplit(split.document)
+    for document, start, rank, token in zip(numbers, split.start, split.rank, split.token, strict=True):
+        assert where[document, start, rank] == token
+    count = np.where(np.isin(layout.document, documents), 3, 1)
+    assert len(split.document) == count.sum()
+    weight = split.heads_of(split.document)
+    assert np.bincount(split.rank, split.length * weight, split.world_size) == pytest.approx(layout.query_tokens)
+    # What ranks compute, with no cost of a task, and what they exchange if nothing is moved, is the same.
+    free = replace(CUDA, forward=replace(CUDA.forward, task_seconds=0.0), backward=replace(CUDA.backward, task_seconds=0.0))
+    one, other = (PlanLoad(Plan.local(each), free) for each in (layout, split))
+    for name in ("compute_seconds", "exchange_seconds", "pairs"):
+        assert getattr(one, name) == pytest.approx(getattr(other, name))
+
+
+def test_a_plan_in_json_has_its_head_groups() -> None:
+    plan = balance(long_and_short(8), FAST, SPLIT)
+    assert plan.layout.groups == 4
+    again = Plan.from_json(plan.to_json())
+    assert again.layout.groups == 4
+    assert again.digest == plan.digest
+    assert again.digest != replace(plan, layout=replace(plan.layout, groups=2)).digest
+    with pytest.raises(PlanError, match="head groups of a plan in JSON are a whole number"):
+        Plan.from_json(plan.to_json().replace('"groups":4', '"groups":"4"'))
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 64])
+def test_far_fewer_bytes_for_the_same_balance(ranks: int) -> None:
+    layout = long_and_short(ranks)
+    whole, split = (PlanLoad(balance(layout, FAST, config), FAST, overlapped=True) for config in (WHOLE, SPLIT))
+    assert split.exchange_bytes[0].sum() <= 0.65 * whole.exchange_bytes[0].sum()
+    assert split.slowest_seconds <= 1.01 * whole.slowest_seconds
+    assert imbalance(split.compute_seconds) <= 1.01
+    assert split.pairs.sum() == pytest.approx(whole.pairs.sum())
+
+
+def test_only_documents_that_are_moved_are_split() -> None:
+    layout = long_and_short(16)
+    plan = balance(layout, CUDA, SPLIT)
+    moved = set(plan.document[plan.home != plan.server].tolist())
+    for document in np.unique(plan.document).tolist():
+        same = {document // 5 * 5 + group for group in range(5)}
+        assert (document % 5 == 0) == (not any(one % 5 and one in moved for one in same))
+
+
+@pytest.mark.parametrize(
+    ("shape", "config", "groups"),
+    [
+        (SHAPE, SPLIT, 4),
+        (SHAPE, replace(SPLIT, head_groups=2), 2),
+        (SHAPE, WHOLE, 1),
+        (replace(SHAPE, key_value_heads=1), SPLIT, 1),
+        (replace(SHAPE, query_heads=30, key_value_heads=6), SPLIT, 3),
+        (SHAPE, replace(SPLIT, max_transient_bytes=2**30), 1),
+    ],
+)
+def test_how_many_groups(shape: AttentionShape, config: DistCAConfig, groups: int) -> None:
+    assert balance(long_and_short(8), CostModel.analytic(shape, device_type="cuda"), config).layout.groups == groups
+
+
+def test_more_groups_where_the_keys_of_four_travel_too_long() -> None:
+    layout = deal([2**19, *[1024] * 1536], 32, 65536, CUDA)
+    seconds = PlanLoad(Plan.local(layout), CUDA).compute_seconds
+    slow = replace(CUDA, exchange_bytes_per_second=CUDA.exchange_bytes_per_second / 16)
+    assert Heads.of(layout, Price.of(CUDA, 128), CUDA, seconds, 8).groups == 4
+    assert Heads.of(layout, Price.of(slow, 128), slow, seconds, 8).groups == 8
+
+
+def test_windows_and_context_are_not_split() -> None:
+    windowed = balance(long_and_short(8), replace(CUDA, window=4096), DistCAConfig(ping_pong=True, min_gain=0.0))
+    assert windowed.layout.groups == 1
+    context = Layout.from_segments([[(0, 0, 32768)], [(0, 0 + 32768, 32768)], [(1, 0, 512)], [(2, 0, 512)]], [0, 0, 1, 0])
+    assert balance(context, CUDA, SPLIT).layout.groups == 1
+    with pytest.raises(LayoutError, match="cannot be split"):
+        context.split(np.array([0]), 2)
+    split = Layout.from_lengths([[8], [8]]).split(np.array([0]), 2)
+    with pytest.raises(LayoutError, match="2 head groups"):
+        split.split(np.array([0]), 2)
+    with pytest.raises(PlanError, match="only documents of layers without a window"):
+        Plan.local(split, window=4)
+    with pytest.raises(ConfigError, match="head_groups=0"):
+        DistCAConfig(head_groups=0)
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_routes_send_what_the_load_says(ping_pong: bool) -> None:
+    lengths = [65536, 30000, 20000, *[512] * 29]
+    layout = deal([*lengths, 8 * 16384 - sum(lengths)], 8, 16384, CUDA)
+    plan = balance(layout, CUDA, DistCAConfig(ping_pong=ping_pong, min_gain=0.0))
+    assert plan.layout.groups > 1
+    load, groups = PlanLoad(plan, CUDA), plan.layout.groups
+    routes = [Route.build(plan, rank) for rank in range(8)]
+    for rank, route in enumerate(routes):
+        (wave,) = route.waves
+        assert sum(wave.queries.send.values()) / groups == load.query_tokens[0][rank]
+        assert sum(wave.queries.receive.values()) / groups == load.query_tokens[1][rank]
+        passed = sum(wave.passing.keys.send.values()) if wave.passing else 0
+        assert (sum(wave.keys.send.values()) + passed) / groups == load.key_tokens[0][rank]
+        here = route.own.rows * groups + wave.arrived.rows + (route.kept.arrived.rows if route.kept else 0)
+        rows = plan.end - plan.start
+        mine = plan.server == rank
+        assert here == (rows * plan.heads * groups)[mine].sum()
+
+
+def test_a_document_that_outweighs_all_others_is_dealt_by_tokens() -> None:
+    """Its keys travel longer than ranks compute; cut for its attention, all ranks would need all of them."""
+    ranks, tokens = 128, 65536
+    lengths = [300_000, *[1800] * ((ranks * tokens - 300_000) // 1800)]
+    lengths.append(ranks * tokens - sum(lengths))
+    layout = deal(lengths, ranks, tokens, CUDA, overlapped=True)
+    assert layout.query_tokens.tolist() == [tokens] * ranks
+    mean = PlanLoad(Plan.local(layout), CUDA).compute_seconds.mean()
+    assert CUDA.transfer_seconds(0, 300_000) > mean
+    holders = np.unique(layout.rank[layout.document == 0])
+    most = np.bincount(layout.rank, layout.length * (layout.document == 0)).max()
+    assert CUDA.transfer_seconds(int(most), 0) <= mean
+    assert 300_000 / tokens < len(holders) < ranks
+    load = PlanLoad(plan_dealt(layout, CUDA, SPLIT), CUDA, overlapped=True)
+    assert load.slowest_seconds <= 1.05 * mean
+    alone = PlanLoad(plan_dealt(layout, CUDA, WHOLE), CUDA, overlapped=True)
+    assert alone.slowest_seconds > 1.3 * mean
