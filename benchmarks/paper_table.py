@@ -3,9 +3,11 @@
     python benchmarks/paper_table.py --json
 
 Settings are tables 3 and 4 of arXiv 2510.18121: Llama-8B and 34B on 64 to 512 H200, tensor parallelism of 8, as many tokens as
-the paper has. WLB-LLM gets its best context-parallel degree and, with pipelines, every strategy its best number of stages and
-micro-batches that fit in memory. "ideal" is an equal part of all work for each device, and no waiting. The paper's ranges are
-those of its section 6.2, over all settings of a model and its lengths, as it measured them on H200.
+the paper has. WLB-LLM gets its best context-parallel degree, and every strategy its best checkpointing and, with pipelines, its
+best number of stages and micro-batches that fit in memory. "ideal" is an equal part of all work for each device, and no waiting;
+with pipelines, "bound" adds what no schedule of them can avoid: linear layers of a stage that has no micro-batch. "either way" is
+the speedup if both may also do without pipelines and accumulate gradients. The paper's ranges are those of its section
+6.2, over all settings of a model and its lengths, as it measured them on H200.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,19 +26,25 @@ from tqdm import tqdm
 
 from hf_distca.simulate.assumptions import assumptions
 from hf_distca.simulate.hardware import find_hardware
+from hf_distca.simulate.layers import Directions
 from hf_distca.simulate.lengths import DISTRIBUTIONS, Documents
 from hf_distca.simulate.memory import peak_bytes
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.predict import Prediction, ideal_seconds, simulate
 from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.timelines import rank_seconds
+from hf_distca.simulate.work import Work
+from hf_distca.simulate.workers import cores, processes, submit
 from machine import describe
 from output import add_json_option, put_out
 
 K = 1024
 TENSOR = 8
-STRATEGIES = ("wlb", "published", "dealt", "dealt-ping-pong")
+OURS = ("dealt", "dealt-ping-pong")
+STRATEGIES = ("wlb", "published", *OURS)
 STAGES = (2, 4)
-MICRO_BATCHES = (8, 16, 32)
+MICRO_BATCHES = (8, 16, 32, 64)
+ACCUMULATED = (1, 2, 4, 8)
 
 
 class Row(NamedTuple):
@@ -75,34 +85,47 @@ PUBLISHED: dict[tuple[str, str, bool], tuple[float | None, float]] = {
 }
 
 
-def arrangements(row: Row) -> list[Setting]:
-    """All that are tried."""
+def arrangements(row: Row, *, stages: bool) -> list[Setting]:
+    """All that are tried, with linear layers repeated and not; without stages, as few micro-batches as fit."""
     tokens, found = row.batch * row.longest, []
-    for stages, count in ((s, m) for s in STAGES for m in MICRO_BATCHES) if row.pipeline else ((1, 1),):
-        group = row.gpus // TENSOR // stages
-        each = tokens // (group * count)
+    for depth, count in ((s, m) for s in STAGES for m in MICRO_BATCHES) if stages else ((1, m) for m in ACCUMULATED):
+        group = row.gpus // TENSOR // depth
+        each = tokens // (group * count) if group else 0
         # A micro-batch must hold the longest document.
-        if group < 1 or tokens % (group * count) or each * group < row.longest or count < stages:
+        if not each or tokens % (group * count) or each * group < row.longest or count < depth:
             continue
-        setting = Setting(find_model(row.model), find_hardware("h200"), row.gpus, each, TENSOR, stages, count, sharding="zero1")
-        full = peak_bytes(setting, each, 0.0) > setting.hardware.memory_bytes
-        found.append(replace(setting, checkpointing="selective") if full else setting)
+        one = Setting(find_model(row.model), find_hardware("h200"), row.gpus, each, TENSOR, depth, count, sharding="zero1")
+        fit = [
+            two for two in (one, replace(one, checkpointing="selective")) if peak_bytes(two, each) <= one.hardware.memory_bytes
+        ]
+        found += fit
+        if not stages and one in fit:
+            break
     return found
 
 
-def best(row: Row, documents: Documents, batches: int) -> dict[str, Any]:
-    """The best arrangement of every strategy, and the ideal of the best arrangement of all."""
+def best(row: Row, documents: Documents, batches: int, *, stages: bool) -> dict[str, Any]:
+    """The best arrangement of every strategy, the ideal of the best arrangement of all, and the bound of its stages."""
     found: dict[str, tuple[Prediction, Setting]] = {}
-    ideals = []
-    for setting in arrangements(row):
-        drawn = documents.batches(setting.tokens, batches * setting.micro_batches)
-        steps = [[next(drawn) for _ in range(setting.micro_batches)] for _ in range(batches)]
+    ideals, bounds = [], []
+    for setting in arrangements(row, stages=stages):
+        steps = list(documents.steps(setting.tokens, setting.micro_batches, batches))
         ideals.append(float(np.mean([ideal_seconds(setting, one) for one in steps])))
+        bounds.append(ideals[-1] + idle_linear_seconds(setting))
         for one in simulate(setting, documents, STRATEGIES, batches=batches):
             if one.fits and (one.strategy not in found or one.step_seconds < found[one.strategy][0].step_seconds):
                 found[one.strategy] = (one, setting)
+    steps_of = {name: one.step_seconds for name, (one, _) in found.items()}
+    wlb, ours = steps_of.get("wlb"), min(steps_of.get(name, np.inf) for name in OURS)
     return {
         "ideal_seconds": min(ideals),
+        "bound_seconds": min(bounds),
+        "wlb_seconds": wlb,
+        "ours_seconds": ours,
+        "speedup": None if wlb is None else wlb / ours,
+        "published_planner_speedup": None if wlb is None else wlb / steps_of["published"],
+        "ideal_speedup": None if wlb is None else wlb / min(ideals),
+        "ours_over_bound": ours / min(bounds),
         "strategies": {
             name: {
                 **one.to_dict(),
@@ -115,28 +138,44 @@ def best(row: Row, documents: Documents, batches: int) -> dict[str, Any]:
     }
 
 
-def measure(batches: int, chosen: list[Row]) -> dict[str, Any]:
-    found = []
+def idle_linear_seconds(setting: Setting) -> float:
+    """Seconds in which a device has no linear layers to run, as its stage has no micro-batch: warm-up, and the end of a step."""
+    tokens, nothing = np.full(1, float(setting.tokens_per_rank)), np.zeros(1)
+    none = Directions(nothing, nothing)
+    linear = rank_seconds(setting, Work(tokens, none, none, nothing, nothing, 0.0), keeps_attention=True)
+    return float((linear.forward + linear.backward)[0]) / setting.stages * (setting.stages - 1)
+
+
+def case(row: Row, name: str, batches: int) -> dict[str, Any]:
+    """A setting of the paper, with one of its distributions."""
+    documents = DISTRIBUTIONS[name](row.longest)
+    batches = max(batches // 10, 1) if row.pipeline else batches
+    low, high = PUBLISHED[row.model, name, row.pipeline]
+    found = {**row._asdict(), "lengths": name, **best(row, documents, batches, stages=row.pipeline), "paper": [low, high]}
+    if not row.pipeline:
+        return found
+    without = best(row, documents, batches, stages=False)
+    both = {name: [one[name] for one in (found, without) if one[name]] for name in ("wlb_seconds", "ours_seconds")}
+    return found | {"no_stages": without, "any_speedup": min(both["wlb_seconds"]) / min(both["ours_seconds"])}
+
+
+def measure(batches: int, chosen: list[Row], jobs: int) -> dict[str, Any]:
     cases = [(row, name) for row in chosen for name in DISTRIBUTIONS]
-    for row, name in tqdm(cases, "settings", file=sys.stderr):
-        one = best(row, DISTRIBUTIONS[name](row.longest), batches)
-        steps = {strategy: figures["step_seconds"] for strategy, figures in one["strategies"].items()}
-        wlb, ours = steps.get("wlb"), min(steps["dealt"], steps["dealt-ping-pong"])
-        low, high = PUBLISHED[row.model, name, row.pipeline]
-        found.append(
-            {
-                **row._asdict(),
-                "lengths": name,
-                **one,
-                "speedup": None if wlb is None else wlb / ours,
-                "published_planner_speedup": None if wlb is None else wlb / steps["published"],
-                "ideal_speedup": None if wlb is None else wlb / one["ideal_seconds"],
-                "paper": [low, high],
-            }
-        )
-    setting = arrangements(chosen[0])[0]
+    with processes(jobs) as pool:
+        waiting = [submit(pool, case, row, name, batches) for row, name in cases]
+        found = [one.result() for one in tqdm(waiting, "settings", file=sys.stderr)]
+    setting = arrangements(chosen[0], stages=chosen[0].pipeline)[0]
     facts = assumptions(setting, DISTRIBUTIONS["pretrain"](chosen[0].longest), STRATEGIES)
-    return {"machine": describe(), "batches": batches, "rows": found, "ranges": ranges(found), "assumptions": facts}
+    versions = {name: version(name) for name in ("hf-distca", "numpy")}
+    return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "versions": versions,
+        "machine": describe(),
+        "batches": batches,
+        "rows": found,
+        "ranges": ranges(found),
+        "assumptions": facts,
+    }
 
 
 def ranges(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -146,71 +185,98 @@ def ranges(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         groups.setdefault((row["model"], row["lengths"], row["pipeline"]), []).append(row)
     result = []
     for (model, lengths, pipeline), group in groups.items():
-        ours = [row["speedup"] for row in group if row["speedup"]]
-        theirs = [row["published_planner_speedup"] for row in group if row["published_planner_speedup"]]
+
+        def span(name: str, rows: list[dict[str, Any]]) -> list[float]:
+            values = [row[name] for row in rows if row[name]]
+            return [min(values), max(values)]
+
         result.append(
             {
                 "model": model,
                 "lengths": lengths,
                 "pipeline": pipeline,
-                "hf_distca": [min(ours), max(ours)],
-                "published_planner": [min(theirs), max(theirs)],
+                "hf_distca": span("speedup", group),
+                "published_planner": span("published_planner_speedup", group),
+                "ideal": span("ideal_speedup", group),
+                "ours_over_bound": span("ours_over_bound", group),
+                "any": span("any_speedup", group) if pipeline else None,
                 "paper": list(PUBLISHED[model, lengths, pipeline]),
             }
         )
     return result
 
 
+COLUMNS = {
+    "model": "left",
+    "context": "right",
+    "GPUs": "right",
+    "lengths": "left",
+    "WLB-LLM, s": "right",
+    "shared by": "right",
+    "idle": "right",
+    "waits": "right",
+    "hf-distca, s": "right",
+    "speedup": "right",
+    "its planner": "right",
+    "ideal": "right",
+    "over bound": "right",
+    "either way": "right",
+    "paper": "right",
+}
+
+
 def show(result: dict[str, Any]) -> None:
-    console = Console(width=130)
+    console = Console(width=160)
+    about = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    print(f"{result['date']}, {about}, {result['batches']} batches; speedups over WLB-LLM; idle and waits are WLB-LLM's")
     for pipeline in sorted({row["pipeline"] for row in result["rows"]}):
-        table = Table(title=f"{'with' if pipeline else 'without'} pipelines, {result['batches']} batches; speedups over WLB-LLM")
-        columns = (
-            "model",
-            "context",
-            "GPUs",
-            "lengths",
-            "WLB-LLM, s",
-            "shared by",
-            "hf-distca, s",
-            "speedup",
-            "its planner",
-            "ideal",
-            "paper",
-        )
-        for column in columns:
-            table.add_column(column, justify="left" if column in ("model", "lengths") else "right")
+        table = Table(title=f"{'with' if pipeline else 'without'} pipelines")
+        for column, justify in COLUMNS.items():
+            table.add_column(column, justify=justify)  # type: ignore[arg-type]
         for row in (row for row in result["rows"] if row["pipeline"] == pipeline):
-            wlb, steps = row["strategies"].get("wlb"), row["strategies"]
-            ours = min(steps["dealt"]["step_seconds"], steps["dealt-ping-pong"]["step_seconds"])
-            low, high = row["paper"]
-            factors = [
-                f"{row[name]:.2f}" if row[name] else "-" for name in ("speedup", "published_planner_speedup", "ideal_speedup")
-            ]
-            table.add_row(
-                *(row["model"], f"{row['longest'] // K}K", str(row["gpus"]), row["lengths"]),
-                *(("no memory", "") if wlb is None else (f"{wlb['step_seconds']:.2f}", f"{wlb['degree']} ranks")),
-                *(f"{ours:.2f}", *factors, f"{f'{low:.2f}' if low else 'up'} to {high:.2f}"),
-            )
+            table.add_row(*cells(row))
         console.print(table)
     for one in result["ranges"]:
-        low, high = one["paper"]
         print(
             f"{one['model']}, {one['lengths']}, {'with' if one['pipeline'] else 'without'} pipelines: "
-            f"hf-distca {one['hf_distca'][0]:.2f} to {one['hf_distca'][1]:.2f}, the published planner "
-            f"{one['published_planner'][0]:.2f} to {one['published_planner'][1]:.2f}, "
-            f"paper {f'{low:.2f} to' if low else 'up to'} {high:.2f}"
+            f"hf-distca {spelled(one['hf_distca'])}, {either_way(one)}"
+            f"the published planner {spelled(one['published_planner'])}, ideal {spelled(one['ideal'])}, "
+            f"paper {spelled(one['paper'])}, hf-distca over its bound {spelled(one['ours_over_bound'])}"
         )
+
+
+def either_way(one: dict[str, Any]) -> str:
+    return f"either way {spelled(one['any'])}, " if one["any"] else ""
+
+
+def spelled(span: list[float | None]) -> str:
+    low, high = span
+    return f"{f'{low:.2f}' if low else 'up'} to {high:.2f}"
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    wlb, ours = row["strategies"].get("wlb"), row["ours_seconds"]
+    factors = [f"{row[name]:.2f}" if row[name] else "-" for name in ("speedup", "published_planner_speedup", "ideal_speedup")]
+    alone = f"{wlb['step_seconds']:.2f} {wlb['degree']} {wlb['idle_share']:.0%} {wlb['exposed_share']:.0%}" if wlb else "- - - -"
+    either = f"{row['any_speedup']:.2f}" if row["pipeline"] else ""
+    return [
+        *(row["model"], f"{row['longest'] // K}K", str(row["gpus"]), row["lengths"]),
+        *(*alone.split(), f"{ours:.2f}", *factors, f"{row['ours_over_bound']:.2f}", either, spelled(row["paper"])),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=10, help="global batches of each setting (default: %(default)s)")
+    parser.add_argument(
+        "--batches", type=int, default=10, help="global batches of each setting, with pipelines a tenth (default: %(default)s)"
+    )
     parser.add_argument("--rows", type=int, nargs="+", help="numbers of settings, from 0; all if left out")
+    parser.add_argument("--jobs", type=int, default=cores(), help="processes that predict (default: one for each core)")
     add_json_option(parser)
     arguments = parser.parse_args()
     chosen = PAPER if arguments.rows is None else [PAPER[row] for row in arguments.rows]
-    put_out(measure(arguments.batches, chosen), arguments.json, show)
+    put_out(measure(arguments.batches, chosen, arguments.jobs), arguments.json, show)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,9 @@ def speedups(ranks: int, context: int, batches: int) -> dict[str, float]:
 
 def lines(axis: Any, at: Sequence[int], rows: list[dict[str, float]], names: Sequence[str], marks: Sequence[str]) -> None:
     for name in names:
-        axis.plot(range(len(at)), [row[name] for row in rows], marker="o", color=COLORS[name], label=STRATEGIES[name].title)
+        values = [row[name] for row in rows]
+        if np.isfinite(values).any():
+            axis.plot(range(len(at)), values, marker="o", color=COLORS[name], label=STRATEGIES[name].title)
     axis.set_xticks(range(len(at)), marks)
     axis.grid(axis="y", color="#e3e7ec")
     axis.legend(frameon=False, fontsize=8)

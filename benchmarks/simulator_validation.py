@@ -243,8 +243,8 @@ def predict(case: Case, arguments: argparse.Namespace, hardware: Hardware, steps
         return balance(layout, analytic, replace(config, balance=balanced))
 
     share = work_of(setting, Placed(layouts, planner))
-    timeline = data_parallel(setting, [share], keeps_attention=True)
     parts = rank_seconds(setting, share, keeps_attention=True)
+    timeline = data_parallel(setting, [share], [parts])
     weights = weight_exchange(setting, float(parts.forward.mean()), float(parts.backward.mean()))
     shared = float(timeline.busy.sum()) / (os.cpu_count() or 1)
     # What other processes wait for costs a processor, too: on one machine messages are copied by those who send them.

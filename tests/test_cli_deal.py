@@ -150,6 +150,7 @@ def test_standard_input_and_output() -> None:
 
 def test_bad_numbers(tmp_path: Path) -> None:
     one_line(deal(tmp_path, [16384], ranks=0), "ranks=0")
+    one_line(deal(tmp_path, [16384], ranks=10**9), "ranks=1000000000 must be a whole number from 1 to 65536")
     one_line(deal(tmp_path, [16384], tokens=-1), "tokens_per_rank=-1")
 
 

@@ -96,6 +96,7 @@ def test_a_profile_is_read(tmp_path: Path) -> None:
     one_line(run("simulate", "--lengths", "equal:1024", *SMALL, "--profile", profile), "no profile in JSON")
     profile.write_text("{}")
     one_line(run("simulate", "--lengths", "equal:1024", *SMALL, "--profile", profile), "no cost model in JSON")
+    one_line(run("simulate", "--lengths", "equal:1024", *SMALL, "--profile", profile), "profile.json: the text is no cost model")
     profile.write_bytes(b"\xff\xfe\x00")
     one_line(run("simulate", "--lengths", "equal:1024", *SMALL, "--profile", profile), "is not text")
     one_line(run("simulate", "--lengths", "equal:1024", *SMALL, "--profile", tmp_path / "none.json"), "No such file")
@@ -106,6 +107,8 @@ def test_a_profile_is_read(tmp_path: Path) -> None:
     [
         ("[", "is not JSON"),
         ("\x00", "is not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        (f"[{'9' * 5000}]", "holds a number of thousands of digits"),
         ({"lengths": [1]}, "must hold a list of document lengths, it holds dict"),
         ([1.5], "1.5 must be an integer"),
         ("[NaN]", "nan must be an integer"),
@@ -145,6 +148,11 @@ def test_bad_lengths(tmp_path: Path, content: object, message: str) -> None:
         (("--lengths", "zipf"), "lengths 'zipf' are neither a file nor one of pretrain, prolong"),
         (("--lengths", "equal:nan"), "lengths 'equal:nan'"),
         (("--seed", -1), "seed=-1"),
+        (("--jobs", 0), "jobs=0 must be a whole number from 1 to 1024"),
+        (("--lengths", "none.parquet"), "none.parquet: No such file"),
+        (("--ranks", "many"), "Invalid value for '--ranks'"),
+        (("--sharding", "some"), "is not one of 'auto', 'fsdp', 'zero1', 'ddp'. See"),
+        (("--hope", 1), "No such option: --hope"),
     ],
 )
 def test_bad_options(options: tuple[str | int, ...], message: str) -> None:
@@ -184,7 +192,10 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         words_of(
             "hf-distca simulate --lengths prolong --max-length 524288 --ranks 256 --tp 8 --tokens-per-rank 131072 --hardware h200"
         ),
-        words_of("hf-distca simulate --lengths pretrain --ranks 64 --tp 8 --pp 2 --micro-batches 8 --tokens-per-rank 131072"),
+        words_of(
+            "hf-distca simulate --lengths pretrain --ranks 64 --tp 8 --pp 2 --micro-batches 8 --tokens-per-rank 131072 "
+            "--hardware h200"
+        ),
     ):
         result = run(*words[1:], "--batches", 1)
         assert result.exit_code == 0, result.output

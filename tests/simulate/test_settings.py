@@ -130,6 +130,23 @@ def test_batches_have_exactly_their_tokens_and_are_the_same_every_time(text: str
     assert min(itertools.chain(*first)) >= 1
 
 
+@pytest.mark.parametrize("text", ["prolong", "pretrain"])
+def test_a_step_has_the_same_work_in_any_number_of_micro_batches(text: str) -> None:
+    documents = distribution(text, 32768)
+    work = []
+    for count in (1, 4, 16):
+        for step in itertools.islice(documents.steps(2**20 // count, count, 2, seed=1), 1, 2):
+            assert [int(one.sum()) for one in step] == [2**20 // count] * count
+            assert min(int(one.min()) for one in step) >= 1
+            work.append(sum(float(np.square(one, dtype=np.float64).sum()) for one in step))
+    assert work == pytest.approx([work[0]] * 3, rel=1e-3), "only short documents are cut"
+
+
+def test_a_document_longer_than_a_micro_batch() -> None:
+    with pytest.raises(LayoutError, match="a document of 9000 tokens is longer than a micro-batch of 8192"):
+        list(from_list([9000], "one").steps(8192, 2, 1))
+
+
 def test_long_documents_hold_the_share_of_tokens_that_is_promised() -> None:
     for name, share, boundary in (("pretrain", 0.5, 8192), ("prolong", 0.6, 16384)):
         lengths = next(distribution(name, 65536).batches(50_000_000, 1))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from hf_distca.cli.advise import advise
 from hf_distca.cli.deal import deal
 from hf_distca.cli.doctor import doctor
+from hf_distca.cli.files import fail
 from hf_distca.cli.plan import plan
 from hf_distca.cli.profile import profile
 from hf_distca.cli.report import report
@@ -17,8 +19,28 @@ from hf_distca.cli.simulate import simulate
 
 __all__ = ["app"]
 
+# What is wrong with words after a verb. Its class has moved between releases of typer.
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]
+
+
+class _Verbs(TyperGroup):
+    """Says what is wrong with an option in one line, as everything else that a user may get wrong."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            where = ctx if error.ctx is None else error.ctx
+            fail(f"{error.format_message().rstrip('.')}. See {where.command_path} --help.")
+
+
 app = typer.Typer(
-    name="hf-distca", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    name="hf-distca",
+    cls=_Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 
 

@@ -9,21 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_distca.cli.files import errors_in_one_line, write
-from hf_distca.cli.layer import (
-    CostName,
-    CostProfile,
-    HeadDim,
-    KeyValueHeads,
-    LinkRate,
-    NodeRate,
-    QueryHeads,
-    RanksPerLink,
-    RanksPerNode,
-    Window,
-    cost_model,
-    with_links,
-)
+from hf_distca.cli.layer import CostName, Layer
 from hf_distca.cli.lengths import read_lengths
+from hf_distca.cli.options import taking
 
 if TYPE_CHECKING:
     from hf_distca.config import DistCAConfig
@@ -32,28 +20,22 @@ if TYPE_CHECKING:
 
 __all__ = ["deal"]
 
+_MOST_RANKS = 65536
 
+
+@taking(Layer)
 def deal(
+    layer: Layer,
     lengths: Annotated[
         Path, typer.Argument(help="JSON file with a list of lengths in tokens; - for standard input.", show_default=False)
     ],
-    ranks: Annotated[int, typer.Option(help="Ranks to deal to.", show_default=False)],
+    ranks: Annotated[int, typer.Option(help="Ranks to deal to, 1 to 65536.", show_default=False)],
     tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank.", show_default=False)],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where the placement goes, as JSON; standard output if left out.")
     ] = None,
-    ranks_per_node: RanksPerNode = None,
     ping_pong: Annotated[bool, typer.Option("--ping-pong", help="Deal two nano-batches that share no document.")] = False,
-    tile: Annotated[int, typer.Option(help="Documents are cut at multiples of this where tokens allow.")] = 128,
-    query_heads: QueryHeads = 32,
-    key_value_heads: KeyValueHeads = 8,
-    head_dim: HeadDim = 128,
-    window: Window = None,
     cost: Annotated[CostName, typer.Option(help="What is dealt by: causal pairs, or seconds on a device.")] = CostName.cuda,
-    measured: CostProfile = None,
-    link_gigabytes: LinkRate = None,
-    node_gigabytes: NodeRate = None,
-    ranks_per_link: RanksPerLink = 1,
 ) -> None:
     """Deal documents to ranks, with equal tokens and about equal attention, and write the placement as JSON.
 
@@ -62,15 +44,17 @@ def deal(
     that of Llama-3-8B in bfloat16.
     """
     from hf_distca.config import DistCAConfig
+    from hf_distca.errors import ConfigError
     from hf_distca.schedule.deal import deal as deal_documents
     from hf_distca.schedule.deal import deal_nano_batches
 
     with errors_in_one_line():
-        model = cost_model(cost, query_heads, key_value_heads, head_dim, tile=tile, window=window, measured=measured)
-        model = with_links(model, link_gigabytes, node_gigabytes, ranks_per_link)
-        config = DistCAConfig(tile=tile, ping_pong=ping_pong)
+        if not 1 <= ranks <= _MOST_RANKS:
+            raise ConfigError(f"ranks={ranks} must be a whole number from 1 to {_MOST_RANKS}.")
+        model = layer.cost_model(cost)
+        config = DistCAConfig(tile=layer.tile, ping_pong=ping_pong)
         documents = read_lengths(lengths)
-        options: dict[str, Any] = {"tile": tile, "ranks_per_node": ranks_per_node}
+        options: dict[str, Any] = {"tile": layer.tile, "ranks_per_node": layer.ranks_per_node}
         layouts: tuple[Layout, ...]
         if ping_pong:
             layouts = deal_nano_batches(documents, ranks, tokens_per_rank, model, **options)
@@ -80,7 +64,7 @@ def deal(
         for number, layout in enumerate(layouts, 1):
             if ping_pong:
                 lines.append(f"{'nano-batch':<26} {number}")
-            lines.append(_summary(layout, model, config, ranks_per_node))
+            lines.append(_summary(layout, model, config, layer.ranks_per_node))
         write(json.dumps(_placement(layouts), separators=(",", ":")), "\n".join(lines), output)
 
 

@@ -1,4 +1,4 @@
-"""What the verbs read and write: files, or ``-`` for standard input and output."""
+"""What the verbs read and write: files, or ``-`` for standard input and output, and figures as JSON."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-__all__ = ["NAME_OF_INPUT", "errors_in_one_line", "fail", "name_of", "read", "write"]
+__all__ = ["NAME_OF_INPUT", "InJson", "errors_in_one_line", "fail", "name_of", "read", "write"]
 
+InJson = Annotated[bool, typer.Option("--json", help="Write everything as JSON.")]
 NAME_OF_INPUT = "standard input"
 _STANDARD = Path("-")
 
@@ -52,3 +54,5 @@ def errors_in_one_line() -> Iterator[None]:
         fail(str(error))
     except OSError as error:
         fail(f"{error.filename or 'output'}: {error.strerror or error}.")
+    except RecursionError:
+        fail("the input is nested too deeply: give a list of numbers, or what --help says.")

@@ -28,8 +28,10 @@ def read_lengths(path: Path) -> list[int]:
     name = name_of(path)
     try:
         data = json.loads(read(path).decode("utf-8"))
-    except ValueError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise LayoutError(f"{name} is not JSON: {error}.") from error
+    except ValueError as error:
+        raise LayoutError(f"{name} holds a number of thousands of digits: lengths are below 2**48.") from error
     if not isinstance(data, list):
         raise LayoutError(f"{name} must hold a list of document lengths, it holds {type(data).__name__}.")
     try:
@@ -78,6 +80,7 @@ def _column(path: Path, tables: list[Path], column: str) -> Any:
         raise LayoutError(f"{path} has no {' or '.join(_TABLES)} files: name a data set saved by save_to_disk, or one such file.")
     found = []
     for file in tables:
+        file.stat()  # pyarrow's own error names no file
         try:
             table = pq.read_table(file, columns=None) if file.suffix == ".parquet" else pa.ipc.open_stream(file).read_all()
         except pa.ArrowInvalid as error:

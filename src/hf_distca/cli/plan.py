@@ -8,25 +8,15 @@ from typing import Annotated
 import typer
 
 from hf_distca.cli.files import errors_in_one_line, fail, name_of, read, write
-from hf_distca.cli.layer import (
-    CostName,
-    CostProfile,
-    HeadDim,
-    KeyValueHeads,
-    LinkRate,
-    NodeRate,
-    QueryHeads,
-    RanksPerLink,
-    RanksPerNode,
-    Window,
-    cost_model,
-    with_links,
-)
+from hf_distca.cli.layer import CostName, Layer
+from hf_distca.cli.options import taking
 
 __all__ = ["plan"]
 
 
+@taking(Layer)
 def plan(
+    layer: Layer,
     placement: Annotated[
         Path, typer.Argument(help="JSON file with 'rank_segments' or 'lengths'; - for standard input.", show_default=False)
     ],
@@ -35,18 +25,8 @@ def plan(
     ] = None,
     tolerance: Annotated[float, typer.Option(help="How far a rank may lie from the mean, as a fraction.")] = 0.01,
     min_gain: Annotated[float, typer.Option(help="Smallest gain for which anything is moved, as a fraction.")] = 0.02,
-    tile: Annotated[int, typer.Option(help="Documents are cut at multiples of this.")] = 128,
     head_groups: Annotated[int, typer.Option(help="Most head groups of a long document; 1 plans all heads together.")] = 8,
-    query_heads: QueryHeads = 32,
-    key_value_heads: KeyValueHeads = 8,
-    head_dim: HeadDim = 128,
-    window: Window = None,
     cost: Annotated[CostName, typer.Option(help="What is balanced: causal pairs, or seconds on a device.")] = CostName.pairs,
-    measured: CostProfile = None,
-    ranks_per_node: RanksPerNode = None,
-    link_gigabytes: LinkRate = None,
-    node_gigabytes: NodeRate = None,
-    ranks_per_link: RanksPerLink = 1,
 ) -> None:
     """Plan which rank computes which attention, and write the plan as JSON.
 
@@ -61,17 +41,16 @@ def plan(
     from hf_distca.schedule.ranks import Ranks
 
     with errors_in_one_line():
-        config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=tile, head_groups=head_groups)
-        model = cost_model(cost, query_heads, key_value_heads, head_dim, tile=tile, window=window, measured=measured)
-        model = with_links(model, link_gigabytes, node_gigabytes, ranks_per_link)
+        config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups)
+        model = layer.cost_model(cost)
         layout = parse_placement(read(placement), name_of(placement))
         if not layout.query_tokens.any():
             fail(f"{name_of(placement)} has no tokens: there is nothing to plan.")
-        ranks = Ranks(per_node=ranks_per_node)
+        ranks = Ranks(per_node=layer.ranks_per_node)
         result = balance(layout, model, config, ranks)
         lines = [f"{'cost model':<26} {model.name}"]
-        if window is not None:
+        if layer.window is not None:
             # Without, the plan is for layers that see all: no document is longer than the window.
-            lines.append(f"{'sliding window':<26} {window} keys{'' if result.window else ', as long as any document'}")
-        lines.append(summarize(result, model, ranks).table(seconds=measured is not None or cost is not CostName.pairs))
+            lines.append(f"{'sliding window':<26} {layer.window} keys{'' if result.window else ', as long as any document'}")
+        lines.append(summarize(result, model, ranks).table(seconds=layer.measured is not None or cost is not CostName.pairs))
         write(result.to_json(), "\n".join(lines), output)

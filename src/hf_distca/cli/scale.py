@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -15,31 +15,11 @@ if TYPE_CHECKING:
     from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.profiles import Profile as MeasuredProfile
     from hf_distca.simulate import setting as kinds
+    from hf_distca.simulate.lengths import Documents
+    from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
-__all__ = [
-    "Batches",
-    "Checkpointing",
-    "CheckpointingName",
-    "Column",
-    "HardwareName",
-    "InJson",
-    "Lengths",
-    "LinkGbps",
-    "MaxLength",
-    "MicroBatches",
-    "Model",
-    "Profile",
-    "Ranks",
-    "RanksPerNode",
-    "Seed",
-    "Sharding",
-    "ShardingName",
-    "Stages",
-    "Tensor",
-    "TokensPerRank",
-    "setting_of",
-]
+__all__ = ["CheckpointingName", "Scale", "ShardingName"]
 
 
 class ShardingName(StrEnum):
@@ -60,88 +40,111 @@ class CheckpointingName(StrEnum):
     full = "full"
 
 
-Lengths = Annotated[
-    str,
-    typer.Option(
-        help="Document lengths: a JSON list, - for standard input, a .parquet file or saved data set, or pretrain, prolong, "
-        "equal:TOKENS, lognormal:MEDIAN:SIGMA.",
-        show_default=False,
-    ),
-]
-Ranks = Annotated[int, typer.Option(help="Devices, 1 to 65536.", show_default=False)]
-TokensPerRank = Annotated[int, typer.Option(help="Tokens of a micro-batch on a rank, or on its tensor-parallel group.")]
-Model = Annotated[str, typer.Option(help="A known shape by name, or a config.json or its folder.")]
-HardwareName = Annotated[str, typer.Option("--hardware", help="h100, h200 or a100.")]
-Tensor = Annotated[int, typer.Option("--tp", help="Tensor-parallel degree.")]
-Stages = Annotated[int, typer.Option("--pp", help="Pipeline stages.")]
-MicroBatches = Annotated[int, typer.Option(help="Micro-batches of a step.")]
-RanksPerNode = Annotated[int, typer.Option(help="Devices of a node.")]
-LinkGbps = Annotated[float | None, typer.Option(help="Gigabits per second of a device between nodes, instead of the hardware's.")]
-Profile = Annotated[
-    Path | None,
-    typer.Option(
-        help="Rates of attention and exchange instead of the hardware's: a file of hf-distca profile, or a shipped profile."
-    ),
-]
-Column = Annotated[str, typer.Option(help="Column of a data set that holds tokens, or their number.")]
-MaxLength = Annotated[int | None, typer.Option(help="Documents are cut off at this length.")]
-Batches = Annotated[int, typer.Option(help="Global batches to predict; figures are means.")]
-Seed = Annotated[int, typer.Option(help="Seed of the drawn documents.")]
-InJson = Annotated[bool, typer.Option("--json", help="Write everything as JSON.")]
-Sharding = Annotated[ShardingName, typer.Option(help="How weights and optimizer are kept; auto: fsdp, with --tp or --pp zero1.")]
-Checkpointing = Annotated[
-    CheckpointingName, typer.Option(help="What backward repeats; auto: nothing if that fits in memory, else everything.")
-]
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What is predicted: documents, a model, devices and their arrangement."""
 
-
-def setting_of(
-    model: str,
-    hardware: str,
-    ranks: int,
-    tokens_per_rank: int,
-    *,
-    tensor: int,
-    stages: int,
-    micro_batches: int,
-    ranks_per_node: int,
-    link_gbps: float | None,
-    profile: Path | None,
-    sharding: ShardingName,
-    checkpointing: CheckpointingName,
-) -> Setting:
-    """The setting that options describe.
-
-    Raises:
-        ConfigError: if one is out of its range.
-    """
-    from hf_distca.simulate.hardware import find_hardware
-    from hf_distca.simulate.memory import peak_bytes
-    from hf_distca.simulate.models import find_model
-    from hf_distca.simulate.setting import Setting
-
-    device = find_hardware(hardware)
-    if link_gbps is not None:
-        device = replace(device, link_gbps=link_gbps)
-    measured: CostModel | MeasuredProfile | None = None
-    if profile is not None:
-        measured = _measured(profile)
-    default = "fsdp" if tensor == stages == 1 else "zero1"
-    setting = Setting(
-        find_model(model),
-        device,
-        ranks,
-        tokens_per_rank,
-        tensor,
-        stages,
-        micro_batches,
-        ranks_per_node,
-        cast("kinds.Sharding", default if sharding is ShardingName.auto else sharding.value),
-        cast("kinds.Checkpointing", "none" if checkpointing is CheckpointingName.auto else checkpointing.value),
-        measured,
+    lengths: Annotated[
+        str,
+        typer.Option(
+            help="Document lengths: a JSON list, - for standard input, a .parquet file or saved data set, or pretrain, prolong, "
+            "equal:TOKENS, lognormal:MEDIAN:SIGMA.",
+            show_default=False,
+        ),
+    ]
+    ranks: Annotated[int, typer.Option(help="Devices, 1 to 65536.", show_default=False)]
+    tokens_per_rank: Annotated[int, typer.Option(help="Tokens of a micro-batch on a rank, or on its tensor-parallel group.")] = (
+        65536
     )
-    _ = setting.shape  # says which degrees heads do not allow
-    full = checkpointing is CheckpointingName.auto and peak_bytes(setting, tokens_per_rank, 0.0) > device.memory_bytes
-    return replace(setting, checkpointing="full") if full else setting
+    model: Annotated[str, typer.Option(help="A known shape by name, or a config.json or its folder.")] = "llama-3-8b"
+    hardware: Annotated[str, typer.Option(help="h100, h200 or a100.")] = "h100"
+    tensor: Annotated[int, typer.Option("--tp", help="Tensor-parallel degree.")] = 1
+    stages: Annotated[int, typer.Option("--pp", help="Pipeline stages.")] = 1
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1
+    ranks_per_node: Annotated[int, typer.Option(help="Devices of a node.")] = 8
+    link_gbps: Annotated[
+        float | None, typer.Option(help="Gigabits per second of a device between nodes, instead of the hardware's.")
+    ] = None
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Rates of attention and exchange instead of the hardware's: a file of hf-distca profile, or a shipped profile."
+        ),
+    ] = None
+    sharding: Annotated[
+        ShardingName, typer.Option(help="How weights and optimizer are kept; auto: fsdp, with --tp or --pp zero1.")
+    ] = ShardingName.auto
+    checkpointing: Annotated[
+        CheckpointingName, typer.Option(help="What backward repeats; auto: nothing if that fits in memory, else everything.")
+    ] = CheckpointingName.auto
+    column: Annotated[str, typer.Option(help="Column of a data set that holds tokens, or their number.")] = "input_ids"
+    max_length: Annotated[int | None, typer.Option(help="Documents are cut off at this length.")] = None
+    batches: Annotated[int, typer.Option(help="Global batches to predict; figures are means.")] = 10
+    seed: Annotated[int, typer.Option(help="Seed of the drawn documents.")] = 0
+    jobs: Annotated[
+        int | None,
+        typer.Option(help="Processes that predict, where more than one pay.", show_default="one for each core"),
+    ] = None
+
+    def setting(self) -> Setting:
+        """The setting that options describe.
+
+        Raises:
+            ConfigError: if one is out of its range.
+        """
+        from hf_distca.simulate.hardware import find_hardware
+        from hf_distca.simulate.memory import peak_bytes
+        from hf_distca.simulate.models import find_model
+        from hf_distca.simulate.setting import Setting
+
+        device = find_hardware(self.hardware)
+        if self.link_gbps is not None:
+            device = replace(device, link_gbps=self.link_gbps)
+        default = "fsdp" if self.tensor == self.stages == 1 else "zero1"
+        sharding = default if self.sharding is ShardingName.auto else self.sharding.value
+        automatic = self.checkpointing is CheckpointingName.auto
+        setting = Setting(
+            find_model(self.model),
+            device,
+            self.ranks,
+            self.tokens_per_rank,
+            self.tensor,
+            self.stages,
+            self.micro_batches,
+            self.ranks_per_node,
+            cast("kinds.Sharding", sharding),
+            cast("kinds.Checkpointing", "none" if automatic else self.checkpointing.value),
+            None if self.profile is None else _measured(self.profile),
+        )
+        _ = setting.shape  # says which degrees heads do not allow
+        full = automatic and peak_bytes(setting, self.tokens_per_rank) > device.memory_bytes
+        return replace(setting, checkpointing="full") if full else setting
+
+    def documents(self) -> Documents:
+        """Where lengths come from.
+
+        Raises:
+            ConfigError, LayoutError: if there is no such thing, or it holds no lengths.
+        """
+        from hf_distca.cli.lengths import documents_of
+
+        return documents_of(self.lengths, self.column, self.max_length)
+
+    def predictions(self, setting: Setting, documents: Documents, names: list[str]) -> list[Prediction]:
+        """Predict these strategies, with a progress bar if it takes over a second.
+
+        Raises:
+            ConfigError: if an option or a strategy is out of its range.
+        """
+        from tqdm import tqdm
+
+        from hf_distca.simulate.predict import simulate
+        from hf_distca.simulate.workers import cores
+
+        jobs = cores() if self.jobs is None else self.jobs
+        total = max(self.batches, 0) * len(names)
+        with tqdm(total=total, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:
+            return simulate(setting, documents, names, batches=self.batches, seed=self.seed, jobs=jobs, told=bar.update)
 
 
 def _measured(source: Path) -> CostModel | MeasuredProfile:
@@ -156,4 +159,7 @@ def _measured(source: Path) -> CostModel | MeasuredProfile:
         text = read(source).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name_of(source)} is not text: {error}.") from error
-    return Profile.from_json(text) if '"format"' in text else CostModel.from_json(text)
+    try:
+        return Profile.from_json(text) if '"format"' in text else CostModel.from_json(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name_of(source)}: {error}") from error

@@ -7,41 +7,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_distca.cli import scale
-from hf_distca.cli.files import errors_in_one_line
+from hf_distca.cli.files import InJson, errors_in_one_line
+from hf_distca.cli.options import taking
+from hf_distca.cli.scale import Scale
 
 if TYPE_CHECKING:
     from hf_distca.simulate.lengths import Documents
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
-__all__ = ["predicted", "report", "show_predictions", "simulate"]
+__all__ = ["report", "show_predictions", "simulate"]
 
 _SHOWN = ("ranks", "tokens_per_rank", "tensor", "stages", "micro_batches", "ranks_per_node", "sharding", "checkpointing")
 
 
+@taking(Scale)
 def simulate(
-    lengths: scale.Lengths,
-    ranks: scale.Ranks,
-    tokens_per_rank: scale.TokensPerRank = 65536,
-    model: scale.Model = "llama-3-8b",
-    hardware: scale.HardwareName = "h100",
-    tensor: scale.Tensor = 1,
-    stages: scale.Stages = 1,
-    micro_batches: scale.MicroBatches = 1,
-    ranks_per_node: scale.RanksPerNode = 8,
-    link_gbps: scale.LinkGbps = None,
-    profile: scale.Profile = None,
-    sharding: scale.Sharding = scale.ShardingName.auto,
-    checkpointing: scale.Checkpointing = scale.CheckpointingName.auto,
-    column: scale.Column = "input_ids",
-    max_length: scale.MaxLength = None,
+    scale: Scale,
     strategy: Annotated[
         list[str] | None, typer.Option(help="Strategies by name, as --json has them; all if left out.", show_default=False)
     ] = None,
-    batches: scale.Batches = 10,
-    seed: scale.Seed = 0,
-    as_json: scale.InJson = False,
+    as_json: InJson = False,
     assumptions: Annotated[bool, typer.Option(help="Print what is assumed, and where it comes from.")] = True,
 ) -> None:
     """Predict the step time of a training run under every strategy, with the scheduler and cost model that train.
@@ -49,44 +35,22 @@ def simulate(
     Nothing is run and no GPU is needed. Strategies are compared on the same documents: packed rows, balancing in the loader,
     context parallelism, Ulysses, WLB-LLM, the published DistCA planner, and hf-distca.
     """
-    from hf_distca.cli.lengths import documents_of
     from hf_distca.simulate.assumptions import assumptions as assumed
     from hf_distca.simulate.strategies import STRATEGIES
 
     with errors_in_one_line():
-        setting = scale.setting_of(
-            *(model, hardware, ranks, tokens_per_rank),
-            tensor=tensor,
-            stages=stages,
-            micro_batches=micro_batches,
-            ranks_per_node=ranks_per_node,
-            link_gbps=link_gbps,
-            profile=profile,
-            sharding=sharding,
-            checkpointing=checkpointing,
-        )
-        documents = documents_of(lengths, column, max_length)
+        setting, documents = scale.setting(), scale.documents()
         names = strategy or list(STRATEGIES)
-        found = predicted(setting, documents, names, batches, seed)
+        found = scale.predictions(setting, documents, names)
         facts = assumed(setting, documents, names)
         if as_json:
-            typer.echo(json.dumps(report(setting, documents, found, facts, batches, seed), indent=1))
+            typer.echo(json.dumps(report(setting, documents, found, facts, scale), indent=1))
             return
-        show_predictions(setting, documents, found, batches)
+        show_predictions(setting, documents, found, scale.batches)
         if assumptions:
             typer.echo("Assumptions")
             for what, text in facts:
                 typer.echo(f"  {what}: {text}")
-
-
-def predicted(setting: Setting, documents: Documents, names: list[str], batches: int, seed: int) -> list[Prediction]:
-    """Predict, with a progress bar if it takes over a second."""
-    from tqdm import tqdm
-
-    from hf_distca.simulate.predict import simulate as predict
-
-    with tqdm(total=max(batches, 0) * len(names), desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:
-        return predict(setting, documents, names, batches=batches, seed=seed, told=bar.update)
 
 
 def show_predictions(setting: Setting, documents: Documents, found: list[Prediction], batches: int) -> None:
@@ -128,29 +92,17 @@ def show_predictions(setting: Setting, documents: Documents, found: list[Predict
 
 
 def report(
-    setting: Setting, documents: Documents, found: list[Prediction], facts: list[tuple[str, str]], batches: int, seed: int
+    setting: Setting, documents: Documents, found: list[Prediction], facts: list[tuple[str, str]], scale: Scale
 ) -> dict[str, Any]:
     """Everything that was found and assumed, for `json`."""
     return {
         "setting": {
             "model": setting.model.name,
             "hardware": setting.hardware.name,
-            **{
-                name: getattr(setting, name)
-                for name in (
-                    "ranks",
-                    "tokens_per_rank",
-                    "tensor",
-                    "stages",
-                    "micro_batches",
-                    "ranks_per_node",
-                    "sharding",
-                    "checkpointing",
-                )
-            },
+            **{name: getattr(setting, name) for name in _SHOWN},
             "lengths": documents.name,
-            "batches": batches,
-            "seed": seed,
+            "batches": scale.batches,
+            "seed": scale.seed,
         },
         "strategies": [one.to_dict() for one in found],
         "assumptions": [{"about": what, "assumed": text} for what, text in facts],

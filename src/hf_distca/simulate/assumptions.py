@@ -56,7 +56,8 @@ def assumptions(setting: Setting, documents: Documents, names: Iterable[str] = S
             (
                 "pipeline",
                 f"{setting.stages} stages of equally many layers, 1F1B; hf-distca and the published planner run the same phase "
-                "on all stages, and those without a micro-batch compute attention",
+                "on all stages, 2 (m + p - 1) ticks for m micro-batches and p stages, of which the first holds 2 p - 1 "
+                "micro-batches; stages without a micro-batch compute attention; hf-distca has no ping-pong in stages",
             )
         )
     found += [

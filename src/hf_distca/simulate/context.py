@@ -1,4 +1,8 @@
-"""Context parallelism within groups of ranks: zigzag ring, all-gather, Ulysses, and WLB-LLM, which chooses its cut."""
+"""Context parallelism within groups of ranks: zigzag ring, all-gather, Ulysses, and WLB-LLM, which chooses its cut.
+
+Gathered keys are kept for backward, as by the baseline of arXiv 2510.18121 (section 3.2, and PerDocumentCPAttention of
+hao-ai-lab/DistCA, commit 2afd219), or come a second time where there is no room for them.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,21 @@ from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.collectives import gather_rate
 from hf_distca.simulate.layers import Directions
+from hf_distca.simulate.memory import in_flight
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import Work, together
 
-__all__ = ["all_gather", "degrees", "ring", "shared_by_document", "shared_by_row", "ulysses", "wlb"]
+__all__ = [
+    "all_gather",
+    "degrees",
+    "gathered_again",
+    "key_bytes",
+    "ring",
+    "shared_by_document",
+    "shared_by_row",
+    "ulysses",
+    "wlb",
+]
 
 _WAYS = np.array([[1.0, 1.0, 1.0], [1.0, 2.0, 2.5]])  # tasks, bytes and flops forward and backward, as CostModel counts them
 
@@ -88,30 +103,48 @@ def _layers(
         attention, wire = of_kind(setting.cost(window), rows)
         spread = [Directions(*(np.repeat(part, degree) for part in pair)) for pair in (attention, wire)]
         pairs = float(causal_pairs(length, length, window).sum())
-        received = tokens * degree * setting.shape.key_value_bytes * (3 if degree > 1 else 0)
-        kinds.append(Work(tokens, spread[0], spread[1], spread[1].forward + spread[1].backward, received, pairs).times(layers))
+        kinds.append(
+            Work(tokens, spread[0], spread[1], spread[1].forward + spread[1].backward, np.zeros_like(tokens), pairs).times(layers)
+        )
     return together(kinds)
 
 
+def key_bytes(setting: Setting, degree: int, *, again: bool) -> float:
+    """Bytes of gathered keys for each token of a rank: of all layers in flight, or `again` of one, and gradients in float32."""
+    if degree == 1:
+        return 0.0
+    # Where a layer is repeated, its forward gathers keys anyway.
+    one = again or setting.checkpointing == "full"
+    kept = 1 if one else setting.stage_layers * in_flight(setting)
+    return float(degree * setting.shape.key_value_bytes * (kept + 2))
+
+
+def gathered_again(setting: Setting, work: Work, degree: int) -> Work:
+    """The work of `all_gather` or `wlb` if no keys are kept for backward: they come a second time."""
+    more = work.exposed.forward
+    exposed = Directions(more, work.exposed.backward + more)
+    received = work.tokens * key_bytes(setting, degree, again=True)
+    return replace(work, exposed=exposed, wire=work.wire + more, received=received)
+
+
 def _gathered(setting: Setting, cost: CostModel, length: IntArray, row: IntArray, rows: int, degree: int) -> Directions:
-    """Keys and values of a row come to all its ranks in both directions; gradients go back, summed, in backward."""
+    """Keys and values of a row come to all its ranks; their gradients go back, summed, in backward."""
     if degree == 1:
         return Directions(np.zeros(rows), np.zeros(rows))
     bytes_ = np.bincount(row, weights=length, minlength=rows) * cost.shape.key_value_bytes * (degree - 1) / degree
     once = bytes_ / gather_rate(setting, degree) + cost.exchange_seconds
-    return Directions(once, 2 * once)
+    return Directions(once, once)
 
 
 def all_gather(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
-    """Each rank gets all keys of its row before it computes its head and tail of every document."""
-    return _layers(
-        setting,
-        *(length, row, degree),
-        lambda cost, rows: (
-            shared_by_document(cost, length, row, rows, degree),
-            _gathered(setting, cost, length, row, rows, degree),
-        ),
-    )
+    """Each rank gets all keys of its row before it computes its head and tail of every document, and keeps them."""
+
+    def of_kind(cost: CostModel, rows: int) -> tuple[Directions, Directions]:
+        attention = shared_by_document(cost, length, row, rows, degree)
+        return attention, _gathered(setting, cost, length, row, rows, degree)
+
+    work = _layers(setting, length, row, degree, of_kind)
+    return replace(work, received=work.tokens * key_bytes(setting, degree, again=False))
 
 
 def wlb(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
@@ -123,7 +156,8 @@ def wlb(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
         best = Directions(*(np.where(first, one, two) for one, two in zip(*ways, strict=True)))
         return best, _gathered(setting, cost, length, row, rows, degree)
 
-    return _layers(setting, length, row, degree, of_kind)
+    work = _layers(setting, length, row, degree, of_kind)
+    return replace(work, received=work.tokens * key_bytes(setting, degree, again=False))
 
 
 def ring(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:

@@ -11,7 +11,7 @@ import numpy as np
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.deal import deal, deal_nano_batches, in_order, plan_dealt
+from hf_distca.schedule.deal import deal, deal_nano_batches, plan_dealt
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.simulate.loaders import packed_rows
@@ -41,14 +41,12 @@ def given(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placed:
 
 
 def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placed:
-    """Documents dealt by hf-distca."""
+    """Documents dealt by hf-distca. Exchanges are predicted at one rate, so that nothing is gained by a node for a document."""
     model = setting.cost(None if None in (window for window, _ in setting.model.kinds) else setting.model.window)
-    beside = setting.ranks_per_node // setting.tensor
-    node = beside if 1 < beside < setting.group and setting.group % beside == 0 else None
     place = (lengths, setting.group, setting.tokens_per_rank, model)
     if ping_pong:
-        return Placed(deal_nano_batches(*place, tile=setting.tile, ranks_per_node=node), plan_dealt)
-    return Placed((deal(*place, tile=setting.tile, ranks_per_node=node),), plan_dealt)
+        return Placed(deal_nano_batches(*place, tile=setting.tile), plan_dealt)
+    return Placed((deal(*place, tile=setting.tile),), plan_dealt)
 
 
 def published(setting: Setting, lengths: IntArray, *, tolerance: float = 0.05) -> Placed:
@@ -57,15 +55,24 @@ def published(setting: Setting, lengths: IntArray, *, tolerance: float = 0.05) -
     # Whole documents in each nano-batch, as near to half of the tokens as they allow.
     first = int(np.abs(ends - ends[-1] / 2).argmin()) + 1
 
-    def placed(documents: IntArray) -> Layout:
-        each, more = divmod(int(documents.sum()), setting.group)
-        return in_order(documents, setting.group, [each + (rank < more) for rank in range(setting.group)])
-
     def planner(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
         plan = plan_published(layout, cost.shape, tolerance=tolerance, tile=config.tile)
         return replace(plan, window=cost.window)
 
-    return Placed((placed(lengths[:first]), placed(lengths[first:])), planner)
+    return Placed(
+        (_one_after_another(lengths[:first], setting.group), _one_after_another(lengths[first:], setting.group)), planner
+    )
+
+
+def _one_after_another(documents: IntArray, ranks: int) -> Layout:
+    """Documents in order over all ranks, with tokens as equal as can be. There may be fewer tokens than ranks, or none."""
+    starts, total = np.cumsum(documents) - documents, int(documents.sum())
+    each, more = divmod(total, ranks)
+    bounds = np.concatenate([[0], np.cumsum(each + (np.arange(ranks) < more))])
+    edges = np.unique(np.concatenate([starts, bounds]))
+    edges = edges[edges < total].astype(np.int64)
+    document = np.searchsorted(starts, edges, side="right") - 1
+    return Layout(document, edges - starts[document], np.diff(edges, append=total), np.searchsorted(edges, bounds))
 
 
 def halved(layout: Layout, tile: int) -> tuple[Layout, Layout]:

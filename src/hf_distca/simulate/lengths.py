@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -60,6 +61,45 @@ class Documents:
             batch[-1] -= ends[last] - tokens
             yield batch
             rest = rest[last + 1 :]
+
+    def steps(self, tokens: int, micro_batches: int, count: int, seed: int = 0) -> Iterator[list[IntArray]]:
+        """`count` steps of so many micro-batches of exactly so many tokens each.
+
+        However many micro-batches share the tokens of a step, its documents are the same, but for short ones that are cut to
+        fill them up.
+
+        Raises:
+            LayoutError: if a document is longer than a micro-batch.
+        """
+        for batch in self.batches(tokens * micro_batches, count, seed):
+            if int(batch.max()) > tokens:
+                raise LayoutError(
+                    f"a document of {batch.max()} tokens is longer than a micro-batch of {tokens}: raise the tokens of a rank or "
+                    "the number of ranks, or bound lengths with --max-length."
+                )
+            yield [batch] if micro_batches == 1 else _shared_out(batch, tokens, micro_batches)
+
+
+def _shared_out(lengths: IntArray, tokens: int, count: int) -> list[IntArray]:
+    """Documents in micro-batches of equal tokens: longest first, each where most room is left. What fits nowhere is cut."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    rooms, left = [(-tokens, number) for number in range(count)], []
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length, (room, number) = int(lengths[document]), rooms[0]
+        if length > -room:
+            left.append((document, length))
+            continue
+        found[number].append((document, length))
+        heapq.heapreplace(rooms, (room + length, number))
+    for document, whole in left:
+        length = whole
+        while length:
+            room, number = rooms[0]
+            part = min(length, -room)
+            found[number].append((document, part))
+            heapq.heapreplace(rooms, (room + part, number))
+            length -= part
+    return [np.array([length for _, length in sorted(one)], dtype=np.int64) for one in found]
 
 
 def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> Documents:

@@ -6,8 +6,8 @@ import heapq
 
 import numpy as np
 
+from hf_distca.errors import LayoutError
 from hf_distca.schedule.cost import FloatArray
-from hf_distca.schedule.deal import in_order
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.simulate.layers import layer_seconds
 from hf_distca.simulate.setting import Setting
@@ -21,10 +21,18 @@ _SQUARE = 0.001
 
 
 def packed_rows(lengths: IntArray, ranks: int, tokens: int) -> Layout:
-    """Documents one after another in rows of so many tokens. What follows the end of a row is a document of its own."""
-    given = in_order(lengths, ranks, tokens)
-    number = np.arange(len(given.length))
-    return Layout(number, np.zeros_like(given.start), given.length, given.offsets)
+    """Documents one after another in rows of so many tokens. What follows the end of a row is a document of its own.
+
+    Raises:
+        LayoutError: if the documents do not fill the rows to the token.
+    """
+    total = int(lengths.sum())
+    if total != ranks * tokens:
+        raise LayoutError(f"documents of {total} tokens do not fill {ranks} rows of {tokens} tokens.")
+    ends = np.unique(np.concatenate([np.cumsum(lengths), np.arange(1, ranks + 1) * tokens]))
+    pieces = np.diff(ends, prepend=0)
+    offsets = np.searchsorted(ends, np.arange(ranks + 1) * tokens, side="right")
+    return Layout(np.arange(len(pieces)), np.zeros_like(pieces), pieces, offsets)
 
 
 def document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:
@@ -45,23 +53,27 @@ def longest_first(seconds: FloatArray, lengths: IntArray, bins: int, cap: int | 
     Returns:
         The bin of each document. Where nothing fits, it is the bin with the fewest tokens.
     """
-    found = np.zeros(len(lengths), dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
     room = [cap if cap is not None else int(lengths.sum())] * bins
     loads, ready = [0.0] * bins, [(0.0, one) for one in range(bins)]
     waiting: list[tuple[int, int]] = []  # bins without room for a document wait for a shorter one
-    for document in np.argsort(-lengths, kind="stable").tolist():
-        tokens = int(lengths[document])
+    chosen = []
+    for tokens, taken in zip(lengths[order].tolist(), seconds[order].tolist(), strict=True):
         while waiting and -waiting[0][0] >= tokens:
             one = heapq.heappop(waiting)[1]
             heapq.heappush(ready, (loads[one], one))
         while ready and room[ready[0][1]] < tokens:
             one = heapq.heappop(ready)[1]
             heapq.heappush(waiting, (-room[one], one))
-        one = heapq.heappop(ready)[1] if ready else heapq.heappop(waiting)[1]
-        found[document] = one
+        if not ready:
+            heapq.heappush(ready, (0.0, heapq.heappop(waiting)[1]))
+        one = ready[0][1]
+        chosen.append(one)
         room[one] -= tokens
-        loads[one] += float(seconds[document])
-        heapq.heappush(ready, (loads[one], one))
+        loads[one] += taken
+        heapq.heapreplace(ready, (loads[one], one))
+    found = np.empty(len(lengths), dtype=np.int64)
+    found[order] = chosen
     return found
 
 
@@ -69,35 +81,36 @@ def karmarkar_karp(seconds: FloatArray, bins: int) -> IntArray:
     """The bin of each document by largest differencing for any number of bins."""
     order = np.argsort(-seconds, kind="stable")
     large, small = order[: _DIFFERENCED * bins], order[_DIFFERENCED * bins :]
-    # A part is its bins' seconds, falling, and the documents in each.
-    parts = []
-    for place, document in enumerate(large.tolist()):
-        sums = np.zeros(bins)
-        sums[0] = seconds[document]
-        parts.append((-float(seconds[document]), place, sums, [[document]]))
+    # A part is the seconds of its bins that hold anything, falling, and the group of documents in each. A group is a document, by
+    # its number, or two groups that were put together.
+    parts = [(-value, place, np.array([value]), np.array([place])) for place, value in enumerate(seconds[large].tolist())]
     heapq.heapify(parts)
+    groups: list[tuple[int, int]] = []
     while len(parts) > 1:
         (_, place, one, first), (_, _, two, second) = heapq.heappop(parts), heapq.heappop(parts)
-        sums = one + two[::-1]
-        members = first + [[] for _ in range(bins - len(first))]
-        for at, documents in enumerate(second):
-            members[bins - 1 - at] = members[bins - 1 - at] + documents
+        two, second = two[::-1], second[::-1]
+        shared = max(len(one) + len(two) - bins, 0)  # the most of one with the fewest of the other
+        alone, new = len(one) - shared, len(large) + len(groups)
+        groups += zip(first[alone:].tolist(), second[:shared].tolist(), strict=True)
+        sums = np.concatenate([one[:alone], one[alone:] + two[:shared], two[shared:]])
         fall = np.argsort(-sums, kind="stable")
-        merged = [members[at] for at in fall.tolist()]
-        while merged and not merged[-1]:
-            merged.pop()
-        heapq.heappush(parts, (-float(sums[fall[0]] - sums[fall[-1]]), place, sums[fall], merged))
+        sums, members = sums[fall], np.concatenate([first[:alone], np.arange(new, new + shared), second[shared:]])[fall]
+        least = float(sums[-1]) if len(sums) == bins else 0.0
+        heapq.heappush(parts, (least - float(sums[0]), place, sums, members))
+    of_group = np.zeros(len(large) + len(groups), dtype=np.int64)
+    if parts:
+        of_group[parts[0][3]] = np.arange(len(parts[0][3]))
+    for number in range(len(groups) - 1, -1, -1):
+        of_group[list(groups[number])] = of_group[len(large) + number]
     found = np.zeros(len(seconds), dtype=np.int64)
-    loads = [0.0] * bins
-    for at, documents in enumerate(parts[0][3] if parts else []):
-        found[documents] = at
-        loads[at] = float(seconds[documents].sum())
+    found[large] = of_group[: len(large)]
+    loads = np.bincount(found[large], weights=seconds[large], minlength=bins).tolist()
     ready = [(load, at) for at, load in enumerate(loads)]
     heapq.heapify(ready)
-    for document in small.tolist():
+    for document, taken in zip(small.tolist(), seconds[small].tolist(), strict=True):
         load, emptiest = ready[0]
         found[document] = emptiest
-        heapq.heapreplace(ready, (load + float(seconds[document]), emptiest))
+        heapq.heapreplace(ready, (load + taken, emptiest))
     return found
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import numpy.typing as npt
+
+from hf_distca.schedule.cost import FloatArray
 from hf_distca.simulate.setting import Setting
 
-__all__ = ["activation_bytes", "most_tokens", "peak_bytes", "weight_bytes"]
+__all__ = ["activation_bytes", "in_flight", "most_tokens", "peak_bytes", "weight_bytes"]
 
 _OPTIMIZER_BYTES = 12  # two moments and the weights in float32
 _LOSS_TOKENS = 4096  # the loss is taken of so many tokens at a time
@@ -49,24 +53,26 @@ def _working_bytes(setting: Setting) -> float:
     return float(inside + (4 * model.hidden + 3 * model.feed_forward) / setting.tensor * element)
 
 
-def _loss_bytes(setting: Setting, tokens: float) -> float:
+def _loss_bytes(setting: Setting, tokens: FloatArray | int) -> FloatArray:
     each = setting.model.vocabulary / setting.tensor * (setting.hardware.element_bytes + 8)
-    return min(tokens, _LOSS_TOKENS) * each
+    return np.asarray(np.minimum(tokens, _LOSS_TOKENS) * each)
 
 
-def peak_bytes(setting: Setting, tokens: float, received: float) -> float:
-    """Peak of a rank that holds so many tokens of a micro-batch and receives so many bytes for a layer.
-
-    With pipeline stages, the first one holds as many micro-batches as there are stages.
-    """
-    flying = min(setting.stages, setting.micro_batches)
-    held = tokens * (activation_bytes(setting) * flying + _working_bytes(setting))
-    return weight_bytes(setting) + held + _loss_bytes(setting, tokens) + received
+def in_flight(setting: Setting, *, same_phase: bool = False) -> int:
+    """Micro-batches that wait for backward on the first of p stages: p in 1F1B, and 2 p - 1 where all run the same phase."""
+    return min(2 * setting.stages - 1 if same_phase else setting.stages, setting.micro_batches)
 
 
-def most_tokens(setting: Setting) -> int:
-    """Tokens of a micro-batch with which a rank's memory is full, if it receives nothing."""
-    flying = min(setting.stages, setting.micro_batches)
-    each = activation_bytes(setting) * flying + _working_bytes(setting)
-    room = setting.hardware.memory_bytes - weight_bytes(setting) - _loss_bytes(setting, _LOSS_TOKENS)
+def peak_bytes(setting: Setting, tokens: npt.ArrayLike, received: npt.ArrayLike = 0.0, *, same_phase: bool = False) -> float:
+    """Peak of the fullest rank, if each holds so many tokens of a micro-batch and receives so many bytes for a layer."""
+    flying = in_flight(setting, same_phase=same_phase)
+    count, brought = np.asarray(tokens, dtype=np.float64), np.asarray(received, dtype=np.float64)
+    held = count * (activation_bytes(setting) * flying + _working_bytes(setting)) + _loss_bytes(setting, count)
+    return weight_bytes(setting) + float(np.max(held + brought))
+
+
+def most_tokens(setting: Setting, received: float = 0.0) -> int:
+    """Tokens of a micro-batch with which a rank's memory is full, if it receives so many bytes for each."""
+    each = activation_bytes(setting) * in_flight(setting) + _working_bytes(setting) + received
+    room = setting.hardware.memory_bytes - weight_bytes(setting) - float(_loss_bytes(setting, _LOSS_TOKENS))
     return max(math.floor(room / each), 0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import DISAGGREGATED, STRATEGIES, Candidate, Strategy
 from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
 from hf_distca.simulate.work import Work
+from hf_distca.simulate.workers import Told, predict_each
 
 __all__ = ["Prediction", "best_alternative", "best_of", "ideal_seconds", "predict_step", "simulate"]
 
@@ -96,14 +98,11 @@ def _pairs(setting: Setting, batches: Sequence[IntArray]) -> float:
 def _of_candidate(
     setting: Setting, candidate: Candidate, strategy: Strategy, batches: Sequence[IntArray], whole: float
 ) -> Prediction:
-    works, keeps = candidate.works, strategy.keeps_attention
-    if candidate.ticks:
-        timeline = same_phase(setting, works)
-    elif setting.stages > 1:
-        timeline = one_forward_one_backward(setting, works, keeps_attention=keeps)
-    else:
-        timeline = data_parallel(setting, works, keeps_attention=keeps)
-    middle = [rank_seconds(setting, work, keeps_attention=keeps) for work in works]
+    works = candidate.works
+    middle = [rank_seconds(setting, work, keeps_attention=strategy.keeps_attention) for work in works]
+    timeline = (same_phase if candidate.ticks else one_forward_one_backward if setting.stages > 1 else data_parallel)(
+        setting, works, middle
+    )
     forward, backward = (float(np.mean([part[way].mean() for part in middle])) / setting.stages for way in (0, 1))
     weights = weight_exchange(setting, forward, backward)
     step = timeline.seconds + weights.exposed + optimizer_seconds(setting)
@@ -113,7 +112,7 @@ def _of_candidate(
     wire = sum(float(work.wire.mean()) for work in works) / parts
     tokens = np.max([work.tokens for work in works], axis=0)
     received = np.max([work.received for work in works], axis=0)
-    peak = max(peak_bytes(setting, float(a), float(b)) for a, b in set(zip(tokens.tolist(), received.tolist(), strict=True)))
+    peak = peak_bytes(setting, tokens, received, same_phase=candidate.ticks)
     total = sum(int(n.sum()) for n in batches)
     computed = sum(work.pairs for work in works) / (parts if candidate.ticks else 1)
     return Prediction(
@@ -140,7 +139,8 @@ def simulate(
     *,
     batches: int = 10,
     seed: int = 0,
-    told: Callable[[], object] = lambda: None,
+    jobs: int = 1,
+    told: Told = lambda: None,
 ) -> list[Prediction]:
     """Predict steps of several global batches under each strategy.
 
@@ -150,30 +150,36 @@ def simulate(
         names: strategies, of `STRATEGIES`.
         batches: global batches.
         seed: of the generator that draws them.
+        jobs: processes that predict, where more than this one pay; predictions are the same. They import the main module, so a
+            script that asks for them must start its work under ``if __name__ == "__main__"``.
         told: called after each strategy of each batch.
 
     Raises:
-        ConfigError: if a strategy is not known, or `batches` or `seed` is out of its range.
+        ConfigError: if a strategy is not known, or `batches`, `seed` or `jobs` is out of its range.
         LayoutError: if a document is longer than a global batch.
     """
     names = list(names)
     for name in names:
         if name not in STRATEGIES:
             raise ConfigError(f"strategy {name!r} is not known: it must be one of {', '.join(STRATEGIES)}.")
-    if type(batches) is not int or not 1 <= batches <= 100_000:
-        raise ConfigError(f"batches={batches!r} must be a whole number from 1 to 100000.")
-    if type(seed) is not int or seed < 0:
-        raise ConfigError(f"seed={seed!r} must be a whole number of at least 0.")
+    for name, value, least, most in (("batches", batches, 1, 100_000), ("seed", seed, 0, 2**63), ("jobs", jobs, 1, 1024)):
+        if type(value) is not int or not least <= value <= most:
+            raise ConfigError(f"{name}={value!r} must be a whole number from {least} to {most}.")
     found: dict[str, list[Prediction]] = {name: [] for name in names}
-    drawn = documents.batches(setting.tokens, batches * setting.micro_batches, seed)
-    for _ in range(batches):
-        micro_batches = [next(drawn) for _ in range(setting.micro_batches)]
-        for name in names:
-            step = predict_step(setting, micro_batches, STRATEGIES[name])
+    drawn = documents.steps(setting.tokens, setting.micro_batches, batches, seed)
+    for steps in predict_each(partial(_of_batch, setting, names), drawn, batches, jobs, told, len(names)):
+        for name, step in zip(names, steps, strict=True):
             if step is not None:
                 found[name].append(step)
-            told()
     return [_mean(steps) for steps in found.values() if len(steps) == batches]
+
+
+def _of_batch(setting: Setting, names: Sequence[str], batches: Sequence[IntArray], told: Told) -> list[Prediction | None]:
+    steps = []
+    for name in names:
+        steps.append(predict_step(setting, batches, STRATEGIES[name]))
+        told()
+    return steps
 
 
 def _mean(steps: list[Prediction]) -> Prediction:

@@ -70,8 +70,8 @@ class Setting:
                 raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {most}.")
         if self.ranks % (self.tensor * self.stages):
             raise ConfigError(
-                f"ranks={self.ranks} must be a multiple of tensor * stages = {self.tensor} * {self.stages}: what is left shares "
-                "core attention."
+                f"ranks={self.ranks} must be a multiple of tensor * stages (--tp, --pp) = {self.tensor} * {self.stages}: what "
+                "is left shares core attention."
             )
         if self.model.query_heads % self.tensor:
             raise ConfigError(f"tensor={self.tensor} must divide the {self.model.query_heads} query heads of {self.model.name}.")

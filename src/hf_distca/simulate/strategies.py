@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,31 +85,40 @@ def _context(work: Callable[[Setting, IntArray, IntArray, int], Work], setting: 
     for degree in context.degrees(setting.group):
         if work is context.ulysses and setting.shape.query_heads % degree:
             continue
-        works = []
-        for lengths in batches:
-            rows = loaders.packed_rows(lengths, setting.group // degree, setting.tokens_per_rank * degree)
-            works.append(work(setting, rows.length, rows.rank, degree))
+        rows = [loaders.packed_rows(one, setting.group // degree, setting.tokens_per_rank * degree) for one in batches]
+        works = [work(setting, one.length, one.rank, degree) for one in rows]
         found.append(Candidate(works, degree))
+        if work is context.all_gather and _comes_again(setting, degree):
+            found.append(Candidate([context.gathered_again(setting, one, degree) for one in works], degree))
     return found
+
+
+def _comes_again(setting: Setting, degree: int) -> bool:
+    """Whether it makes a difference that gathered keys are not kept for backward."""
+    return degree > 1 and setting.checkpointing != "full"
 
 
 def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
     """Rows of about equal seconds, as many tokens as memory allows, over all micro-batches of a step."""
     lengths = np.concatenate(batches)
     seconds = loaders.document_seconds(setting, lengths)
-    room = most_tokens(setting)
     found = []
     for degree in context.degrees(setting.group):
         rows, count = setting.group // degree, len(batches)
-        cap = max(room, setting.tokens_per_rank) * degree
-        if int(lengths.max()) > cap:
-            continue
-        row = loaders.longest_first(seconds, lengths, rows * count, cap)
-        works = [
-            context.wlb(setting, lengths[here], row[here] - at * rows, degree)
-            for at, here in ((at, row // rows == at) for at in range(count))
-        ]
-        found.append(Candidate(works, degree))
+        row, fullest = np.zeros(0, dtype=np.int64), math.inf
+        for again in (True, False) if _comes_again(setting, degree) else (False,):
+            room = most_tokens(setting, context.key_bytes(setting, degree, again=again))
+            cap = max(room, setting.tokens_per_rank) * degree
+            if int(lengths.max()) > cap:
+                continue
+            if fullest > cap:  # else rows that were not filled to this cap are as they would be under it
+                row = loaders.longest_first(seconds, lengths, rows * count, cap)
+                fullest = float(np.bincount(row, weights=lengths).max())
+            works = [
+                context.wlb(setting, lengths[here], row[here] - at * rows, degree)
+                for at, here in ((at, row // rows == at) for at in range(count))
+            ]
+            found.append(Candidate([context.gathered_again(setting, one, degree) for one in works] if again else works, degree))
     return found
 
 
@@ -117,6 +127,12 @@ def _disaggregated(place: Callable[[Setting, IntArray], Placed], setting: Settin
     if setting.stages == 1:
         return [Candidate([work_of(setting, one) for one in placed])]
     return [Candidate([work_of(setting, tick) for tick in _ticks(setting, placed)], ticks=True)]
+
+
+def _ours(place: Callable[..., Placed], ping_pong: bool, setting: Setting, batches: Batches) -> list[Candidate]:
+    if ping_pong and setting.stages > 1:
+        return []  # hf_distca.pipeline refuses it
+    return _disaggregated(partial(place, ping_pong=ping_pong), setting, batches)
 
 
 def _ticks(setting: Setting, placed: Sequence[Placed]) -> list[Placed]:
@@ -153,6 +169,7 @@ def _side_by_side(layouts: Sequence[Layout | None], ranks: int) -> Layout:
 
 _CUT = "a row's end cuts documents, and each part attends to itself alone"
 _BEST = "the fastest degree that fits in memory, for each batch anew"
+_KEPT = "gathered keys are kept for backward if that fits, or come again"
 
 STRATEGIES = {
     strategy.name: strategy
@@ -177,7 +194,7 @@ STRATEGIES = {
             "all-gather",
             "context parallel: all-gather",
             partial(_context, context.all_gather),
-            f"head and tail of each document, keys gathered before attention; {_BEST}; {_CUT}",
+            f"head and tail of each document, keys gathered before attention; {_KEPT}; {_BEST}; {_CUT}",
         ),
         Strategy(
             "ulysses", "Ulysses", partial(_context, context.ulysses), f"heads instead of tokens in attention; {_BEST}; {_CUT}"
@@ -186,7 +203,7 @@ STRATEGIES = {
             "wlb",
             "WLB-LLM",
             _wlb,
-            f"rows of equal seconds, tokens as memory allows, cut by document or by row; {_BEST}; nothing is deferred",
+            f"rows of equal seconds, tokens as memory allows, cut by document or by row; {_KEPT}; {_BEST}; nothing is deferred",
         ),
         Strategy(
             "published",
@@ -199,8 +216,8 @@ STRATEGIES = {
             Strategy(
                 f"{way}{'-ping-pong' if ping_pong else ''}",
                 f"hf-distca, {'as given' if way == 'given' else way}{', ping-pong' if ping_pong else ''}",
-                partial(_disaggregated, partial(place, ping_pong=ping_pong)),
-                about + ("; two nano-batches in turns" if ping_pong else "; one stream"),
+                partial(_ours, place, ping_pong),
+                about + ("; two nano-batches in turns, and no pipelines" if ping_pong else "; one stream"),
                 keeps_attention=True,
             )
             for way, place, about in (

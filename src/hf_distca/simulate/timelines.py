@@ -46,11 +46,10 @@ def rank_seconds(setting: Setting, work: Work, *, keeps_attention: bool) -> Dire
     return Directions(forward, backward)
 
 
-def data_parallel(setting: Setting, works: Sequence[Work], *, keeps_attention: bool) -> Timeline:
-    """Every rank runs its micro-batches; all wait for the last one at the end."""
+def data_parallel(setting: Setting, works: Sequence[Work], parts: Sequence[Directions]) -> Timeline:
+    """Every rank runs its micro-batches, whose `rank_seconds` are `parts`; all wait for the last one at the end."""
     busy = np.zeros(len(works[0].tokens))
-    for work in works:
-        both = rank_seconds(setting, work, keeps_attention=keeps_attention)
+    for work, both in zip(works, parts, strict=True):
         busy += both.forward + both.backward + head_seconds(setting, work.tokens)
     return Timeline(float(busy.max()), busy)
 
@@ -61,10 +60,14 @@ def _hop_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
     return np.asarray(bytes_ / setting.hardware.link_rate + setting.hardware.exchange_seconds)
 
 
-def one_forward_one_backward(setting: Setting, works: Sequence[Work], *, keeps_attention: bool) -> Timeline:
-    """1F1B: each rank of the group stands for a pipeline, whose stages have equally many layers."""
+def one_forward_one_backward(setting: Setting, works: Sequence[Work], parts: Sequence[Directions]) -> Timeline:
+    """1F1B: each rank of the group stands for a pipeline, whose stages have equally many layers.
+
+    Args:
+        setting: model and hardware.
+        works, parts: micro-batches, and their `rank_seconds`.
+    """
     stages, count = setting.stages, len(works)
-    parts = [rank_seconds(setting, work, keeps_attention=keeps_attention) for work in works]
     heads = [head_seconds(setting, work.tokens) for work in works]
     hops = [_hop_seconds(setting, work.tokens) for work in works]
     ends: dict[tuple[int, int, bool], FloatArray] = {}  # by stage, micro-batch, and whether it is the backward
@@ -112,18 +115,18 @@ def _ready(
     return None if end is None else end + (hop if before[0] != stage else 0)
 
 
-def same_phase(setting: Setting, ticks: Sequence[Work]) -> Timeline:
+def same_phase(setting: Setting, ticks: Sequence[Work], parts: Sequence[Directions]) -> Timeline:
     """All stages in a forward or all in a backward tick, in which those without a micro-batch serve.
 
     Args:
         setting: model and hardware.
         ticks: of each tick of one direction, the work of all stages' ranks, stage after stage, of all layers of the model. The
             ticks of the other direction are the same.
+        parts: `rank_seconds` of each tick.
     """
     seconds, busy = 0.0, np.zeros(len(ticks[0].tokens))
     last = np.arange(len(busy)) >= len(busy) - setting.group
-    for tick in ticks:
-        both = rank_seconds(setting, tick, keeps_attention=True)
+    for tick, both in zip(ticks, parts, strict=True):
         head = np.where(last, head_seconds(setting, tick.tokens), 0.0)
         hop = _hop_seconds(setting, tick.tokens).max()
         for part, share in ((both.forward, 1 / 3), (both.backward, 2 / 3)):

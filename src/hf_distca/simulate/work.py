@@ -108,7 +108,9 @@ def _moves(plan: Plan, cost: CostModel) -> _Moves:
 
     def seconds(query_bytes: int, key_bytes: int) -> FloatArray:
         moved = [queries[side] * query_bytes + keys[side] * key_bytes for side in (0, 1)]
-        return np.asarray(np.maximum(*moved) / cost.exchange_bytes_per_second + cost.exchange_seconds)
+        # Relays pass keys on, and get their gradients, in an exchange of their own.
+        exchanges = 2 if plan.relays is not None and key_bytes else 1
+        return np.asarray(np.maximum(*moved) / cost.exchange_bytes_per_second + exchanges * cost.exchange_seconds)
 
     dispatch = Directions(
         seconds(shape.query_bytes, shape.key_value_bytes),
