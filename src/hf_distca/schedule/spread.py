@@ -23,6 +23,8 @@ __all__ = ["Load", "Share", "spread"]
 _ROUNDS = 3
 # Part of its share of the document by which a rank's end may differ from the mean to be in time.
 _ALIKE = 0.03
+# By which part of the mean the last rank may end later for the cuts to be good enough.
+_EVEN = 0.002
 
 
 class Share(NamedTuple):
@@ -92,6 +94,8 @@ class _Cutter:
             ends = self._ends(order, tails)
             if best is None or max(ends) < best[0]:
                 best = max(ends), order, tails
+            if max(ends) <= (1 + _EVEN) * math.fsum(ends) / len(ends):
+                break
             previous, order = order, self._unlike_first(ends, order)
             if order == previous and best[1] is not previous:
                 break
