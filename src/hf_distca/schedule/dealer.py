@@ -287,7 +287,7 @@ class Dealer:
 
         def ranks_for(later: float, *, alone: bool) -> tuple[list[int], list[float]] | None:
             cost = keys if several and not alone else keys * self.near
-            part = np.minimum(roomy, np.maximum(spare + (later * self.limit - cost), 0.0) / excess)
+            part = np.minimum(roomy, (spare + (later * self.limit - cost)) / excess)
             return takers(part, self.per_node, most=_FEW if few else None, alone=alone)
 
         if several:

@@ -166,7 +166,9 @@ class _Cutter:
             pieces = [piece for piece in ((head, rest), (end - tail, tail)) if piece[1]]
             if len(pieces) == 2 and head + rest == end - tail:
                 pieces = [(head, count)]
-            compute = math.fsum(self.price.seconds(start, start + size) for start, size in pieces)
+            compute = 0.0
+            for start, size in pieces:
+                compute += self.price.seconds(start, start + size)
             shares[at] = Share(pieces, compute, *_keys(count, tail, place, last, head, end))
             head, end = head + rest, end - tail
         return [shares[at] for at in range(len(order))]

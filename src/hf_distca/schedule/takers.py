@@ -33,13 +33,16 @@ def takers(
     ranks = np.flatnonzero(part > 0)
     if per_node < len(part):
         ranks = _in_nodes(ranks, part, per_node, alone=alone)
+    each = part[ranks]
     if most is not None and len(ranks) > most:
-        ranks = ranks[part[ranks] >= np.partition(part[ranks], -most)[-most]]
-    order = ranks[np.argsort(-part[ranks], kind="stable")]
-    enough = int(np.searchsorted(np.cumsum(part[order]), _ALL)) + 1
+        largest = each >= np.partition(each, -most)[-most]
+        ranks, each = ranks[largest], each[largest]
+    order = np.argsort(-each, kind="stable")
+    each = each[order]
+    enough = int(np.searchsorted(np.cumsum(each), _ALL)) + 1
     if enough > min(len(order), most or len(order)):
         return None
-    return order[:enough].tolist(), part[order[:enough]].tolist()
+    return ranks[order[:enough]].tolist(), each[:enough].tolist()
 
 
 def _in_nodes(ranks: IntArray, part: FloatArray, per_node: int, *, alone: bool) -> IntArray:
