@@ -43,6 +43,7 @@ SMALL = {
 # Of those, the ones that take long however small they are.
 LONG = {
     "python benchmarks/step_time.py",
+    "python benchmarks/overlap.py",
     "python benchmarks/pipeline.py",
     "python tests/engines/matrix.py --quick",
     "python benchmarks/networks.py",

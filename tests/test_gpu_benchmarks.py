@@ -165,6 +165,7 @@ def test_the_page_has_the_parts_that_ran(folder: Path) -> None:
     assert "run_all.py" in text
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_is_stopped_keeps_its_figures_and_harms_no_other(tmp_path: Path) -> None:
     (tmp_path / "wlbllm_raw_r8_t64k_s0.json").write_text("[]")
 

@@ -28,6 +28,7 @@ def test_the_import_alone_brings_in_nothing_heavy_and_is_silent() -> None:
     assert seen == {"loaded": [], "said": ""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["transformers", "hf_distca"])
 def test_beside_the_models_of_transformers_the_import_costs_little(first: str) -> None:
     """peft and bitsandbytes come with transformers' Trainer, and so with the callback; not with all that a model needs."""

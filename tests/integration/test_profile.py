@@ -101,6 +101,7 @@ def total(spans: list[Span], name: str) -> float:
     return sum(span.seconds for span in spans if span.name == name)
 
 
+@pytest.mark.slow
 def test_ping_pong_hides_a_slow_exchange_and_a_single_stream_does_not(rank_pool: Callable[[int], RankPool]) -> None:
     def exposed(ping_pong: bool) -> float:
         results = rank_pool(2)(slow_step, ping_pong)

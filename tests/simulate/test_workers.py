@@ -85,6 +85,7 @@ def test_no_process_starts_for_one_batch_one_job_or_little_work(
     assert list(found) == list(range(count))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="no process groups")
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_processes_end_without_a_word_when_the_first_one_is_interrupted_or_killed(tmp_path: Path, interrupted: bool) -> None:
