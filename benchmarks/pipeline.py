@@ -56,7 +56,7 @@ from hf_distca.pipeline.ticks import ticks
 from hf_distca.runtime import meter
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES
-from hf_distca.simulate.timelines import one_forward_one_backward, same_phase
+from hf_distca.simulate.timelines import one_forward_one_backward, rank_seconds, same_phase
 from machine import describe
 from output import add_json_option, put_out
 from replay import Event, Recorder, replay
@@ -228,8 +228,9 @@ class Predictions:
         setting = Setting(model_shape(one, one.layers), hardware, one.stages, one.tokens, sharding="ddp", **arranged)
         documents: list[NDArray[np.int64]] = [np.array(row) for row in lengths]
         alone, shared = (STRATEGIES[name].candidates(setting, documents)[0].works for name in ("plain", "given"))
-        classic_ = one_forward_one_backward(setting, alone, keeps_attention=True)
-        ours = classic_ if one.stages == 1 else same_phase(setting, shared)
+        parts = [[rank_seconds(setting, work, keeps_attention=True) for work in works] for works in (alone, shared)]
+        classic_ = one_forward_one_backward(setting, alone, parts[0])
+        ours = classic_ if one.stages == 1 else same_phase(setting, shared, parts[1])
         return {"1f1b": classic_.seconds, "shared": ours.seconds}
 
 

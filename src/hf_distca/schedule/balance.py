@@ -65,9 +65,11 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     """
     ranks.check(layout.world_size)
     if ranks.per_node == layout.world_size and cost.node_bytes_per_second is not None:
-        # One node: all links are those inside.
-        cost = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second, node_bytes_per_second=None)
-        ranks = replace(ranks, per_node=None)
+        # One node: all links are those inside. Now and then a plan for slower ones is as good or better.
+        slow, ranks = replace(cost, node_bytes_per_second=None), replace(ranks, per_node=None)
+        fast = replace(slow, exchange_bytes_per_second=cost.node_bytes_per_second)
+        plans = [balance(layout, one, config, ranks, relayed=relayed) for one in (fast, slow)]
+        return min(plans, key=lambda plan: _load(plan, fast, config, ranks, False).slowest_seconds)
     # A window that no document is longer than is none.
     if cost.window is not None and cost.window >= layout.longest:
         cost = replace(cost, window=None)
