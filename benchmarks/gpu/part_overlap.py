@@ -59,7 +59,9 @@ class Exchange:
     def begin_backward(self) -> None:
         """A call's exchanges of backward follow."""
 
-    def start(self, received: torch.Tensor, sent: torch.Tensor, _: Mapping[int, int], __: Mapping[int, int]) -> Any:
+    def start(
+        self, received: torch.Tensor, sent: torch.Tensor, _: Mapping[int, int], __: Mapping[int, int], ___: str | None = None
+    ) -> Any:
         """Start a message, which is what is sent."""
         seconds = sent.numel() * self.seconds_per_byte
         self.seconds += seconds
