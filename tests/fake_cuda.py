@@ -7,7 +7,7 @@ them. It has no autograd on such devices: `Tape` calls autograd functions one af
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 CUDA = torch.device("cuda", 0)
 # A build for CUDA would look for the GPU.
@@ -66,6 +67,21 @@ def _copy_(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
     return torch.ops.aten.copy_(tensor, source, non_blocking)
 
 
+class _Changed(TorchFunctionMode):
+    """Other functions in the place of some.
+
+    A method of `torch.Tensor` that is patched and restored is not what it was: once `__getitem__` was, tensors are sequences to
+    CPython, and `torch.tensor` of a list of numbers fails from then on.
+    """
+
+    def __init__(self, changes: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        super().__init__()
+        self.changes = changes
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.changes.get(function, function)(*args, **(kwargs or {}))
+
+
 @contextmanager
 def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[list[tuple[int, ...]]]:
     """Inside, tensors may be on a GPU of this compute capability. Yields the shapes of the tensors that were pinned."""
@@ -78,15 +94,15 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[list[tuple[int, 
 
     plain = torch.Tensor
     changes = {
-        "__getitem__": _getitem(plain.__getitem__),
-        "to": _to(plain.to),
-        "pin_memory": pin_memory,
-        "contiguous": _contiguous,
+        plain.__getitem__: _getitem(plain.__getitem__),
+        plain.to: _to(plain.to),
+        plain.pin_memory: pin_memory,
+        plain.contiguous: _contiguous,
+        plain.copy_: _copy_,
     }
-    changes["copy_"] = _copy_
     gpu = {"is_available": lambda: True, "get_device_capability": lambda device=None: capability}
     with (
-        patch.multiple(torch.Tensor, **changes),
+        _Changed(changes),
         patch.multiple(torch.cuda, **gpu),
         patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True),
         FakeTensorMode(),
