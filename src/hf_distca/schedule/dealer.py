@@ -135,6 +135,7 @@ class Dealer:
         self.room = array("q", self.tokens)
         # Seconds that a rank may still get beyond what filling up its room takes.
         self.spare = array("d", [limit - filler * tokens for tokens in self.tokens])
+        self.views = np.frombuffer(self.room, dtype=np.int64), np.frombuffer(self.spare)
         self.compute = [0.0] * ranks
         self.sent: list[float] = [0] * ranks
         self.received: list[float] = [0] * ranks
@@ -279,7 +280,7 @@ class Dealer:
 
     def _choose(self, place: int, whole: float, *, few: bool) -> tuple[list[int], list[float]] | None:
         """Ranks for a document, and the part of it that each may have; None if a whole one is `whole` seconds late and better."""
-        room, spare = np.frombuffer(self.room, dtype=np.int64), np.frombuffer(self.spare)
+        room, spare = self.views
         excess, wire = max(self._excess(place), 1e-3 * self.seconds[place]), self.exchange[place]
         roomy = self._roomy(room / self.length[place], wire)
         keys = 0.0 if self.overlapped else self.between[place] * exchanged(max(excess / self.limit, 2.0))
