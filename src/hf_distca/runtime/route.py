@@ -120,8 +120,9 @@ class Route:
         tasks = _tasks_of(plan, rank)
         here = [t for t in tasks if t.server == t.home == rank and token.run(t.document, _first_key(plan, t), t.end) is not None]
         others = set(tasks) - set(here)
-        own = [task for task in here if plan.layout.groups == 1 or token.groups(task.document)]
-        kept = [task for task in here if task not in own]
+        own, kept = here, list[CATask]()
+        if token.step > 1:
+            own, kept = ([task for task in here if bool(token.groups(task.document)) is whole] for whole in (True, False))
         built = []
         for number in range(1 if waves is None else waves.count):
             among = None if waves is None else waves.number == number
