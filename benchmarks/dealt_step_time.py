@@ -93,14 +93,17 @@ class Steps:
         place = (self.ranks, arguments.tokens, costs, config)
         self.dealings = {"dealt": Dealing(*place), "in order": Dealing(*place, placement="in order"), "over all": OverAll(*place)}
 
-    def step(self, way: str) -> tuple[float, float]:
+    def batch(self, way: str) -> dict[str, Any]:
+        """This rank's share of the global batch."""
+        dealing = self.dealings[WAYS[way][0]]
+        return batch_of(self.lengths, dealing.share(np.array(self.lengths), (0, 0), self.rank))
+
+    def step(self, way: str, batch: dict[str, Any] | None = None) -> tuple[float, float]:
         """Seconds until all ranks are done, and the loss of the global batch."""
-        placement, balance = WAYS[way]
-        share = self.dealings[placement].share(np.array(self.lengths), (0, 0), self.rank)
-        batch = batch_of(self.lengths, share)
+        batch = self.batch(way) if batch is None else batch
         dist.barrier()
         started = time.perf_counter()
-        with hf_distca.balancing(balance):
+        with hf_distca.balancing(WAYS[way][1]):
             loss = self.model(**batch, use_cache=False, num_items_in_batch=self.targets).loss
             loss.backward()
         dist.barrier()

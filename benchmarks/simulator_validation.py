@@ -1,11 +1,11 @@
 """Predicted against measured seconds of training steps of 2 and 4 processes: placements, depths, balanced or not, ping-pong.
 
-Processes have one thread each. What the simulator is given is measured by itself, between the steps and on as many cores as there
-are processes for: a model without attention, the attention kernel, and an exchange between the processes. No step that is
-predicted is among that. Where processes share cores, a step takes at least all their seconds over the number of cores.
+Processes have one thread each. The simulator's rates are measured in between, in steps of other documents (`machine_rates`);
+no step that is predicted is among them, and nothing is fitted to one. Two things differ from a machine with GPUs: who computes
+carries messages, too, so that they hide behind nothing; and processes may share cores, in equal parts until one is done.
 
 Each case has two predictions: of the step, by the clock on the wall, which needs a machine that does nothing else; and of the
-processor seconds of the busiest process, which other programs disturb little. Rates are measured in processor seconds.
+processor seconds of the busiest process, which other programs disturb little.
 
     python benchmarks/simulator_validation.py --json
 
@@ -27,33 +27,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface
 
 import hf_distca
 from dealt_step_time import WAYS, Steps, lengths_of
 from hf_distca.integration.session import current_session
-from hf_distca.kernels import select_kernel
-from hf_distca.kernels.base import Scores
-from hf_distca.runtime.calibrate import measure
-from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
-from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.cost import CostModel
 from hf_distca.simulate.collectives import weight_exchange
-from hf_distca.simulate.disaggregated import Placed, halved, work_of
-from hf_distca.simulate.hardware import Hardware
+from hf_distca.simulate.disaggregated import Placed, work_of
+from hf_distca.simulate.layers import Directions
 from hf_distca.simulate.models import ModelShape
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.timelines import data_parallel, rank_seconds
+from hf_distca.simulate.timelines import rank_seconds
 from machine import describe
+from machine_rates import Machine, Sampler, planned
 from output import add_json_option, put_out
-from step_time import model_of
 
 GOAL = 0.10  # median error
 _VOCABULARY = 512
@@ -66,7 +60,6 @@ _CELLS = {
     "processor_error": "+.1%",
 }
 _SHOWN = ("matmul_flops", "memory_rate", "link_gbps", "exchange_seconds", "forward", "backward")
-_MESSAGES = (2**16, 2**20, 2**22)  # bytes
 
 
 class Case(NamedTuple):
@@ -103,119 +96,55 @@ def documents_of(case: Case, tokens: int) -> list[int]:
     return [tokens // 8] * 8 * case.ranks if case.documents == "equal" else [tokens, *[tokens // 8] * 8 * (case.ranks - 1)]
 
 
-def no_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
-    """In place of attention: all its inputs get gradients, and next to nothing is computed."""
-    groups = query.shape[1] // key.shape[1]
-    return (query + (key + value).repeat_interleave(groups, dim=1)).transpose(1, 2), None
+class Run(NamedTuple):
+    """Seconds of a step by the clock on the wall, and of its busiest process by the processor's."""
 
-
-class Rates:
-    """What a process measures of its machine."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        AttentionInterface.register("no attention", no_attention)
-        AttentionMaskInterface.register("no attention", lambda *_, **__: None)
-        self.tokens, self.shape = arguments.tokens, shape_of(arguments)
-        self.models = {
-            layers: model_of(argparse.Namespace(**{**vars(arguments), "layers": layers}), "no attention").module
-            for layers in (1, 3)
-        }
-
-    def here(self) -> list[float]:
-        """Seconds of models of one and of three layers without attention, and the coefficients of the kernel."""
-        ids = torch.randint(0, _VOCABULARY, (1, self.tokens), generator=torch.Generator().manual_seed(0))
-        seconds = []
-        for model in self.models.values():
-            started = time.process_time()
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            seconds.append(time.process_time() - started)
-            model.zero_grad()
-        kernel = select_kernel("auto", torch.device("cpu"), torch.float32, 64, 64, Scores(64**-0.5))
-        model, device = CostModel.analytic(self.shape, device_type="cpu"), torch.device("cpu")
-        found = measure(model, kernel, torch.float32, device, clock=time.process_time)
-        return [
-            *seconds,
-            *(x for cost in found for x in (cost.task_seconds, 1 / cost.bytes_per_second, 1 / cost.flops_per_second)),
-        ]
-
-
-def message_seconds(ranks: int) -> list[float]:
-    """Seconds in which every process sends so many bytes to all others together, for each of `_MESSAGES`."""
-    found = []
-    for size in _MESSAGES:
-        sent = torch.zeros(size // 4 // (ranks - 1) * ranks)
-        received = torch.empty_like(sent)
-        dist.barrier()
-        started = time.process_time()
-        for _ in range(4):
-            dist.all_to_all_single(received, sent)
-        found.append((time.process_time() - started) / 4)
-    return found
-
-
-def shape_of(arguments: argparse.Namespace) -> AttentionShape:
-    return AttentionShape(arguments.heads, max(arguments.heads // 2, 1), 64, 64, 4)
+    step: float
+    processor: float
 
 
 def work(rank: int, arguments: argparse.Namespace, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, f"store{ranks}")), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    rates, at_once = Rates(arguments), min(ranks, os.cpu_count() or 1)
-    cases = {}
-    for case in (case for case in CASES if case.ranks == ranks):
-        of_case = argparse.Namespace(**{**vars(arguments), "layers": case.layers, "ranks": ranks})
-        config = hf_distca.DistCAConfig(ping_pong=case.ping_pong)
-        steps = Steps(of_case, rank, documents_of(case, arguments.tokens), config)
-        cases[case] = (steps, config)
-    here: list[list[float]] = []
-    messages: list[list[float]] = []
-    seconds: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
+    sampler, cases = Sampler(arguments, rank, ranks), [case for case in CASES if case.ranks == ranks]
+    steps = {case: steps_of(case, arguments, rank) for case in cases}
+    runs: dict[Case, list[Run]] = {case: [] for case in cases}
     progress = tqdm(total=arguments.rounds + 1, desc=f"{ranks} processes", file=sys.stderr) if rank == 0 else nullcontext()
     with progress as bar:
         for round_ in range(arguments.rounds + 1):  # the first one pays for buffers and caches
-            dist.barrier()
-            taken = torch.tensor(rates.here() if rank < at_once else [0.0] * 8, dtype=torch.float64)
-            dist.all_reduce(taken)
-            here.append((taken / at_once).tolist())
-            messages.append(message_seconds(ranks))
-            for case, (steps, config) in list(cases.items())[:: 1 if round_ % 2 == 0 else -1]:
-                current_session().config = config
-                processor = time.process_time()
-                wall, _ = steps.step(case.way)
-                busy = torch.tensor(time.process_time() - processor, dtype=torch.float64)
-                dist.all_reduce(busy, dist.ReduceOp.MAX)
-                seconds[case].append((wall, float(busy)))
+            sampler.round()
+            for case in cases[:: 1 if round_ % 2 == 0 else -1]:
+                runs[case].append(run(case, steps[case]))
             if bar is not None:
                 bar.update()
     if rank == 0:
-        hardware = machine_of(arguments, here[1:], messages[1:])
-        rows = [row_of(case, rounds[1:], predict(case, arguments, hardware, cases[case][0])) for case, rounds in seconds.items()]
-        result = {"cases": rows, "machine": {name: str(getattr(hardware, name)) for name in _SHOWN}}
-        Path(folder, f"result{ranks}.json").write_text(json.dumps(result))
+        machine = sampler.machine(model_shape(arguments, 1))
+        rows = [row_of(case, rounds[1:], predict(case, arguments, machine, steps[case])) for case, rounds in runs.items()]
+        rates = {name: str(getattr(machine.hardware, name)) for name in _SHOWN}
+        Path(folder, f"result{ranks}.json").write_text(json.dumps({"cases": rows, "machine": rates}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def machine_of(arguments: argparse.Namespace, here: list[list[float]], messages: list[list[float]]) -> Hardware:
-    """This machine, from medians of what was measured by itself."""
-    one, three, *kernel = np.median(np.array(here), axis=0).tolist()
-    latency, per_byte = np.polyfit(_MESSAGES, np.median(np.array(messages), axis=0), 1)[::-1].tolist()
-    model = model_shape(arguments, 1)
-    layer = (three - one) / 2
-    rest = max(one - layer, 1e-9)
-    # Products of a layer and of the output layer, and bytes between them, take these seconds; neither rate is negative.
-    products = 6 * arguments.tokens * np.array([model.layer_parameters, model.hidden * model.vocabulary])
-    elements = 10 * model.hidden + 2 * (model.attention_width + model.key_width) + 3 * model.feed_forward
-    moved = arguments.tokens * np.array([3 * elements * 4, model.vocabulary * 12])
-    per_flop, per_moved = np.linalg.solve(np.stack([products, moved], axis=1), [layer, rest])
-    if min(per_flop, per_moved) <= 0:
-        per_flop, per_moved = layer / products[0], 1e-18
-    costs = [KernelCost(kernel[at], 1 / max(kernel[at + 1], 1e-18), 1 / max(kernel[at + 2], 1e-18)) for at in (0, 3)]
-    rate = 1 / max(per_byte, 1e-12)
-    return Hardware(
-        "this machine", 1 / per_flop, 1 / per_moved, 1e12, rate, rate * 8 / 1e9, 1.0, max(latency, 0.0), costs[0], costs[1], 4, ()
-    )
+def config_of(case: Case) -> hf_distca.DistCAConfig:
+    """Settings of a case. Rates are not corrected while it trains, so that what is planned is known beforehand."""
+    return hf_distca.DistCAConfig(ping_pong=case.ping_pong, measured_rates=False)
+
+
+def steps_of(case: Case, arguments: argparse.Namespace, rank: int) -> Steps:
+    of_case = argparse.Namespace(**{**vars(arguments), "layers": case.layers, "ranks": case.ranks})
+    return Steps(of_case, rank, documents_of(case, arguments.tokens), config_of(case))
+
+
+def run(case: Case, steps: Steps) -> Run:
+    current_session().config = config_of(case)
+    batch = steps.batch(case.way)
+    started = time.process_time()
+    wall, _ = steps.step(case.way, batch)
+    busy = torch.tensor(time.process_time() - started, dtype=torch.float64)
+    dist.all_reduce(busy, dist.ReduceOp.MAX)
+    return Run(wall, float(busy))
 
 
 def model_shape(arguments: argparse.Namespace, layers: int) -> ModelShape:
@@ -223,36 +152,32 @@ def model_shape(arguments: argparse.Namespace, layers: int) -> ModelShape:
     return ModelShape("small llama", heads * 64, layers, heads, max(heads // 2, 1), 64, heads * 172, _VOCABULARY)
 
 
-class Predicted(NamedTuple):
-    """Seconds of a step, and processor seconds of its busiest process."""
-
-    step: float
-    processor: float
-
-
-def predict(case: Case, arguments: argparse.Namespace, hardware: Hardware, steps: Steps) -> Predicted:
-    model = model_shape(arguments, case.layers)
-    setting = Setting(model, hardware, case.ranks, arguments.tokens, ranks_per_node=case.ranks, sharding="ddp")
-    placement, balanced = WAYS[case.way]
-    layouts = steps.dealings[placement].layouts(np.array(steps.lengths))
-    if case.ping_pong and len(layouts) == 1:
-        layouts = halved(layouts[0], setting.tile)
-    analytic = CostModel.analytic(setting.shape, device_type="cpu")
-
-    def planner(layout: Layout, _: CostModel, config: hf_distca.DistCAConfig) -> Plan:
-        return balance(layout, analytic, replace(config, balance=balanced))
-
-    share = work_of(setting, Placed(layouts, planner))
+def predict(case: Case, arguments: argparse.Namespace, machine: Machine, steps: Steps) -> Run:
+    model, ranks = model_shape(arguments, case.layers), case.ranks
+    setting = Setting(model, machine.hardware, ranks, arguments.tokens, ranks_per_node=ranks, sharding="ddp")
+    plans = iter(planned(steps, case.way, CostModel.analytic(setting.shape, device_type="cpu"), config_of(case)))
+    placed = Placed(steps.dealings[WAYS[case.way][0]].layouts(np.array(steps.lengths)), lambda *_: next(plans))
+    share = work_of(setting, placed)
+    # Nothing hides a message that is carried by those who compute.
+    share = replace(share, exposed=Directions(share.exposed.forward, share.wire - share.exposed.forward))
     parts = rank_seconds(setting, share, keeps_attention=True)
-    timeline = data_parallel(setting, [share], [parts])
-    weights = weight_exchange(setting, float(parts.forward.mean()), float(parts.backward.mean()))
-    shared = float(timeline.busy.sum()) / (os.cpu_count() or 1)
-    # What other processes wait for costs a processor, too: on one machine messages are copied by those who send them.
-    messages = float(share.wire.max()) - float((share.exposed.forward + share.exposed.backward)[int(share.wire.argmax())])
-    return Predicted(max(timeline.seconds, shared) + weights.exposed, timeline.seconds + messages + weights.seconds)
+    weights = weight_exchange(setting, float(parts.forward.mean()), float(parts.backward.mean())).seconds
+    phases = [parts.forward, parts.backward, np.full(ranks, machine.beside + weights)]
+    busy = np.sum(phases, axis=0)
+    # Ranks that exchange meet in every layer; others only at the end.
+    return Run(sum(map(on_cores, phases if share.wire.any() else [busy])), float(busy.max()))
 
 
-def row_of(case: Case, rounds: list[tuple[float, float]], predicted: Predicted) -> dict[str, Any]:
+def on_cores(seconds: npt.NDArray[np.float64], cores: int = os.cpu_count() or 1) -> float:
+    """Seconds until processes are done that take these seconds each and share cores equally while they run."""
+    now = done = 0.0
+    for left, one in zip(range(len(seconds), 0, -1), np.sort(seconds), strict=True):
+        now += (float(one) - done) * max(left / cores, 1.0)
+        done = float(one)
+    return now
+
+
+def row_of(case: Case, rounds: list[Run], predicted: Run) -> dict[str, Any]:
     """A case beside what was measured: medians over rounds of seconds, and of the busiest process's processor seconds."""
     wall, processor = (statistics.median(column) for column in zip(*rounds, strict=True))
     return {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hf_distca.errors import ConfigError
+from hf_distca.schedule.cost import causal_pairs
 from hf_distca.simulate.advice import advise
 from hf_distca.simulate.assumptions import assumptions
 from hf_distca.simulate.layers import Directions, head_seconds
@@ -109,6 +110,28 @@ def test_what_fits_nowhere_is_said(setting: Setting) -> None:
 def test_dealt_ranks_hold_equally_many_tokens(setting: Setting) -> None:
     found = simulate(setting, distribution("prolong", 32768), ["dealt", "lpt", "wlb"], batches=2)
     assert [one.most_tokens > 16384 for one in found] == [False, True, True]
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_more_ranks_than_share_attention_are_groups_with_documents_of_their_own(setting: Setting, ping_pong: bool) -> None:
+    whole = replace(setting, ranks=1024, tokens_per_rank=1024)
+    lengths = np.array([32768, *[512] * 1984], dtype=np.int64)
+    strategy = STRATEGIES["dealt-ping-pong" if ping_pong else "dealt"]
+    (found,) = (one.works[0] for one in strategy.candidates(whole, [lengths]))
+    alone = strategy.candidates(replace(whole, ranks=512), [np.array([512] * 1024, dtype=np.int64)])[0].works[0]
+    first, second = np.split(found.attention.forward, 2)
+    assert first.sum() > 2 * second.sum(), "no rank of the other group computes a part of the long document"
+    assert second.tolist() == alone.attention.forward.tolist()
+    assert (found.tokens == 1024).all()
+    assert found.pairs == pytest.approx(float(causal_pairs(lengths, lengths).sum()))
+
+
+def test_a_document_inside_a_node_travels_on_its_links(setting: Setting) -> None:
+    one = replace(setting, ranks=16, tokens_per_rank=8192)
+    lengths = np.array([32768, *[1024] * 96], dtype=np.int64)
+    strategy = STRATEGIES["dealt"]
+    within, across = (strategy.candidates(replace(one, ranks_per_node=n), [lengths])[0].works[0].wire for n in (8, 1))
+    assert 0 < within.max() < 0.7 * across.max()
 
 
 def test_every_told_step_is_one(setting: Setting) -> None:

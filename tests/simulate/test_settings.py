@@ -83,8 +83,29 @@ def test_hopper_attention_is_the_built_in_cost_model(setting: Setting) -> None:
     for name in ("h100", "h200"):
         own, built_in = replace(setting, hardware=KNOWN_HARDWARE[name]).cost(), CostModel.analytic(setting.shape)
         assert (own.forward, own.backward) == (built_in.forward, built_in.backward)
-    assert setting.cost().exchange_bytes_per_second == find_hardware("h100").node_rate
-    assert replace(setting, ranks=16).cost().exchange_bytes_per_second == built_in.exchange_bytes_per_second
+        assert own.exchange_bytes_per_second == built_in.exchange_bytes_per_second
+    assert setting.cost().node_bytes_per_second == find_hardware("h100").node_rate
+
+
+@pytest.mark.parametrize(
+    ("change", "shared", "per_node"),
+    [
+        ({}, 8, 8),
+        ({"ranks": 64}, 64, 8),
+        ({"ranks": 64, "tensor": 4}, 16, 2),
+        ({"ranks": 64, "tensor": 8}, 8, None),  # the other ranks of its node have the same tokens
+        ({"ranks": 1024}, 512, 8),
+        ({"ranks": 1056, "ranks_per_node": 32}, 352, 32),
+        ({"ranks": 4096, "tensor": 2}, 512, 4),
+        ({"ranks": 4096, "stages": 2}, 2048, 8),
+        ({"ranks": 12, "ranks_per_node": 5}, 12, None),
+    ],
+)
+def test_groups_and_nodes_are_those_of_training(
+    setting: Setting, change: dict[str, int], shared: int, per_node: int | None
+) -> None:
+    found = replace(setting, **change)
+    assert (found.shared, found.nodes.per_node) == (shared, per_node)
 
 
 def test_a_profile_replaces_attention_and_exchange(setting: Setting) -> None:

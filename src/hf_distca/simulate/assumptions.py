@@ -28,7 +28,6 @@ _CHECKPOINTING = {
 def assumptions(setting: Setting, documents: Documents, names: Iterable[str] = STRATEGIES) -> list[tuple[str, str]]:
     """Pairs of what is assumed about, and what."""
     model, hardware = setting.model, setting.hardware
-    rate = setting.cost().exchange_bytes_per_second
     found = [
         ("lengths", f"{documents.name}: {documents.source}"),
         (
@@ -36,7 +35,7 @@ def assumptions(setting: Setting, documents: Documents, names: Iterable[str] = S
             f"{model.name}: {model.parameters / 1e9:.1f} billion weights, {model.layers} layers, bf16",
         ),
         *((f"hardware, {what}", text) for what, text in hardware.sources),
-        ("exchange", f"{rate / 1e9:.0f} GB/s from each rank of the attention group ({setting.group} ranks), latency as built in"),
+        ("exchange", _exchange(setting)),
         (
             "linear layers",
             "the longer of arithmetic and memory traffic for each product (roofline), norms, rotary embedding and activation by "
@@ -65,3 +64,14 @@ def assumptions(setting: Setting, documents: Documents, names: Iterable[str] = S
         *((STRATEGIES[name].title, STRATEGIES[name].about) for name in names),
     ]
     return found
+
+
+def _exchange(setting: Setting) -> str:
+    cost = setting.cost()
+    inside = setting.nodes.seen_by(cost).per_node
+    rates = f"{cost.exchange_bytes_per_second / 1e9:.0f} GB/s from each rank"
+    if inside is not None and cost.node_bytes_per_second is not None:
+        rates += f" to other nodes, {cost.node_bytes_per_second / 1e9:.0f} GB/s to the {inside} of its own, both at once"
+    groups = setting.group // setting.shared
+    shared = f"{setting.shared} ranks share attention"
+    return f"{rates}; {shared}{f', {groups} groups of hf-distca have documents of their own' if groups > 1 else ''}"

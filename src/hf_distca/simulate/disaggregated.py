@@ -14,6 +14,7 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches, plan_dealt
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.loaders import packed_rows
 from hf_distca.simulate.published import plan_published
 from hf_distca.simulate.setting import Setting
@@ -31,7 +32,7 @@ class Placed(NamedTuple):
     """
 
     layouts: tuple[Layout, ...]
-    planner: Callable[[Layout, CostModel, DistCAConfig], Plan]
+    planner: Callable[[Layout, CostModel, DistCAConfig, Ranks], Plan]
 
 
 def given(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placed:
@@ -41,12 +42,13 @@ def given(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placed:
 
 
 def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placed:
-    """Documents dealt by hf-distca. Exchanges are predicted at one rate, so that nothing is gained by a node for a document."""
+    """Documents dealt by hf-distca, those of a node if there is room."""
     model = setting.cost(None if None in (window for window, _ in setting.model.kinds) else setting.model.window)
     place = (lengths, setting.group, setting.tokens_per_rank, model)
+    nodes = setting.nodes.seen_by(model).per_node
     if ping_pong:
-        return Placed(deal_nano_batches(*place, tile=setting.tile), plan_dealt)
-    return Placed((deal(*place, tile=setting.tile),), plan_dealt)
+        return Placed(deal_nano_batches(*place, tile=setting.tile, ranks_per_node=nodes), plan_dealt)
+    return Placed((deal(*place, tile=setting.tile, ranks_per_node=nodes),), plan_dealt)
 
 
 def published(setting: Setting, lengths: IntArray, *, tolerance: float = 0.05) -> Placed:
@@ -55,7 +57,7 @@ def published(setting: Setting, lengths: IntArray, *, tolerance: float = 0.05) -
     # Whole documents in each nano-batch, as near to half of the tokens as they allow.
     first = int(np.abs(ends - ends[-1] / 2).argmin()) + 1
 
-    def planner(layout: Layout, cost: CostModel, config: DistCAConfig) -> Plan:
+    def planner(layout: Layout, cost: CostModel, config: DistCAConfig, _: Ranks) -> Plan:
         plan = plan_published(layout, cost.shape, tolerance=tolerance, tile=config.tile)
         return replace(plan, window=cost.window)
 
@@ -113,9 +115,10 @@ def work_of(setting: Setting, placed: Placed) -> Work:
     kinds = []
     for window, layers in setting.model.kinds:
         cost = setting.cost(window)
+        nodes = setting.nodes.seen_by(cost)
         if len(placed.layouts) == 1:
-            kinds.append(of_plan(placed.planner(placed.layouts[0], cost, config), cost).times(layers))
+            kinds.append(of_plan(placed.planner(placed.layouts[0], cost, config, nodes), cost, nodes).times(layers))
             continue
-        halves = [placed.planner(layout, cost, replace(config, ping_pong=True)) for layout in placed.layouts]
-        kinds.append(of_nano_batches(setting, (halves[0], halves[1]), cost).times(layers))
+        halves = [placed.planner(layout, cost, replace(config, ping_pong=True), nodes) for layout in placed.layouts]
+        kinds.append(of_nano_batches(setting, (halves[0], halves[1]), cost, nodes).times(layers))
     return together(kinds)

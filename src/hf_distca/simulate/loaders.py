@@ -12,7 +12,15 @@ from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.simulate.layers import layer_seconds
 from hf_distca.simulate.setting import Setting
 
-__all__ = ["batch_rebalance", "document_seconds", "karmarkar_karp", "longest_first", "packed_rows"]
+__all__ = [
+    "batch_rebalance",
+    "cut_into_batches",
+    "document_seconds",
+    "filled_batches",
+    "karmarkar_karp",
+    "longest_first",
+    "packed_rows",
+]
 
 # Documents, for each bin, that are differenced; shorter ones then fill up what is emptiest, which loses nothing.
 _DIFFERENCED = 4
@@ -33,6 +41,34 @@ def packed_rows(lengths: IntArray, ranks: int, tokens: int) -> Layout:
     pieces = np.diff(ends, prepend=0)
     offsets = np.searchsorted(ends, np.arange(ranks + 1) * tokens, side="right")
     return Layout(np.arange(len(pieces)), np.zeros_like(pieces), pieces, offsets)
+
+
+def cut_into_batches(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
+    """Documents one after another in `count` batches of so many tokens. What follows the end of one is a document of its own."""
+    rows = packed_rows(lengths, count, tokens)
+    return np.split(rows.length, rows.offsets[1:-1])
+
+
+def filled_batches(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
+    """Documents in order, each in the first of `count` batches of so many tokens that has room. What fits nowhere is cut."""
+    batches: list[list[int]] = [[] for _ in range(count)]
+    rooms, left = np.full(count, tokens), []
+    for length in lengths.tolist():
+        at = int(np.argmax(rooms >= length))
+        if rooms[at] < length:
+            left.append(length)
+            continue
+        batches[at].append(length)
+        rooms[at] -= length
+    for whole in left:
+        length = whole
+        while length:
+            at = int(rooms.argmax())
+            part = min(length, int(rooms[at]))
+            batches[at].append(part)
+            rooms[at] -= part
+            length -= part
+    return [np.array(batch, dtype=np.int64) for batch in batches]
 
 
 def document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:

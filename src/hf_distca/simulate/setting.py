@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.profiles import Profile
+from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.hardware import Hardware
 from hf_distca.simulate.models import ModelShape
 
@@ -84,6 +86,17 @@ class Setting:
         return self.ranks // (self.tensor * self.stages)
 
     @property
+    def shared(self) -> int:
+        """Ranks that share core attention under hf-distca: training cuts large groups. In stages, all ranks are one group."""
+        return self.group if self.stages > 1 else DistCAConfig().group_ranks(self.group)
+
+    @property
+    def nodes(self) -> Ranks:
+        """Which ranks of a group that shares core attention are in one node, as training tells them apart."""
+        per_node = min(self.ranks_per_node // self.tensor, self.shared)
+        return Ranks(per_node=per_node if per_node > 1 and self.shared % per_node == 0 else None)
+
+    @property
     def tokens(self) -> int:
         """Tokens of one micro-batch of the attention group."""
         return self.group * self.tokens_per_rank
@@ -102,19 +115,21 @@ class Setting:
             raise ConfigError(f"tensor={self.tensor} leaves {heads} query and {keys} key/value heads: choose a divisor of both.")
         return AttentionShape(heads, keys, model.head_dim, model.head_dim, self.hardware.element_bytes)
 
-    def rate_among(self, ranks: int) -> float:
-        """Bytes per second that a rank exchanges with so many of the attention group, neighbours by number."""
-        inside = ranks * self.tensor <= self.ranks_per_node
-        return self.hardware.node_rate if inside else self.hardware.link_rate
-
     def cost(self, window: int | None = None) -> CostModel:
         """The cost model that the scheduler gets."""
         if isinstance(self.profile, Profile):
             return self.profile.cost_model(self.shape, window, tile=self.tile)
-        hardware, rate = self.hardware, self.rate_among(self.group)
         if self.profile is not None:
-            hardware_kernel = (self.profile.forward, self.profile.backward)
-            rate, latency, name = self.profile.exchange_bytes_per_second, self.profile.exchange_seconds, self.profile.name
-            return CostModel(self.shape, *hardware_kernel, rate, latency, self.tile, name, window)
-        latency, name = hardware.exchange_seconds, hardware.name
-        return CostModel(self.shape, hardware.forward, hardware.backward, rate, latency, self.tile, name, window)
+            return replace(self.profile, shape=self.shape, tile=self.tile, window=window)
+        hardware = self.hardware
+        return CostModel(
+            self.shape,
+            hardware.forward,
+            hardware.backward,
+            hardware.link_rate,
+            hardware.exchange_seconds,
+            self.tile,
+            hardware.name,
+            window,
+            node_bytes_per_second=hardware.node_rate,
+        )

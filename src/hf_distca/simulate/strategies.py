@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +14,7 @@ from hf_distca.simulate import context, loaders
 from hf_distca.simulate.disaggregated import Placed, dealt, given, published, work_of
 from hf_distca.simulate.memory import most_tokens
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import Work, of_documents
+from hf_distca.simulate.work import Work, of_documents, side_by_side
 
 __all__ = ["DISAGGREGATED", "OURS", "STRATEGIES", "Candidate", "Strategy"]
 
@@ -129,10 +129,23 @@ def _disaggregated(place: Callable[[Setting, IntArray], Placed], setting: Settin
     return [Candidate([work_of(setting, tick) for tick in _ticks(setting, placed)], ticks=True)]
 
 
-def _ours(place: Callable[..., Placed], ping_pong: bool, setting: Setting, batches: Batches) -> list[Candidate]:
+def _ours(
+    place: Callable[..., Placed],
+    share: Callable[[IntArray, int, int], list[IntArray]],
+    ping_pong: bool,
+    setting: Setting,
+    batches: Batches,
+) -> list[Candidate]:
     if ping_pong and setting.stages > 1:
         return []  # hf_distca.pipeline refuses it
-    return _disaggregated(partial(place, ping_pong=ping_pong), setting, batches)
+    count = setting.group // setting.shared
+    if count == 1:
+        return _disaggregated(partial(place, ping_pong=ping_pong), setting, batches)
+    one, works = replace(setting, ranks=setting.ranks // count), []
+    for lengths in batches:
+        groups = share(lengths, count, one.tokens)
+        works.append(side_by_side([work_of(one, place(one, each, ping_pong=ping_pong)) for each in groups]))
+    return [Candidate(works)]
 
 
 def _ticks(setting: Setting, placed: Sequence[Placed]) -> list[Placed]:
@@ -216,13 +229,13 @@ STRATEGIES = {
             Strategy(
                 f"{way}{'-ping-pong' if ping_pong else ''}",
                 f"hf-distca, {'as given' if way == 'given' else way}{', ping-pong' if ping_pong else ''}",
-                partial(_ours, place, ping_pong),
+                partial(_ours, place, share, ping_pong),
                 about + ("; two nano-batches in turns, and no pipelines" if ping_pong else "; one stream"),
                 keeps_attention=True,
             )
-            for way, place, about in (
-                ("given", given, f"rows as packed; {_CUT}"),
-                ("dealt", dealt, "whole documents dealt with equal tokens"),
+            for way, place, share, about in (
+                ("given", given, loaders.cut_into_batches, f"rows as packed; {_CUT}"),
+                ("dealt", dealt, loaders.filled_batches, "whole documents dealt with equal tokens"),
             )
             for ping_pong in (False, True)
         ),

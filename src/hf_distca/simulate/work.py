@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -12,12 +13,15 @@ import numpy.typing as npt
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.nodes import NodeBytes, wire_seconds
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.relays import senders
 from hf_distca.schedule.waves import TransientBytes
 from hf_distca.simulate.layers import Directions, layer_seconds, tensor_seconds
 from hf_distca.simulate.setting import Setting
 
-__all__ = ["Work", "of_documents", "of_nano_batches", "of_plan", "together"]
+__all__ = ["Work", "of_documents", "of_nano_batches", "of_plan", "side_by_side", "together"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,18 @@ def together(kinds: list[Work]) -> Work:
     return reduce(both, kinds)
 
 
+def side_by_side(groups: Sequence[Work]) -> Work:
+    """The work of several groups of ranks, one after another."""
+
+    def joined(name: str) -> Directions:
+        pairs = [getattr(group, name) for group in groups]
+        return Directions(*(np.concatenate(way) for way in zip(*pairs, strict=True)))
+
+    names = ("tokens", "wire", "received")
+    tokens, wire, received = (np.concatenate([getattr(group, name) for group in groups]) for name in names)
+    return Work(tokens, joined("attention"), joined("exposed"), wire, received, sum(group.pairs for group in groups))
+
+
 def of_documents(setting: Setting, length: IntArray, rank: IntArray, ranks: int) -> Work:
     """Whole documents, each on one rank, and nothing exchanged."""
 
@@ -89,8 +105,8 @@ class _Moves(NamedTuple):
         return np.asarray(sum((*self.dispatch, *self.back)))
 
 
-def _moves(plan: Plan, cost: CostModel) -> _Moves:
-    load = PlanLoad(plan, cost)
+def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
+    load = PlanLoad(plan, cost, ranks=nodes)
     cost, shape, ranks = load.cost, cost.shape, plan.layout.world_size
     rows = plan.end - plan.start
     forward, backward = (directed(rows, plan.end, plan.heads) for directed in (cost.forward_seconds, cost.backward_seconds))
@@ -104,20 +120,25 @@ def _moves(plan: Plan, cost: CostModel) -> _Moves:
     if not plan.moved:
         nowhere = Directions(nothing, nothing)
         return _Moves(attention, attention, nowhere, nowhere, nothing, pairs)
-    queries, keys = load.query_tokens, load.key_tokens
+    queries, keys, found = load.query_tokens, load.key_tokens, load.transfers
+    away, sent = plan.home != plan.server, senders(found, plan.relays)
+    source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
+    query_tokens = (rows * plan.heads)[away]
+    key_tokens = (sent.end - sent.start) * plan.layout.heads_of(sent.document)
 
     def seconds(query_bytes: int, key_bytes: int) -> FloatArray:
-        moved = [queries[side] * query_bytes + keys[side] * key_bytes for side in (0, 1)]
+        # The way back takes as long as the way there: what counts is the busier of a rank's two roles.
+        messages = source, server, np.concatenate([query_tokens * query_bytes, key_tokens * key_bytes])
+        moved = NodeBytes.of(messages, ranks, load.ranks.per_node or 1)
         # Relays pass keys on, and get their gradients, in an exchange of their own.
         exchanges = 2 if plan.relays is not None and key_bytes else 1
-        return np.asarray(np.maximum(*moved) / cost.exchange_bytes_per_second + exchanges * cost.exchange_seconds)
+        return np.asarray(np.maximum(*wire_seconds(moved, cost, load.ranks)) + exchanges * cost.exchange_seconds)
 
     dispatch = Directions(
         seconds(shape.query_bytes, shape.key_value_bytes),
         seconds(shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes, shape.key_value_bytes),
     )
     back = Directions(seconds(shape.output_bytes + shape.lse_bytes, 0), seconds(shape.query_bytes, shape.key_value_bytes))
-    found = plan.key_transfers()
     remote = found.source != found.server
     waits = np.isin(plan.document * ranks + plan.server, np.unique(found.document[remote] * ranks + found.server[remote]))
     own = (plan.home == plan.server) & ~waits
@@ -126,9 +147,9 @@ def _moves(plan: Plan, cost: CostModel) -> _Moves:
     return _Moves(attention, Directions(sums(forward, own), sums(backward, own)), dispatch, back, received, pairs)
 
 
-def of_plan(plan: Plan, cost: CostModel) -> Work:
+def of_plan(plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> Work:
     """One layer of a plan, single-stream: a rank computes its own tasks while messages come, and waits for outputs."""
-    layer = _moves(plan, cost)
+    layer = _moves(plan, cost, nodes)
     exposed = (
         np.maximum(dispatch - own, 0) + back for dispatch, own, back in zip(layer.dispatch, layer.own, layer.back, strict=True)
     )
@@ -136,13 +157,13 @@ def of_plan(plan: Plan, cost: CostModel) -> Work:
     return Work(tokens, layer.attention, Directions(*exposed), layer.wire, layer.received, layer.pairs)
 
 
-def of_nano_batches(setting: Setting, plans: tuple[Plan, Plan], cost: CostModel) -> Work:
+def of_nano_batches(setting: Setting, plans: tuple[Plan, Plan], cost: CostModel, nodes: Ranks = ALIKE) -> Work:
     """One layer of the plans of two nano-batches in ping-pong.
 
     In turns: linear layers of A beside the return of B, those of B beside the dispatch of A, attention of A beside the dispatch
     of B, attention of B beside the return of A. What of a message is longer than what runs beside it is waited for.
     """
-    one, two = (_moves(plan, cost) for plan in plans)
+    one, two = (_moves(plan, cost, nodes) for plan in plans)
     tokens = [plan.layout.query_tokens.astype(np.float64) for plan in plans]
     linear = [layer_seconds(setting, count) for count in tokens]
     hidden = [tensor_seconds(setting, count) for count in tokens]
