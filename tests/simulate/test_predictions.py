@@ -19,7 +19,7 @@ from hf_distca.simulate.models import find_model
 from hf_distca.simulate.predict import best_alternative, best_of, ideal_seconds, simulate
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import DISAGGREGATED, OURS, STRATEGIES
-from hf_distca.simulate.timelines import one_forward_one_backward, rank_seconds, same_phase
+from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
 from hf_distca.simulate.work import Work
 
 SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-ping-pong", "published")]
@@ -166,6 +166,16 @@ def pipeline(setting: Setting, stages: int) -> Setting:
     """Messages between stages take no time."""
     hardware = replace(setting.hardware, link_gbps=1e12, exchange_seconds=0.0)
     return replace(setting, ranks=8 * stages, stages=stages, hardware=hardware)
+
+
+@pytest.mark.parametrize(("meeting", "seconds"), [(1, 6.0), (2, 7.0), (4, 8.0)])
+def test_ranks_that_exchange_wait_for_each_other_in_each_direction(setting: Setting, meeting: int, seconds: float) -> None:
+    nothing = np.zeros(4)
+    work = Work(nothing, Directions(nothing, nothing), Directions(nothing, nothing), nothing, nothing, 0.0, meeting)
+    part = Directions(np.array([1.0, 2.0, 1.0, 0.0]), np.array([2.0, 1.0, 0.0, 6.0]))
+    timeline = data_parallel(setting, [work], [part])
+    assert timeline.seconds == seconds
+    assert timeline.busy.tolist() == [3.0, 3.0, 1.0, 6.0]
 
 
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (4, 8), (4, 2)])

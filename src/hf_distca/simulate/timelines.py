@@ -47,11 +47,17 @@ def rank_seconds(setting: Setting, work: Work, *, keeps_attention: bool) -> Dire
 
 
 def data_parallel(setting: Setting, works: Sequence[Work], parts: Sequence[Directions]) -> Timeline:
-    """Every rank runs its micro-batches, whose `rank_seconds` are `parts`; all wait for the last one at the end."""
-    busy = np.zeros(len(works[0].tokens))
+    """Every rank runs its micro-batches, whose `rank_seconds` are `parts`; all wait for the last one at the end.
+
+    Ranks that exchange something in every layer wait for each other in each direction of a micro-batch, too.
+    """
+    busy, ends = np.zeros((2, len(works[0].tokens)))
     for work, both in zip(works, parts, strict=True):
-        busy += both.forward + both.backward + head_seconds(setting, work.tokens)
-    return Timeline(float(busy.max()), busy)
+        for seconds in (both.forward, head_seconds(setting, work.tokens), both.backward):
+            busy, ends = busy + seconds, ends + seconds
+            if work.meeting > 1:
+                ends = np.repeat(ends.reshape(-1, work.meeting).max(axis=1), work.meeting)
+    return Timeline(float(ends.max()), busy)
 
 
 def _hop_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:

@@ -35,6 +35,8 @@ class Work:
         wire: seconds that such messages take, hidden or not, both directions.
         received: bytes that one layer's exchange keeps on each rank.
         pairs: query-key pairs computed, of one layer.
+        meeting: how many neighbours wait for each other's messages in every layer; 1 for ranks that wait for nobody, or whose
+            neighbours take as long as they do.
     """
 
     tokens: FloatArray
@@ -43,6 +45,7 @@ class Work:
     wire: FloatArray
     received: FloatArray
     pairs: float
+    meeting: int = 1
 
     def times(self, layers: int) -> Work:
         """The work of so many layers like this one."""
@@ -57,7 +60,8 @@ def together(kinds: list[Work]) -> Work:
         attention = Directions(*(a + b for a, b in zip(one.attention, other.attention, strict=True)))
         exposed = Directions(*(a + b for a, b in zip(one.exposed, other.exposed, strict=True)))
         received = np.maximum(one.received, other.received)
-        return Work(one.tokens, attention, exposed, one.wire + other.wire, received, one.pairs + other.pairs)
+        meeting = max(one.meeting, other.meeting)
+        return Work(one.tokens, attention, exposed, one.wire + other.wire, received, one.pairs + other.pairs, meeting)
 
     return reduce(both, kinds)
 
@@ -71,7 +75,8 @@ def side_by_side(groups: Sequence[Work]) -> Work:
 
     names = ("tokens", "wire", "received")
     tokens, wire, received = (np.concatenate([getattr(group, name) for group in groups]) for name in names)
-    return Work(tokens, joined("attention"), joined("exposed"), wire, received, sum(group.pairs for group in groups))
+    meeting = len(groups[0].tokens) if wire.any() else 1
+    return Work(tokens, joined("attention"), joined("exposed"), wire, received, sum(group.pairs for group in groups), meeting)
 
 
 def of_documents(setting: Setting, length: IntArray, rank: IntArray, ranks: int) -> Work:
@@ -154,7 +159,8 @@ def of_plan(plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> Work:
         np.maximum(dispatch - own, 0) + back for dispatch, own, back in zip(layer.dispatch, layer.own, layer.back, strict=True)
     )
     tokens = plan.layout.query_tokens.astype(np.float64)
-    return Work(tokens, layer.attention, Directions(*exposed), layer.wire, layer.received, layer.pairs)
+    meeting = plan.layout.world_size if plan.moved else 1
+    return Work(tokens, layer.attention, Directions(*exposed), layer.wire, layer.received, layer.pairs, meeting)
 
 
 def of_nano_batches(setting: Setting, plans: tuple[Plan, Plan], cost: CostModel, nodes: Ranks = ALIKE) -> Work:
@@ -178,4 +184,5 @@ def of_nano_batches(setting: Setting, plans: tuple[Plan, Plan], cost: CostModel,
         exposed.append(np.asarray(sum(np.maximum(message - work, 0) for message, work in beside)))
     attention = Directions(*(a + b for a, b in zip(one.attention, two.attention, strict=True)))
     received = np.maximum(one.received, two.received)
-    return Work(tokens[0] + tokens[1], attention, Directions(*exposed), one.wire + two.wire, received, one.pairs + two.pairs)
+    pairs, meeting = one.pairs + two.pairs, len(received) if any(plan.moved for plan in plans) else 1
+    return Work(tokens[0] + tokens[1], attention, Directions(*exposed), one.wire + two.wire, received, pairs, meeting)
