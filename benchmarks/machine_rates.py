@@ -118,7 +118,7 @@ class Sampler:
         parts = np.median(np.array(self._found[1:]), axis=0)  # (samples, ranks, 3)
         plans = [planned(steps, one.way, self.cost, config) for one, config, steps in self._each()]
         depths = np.array([one.layers for one in self.samples])
-        counts = np.stack([_counts(of_step, self.cost) * layers for of_step, layers in zip(plans, depths, strict=True)])
+        counts = np.stack([_counts(step, self.cost) * layers for step, layers in zip(plans, depths, strict=True)])
         kernels = [
             KernelCost.fit((counts * times).reshape(-1, 3), parts[:, :, column].ravel())
             for column, times in ((1, np.ones(3)), (2, BACKWARD))
