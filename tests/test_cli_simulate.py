@@ -147,6 +147,8 @@ def test_bad_lengths(tmp_path: Path, content: object, message: str) -> None:
         (("--lengths", "none.json"), "none.json: No such file"),
         (("--lengths", "zipf"), "lengths 'zipf' are neither a file nor one of pretrain, prolong"),
         (("--lengths", "equal:nan"), "lengths 'equal:nan'"),
+        (("--lengths", "equal:1", "--ranks", 65536, "--tokens-per-rank", 2**28), "would hold over 33554432 of these documents"),
+        (("--ranks-per-node", 0), "ranks_per_node=0"),
         (("--seed", -1), "seed=-1"),
         (("--jobs", 0), "jobs=0 must be a whole number from 1 to 1024"),
         (("--lengths", "none.parquet"), "none.parquet: No such file"),
@@ -157,6 +159,11 @@ def test_bad_lengths(tmp_path: Path, content: object, message: str) -> None:
 )
 def test_bad_options(options: tuple[str | int, ...], message: str) -> None:
     one_line(run("simulate", "--lengths", "equal:1024", *SMALL, *options), message)
+
+
+def test_strategies_of_which_none_can_run() -> None:
+    options = ("--ranks", 8, "--pp", 2, "--tokens-per-rank", 8192, "--batches", 1, "--strategy", "dealt-ping-pong")
+    one_line(run("simulate", "--lengths", "equal:1024", *options), "none of dealt-ping-pong can run 1 such batch")
 
 
 def test_advice_on_documents_of_ones_own(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_configs_are_read(tmp_path: Path) -> None:
         ("[]", "must be an object with the key 'model_type'"),
         ("{}", "must be an object with the key 'model_type'"),
         ('{"model_type": "llama77"}', "makes no 'llama77' model of .* pip install --upgrade transformers"),
-        ('{"model_type": "llama", "num_hidden_layers": "many"}', "config.json is no config that 'llama' models take"),
+        ('{"model_type": "llama", "num_hidden_layers": "many"}', "no config that 'llama' models take: .*num_hidden_layers.*int"),
     ],
 )
 def test_configs_that_cannot_be_read(tmp_path: Path, content: str | None, message: str) -> None:
@@ -180,6 +180,10 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError(f"{name} is not a valid model identifier\nmore of it")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
+    said: list[str] = []
+    with pytest.raises(ConfigError):
+        read_config("me/none", said.append)
+    assert said == ["asking the Hub for me/none, which takes a minute to give up without a network ..."]
     with pytest.raises(ConfigError, match=r"the Hub gives no config of that name: me/none is not a valid model identifier$"):
         read_config("me/none")
 
@@ -297,7 +301,12 @@ def test_an_exchange_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(("--model", "/none"), "there is no file or folder /none"), (("--dtype", "bf17"), "no attention in dtype 'bf17'")],
+    [
+        (("--model", "/none"), "there is no file or folder /none"),
+        (("--dtype", "bf17"), "no attention in dtype 'bf17'"),
+        (("--timeout", "inf"), "Invalid value for '--timeout'"),
+        (("--timeout", "nan"), "Invalid value for '--timeout'"),
+    ],
 )
 def test_wrong_input_is_one_line(options: tuple[str, str], message: str) -> None:
     result = run(*options)

@@ -147,6 +147,11 @@ def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
         ({"trainer_state.json": "{"}, None, "trainer_state.json is not JSON"),
         ({"trainer_state.json": "{}"}, None, "has no list 'log_history'"),
         ({"trainer_state.json": '{"log_history": [{"step": 1, "loss": 2.0}]}'}, None, "has no figures of distca. Train with"),
+        (
+            {"trainer_state.json": '{"log_history": [{"step": 1, "distca/micro_batches": NaN}]}'},
+            None,
+            "has no figures of distca. Train with",
+        ),
         ({"record": "good"}, 9, "Plans of these steps were kept: 1, 2, 3, 4. DistCACallback(record="),
         ({"state": "good"}, 9, "No plan was recorded"),
         ({"record": "good", "rank_0.json": "{"}, None, "rank_0.json is not JSON"),

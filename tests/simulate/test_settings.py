@@ -63,6 +63,10 @@ def test_layers_with_a_window_are_counted(tmp_path: Path) -> None:
         (json.dumps({**LLAMA, "num_attention_heads": 0}), "between 1 and"),
         (json.dumps({**LLAMA, "num_key_value_heads": 5}), "multiple of key/value heads"),
         (json.dumps({**LLAMA, "num_local_experts": 8}), "mixture of experts"),
+        (json.dumps({**LLAMA, "text_config": [1]}), "an object as 'text_config', it has"),
+        (json.dumps({**LLAMA, "sliding_window": 0}), "a sliding window of 0 keys"),
+        (json.dumps({**LLAMA, "sliding_window": 8, "layer_types": "sliding_attention"}), "a list of names as 'layer_types'"),
+        (json.dumps({**LLAMA, "num_attention_heads": 24, "head_dim": None}), "cannot be divided among 24 heads"),
     ],
 )
 def test_a_config_that_describes_no_dense_decoder(tmp_path: Path, content: str, message: str) -> None:

@@ -27,7 +27,7 @@ def doctor(
         str | None,
         typer.Option(help="What attention computes in, such as bf16; by default that of the model.", show_default=False),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that an exchange between ranks may take.", min=1.0)] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds that an exchange between ranks may take.", min=1.0, max=86400.0)] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Say which versions, devices and kernels are here, whether a model is supported, and what to do.
@@ -39,7 +39,8 @@ def doctor(
     from hf_distca.errors import DistCAError
 
     def say(text: str) -> None:
-        typer.echo(f"hf-distca: {text}", err=True)
+        if speaks():
+            typer.echo(f"hf-distca: {text}", err=True)
 
     try:
         findings = diagnose(model, dtype, timeout_seconds=timeout, say=say)

@@ -37,7 +37,7 @@ def diagnose(
     Raises:
         ConfigError: if there is no such model or dtype.
     """
-    config: PreTrainedConfig | None = None if model is None else read_config(model)
+    config: PreTrainedConfig | None = None if model is None else read_config(model, say)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind = dtype_of(dtype, config, device)
     found = installed()

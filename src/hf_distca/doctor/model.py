@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,12 @@ _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _USUAL_WIDTH = 128  # of a head, where no model is given
 
 
-def read_config(name: str) -> PreTrainedConfig:
+def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> PreTrainedConfig:
     """The config of a model.
 
     Args:
         name: folder of a model, its config.json, or a name on the Hub.
+        say: told what takes a while.
 
     Raises:
         ConfigError: if there is none, or it is of no model that transformers knows.
@@ -46,12 +49,26 @@ def read_config(name: str) -> PreTrainedConfig:
         raise ConfigError(
             f"there is no file or folder {name}: give the folder of a model, its config.json, or a name on the Hub."
         )
+    say(f"asking the Hub for {name}, which takes a minute to give up without a network ...")
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+        with _silent("huggingface_hub"):  # what it says between tries would be a dozen lines
+            config: PreTrainedConfig = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{name!r} is no folder here, and the Hub gives no config of that name: {reason}") from error
     return config
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Keep the warnings of a library's logger from being shown."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _of_file(path: Path) -> PreTrainedConfig:
@@ -69,7 +86,8 @@ def _of_file(path: Path) -> PreTrainedConfig:
             "If the family is newer, pip install --upgrade transformers."
         ) from error
     except Exception as error:  # configs check themselves with exceptions of many kinds
-        raise ConfigError(f"{path} is no config that {kind!r} models take: {str(error).strip().partition(chr(10))[0]}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} is no config that {kind!r} models take: {reason[:300]}") from error
     return config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,8 +131,13 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
         raise ReportError(f"{path} is no state of a Trainer: it has no list 'log_history'. Move the file away.")
-    rows = [row for row in history if isinstance(row, dict) and type(row.get("step")) is int]
+    rows = [_finite(row) for row in history if isinstance(row, dict) and type(row.get("step")) is int]
     return [row for row in rows if any(str(name).startswith("distca/") for name in row)]
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what is no number, which no page can draw."""
+    return {name: value for name, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
 
 
 def _read_traces(path: Path, runs: list[RunRow]) -> Iterator[RankTrace]:

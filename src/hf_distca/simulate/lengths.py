@@ -16,6 +16,7 @@ from hf_distca.schedule.layout import IntArray, as_integers
 __all__ = ["DISTRIBUTIONS", "Documents", "distribution", "from_list"]
 
 _PIECE = 1024
+_MOST_PIECES = 2**15  # 33 million documents take some 10 s to draw, and far longer to place
 _LONGEST = 2**32  # tokens
 _BASE = (
     65536  # tokens: named distributions are those of lists made for contexts of this length, and are stretched for longer ones
@@ -47,6 +48,11 @@ class Documents:
         for _ in range(count):
             pieces, total = [rest], int(rest.sum())
             while total < tokens:
+                if len(pieces) > _MOST_PIECES:
+                    raise LayoutError(
+                        f"a global batch of {tokens} tokens would hold over {_MOST_PIECES * _PIECE} of these documents: use "
+                        "fewer ranks, micro-batches, or tokens of a rank."
+                    )
                 pieces.append(next(stream))
                 total += int(pieces[-1].sum())
                 if pieces[-1].max() > tokens:

@@ -43,6 +43,8 @@ class ModelShape:
                 raise ConfigError(f"{self.name}: {size!r} in {self} must be a whole number between 1 and 2**31.")
         if self.query_heads % self.key_value_heads or not 0 <= self.windowed_layers <= self.layers:
             raise ConfigError(f"{self}: query heads must be a multiple of key/value heads, and no more layers have a window.")
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"{self.name}: a sliding window of {self.window} keys hides everything: it must be at least 1.")
 
     @property
     def attention_width(self) -> int:
@@ -107,7 +109,10 @@ def find_model(name: str) -> ModelShape:
         raise ConfigError(f"{path} is not JSON: {error}.") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold an object, as transformers saves it; it holds {type(data).__name__}.")
-    return _from_config(str(path), data.get("text_config") or data)
+    text = data.get("text_config") or data
+    if not isinstance(text, dict):
+        raise ConfigError(f"{path} must have an object as 'text_config', it has {text!r}.")
+    return _from_config(str(path), text)
 
 
 def _from_config(path: str, config: dict[str, Any]) -> ModelShape:
@@ -122,11 +127,15 @@ def _from_config(path: str, config: dict[str, Any]) -> ModelShape:
 
     hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
     layers, window = number("num_hidden_layers", "n_layer"), config.get("sliding_window")
-    kinds = config.get("layer_types")
+    kinds = config.get("layer_types") or ["sliding_attention"] * layers
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise ConfigError(f"{path} must have a list of names as 'layer_types', it has {kinds!r}.")
+    if config.get("head_dim") is None and hidden % max(heads, 1):
+        raise ConfigError(f"{path} has no 'head_dim', and a hidden size of {hidden} cannot be divided among {heads} heads.")
     if window is None or config.get("use_sliding_window") is False:
         windowed, window = 0, None
     else:
-        windowed, window = kinds.count("sliding_attention") if isinstance(kinds, list) else layers, number("sliding_window")
+        windowed, window = kinds.count("sliding_attention"), number("sliding_window")
     return ModelShape(
         path,
         hidden,

@@ -155,10 +155,10 @@ def simulate(
         told: called after each strategy of each batch.
 
     Raises:
-        ConfigError: if a strategy is not known, or `batches`, `seed` or `jobs` is out of its range.
+        ConfigError: if a strategy is not known, none can run, or `batches`, `seed` or `jobs` is out of its range.
         LayoutError: if a document is longer than a global batch.
     """
-    names = list(names)
+    names = list(dict.fromkeys(names))
     for name in names:
         if name not in STRATEGIES:
             raise ConfigError(f"strategy {name!r} is not known: it must be one of {', '.join(STRATEGIES)}.")
@@ -171,7 +171,13 @@ def simulate(
         for name, step in zip(names, steps, strict=True):
             if step is not None:
                 found[name].append(step)
-    return [_mean(steps) for steps in found.values() if len(steps) == batches]
+    able = [_mean(steps) for steps in found.values() if len(steps) == batches]
+    if not able:
+        raise ConfigError(
+            f"none of {', '.join(names) or 'no strategies'} can run {batches} such batch{'es' if batches > 1 else ''}: ping-pong "
+            "does not run in pipeline stages (--pp), and rows that are shared need memory for the longest document."
+        )
+    return able
 
 
 def _of_batch(setting: Setting, names: Sequence[str], batches: Sequence[IntArray], told: Told) -> list[Prediction | None]:
