@@ -17,10 +17,11 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.levels import INNER_BAND
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.prices import BandPrice, Price
+from hf_distca.schedule.prices import Price
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.relief import relieve
-from hf_distca.schedule.waves import Fit, TransientBytes, Waves
+from hf_distca.schedule.state import Fit
+from hf_distca.schedule.waves import TransientBytes, Waves
 
 __all__ = ["balance"]
 
@@ -76,7 +77,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     local = Plan.local(layout, cost.window)
     if not config.balance or layout.world_size < 2:
         return local
-    price = (Price if cost.window is None else BandPrice).of(cost, config.tile)
+    price = Price.of(cost, config.tile)
     # A bound of transient bytes is kept by waves, which relays do not know.
     relayed = relayed and cost.window is None and config.max_transient_bytes is None
     unmoved = _unmoved(local, cost, config, ranks, relayed)
@@ -104,7 +105,8 @@ def _fastest(
 ) -> Plan:
     """The plan with the earliest last rank that the greedy finds, coarse and fine; that of `unmoved` if none gains enough."""
     bound, ranks = config.max_transient_bytes, unmoved.ranks
-    fit = None if bound is None else Fit(TransientBytes.of(cost.shape), bound, cost.window, config.tile)
+    each = TransientBytes.of(cost.shape)
+    fit = None if bound is None else Fit(bound, each.query, each.key)
     seconds = unmoved.compute_seconds.tolist()
     best, fastest, before = unmoved.plan, unmoved.slowest_seconds, unmoved.slowest_seconds
     mean, cap = ranks.level(seconds), max(seconds) / 2

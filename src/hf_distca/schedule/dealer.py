@@ -21,7 +21,7 @@ import numpy as np
 from hf_distca.schedule.cost import CostModel, FloatArray
 from hf_distca.schedule.fill import fill_up, pour
 from hf_distca.schedule.layout import IntArray, Layout
-from hf_distca.schedule.prices import BandPrice, Price
+from hf_distca.schedule.prices import Price
 from hf_distca.schedule.spread import Load, Share, spread
 from hf_distca.schedule.takers import divide, first_found, takers
 from hf_distca.schedule.target import Target, exchanged
@@ -92,7 +92,7 @@ class Dealer:
         self.target = Target(length, seconds, len(tokens), math.fsum(tokens) / len(tokens), exchange, overlapped=overlapped)
         self.document, self.length, self.seconds = document[order].tolist(), length.tolist(), seconds.tolist()
         self.exchange, self.between = exchange.tolist(), between.tolist()
-        self.price = (Price if cost.window is None else BandPrice).of(cost, tile)
+        self.price = Price.of(cost, tile)
         self.tokens, self.tile, self.overlapped = tokens, tile, overlapped
         self.rows: list[tuple[int, int, int, int]] = []
 
@@ -265,7 +265,7 @@ class Dealer:
         tokens = divide(length, [self.room[rank] for rank in ranks], parts, self.tile)
         ranks, tokens = [r for r, n in zip(ranks, tokens, strict=True) if n], [n for n in tokens if n]
         # Where it is cut stays open: each part is taken to be as much attention as it is tokens.
-        keys = int(exchanged(len(ranks)) * length) if len(ranks) > 1 and self.price.window is None else 0
+        keys = int(exchanged(len(ranks)) * length) if len(ranks) > 1 and not self.price.window else 0
         weight = self._weight(ranks)
         wire = 0.0 if self.overlapped else self.key_seconds * keys * weight
         shares = [Share([], self.seconds[place] * (count / length), keys, keys) for count in tokens]

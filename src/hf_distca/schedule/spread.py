@@ -58,7 +58,7 @@ def spread(
         tile: cuts lie at multiples of it, as far as `tokens` allows.
         overlapped: whether ranks end after the longer of compute and exchange, not after both.
     """
-    if price.window is not None:
+    if price.window:
         return _in_order(tokens, price)
     return _Cutter(length, tokens, loads, price, key_seconds, tile, overlapped).shares()
 
@@ -184,7 +184,7 @@ def _in_order(tokens: list[int], price: Price) -> list[Share]:
     shares, start = [], 0
     for count in tokens:
         keys = price.keys(start, start + count, 0) - count
-        sent = min(price.window or 0, count)
+        sent = min(price.window, count)
         shares.append(Share([(start, count)], price.seconds(start, start + count), sent, keys))
         start += count
     return shares

@@ -19,7 +19,7 @@ from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import CATask, Plan
 
-__all__ = ["Fit", "TransientBytes", "Waves"]
+__all__ = ["TransientBytes", "Waves"]
 
 
 class TransientBytes(NamedTuple):
@@ -46,36 +46,6 @@ class TransientBytes(NamedTuple):
         key, wide_key = shape.key_value_bytes, shape.key_value_bytes * wide // shape.element_bytes
         # Gradients of copies that are not wide yet become so when they are added up at home.
         return cls(2 * row, key + wide_key, row, key + (wide_key if wide > shape.element_bytes else 0))
-
-
-class Fit(NamedTuple):
-    """What a slice may be for a server to hold its rows and the keys they need."""
-
-    each: TransientBytes
-    bound: int
-    window: int | None
-    tile: int
-
-    def cut(self, start: int, x: int, y: int) -> tuple[int, int]:
-        """The part of [x, y), in a piece that begins at `start`, that fits; empty if no tile of rows does.
-
-        Rows and keys at half of the bound each is the most work. Further back, keys leave less for rows.
-        """
-        query, key = self.each.query, self.each.key
-        if query * (y - x) + key * (y - self._first_key(x)) <= self.bound:
-            return x, y
-        if self.window is None:
-            half = self.bound // (2 * key) // self.tile * self.tile
-            if max(half, start + self.tile) < y:
-                y = max(half, (start // self.tile + 1) * self.tile)
-            rows = (self.bound - key * y) // query
-        else:
-            rows = max((self.bound - key * (self.window - 1)) // (query + key), (self.bound - key * y) // query)
-        x = max(start, -(-(y - rows) // self.tile) * self.tile)
-        return (x, y) if rows > 0 and x < y else (start, start)
-
-    def _first_key(self, start: int) -> int:
-        return 0 if self.window is None else max(0, start - self.window + 1)
 
 
 @dataclass(frozen=True, eq=False)

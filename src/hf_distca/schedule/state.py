@@ -1,0 +1,175 @@
+"""What the moves of the greedy read and change, in columns that compiled functions take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hf_distca.schedule.compiled import compiled
+
+if TYPE_CHECKING:
+    from hf_distca.schedule.prices import Price
+
+__all__ = ["Fit", "Holders", "Move", "Pieces", "State", "hold", "holder_of"]
+
+# Places in `State.level`.
+FLOOR, LOW, MEAN, HIGH, CAP = range(5)
+# Places in `State.total`: seconds to be moved, of all work, moved so far, and by which the work of all has grown.
+SURPLUS, ALL, SHED, GROWN = range(4)
+# Places in `State.count`: ranks in `free`, pieces, holders, moves, and times that the cheapest slice was looked for.
+FREE, PIECES, HOLDERS, MOVES, LOOKS = range(5)
+# The segment of a piece that is no more.
+GONE = -1
+# The first piece of a rank that nobody has asked for any.
+UNASKED = -2
+
+
+class Fit(NamedTuple):
+    """What a slice may be for a server to hold its rows and the keys they need in so many bytes; no bound at 0."""
+
+    bound: int
+    query: int
+    key: int
+
+
+class Move(NamedTuple):
+    """Rows [start, end) of a piece for a server, and what moving them does; `piece` is -1 if there is nothing to move."""
+
+    bytes_per_second: float
+    server: int
+    piece: int
+    start: int
+    end: int
+    shed: float
+    added: float
+
+
+class Pieces(NamedTuple):
+    """Rows of segments that their homes still compute: columns.
+
+    Documents are numbered as in a split layout, if any may be split by heads; a segment of such a document has a piece for each
+    head group.
+
+    Attributes:
+        start, end: rows.
+        number, segment: of the document, and the row of the layout, or `GONE`.
+        after: the next piece of the same rank; -1 after the last.
+        ratio: bytes exchanged per second moved with a slice of it when it was last looked at, for a server that wanted about
+            as much; infinite if there was none, or no more than it can be if nobody has looked.
+        looked: `count[LOOKS]` when it was.
+    """
+
+    start: Any
+    end: Any
+    number: Any
+    segment: Any
+    after: Any
+    ratio: Any
+    looked: Any
+
+
+class Holders(NamedTuple):
+    """Which ranks need keys [0, n) of which documents anyway: documents on several ranks, and moved ones.
+
+    Empty for layers with a window: what a rank needs is no prefix then, and what two slices share is a window of keys at most.
+
+    Attributes:
+        number, rank, keys: columns of (document, rank, n).
+        after: the next row of the same document whose rank may take work; -1 after the last.
+        known: of each document, whether it has any row.
+        able, last: of each document, the first and the last row whose rank may take work, counted from 1; 0 if there is none.
+        table: rows, counted from 1, by a hash of document and rank; its length is a power of two.
+    """
+
+    number: Any
+    rank: Any
+    keys: Any
+    after: Any
+    known: Any
+    able: Any
+    last: Any
+    table: Any
+
+
+class State(NamedTuple):
+    """Everything that the moves read and change. Columns have a row for each rank or segment, or as they say.
+
+    Attributes:
+        price, own: what slices cost their servers, and what their homes are rid of.
+        group_price, group_own: the same of a head group.
+        exchanged: whether these are not the same.
+        fit: slices are only moved as far as they fit a server.
+        parts: numbers that a document has: its own and those of its head groups.
+        per_node: ranks of a node, if it matters who is in one, or 0.
+        offsets, context: of the layout.
+        document, start, end, apart: of segments; documents by their place, and whether they may be split.
+        work, speed: seconds of each rank, and its speed.
+        first: the first piece of each rank; -1 if it has none, or `UNASKED`.
+        want: what the last server wanted that asked each rank.
+        free: ranks that may take work, emptiest first.
+        base, level, total, count: see the constants above; `base` are the levels to begin with.
+        pieces, holders: see there.
+        moves: one row of (segment, document, start, end, home, server) a move, in columns.
+    """
+
+    price: Price
+    own: Price
+    group_price: Price
+    group_own: Price
+    exchanged: bool
+    fit: Fit
+    parts: int
+    per_node: int
+    offsets: Any
+    context: Any
+    document: Any
+    start: Any
+    end: Any
+    apart: Any
+    work: Any
+    speed: Any
+    first: Any
+    want: Any
+    free: Any
+    base: Any
+    level: Any
+    total: Any
+    count: Any
+    pieces: Pieces
+    holders: Holders
+    moves: tuple[Any, Any, Any, Any, Any, Any]
+
+
+@compiled
+def holder_of(holders: Holders, number: int, rank: int) -> int:
+    """The row of a document and a rank; -1 if there is none."""
+    mask = len(holders.table) - 1
+    at = (number * 40503 + rank * 30011) & mask
+    while holders.table[at] != 0:
+        row = holders.table[at] - 1
+        if holders.number[row] == number and holders.rank[row] == rank:
+            return row
+        at = (at + 1) & mask
+    return -1
+
+
+@compiled
+def hold(holders: Holders, count: Any, number: int, rank: int, needed: int) -> None:
+    """Note that a rank needs the first `needed` keys of a document."""
+    row = holder_of(holders, number, rank)
+    if row >= 0:
+        holders.keys[row] = max(holders.keys[row], needed)
+        return
+    row = count[HOLDERS]
+    count[HOLDERS] += 1
+    holders.number[row], holders.rank[row], holders.keys[row], holders.after[row] = number, rank, needed, -1
+    if holders.able[number] == 0:
+        holders.able[number] = row + 1
+    else:
+        holders.after[holders.last[number] - 1] = row
+    holders.last[number] = row + 1
+    holders.known[number] = True
+    mask = len(holders.table) - 1
+    at = (number * 40503 + rank * 30011) & mask
+    while holders.table[at] != 0:
+        at = (at + 1) & mask
+    holders.table[at] = row + 1
