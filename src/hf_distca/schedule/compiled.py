@@ -38,7 +38,7 @@ def compiled(function: F) -> F:
     """
     if numba is None:
         return function
-    made: F = numba.njit(function)
+    made: F = numba.njit(error_model="numpy", **({} if "passing" in function.__module__ else {"_nrt": False}))(function)
     return made
 
 
@@ -47,9 +47,9 @@ def entry(function: F) -> F:
     if numba is None:
         return function
     try:
-        made: F = numba.njit(cache=True)(function)
+        made: F = numba.njit(cache=True, error_model="numpy", **({} if "passing" in function.__module__ else {"_nrt": False}))(function)
     except RuntimeError:  # no folder to keep it in
-        made = numba.njit(function)
+        made = numba.njit(error_model="numpy", **({} if "passing" in function.__module__ else {"_nrt": False}))(function)
     return made
 
 

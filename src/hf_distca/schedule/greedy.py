@@ -25,7 +25,7 @@ from hf_distca.schedule.moves import hold_all, lift, unload
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.prices import Price
 from hf_distca.schedule.ranks import ALIKE, Ranks
-from hf_distca.schedule.state import FREE, GONE, MOVES, PIECES, UNASKED, Fit, Holders, Pieces, State
+from hf_distca.schedule.state import FREE, GONE, MOVES, PIECES, UNASKED, Fit, Holders, Pieces, Prices, Segments, Servers, State
 
 __all__ = ["Greedy"]
 
@@ -82,7 +82,7 @@ class Greedy:
         """Make all moves; false if there is no room for them."""
         if not unload(state, _heaviest(self.seconds)):
             return False
-        return not self.fills_all or lift(state, _heaviest(np.asarray(state.work)))
+        return not self.fills_all or lift(state, _heaviest(np.asarray(state.servers.work)))
 
     def _start(self, room: int) -> State:
         """The state before the first of so many moves."""
@@ -97,32 +97,29 @@ class Greedy:
         count = np.zeros(5, dtype=np.int64)
         count[FREE] = np.searchsorted(self.seconds[free], self.levels.mean)
         state = State(
-            price=self.price,
-            own=self.own,
-            group_price=self.price.of_group(heads.groups),
-            group_own=self.own.of_group(heads.groups),
-            exchanged=self.price is not self.own,
-            fit=self.fit,
-            parts=self.parts,
-            per_node=per_node if self.own.near < 1 and per_node < ranks else 0,
-            offsets=column(layout.offsets),
-            context=column(layout.context),
-            document=column(self.place),
-            start=column(layout.start),
-            end=column(layout.end),
-            apart=column(self.apart),
-            work=column(self.seconds.copy()),
-            speed=column(np.array(self.speeds)),
-            first=column(np.full(ranks, UNASKED)),
-            want=column(np.zeros(ranks)),
-            free=column(free),
-            base=column(np.array(self.levels)),
-            level=column(np.array(self.levels)),
-            total=column(self.total.copy()),
-            count=column(count),
-            pieces=_pieces(len(self.place) + extra + 2 * room),
-            holders=_holders(len(self.documents) * self.parts, len(spanning) + extra + room),
-            moves=(_zeros(room), _zeros(room), _zeros(room), _zeros(room), _zeros(room), _zeros(room)),
+            Prices(
+                price=self.price,
+                own=self.own,
+                group_price=self.price.of_group(heads.groups),
+                group_own=self.own.of_group(heads.groups),
+                exchanged=self.price is not self.own,
+                parts=self.parts,
+                fit=self.fit,
+                per_node=per_node if self.own.near < 1 and per_node < ranks else 0,
+            ),
+            Segments(*map(column, (layout.offsets, layout.context, self.place, layout.start, layout.end, self.apart))),
+            Servers(
+                work=column(self.seconds.copy()),
+                speed=column(np.array(self.speeds)),
+                free=column(free),
+                base=column(np.array(self.levels)),
+                level=column(np.array(self.levels)),
+                total=column(self.total.copy()),
+                count=column(count),
+            ),
+            _pieces(ranks, len(self.place) + extra + 2 * room),
+            _holders(len(self.documents) * self.parts, len(spanning) + extra + room),
+            (_zeros(room), _zeros(room), _zeros(room), _zeros(room), _zeros(room), _zeros(room)),
         )
         hold_all(state, column(spanning))
         return state
@@ -130,16 +127,18 @@ class Greedy:
     def _build(self, state: State) -> Plan:
         """Tasks: untouched segments, what is left of the others, and what was moved."""
         layout, parts = self.layout, self.parts
-        moves = np.array([part[: state.count[MOVES]] for part in state.moves], dtype=np.int64)
+        count, pieces = state.servers.count, state.pieces
+        moves = np.array([part[: count[MOVES]] for part in state.moves], dtype=np.int64)
         segment, number, start, end, home, server = moves[:, np.lexsort(moves[[2, 1, 0]])]
         # Slices of one piece for one server that follow each other are one task.
         joined = (number[1:] == number[:-1]) & (segment[1:] == segment[:-1]) & (server[1:] == server[:-1]) & (start[1:] == end[:-1])
         first = np.flatnonzero(np.append(True, ~joined)[: len(number)])
         last = np.append(first, len(number))[1:] - 1
-        left = np.array([part[: state.count[PIECES]] for part in state.pieces[:4]], dtype=np.int64)
+        rest = (pieces.number, pieces.start, pieces.end, pieces.segment)
+        left = np.array([part[: count[PIECES]] for part in rest], dtype=np.int64)
         left = left[:, left[3] != GONE]
         rank = layout.rank[left[3]]
-        rows = [(number[first], left[2]), (start[first], left[0]), (end[last], left[1]), (home[first], rank), (server[first], rank)]
+        rows = [(number[first], left[0]), (start[first], left[1]), (end[last], left[2]), (home[first], rank), (server[first], rank)]
         number, *others = (np.concatenate(pair) for pair in rows)
 
         document, group = self.documents[number // parts], number % parts
@@ -149,7 +148,7 @@ class Greedy:
         counts = (group <= 1) | apart
         if len(split):
             layout, document = layout.split(split, self.heads.groups), document * parts + np.where(apart, group, 0)
-        untouched = layout.queries & (np.asarray(state.first) == UNASKED)[layout.rank]
+        untouched = layout.queries & (np.asarray(pieces.first) == UNASKED)[layout.rank]
         segments = (layout.document, layout.start, layout.end, layout.rank, layout.rank)
         columns = [np.append(one[untouched], other[counts]) for one, other in zip(segments, [document, *others], strict=True)]
         return Plan(layout, *columns, self.price.window or None)
@@ -164,9 +163,19 @@ def _zeros(rows: int) -> Any:
     return column(np.zeros(rows, dtype=np.int64))
 
 
-def _pieces(rows: int) -> Pieces:
-    """Room for so many pieces."""
-    return Pieces(_zeros(rows), _zeros(rows), _zeros(rows), _zeros(rows), _zeros(rows), column(np.zeros(rows)), _zeros(rows))
+def _pieces(ranks: int, rows: int) -> Pieces:
+    """Room for so many pieces of so many ranks."""
+    return Pieces(
+        first=column(np.full(ranks, UNASKED)),
+        want=column(np.zeros(ranks)),
+        start=_zeros(rows),
+        end=_zeros(rows),
+        number=_zeros(rows),
+        segment=_zeros(rows),
+        after=_zeros(rows),
+        ratio=column(np.zeros(rows)),
+        looked=_zeros(rows),
+    )
 
 
 def _holders(numbers: int, rows: int) -> Holders:

@@ -24,7 +24,13 @@ from hf_distca.schedule.state import (
     SHED,
     SURPLUS,
     UNASKED,
+    Fit,
+    Holders,
     Move,
+    Pieces,
+    Prices,
+    Segments,
+    Servers,
     State,
     hold,
     holder_of,
@@ -46,17 +52,10 @@ def hold_all(state: State, segments: Any) -> None:
     """Note which keys the homes of these segments, in the order of the layout, need anyway."""
     source = 0
     for segment in segments:
-        while state.offsets[source + 1] <= segment:
+        while state.segments.offsets[source + 1] <= segment:
             source += 1
-        for number in _numbers(state, segment):
-            hold(state.holders, state.count, number, source, state.end[segment])
-
-
-@compiled
-def _numbers(state: State, segment: int) -> range:
-    """The numbers that the document of a segment has: its own, or those of its head groups."""
-    first = state.document[segment] * state.parts
-    return range(first + 1, first + state.parts) if state.apart[segment] else range(first, first + 1)
+        for number in _numbers(state.segments, segment, state.prices.parts):
+            hold(state.holders, state.servers.count, number, source, state.segments.end[segment])
 
 
 @entry
@@ -66,19 +65,24 @@ def unload(state: State, order: Any) -> bool:
     Returns:
         Whether the columns of the state were long enough for all moves.
     """
+    servers = state.servers
+    work, level = servers.work, servers.level
     for source in order:
-        if state.work[source] <= state.level[CAP]:
+        if work[source] <= level[CAP]:
             break
-        while state.work[source] > state.level[CAP] and state.count[FREE] > 0:
-            surplus = (state.work[source] - state.level[HIGH]) * state.speed[source]
-            move = _cheapest(state, source, _server_for(state, surplus), surplus, True)
-            if move.piece < 0:
-                # A tile of rows may be more than the tolerated band is wide. Then a source too low, which `lift` mends, or a
-                # server too high, but lower than the source was, is better than leaving the source as it is.
-                move = _cheapest(state, source, state.free[0], surplus, False)
+        while work[source] > level[CAP] and servers.count[FREE] > 0:
+            surplus = (work[source] - level[HIGH]) * servers.speed[source]
+            move = _nothing()
+            # A tile of rows may be more than the tolerated band is wide. Then a source too low, which `lift` mends, or a server
+            # too high, but lower than the source was, is better than leaving the source as it is.
+            for leeway in (0.0, 0.5):
+                server = servers.free[0] if leeway else _server_for(servers, surplus)
+                move = _cheapest(state, source, server, surplus, leeway)
+                if move.piece >= 0:
+                    break
             if move.piece < 0:
                 break
-            if not _apply(state, source, move):
+            if not _apply(state, move):
                 return False
     return True
 
@@ -94,31 +98,37 @@ def lift(state: State, heaviest: Any) -> bool:
     Returns:
         Whether the columns of the state were long enough for all moves.
     """
-    work, speed, level = state.work, state.speed, state.level
-    failed = 0
-    while state.count[FREE] > 0 and work[state.free[0]] < level[FLOOR] and failed < _FAILURES:
-        server = state.free[0]
-        donors = min(_DONORS, len(heaviest))
-        giver, best = -1, Move(math.inf, -1, -1, 0, 0, 0.0, 0.0)
-        for at in range(donors + state.per_node):
+    servers, per_node = state.servers, state.prices.per_node
+    work, speed, level, count = servers.work, servers.speed, servers.level, servers.count
+    donors, failed = min(_DONORS, len(heaviest)), 0
+    while count[FREE] > 0 and work[servers.free[0]] < level[FLOOR] and failed < _FAILURES:
+        server, best = servers.free[0], _nothing()
+        for at in range(donors + per_node):
             # The heaviest, and then those of the server's node.
-            donor = heaviest[at] if at < donors else server // state.per_node * state.per_node + at - donors
+            donor = heaviest[at] if at < donors else server // per_node * per_node + at - donors
             if work[donor] <= level[LOW]:
                 continue
             want = min((work[donor] - level[FLOOR]) * speed[donor], (level[LOW] - work[server]) * speed[server])
-            move = _cheapest(state, donor, server, want, True)
-            if move.piece >= 0 and (giver < 0 or (move.bytes_per_second, donor) < (best.bytes_per_second, giver)):
-                giver, best = donor, move
-        if giver < 0:
+            move = _cheapest(state, donor, server, want, 0.0)
+            if move.piece < 0:
+                continue
+            if best.piece < 0 or (move.bytes_per_second, donor) < (best.bytes_per_second, best.source):
+                best = move
+        if best.piece < 0:
             failed += 1
-            _drop(state, 0)
+            _drop(servers, server)
             continue
         failed = 0
-        if not _apply(state, giver, best):
+        if not _apply(state, best):
             return False
-        _settle(work, heaviest, giver)
+        _settle(work, heaviest, best.source)
         _settle(work, heaviest, best.server)
     return True
+
+
+@compiled
+def _nothing() -> Move:
+    return Move(math.inf, -1, -1, -1, 0, 0, 0.0, 0.0)
 
 
 @compiled
@@ -137,12 +147,13 @@ def _settle(work: Any, heaviest: Any, rank: int) -> None:
 
 
 @compiled
-def _free_at(state: State, work: float, rank: int) -> int:
+def _free_at(servers: Servers, work: float, rank: int) -> int:
     """Where in `free` a rank with so much work stands, or would stand."""
-    low, high = 0, state.count[FREE]
+    low, high = 0, servers.count[FREE]
     while low < high:
         middle = (low + high) // 2
-        if (state.work[state.free[middle]], state.free[middle]) < (work, rank):
+        other = servers.free[middle]
+        if servers.work[other] < work or (servers.work[other] == work and other < rank):
             low = middle + 1
         else:
             high = middle
@@ -150,95 +161,113 @@ def _free_at(state: State, work: float, rank: int) -> int:
 
 
 @compiled
-def _drop(state: State, at: int) -> None:
-    state.count[FREE] -= 1
-    for place in range(at, state.count[FREE]):
-        state.free[place] = state.free[place + 1]
+def _drop(servers: Servers, rank: int) -> None:
+    """Take a rank out of `free`, if it is there."""
+    at = _free_at(servers, servers.work[rank], rank)
+    if at < servers.count[FREE] and servers.free[at] == rank:
+        servers.count[FREE] -= 1
+        for place in range(at, servers.count[FREE]):
+            servers.free[place] = servers.free[place + 1]
 
 
 @compiled
-def _change(state: State, rank: int, moved: float) -> None:
+def _change(servers: Servers, rank: int, moved: float) -> None:
     """A rank has so many seconds of work more."""
-    at = _free_at(state, state.work[rank], rank)
-    if at < state.count[FREE] and state.free[at] == rank:
-        _drop(state, at)
-    state.work[rank] += moved / state.speed[rank]
-    if state.work[rank] < state.level[MEAN]:
-        at = _free_at(state, state.work[rank], rank)
-        for place in range(state.count[FREE], at, -1):
-            state.free[place] = state.free[place - 1]
-        state.free[at] = rank
-        state.count[FREE] += 1
+    _drop(servers, rank)
+    servers.work[rank] += moved / servers.speed[rank]
+    if servers.work[rank] < servers.level[MEAN]:
+        at = _free_at(servers, servers.work[rank], rank)
+        for place in range(servers.count[FREE], at, -1):
+            servers.free[place] = servers.free[place - 1]
+        servers.free[at] = rank
+        servers.count[FREE] += 1
 
 
 @compiled
-def _server_for(state: State, surplus: float) -> int:
+def _server_for(servers: Servers, surplus: float) -> int:
     """A server that the surplus fits exactly, or else the emptiest."""
-    work, speed, level = state.work, state.speed, state.level
-    emptiest = state.free[0]
+    work, speed, level = servers.work, servers.speed, servers.level
+    emptiest = servers.free[0]
     if (level[LOW] - work[emptiest]) * speed[emptiest] > surplus:
-        at = _free_at(state, level[FLOOR] - surplus, -1)
-        if at < state.count[FREE]:
-            fits = state.free[at]
+        at = _free_at(servers, level[FLOOR] - surplus, 0)
+        if at < servers.count[FREE]:
+            fits = servers.free[at]
             if work[fits] + surplus / speed[fits] <= level[CAP]:
                 return fits
     return emptiest
 
 
 @compiled
-def _near(state: State, source: int, but: int) -> int:
+def _near(servers: Servers, per_node: int, source: int, but: int) -> int:
     """The emptiest server in the node of the source, if it may take work; -1 if not, or if nodes do not matter."""
     best = -1
-    first = source // max(state.per_node, 1) * state.per_node
-    for rank in range(first, first + state.per_node):
-        if rank != but and state.work[rank] < state.level[FLOOR] and (best < 0 or state.work[rank] < state.work[best]):
+    first = source // max(per_node, 1) * per_node
+    for rank in range(first, first + per_node):
+        if rank != but and servers.work[rank] < servers.level[FLOOR] and (best < 0 or servers.work[rank] < servers.work[best]):
             best = rank
     return best
 
 
 @compiled
-def _add_piece(state: State, source: int, start: int, end: int, number: int, segment: int) -> None:
-    pieces, row = state.pieces, state.count[PIECES]
-    state.count[PIECES] += 1
-    pieces.start[row], pieces.end[row], pieces.number[row], pieces.segment[row] = start, end, number, segment
-    pieces.after[row], pieces.looked[row] = state.first[source], 0
-    pieces.ratio[row] = _least(state, row)
-    state.first[source] = row
+def _numbers(segments: Segments, segment: int, parts: int) -> range:
+    """The numbers that the document of a segment has: its own, or those of its head groups."""
+    first = segments.document[segment] * parts
+    return range(first + 1, first + parts) if segments.apart[segment] else range(first, first + 1)
 
 
 @compiled
 def _find_pieces(state: State, source: int) -> None:
     """The pieces of a rank that nobody has asked so far."""
-    state.first[source] = -1
-    for segment in range(state.offsets[source] + state.context[source], state.offsets[source + 1]):
-        for number in _numbers(state, segment):
-            _add_piece(state, source, state.start[segment], state.end[segment], number, segment)
+    segments = state.segments
+    state.pieces.first[source] = -1
+    for segment in range(segments.offsets[source] + segments.context[source], segments.offsets[source + 1]):
+        for number in _numbers(segments, segment, state.prices.parts):
+            _add(state.pieces, state.servers.count, source, (segments.start[segment], segments.end[segment], number, segment))
+    _forget(state.pieces, state.prices, source)
 
 
 @compiled
-def _least(state: State, piece: int) -> float:
+def _add(p: Pieces, count: Any, source: int, piece: tuple[int, int, int, int]) -> int:
+    """A piece more: (start, end, number, segment)."""
+    row = count[PIECES]
+    count[PIECES] += 1
+    p.start[row], p.end[row], p.number[row], p.segment[row] = piece
+    p.after[row], p.looked[row] = p.first[source], 0
+    p.first[source] = row
+    return row
+
+
+@compiled
+def _forget(p: Pieces, prices: Prices, source: int) -> None:
+    """Forget what slices of the pieces of a rank cost when they were last looked at."""
+    at = p.first[source]
+    while at >= 0:
+        p.ratio[at] = _least(prices, p.number[at], p.end[at])
+        at = p.after[at]
+
+
+@compiled
+def _least(prices: Prices, number: int, end: int) -> float:
     """Bytes that are exchanged at least for a second moved with a slice of a piece."""
-    price = state.group_price if state.pieces.number[piece] % state.parts else state.price
-    near = price.near if state.per_node else 1.0
-    return near * least_bytes(price) / most_seconds(price, state.pieces.end[piece])
+    price = prices.group_price if number % prices.parts else prices.price
+    near = price.near if prices.per_node else 1.0
+    return near * least_bytes(price) / most_seconds(price, end)
 
 
 @compiled
-def _earlier(state: State, one: int, other: int) -> bool:
+def _earlier(p: Pieces, one: int, other: int) -> bool:
     """Whether a piece comes before another that is as cheap: deeper rows first."""
-    p = state.pieces
     a = (-p.end[one], p.start[one], p.number[one], p.segment[one])
     return a < (-p.end[other], p.start[other], p.number[other], p.segment[other])
 
 
 @compiled
-def _next_piece(state: State, source: int) -> int:
+def _next_piece(p: Pieces, source: int, looks: int) -> int:
     """Of the pieces of a rank that were not looked at this time, the one that seems cheapest; -1 if there is none."""
-    p, best = state.pieces, -1
-    at = state.first[source]
+    best, at = -1, p.first[source]
     while at >= 0:
-        if p.looked[at] != state.count[LOOKS] and (
-            best < 0 or p.ratio[at] < p.ratio[best] or (p.ratio[at] == p.ratio[best] and _earlier(state, at, best))
+        if p.looked[at] != looks and (
+            best < 0 or p.ratio[at] < p.ratio[best] or (p.ratio[at] == p.ratio[best] and _earlier(p, at, best))
         ):
             best = at
         at = p.after[at]
@@ -246,7 +275,7 @@ def _next_piece(state: State, source: int) -> int:
 
 
 @compiled
-def _cheaper(state: State, one: Move, other: Move) -> bool:
+def _cheaper(p: Pieces, one: Move, other: Move) -> bool:
     """Whether a move exchanges fewer bytes per second moved; if they are equal, the order of servers and of rows decides."""
     if one.piece < 0 or other.piece < 0:
         return one.piece >= 0
@@ -254,71 +283,67 @@ def _cheaper(state: State, one: Move, other: Move) -> bool:
         return one.bytes_per_second < other.bytes_per_second
     if one.server != other.server or one.piece == other.piece:
         return (one.server, one.start, one.end) < (other.server, other.start, other.end)
-    return _earlier(state, one.piece, other.piece)
+    return _earlier(p, one.piece, other.piece)
 
 
 @compiled
-def _cheapest(state: State, source: int, server: int, surplus: float, strict: bool) -> Move:
+def _cheapest(state: State, source: int, server: int, surplus: float, leeway: float) -> Move:
     """The cheapest slice for `server`, or for one that holds keys of a document already.
 
-    If `strict`, none that brings the source below the band or the server above it.
+    With `leeway` it may bring the server up to that part of what both have, and the source below the band; without, the one not
+    above it and the other not below.
     """
-    p, level = state.pieces, state.level
-    want = min(surplus, level[LOW] - state.work[server])
-    if state.first[source] == UNASKED:
+    p, prices, holders, servers = state.pieces, state.prices, state.holders, state.servers
+    if p.first[source] == UNASKED:
         _find_pieces(state, source)
-    if not state.want[source] * (1 - _ALIKE) <= want <= state.want[source] * (1 + _ALIKE):
-        state.want[source] = want
-        at = state.first[source]
-        while at >= 0:
-            p.ratio[at] = _least(state, at)
-            at = p.after[at]
-    state.count[LOOKS] += 1
-    near = _near(state, source, server)
-    best = Move(math.inf, -1, -1, 0, 0, 0.0, 0.0)
+    want = min(surplus, servers.level[LOW] - servers.work[server])
+    if not p.want[source] * (1 - _ALIKE) <= want <= p.want[source] * (1 + _ALIKE):
+        p.want[source] = want
+        _forget(p, prices, source)
+    servers.count[LOOKS] += 1
+    looks, near = servers.count[LOOKS], _near(servers, prices.per_node, source, server)
+    best = _nothing()
     last_start, last_end, last_document = -1, -1, -1
     while True:
-        piece = _next_piece(state, source)
+        piece = _next_piece(p, source, looks)
         # No slice of the pieces behind moves a second for fewer bytes, or did when somebody looked.
         if piece < 0 or (best.piece >= 0 and p.ratio[piece] >= best.bytes_per_second):
             return best
-        p.looked[piece] = state.count[LOOKS]
+        p.looked[piece] = looks
         number = p.number[piece]
-        if state.parts > 1 and not state.holders.known[number]:
+        if prices.parts > 1 and not holders.known[number]:
             # Groups of heads of the same rows, which follow each other, are as good as each other.
-            document = number // state.parts
+            document = number // prices.parts
             if last_end == p.end[piece] and last_start == p.start[piece] and last_document == document:
                 continue
             last_start, last_end, last_document = p.start[piece], p.end[piece], document
-        found = _slice(state, source, piece, server, surplus, strict)
-        if near >= 0:
-            other = _slice(state, source, piece, near, surplus, strict)
-            if _cheaper(state, other, found):
-                found = other
-        at, looked = _able(state, number, -1), 0
-        # Servers, not too many, that hold keys of the document already.
-        while at >= 0 and looked < _HOLDERS:
-            rank = state.holders.rank[at]
-            if rank != server:
-                looked += 1
-                other = _slice(state, source, piece, rank, surplus, strict)
-                if _cheaper(state, other, found):
-                    found = other
-            at = _able(state, number, at)
+        # The server, one in the node of the source, and some, not too many, that hold keys of the document already.
+        found, rank, holder = _nothing(), server, -1
+        for turn in range(2 + _HOLDERS):
+            if turn == 1:
+                rank = near
+            elif turn > 1:
+                holder = _next_able(holders, servers, number, holder)
+                if holder >= 0 and holders.rank[holder] == server:
+                    holder = _next_able(holders, servers, number, holder)
+                if holder < 0:
+                    break
+                rank = holders.rank[holder]
+            if rank >= 0:
+                move = _slice(state, source, piece, rank, surplus, leeway)
+                if _cheaper(p, move, found):
+                    found = move
         p.ratio[piece] = found.bytes_per_second
-        if _cheaper(state, found, best):
+        if _cheaper(p, found, best):
             best = found
-
-
 @compiled
-def _able(state: State, number: int, before: int) -> int:
+def _next_able(holders: Holders, servers: Servers, number: int, before: int) -> int:
     """Of those that hold keys of a document, the next row whose rank may take work, after the one before; -1 if there is none.
 
     Whoever has enough stays that way, and is left out from now on.
     """
-    holders = state.holders
     at = holders.able[number] - 1 if before < 0 else holders.after[before]
-    while at >= 0 and state.work[holders.rank[at]] >= state.level[FLOOR]:
+    while at >= 0 and servers.work[holders.rank[at]] >= servers.level[FLOOR]:
         at = holders.after[at]
     if before < 0:
         holders.able[number] = at + 1
@@ -330,53 +355,53 @@ def _able(state: State, number: int, before: int) -> int:
 
 
 @compiled
-def _slice(state: State, source: int, piece: int, server: int, surplus: float, strict: bool) -> Move:
+def _slice(state: State, source: int, piece: int, server: int, surplus: float, leeway: float) -> Move:
     """The cheapest slice of a piece for a server."""
-    nothing = Move(math.inf, -1, -1, 0, 0, 0.0, 0.0)
-    start, end, number = state.pieces.start[piece], state.pieces.end[piece], state.pieces.number[piece]
-    price, own = (state.group_price, state.group_own) if number % state.parts else (state.price, state.own)
-    level, work, speed = state.level, state.work[server], state.speed[server]
-    top = level[CAP] if strict else max(level[CAP], (state.work[source] + work) / 2)
+    p, prices, holders, servers = state.pieces, state.prices, state.holders, state.servers
+    start, end, number = p.start[piece], p.end[piece], p.number[piece]
+    grouped = number % prices.parts > 0
+    price, own = (prices.group_price, prices.group_own) if grouped else (prices.price, prices.own)
+    level, work, speed = servers.level, servers.work[server], servers.speed[server]
+    top = max(level[CAP], leeway * (servers.work[source] + work))
     room = (top - work) * speed
     whole, all_own = seconds(price, start, end), seconds(own, start, end)
-    over = above = (state.work[source] - level[FLOOR]) * state.speed[source]
-    if state.exchanged:
+    over = above = (servers.work[source] - level[FLOOR]) * servers.speed[source]
+    if prices.exchanged:
         # The server's seconds are more than those that the source is rid of.
         rid = all_own - (price.row - own.row) * (end - start)
         if rid <= 0:
-            return nothing
+            return _nothing()
         surplus, above = surplus * whole / rid, above * whole / rid
     want = min(surplus, (level[LOW] - work) * speed if work < level[FLOOR] else room)
     if want <= 0:
-        return nothing  # levels fell since it was said to have room
-    holder = holder_of(state.holders, number, server)
-    held = state.holders.keys[holder] if holder >= 0 else 0
-    most = min(above, room) if strict else room
+        return _nothing()  # levels fell since it was said to have room
+    holder = holder_of(holders, number, server)
+    held = holders.keys[holder] if holder >= 0 else 0
+    most = room if leeway else min(above, room)
     if whole <= want or (whole <= most and whole <= 1.1 * want):
         x, y = start, end
     else:
         x, y = slice_of(price, start, end, want, most, held)
-    x, y = _fitting(state, start, x, y)
+    x, y = _fitting(prices.fit, price.window, price.tile, start, x, y)
     if y <= x:
-        return nothing
+        return _nothing()
     needed = keys(price, x, y, held)
     added = seconds(price, x, y) - (price.key - own.key) * (y - needed)
     shed = all_own - seconds(own, start, x) - seconds(own, y, end) - (price.row - own.row) * (y - x)
-    if not 0 < shed <= (over if strict else room) or added > room:
-        return nothing
-    if x == start and y == end and state.holders.known[number]:
+    if not 0 < shed <= (room if leeway else over) or added > room:
+        return _nothing()
+    if x == start and y == end and holders.known[number]:
         needed -= _saved(state, source, piece)
     ratio = (price.query_bytes * (y - x) + price.key_bytes * needed) / shed
-    if state.per_node and source // state.per_node == server // state.per_node:
+    if prices.per_node and source // prices.per_node == server // prices.per_node:
         ratio *= price.near
-    return Move(ratio, server, piece, x, y, shed, added)
+    return Move(ratio, source, server, piece, x, y, shed, added)
 
 
 @compiled
-def _furthest(state: State, source: int, number: int, but: int) -> int:
+def _furthest(p: Pieces, source: int, number: int, but: int) -> int:
     """The last row of a document that a rank still computes, apart from one piece."""
-    p, furthest = state.pieces, 0
-    at = state.first[source]
+    furthest, at = 0, p.first[source]
     while at >= 0:
         if p.number[at] == number and at != but:
             furthest = max(furthest, p.end[at])
@@ -387,43 +412,50 @@ def _furthest(state: State, source: int, number: int, but: int) -> int:
 @compiled
 def _saved(state: State, source: int, piece: int) -> int:
     """K/V tokens that the source no longer needs from others once the whole piece is gone."""
+    segments, holders = state.segments, state.holders
     number, end = state.pieces.number[piece], state.pieces.end[piece]
-    holder = holder_of(state.holders, number, source)
-    if holder >= 0 and state.holders.keys[holder] > end:
+    holder = holder_of(holders, number, source)
+    if holder >= 0 and holders.keys[holder] > end:
         return 0
-    rest = _furthest(state, source, number, piece)
+    rest = _furthest(state.pieces, source, number, piece)
     saved = end - rest
-    for segment in range(state.offsets[source], state.offsets[source + 1]):
-        if state.document[segment] == number // state.parts:
-            saved -= max(0, min(state.end[segment], end) - max(state.start[segment], rest))
+    for segment in range(segments.offsets[source], segments.offsets[source + 1]):
+        if segments.document[segment] == number // state.prices.parts:
+            saved -= max(0, min(segments.end[segment], end) - max(segments.start[segment], rest))
     return saved
 
 
 @compiled
-def _apply(state: State, source: int, move: Move) -> bool:
-    """Carry out a move; false if there is no room for it."""
-    p, holders, count, total = state.pieces, state.holders, state.count, state.total
-    if count[MOVES] == len(state.moves[0]) or count[PIECES] + 2 > len(p.start) or count[HOLDERS] == len(holders.rank):
-        return False
-    piece = move.piece
-    start, end, number, segment = p.start[piece], p.end[piece], p.number[piece], p.segment[piece]
-    before, at = -1, state.first[source]
+def _take_out(p: Pieces, source: int, piece: int) -> None:
+    """Take a piece from those of its rank."""
+    before, at = -1, p.first[source]
     while at != piece:
         before, at = at, p.after[at]
     if before < 0:
-        state.first[source] = p.after[piece]
+        p.first[source] = p.after[piece]
     else:
         p.after[before] = p.after[piece]
     p.segment[piece] = GONE
-    if start < move.start:
-        _add_piece(state, source, start, move.start, number, segment)
-    if move.end < end:
-        _add_piece(state, source, move.end, end, number, segment)
-    if state.price.window == 0:
+
+
+@compiled
+def _apply(state: State, move: Move) -> bool:
+    """Carry out a move; false if there is no room for it."""
+    p, holders, servers, prices = state.pieces, state.holders, state.servers, state.prices
+    count, level, total, source = servers.count, servers.level, servers.total, move.source
+    if count[MOVES] == len(state.moves[0]) or count[PIECES] + 2 > len(p.start) or count[HOLDERS] == len(holders.rank):
+        return False
+    start, end, number, segment = p.start[move.piece], p.end[move.piece], p.number[move.piece], p.segment[move.piece]
+    _take_out(p, source, move.piece)
+    for first, last in ((start, move.start), (move.end, end)):
+        if first < last:
+            rest = _add(p, count, source, (first, last, number, segment))
+            p.ratio[rest] = _least(prices, number, last)
+    if prices.price.window == 0:
         hold(holders, count, number, move.server, move.end)
         holder = holder_of(holders, number, source)
         if holder >= 0:
-            holders.keys[holder] = _furthest(state, source, number, -1)
+            holders.keys[holder] = _furthest(p, source, number, move.piece)
     row = count[MOVES]
     count[MOVES] += 1
     for column, value in zip(state.moves, (segment, number, move.start, move.end, source, move.server)):
@@ -433,20 +465,20 @@ def _apply(state: State, source: int, move: Move) -> bool:
     total[SHED] += move.shed
     total[GROWN] += move.added - move.shed
     scale = 1 + total[GROWN] / total[SHED] * max(total[SURPLUS], total[SHED]) / total[ALL]
-    for place in range(len(state.level)):
-        state.level[place] = scale * state.base[place]
-    _change(state, source, -move.shed)
-    _change(state, move.server, move.added)
+    for place in range(len(level)):
+        level[place] = scale * servers.base[place]
+    _change(servers, source, -move.shed)
+    _change(servers, move.server, move.added)
     return True
 
 
 @compiled
-def _fitting(state: State, start: int, x: int, y: int) -> tuple[int, int]:
+def _fitting(fit: Fit, window: int, tile: int, start: int, x: int, y: int) -> tuple[int, int]:
     """The part of [x, y), in a piece that begins at `start`, that fits a server; empty if no tile of rows does.
 
     Rows and keys at half of the bound each is the most work. Further back, keys leave less for rows.
     """
-    (bound, query, key), window, tile = state.fit, state.price.window, state.price.tile
+    bound, query, key = fit.bound, fit.query, fit.key
     first = 0 if window == 0 else max(0, x - window + 1)
     if bound == 0 or query * (y - x) + key * (y - first) <= bound:
         return x, y

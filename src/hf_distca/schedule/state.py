@@ -9,13 +9,13 @@ from hf_distca.schedule.compiled import compiled
 if TYPE_CHECKING:
     from hf_distca.schedule.prices import Price
 
-__all__ = ["Fit", "Holders", "Move", "Pieces", "State", "hold", "holder_of"]
+__all__ = ["Fit", "Holders", "Move", "Pieces", "Prices", "Segments", "Servers", "State", "hold", "holder_of"]
 
-# Places in `State.level`.
+# Places in `Servers.level`.
 FLOOR, LOW, MEAN, HIGH, CAP = range(5)
-# Places in `State.total`: seconds to be moved, of all work, moved so far, and by which the work of all has grown.
+# Places in `Servers.total`: seconds to be moved, of all work, moved so far, and by which the work of all has grown.
 SURPLUS, ALL, SHED, GROWN = range(4)
-# Places in `State.count`: ranks in `free`, pieces, holders, moves, and times that the cheapest slice was looked for.
+# Places in `Servers.count`: ranks in `free`, pieces, holders, moves, and times that the cheapest slice was looked for.
 FREE, PIECES, HOLDERS, MOVES, LOOKS = range(5)
 # The segment of a piece that is no more.
 GONE = -1
@@ -31,33 +31,76 @@ class Fit(NamedTuple):
     key: int
 
 
-class Move(NamedTuple):
-    """Rows [start, end) of a piece for a server, and what moving them does; `piece` is -1 if there is nothing to move."""
+class Prices(NamedTuple):
+    """What slices of documents, and of their head groups, cost.
 
-    bytes_per_second: float
-    server: int
-    piece: int
-    start: int
-    end: int
-    shed: float
-    added: float
+    Attributes:
+        price, own: what slices cost their servers, and what their homes are rid of.
+        group_price, group_own: the same of a head group.
+        exchanged: whether these are not the same.
+        parts: numbers that a document has: its own and those of its head groups. The d-th document is number ``d * parts``, and
+            group g of one that may be split ``d * parts + 1 + g``.
+        fit: slices are only moved as far as they fit a server.
+        per_node: ranks of a node, if it matters who is in one, or 0.
+    """
+
+    price: Price
+    own: Price
+    group_price: Price
+    group_own: Price
+    exchanged: bool
+    parts: int
+    fit: Fit
+    per_node: int
+
+
+class Segments(NamedTuple):
+    """Those of a layout, with documents by their place among all, and whether they may be split by heads."""
+
+    offsets: Any
+    context: Any
+    document: Any
+    start: Any
+    end: Any
+    apart: Any
+
+
+class Servers(NamedTuple):
+    """What ranks have to do.
+
+    Attributes:
+        work, speed: seconds of each rank, and its speed.
+        free: ranks that may take work, emptiest first; `count[FREE]` of them.
+        base, level: levels to begin with, and now: at places `FLOOR` to `CAP`.
+        total: sums of seconds, at places `SURPLUS` to `GROWN`.
+        count: at places `FREE` to `LOOKS`.
+    """
+
+    work: Any
+    speed: Any
+    free: Any
+    base: Any
+    level: Any
+    total: Any
+    count: Any
 
 
 class Pieces(NamedTuple):
-    """Rows of segments that their homes still compute: columns.
-
-    Documents are numbered as in a split layout, if any may be split by heads; a segment of such a document has a piece for each
-    head group.
+    """Rows of segments that their homes still compute; a segment of a document that may be split has a piece for each group.
 
     Attributes:
-        start, end: rows.
-        number, segment: of the document, and the row of the layout, or `GONE`.
+        first: the first piece of each rank; -1 if it has none, or `UNASKED`.
+        want: what the last server wanted that asked each rank.
+        start, end: rows of each piece.
+        number, segment: of its document, and the row of the layout, or `GONE`.
         after: the next piece of the same rank; -1 after the last.
         ratio: bytes exchanged per second moved with a slice of it when it was last looked at, for a server that wanted about
             as much; infinite if there was none, or no more than it can be if nobody has looked.
         looked: `count[LOOKS]` when it was.
     """
 
+    first: Any
+    want: Any
     start: Any
     end: Any
     number: Any
@@ -91,52 +134,27 @@ class Holders(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything that the moves read and change. Columns have a row for each rank or segment, or as they say.
+    """Everything that the moves read and change; `moves` has columns of segment, document, start, end, home, server."""
 
-    Attributes:
-        price, own: what slices cost their servers, and what their homes are rid of.
-        group_price, group_own: the same of a head group.
-        exchanged: whether these are not the same.
-        fit: slices are only moved as far as they fit a server.
-        parts: numbers that a document has: its own and those of its head groups.
-        per_node: ranks of a node, if it matters who is in one, or 0.
-        offsets, context: of the layout.
-        document, start, end, apart: of segments; documents by their place, and whether they may be split.
-        work, speed: seconds of each rank, and its speed.
-        first: the first piece of each rank; -1 if it has none, or `UNASKED`.
-        want: what the last server wanted that asked each rank.
-        free: ranks that may take work, emptiest first.
-        base, level, total, count: see the constants above; `base` are the levels to begin with.
-        pieces, holders: see there.
-        moves: one row of (segment, document, start, end, home, server) a move, in columns.
-    """
-
-    price: Price
-    own: Price
-    group_price: Price
-    group_own: Price
-    exchanged: bool
-    fit: Fit
-    parts: int
-    per_node: int
-    offsets: Any
-    context: Any
-    document: Any
-    start: Any
-    end: Any
-    apart: Any
-    work: Any
-    speed: Any
-    first: Any
-    want: Any
-    free: Any
-    base: Any
-    level: Any
-    total: Any
-    count: Any
+    prices: Prices
+    segments: Segments
+    servers: Servers
     pieces: Pieces
     holders: Holders
     moves: tuple[Any, Any, Any, Any, Any, Any]
+
+
+class Move(NamedTuple):
+    """Rows [start, end) of a piece for a server, and what moving them does; `piece` is -1 if there is nothing to move."""
+
+    bytes_per_second: float
+    source: int
+    server: int
+    piece: int
+    start: int
+    end: int
+    shed: float
+    added: float
 
 
 @compiled
