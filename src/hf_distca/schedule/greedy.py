@@ -67,8 +67,7 @@ class Greedy:
         self.total = np.array([surplus, ranks.work(seconds), 0.0, 0.0])
         # Numbers of a document and its head groups: the d-th document becomes d * parts.
         self.parts = 1 if heads.groups == 1 else heads.groups + 1
-        self.documents, self.place = np.unique(layout.document, return_inverse=True)
-        self.apart = np.isin(layout.document, sorted(heads.documents)) if heads.documents else np.zeros(len(self.place), dtype=np.bool_)
+        self.apart = np.isin(layout.document, sorted(heads.documents)) if heads.documents else np.zeros(len(layout.document), dtype=np.bool_)
 
     def plan(self) -> Plan:
         """Run and build the plan."""
@@ -87,9 +86,7 @@ class Greedy:
     def _start(self, room: int) -> State:
         """The state before the first of so many moves."""
         layout, ranks, heads = self.layout, len(self.seconds), self.heads
-        spanning = np.zeros(0, dtype=np.int64)
-        if not self.price.window and layout.spanning:
-            spanning = np.flatnonzero(np.isin(layout.document, sorted(layout.spanning)))
+        spanning = np.flatnonzero(layout.spans[layout.place] & (self.price.window == 0))
         # Of a document that may be split, each head group counts.
         extra = (heads.groups - 1) * int(self.apart.sum())
         per_node = self.ranks.per_node or 0
@@ -107,7 +104,7 @@ class Greedy:
                 fit=self.fit,
                 per_node=per_node if self.own.near < 1 and per_node < ranks else 0,
             ),
-            Segments(*map(column, (layout.offsets, layout.context, self.place, layout.start, layout.end, self.apart))),
+            Segments(*map(column, (layout.offsets, layout.context, layout.place, layout.start, layout.end, self.apart))),
             Servers(
                 work=column(self.seconds.copy()),
                 speed=column(np.array(self.speeds)),
@@ -117,8 +114,8 @@ class Greedy:
                 total=column(self.total.copy()),
                 count=column(count),
             ),
-            _pieces(ranks, len(self.place) + extra + 2 * room),
-            _holders(len(self.documents) * self.parts, len(spanning) + extra + room),
+            _pieces(ranks, len(layout.place) + extra + 2 * room),
+            _holders(len(layout.documents) * self.parts, len(spanning) + extra + room),
             (_zeros(room), _zeros(room), _zeros(room), _zeros(room), _zeros(room), _zeros(room)),
         )
         hold_all(state, column(spanning))
@@ -141,7 +138,7 @@ class Greedy:
         rows = [(number[first], left[0]), (start[first], left[1]), (end[last], left[2]), (home[first], rank), (server[first], rank)]
         number, *others = (np.concatenate(pair) for pair in rows)
 
-        document, group = self.documents[number // parts], number % parts
+        document, group = layout.documents[number // parts], number % parts
         split = np.unique(document[: len(first)][group[: len(first)] > 0])
         # Of a document that stays whole, the first group stands for all.
         apart = np.isin(document, split)

@@ -191,21 +191,55 @@ class Layout:
         return np.bincount(self.rank, weights=self._tokens * self.queries, minlength=self.world_size).astype(np.int64)
 
     @cached_property
-    def spanning(self) -> frozenset[int]:
-        """Documents that lie on more than one rank."""
-        order = np.lexsort((self.rank, self.document))
-        document, rank = self.document[order], self.rank[order]
-        return frozenset(document[1:][(document[1:] == document[:-1]) & (rank[1:] != rank[:-1])].tolist())
+    def by_document(self) -> IntArray:
+        """The segments in order of document and position."""
+        return np.lexsort((self.start, self.document))
 
     @cached_property
-    def scattered(self) -> bool:
-        """Whether any document lies in more than one run of tokens, on several ranks or with a gap on one."""
-        order = np.lexsort((self.start, self.document))
-        document, rank, token, length = (c[order] for c in (self.document, self.rank, self.token, self.length))
-        joined = (rank[1:] == rank[:-1]) & (token[1:] == token[:-1] + length[:-1])
-        return bool((~joined & (document[1:] == document[:-1])).any())
+    def _fresh(self) -> npt.NDArray[np.bool_]:
+        """Whether each segment, in order of document and position, is the first of its document."""
+        ordered = self.document[self.by_document]
+        return np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
+
+    @cached_property
+    def documents(self) -> IntArray:
+        """The numbers of all documents, in order."""
+        return self.document[self.by_document[self._fresh]]
+
+    @cached_property
+    def place(self) -> IntArray:
+        """Of each segment, the place of its document among `documents`."""
+        place = np.empty_like(self.by_document)
+        place[self.by_document] = np.cumsum(self._fresh) - 1
+        return place
+
+    def _differ(self, column: IntArray, step: IntArray | int = 0) -> npt.NDArray[np.bool_]:
+        """Of each document, whether two segments that follow each other differ in a column by anything but `step`."""
+        ordered = column[self.by_document]
+        other = (ordered[1:] != (ordered + step)[:-1]) & ~self._fresh[1:]
+        return np.bincount((np.cumsum(self._fresh) - 1)[1:], weights=other, minlength=len(self.documents)) > 0
+
+    @cached_property
+    def spans(self) -> npt.NDArray[np.bool_]:
+        """Of each of `documents`, whether it lies on more than one rank."""
+        return self._differ(self.rank)
 
     @property
+    def spanning(self) -> frozenset[int]:
+        """Documents that lie on more than one rank."""
+        return frozenset(self.documents[self.spans].tolist())
+
+    @cached_property
+    def runs(self) -> npt.NDArray[np.bool_]:
+        """Of each of `documents`, whether it lies in one run of the tokens of one rank."""
+        return ~(self.spans | self._differ(self.token, self.length[self.by_document]))
+
+    @property
+    def scattered(self) -> bool:
+        """Whether any document lies in more than one run of tokens, on several ranks or with a gap on one."""
+        return not self.runs.all()
+
+    @cached_property
     def longest(self) -> int:
         """Length of the longest document in tokens, 0 if there is none."""
         return int(self.end.max(initial=0))
@@ -296,10 +330,9 @@ def _check_columns(layout: Layout) -> None:
 
 def _check_documents(layout: Layout) -> None:
     """Every document must be tiled from 0 to its end: sorted by position, each segment starts where the last one ended."""
-    order = np.lexsort((layout.start, layout.document))
+    order = layout.by_document
     document, start, end = layout.document[order], layout.start[order], layout.end[order]
-    fresh = np.concatenate([[True], document[1:] != document[:-1]]) if len(document) else np.zeros(0, bool)
-    expected = np.where(fresh, 0, np.concatenate([[0], end[:-1]])[: len(end)])
+    expected = np.where(layout._fresh, 0, np.append(0, end[:-1])[: len(end)])
     wrong = np.flatnonzero(start != expected)
     if len(wrong):
         row = int(wrong[0])

@@ -105,9 +105,9 @@ class PlanLoad:
 
     @cached_property
     def wave_transfers(self) -> list[KeyTransfers]:
-        """What keys servers need, wave by wave."""
+        """What keys servers need, wave by wave; of documents that nobody exchanges, none."""
         if self.waves is None or self.waves.bytes is None:
-            return [self.plan.key_transfers()]
+            return [self.plan.key_transfers(among=self.plan.exchanged)]
         return [self.waves.plan.key_transfers(among=self.waves.number == wave) for wave in range(self.waves.count)]
 
     @cached_property
