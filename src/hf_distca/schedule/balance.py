@@ -37,6 +37,8 @@ _SERIAL = 0.02
 _FEW = 64
 # What the slowest rank may take beyond the mean for plans that do not prefer servers of the same node not to be tried as well.
 _SERVED = 0.02
+# Times the mean of both that the slowest of many ranks may take for evening out compute alone not to be tried as well.
+_EARLY = 1.5
 # Times the mean that the slowest rank takes where caps are tried first, and how much lower the next cap is.
 _EXTREME = 12
 _FINER_CAP = 1.4
@@ -130,7 +132,7 @@ def _fastest(
         load = _load(greedy.plan(), cost, config, ranks, relayed)
         if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:
             best, fastest = load.plan, load.slowest_seconds
-            if not few:
+            if not few and fastest <= _EARLY * ranks.level(both):
                 return best
     for tolerance in (wanted, *(t for t in _COARSER if t > wanted)):
         greedy = Greedy(layout, price, seconds, tolerance, fit, ranks=ranks, heads=heads)
