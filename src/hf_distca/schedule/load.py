@@ -15,6 +15,7 @@ from hf_distca.schedule.nodes import NodeBytes, wire_seconds
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.relays import senders, sent_key_tokens
+from hf_distca.schedule.traffic import KeyTraffic
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["PlanLoad", "PlanSummary", "imbalance", "summarize"]
@@ -24,7 +25,7 @@ EXCHANGES_PER_LAYER = 4
 # With relays: dispatch a second time, forward and backward, and gradients of keys to relays.
 RELAY_EXCHANGES = 3
 # What a `PlanLoad` keeps and relays do not change.
-_UNRELATED = {"pairs", "compute_seconds", "query_tokens", "wave_transfers"}
+_UNRELATED = {"pairs", "compute_seconds", "query_tokens", "key_traffic", "wave_transfers"}
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,16 @@ class PlanLoad:
         if self.cost.window != self.plan.window:
             object.__setattr__(self, "cost", replace(self.cost, window=self.plan.window))
 
-    def with_relays(self, relays: Relays) -> PlanLoad:
-        """That of the plan with relays, without counting again what these do not change."""
+    def with_relays(self, relays: Relays, sent: FloatArray) -> PlanLoad:
+        """That of the plan with relays, without counting again what these do not change.
+
+        Args:
+            relays: keys that are passed on.
+            sent: K/V tokens that each rank sends then.
+        """
         load = replace(self, plan=self.plan.with_relays(relays))
         vars(load).update({name: vars(self)[name] for name in _UNRELATED & vars(self).keys()})
+        vars(load)["key_tokens"] = sent, self.key_tokens[1]
         return load
 
     @property
@@ -91,6 +98,8 @@ class PlanLoad:
     def key_tokens(self) -> tuple[FloatArray, FloatArray]:
         """K/V tokens that each rank sends and receives, each token once per destination."""
         layout, relays = self.plan.layout, self.plan.relays
+        if relays is None and self.plan.window is None and not self._in_waves:
+            return self.key_traffic.tokens(layout.world_size)
         sides = []
         for keys in self.wave_transfers:
             came = keys.source != keys.server
@@ -98,10 +107,14 @@ class PlanLoad:
             sides.append((sent_key_tokens(keys, relays, layout), received))
         return np.sum([side[0] for side in sides], axis=0), np.sum([side[1] for side in sides], axis=0)
 
+    @cached_property
+    def key_traffic(self) -> KeyTraffic:
+        """Who needs how many keys, if there are no waves and there is no window."""
+        return KeyTraffic.of(self.plan)
+
     @property
-    def transfers(self) -> KeyTransfers:
-        """What keys servers need, if there are no waves."""
-        return self.wave_transfers[0]
+    def _in_waves(self) -> bool:
+        return self.waves is not None and self.waves.bytes is not None
 
     @cached_property
     def wave_transfers(self) -> list[KeyTransfers]:

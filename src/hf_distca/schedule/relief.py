@@ -15,9 +15,9 @@ import numpy as np
 from hf_distca.schedule.compiled import column
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.passing import Needs, pass_on
-from hf_distca.schedule.plan import KeyTransfers, Relays
-from hf_distca.schedule.relays import Sends, only
+from hf_distca.schedule.passing import Passing, pass_on
+from hf_distca.schedule.plan import Relays
+from hf_distca.schedule.traffic import KeyTraffic
 
 __all__ = ["relieve"]
 
@@ -39,87 +39,76 @@ def relieve(load: PlanLoad) -> PlanLoad:
         return load
     if load.overlapped and load.slowest_seconds <= float(load.compute_seconds.max()):
         return load
-    relays = _relays(load)
-    if relays is None:
-        return load
-    relieved = load.with_relays(relays)
-    return relieved if relieved.slowest_seconds < load.slowest_seconds * (1 - _GAIN) else load
+    relieved = _relays(load)
+    return relieved if relieved is not None and relieved.slowest_seconds < load.slowest_seconds * (1 - _GAIN) else load
 
 
-def _relays(load: PlanLoad) -> Relays | None:
-    """Runs that are passed on."""
-    rows, ranks = load.transfers, load.plan.layout.world_size
+def _relays(load: PlanLoad) -> PlanLoad | None:
+    """The load with keys passed on, if any can be."""
+    traffic, layout = load.key_traffic, load.plan.layout
     sent, received = load.wire_seconds
     compute = load.compute_seconds
     unchanged = float((received if load.overlapped else compute + received).max())
-    seconds = sent.copy() if load.overlapped else compute + sent
-    late = seconds > unchanged
-    documents = np.unique(rows.document[(rows.source != rows.server) & late[rows.source]])
-    if not len(documents):
-        return None
-    rows = only(rows, np.isin(rows.document, documents))
-    needs, order = _needs(load, rows, documents)
-    runs = (_room(needs.rank), _room(needs.rank), _room(needs.rank), _room(needs.rank))
-    work, saved = column(seconds), column(np.zeros(ranks, dtype=np.int64))
-    count = pass_on(needs, column(order), work, unchanged, saved, runs)
+    seconds = column(sent.copy() if load.overlapped else compute + sent)
+    tokens, saved = column(load.key_tokens[0].copy()), column(np.zeros(layout.world_size, dtype=np.int64))
+    passing, order = _passing(load)
+    runs = (_room(passing.rank), _room(passing.rank), _room(passing.rank), _room(passing.rank))
+    columns = KeyTraffic(*map(column, traffic)), Passing(*map(column, passing))
+    count = pass_on(*columns, column(order), seconds, unchanged, saved, tokens, runs)
     if not count:
         return None
     found = np.array([part[:count] for part in runs], dtype=np.int64)
     found = found[:, np.lexsort(found[1::-1])]
-    return Relays(documents[found[0]], *found[1:])
+    return load.with_relays(Relays(layout.documents[traffic.documents[found[0]]], *found[1:]), np.asarray(tokens))
 
 
-def _needs(load: PlanLoad, rows: KeyTransfers, documents: IntArray) -> tuple[Needs, IntArray]:
-    """Which keys of these documents servers need, and the documents by how much there is to pass on."""
-    layout, width = load.plan.layout, load.plan.layout.longest + 1
-    place, each = np.arange(len(documents) + 1), load.cost.transfer_seconds(0, 1) * layout.heads_of(documents)
-    rows = only(rows, np.argsort(rows.document, kind="stable"))
-    at = np.searchsorted(documents, rows.document)
-    document, rank, reach, end = _able(rows, at, len(documents))
-
-    remote = np.flatnonzero(rows.source != rows.server)
-    sends = Sends(only(rows, remote), documents, width)
+def _passing(load: PlanLoad) -> tuple[Passing, IntArray]:
+    """What can be passed on, and the documents of the traffic by how much that is, most first."""
+    traffic, width = load.key_traffic, load.plan.layout.longest + 1
+    documents = np.arange(len(traffic.documents))
+    of_need, of_segment = (np.repeat(documents, np.diff(bounds)) for bounds in (traffic.needs, traffic.segments))
+    document, rank, reach, end = _able(traffic, of_need, of_segment)
     # Positions at which more or fewer ranks are sent what follows, as far as two ranks need keys.
-    edges = [at[remote] * width + rows.start[remote], at[remote] * width + rows.end[remote]]
-    position = np.unique(np.concatenate([place[:-1] * width, place[:-1] * width + end, *edges]))
+    edges = [of_need * width + traffic.need, of_segment * width + traffic.start, of_segment * width + traffic.own]
+    position = np.sort(np.concatenate([documents * width, documents * width + end, *edges]))
+    position = position[np.append(True, position[1:] != position[:-1])[: len(position)]]
     of = position // width
     inside = position - of * width <= end[of]
     of, position = of[inside], (position - of * width)[inside]
-    more = sends.below(of, position) - position
-
-    order = remote[np.lexsort((rows.start[remote], at[remote]))]
-    needs = Needs(
-        *(column(part[order]) for part in (rows.start, rows.end, rows.source)),
-        column(np.searchsorted(at[order], place)),
-        column(rank),
-        column(reach),
-        column(np.searchsorted(document, place)),
-        column(position),
-        column(more),
-        column(np.searchsorted(of, place)),
-        column(each),
-    )
-    times = layout.heads_of(documents) * sends.below(place[:-1], np.full(len(documents), layout.longest))
-    return needs, np.argsort(-times, kind="stable")
+    kept = np.maximum(np.minimum(traffic.own, traffic.end), traffic.start)
+    more = _below(of_need, np.zeros_like(traffic.need), traffic.need, of, position, width) - position
+    more -= _below(of_segment, traffic.start, kept, of, position, width)
+    steps = np.searchsorted(of, np.append(documents, len(documents)))
+    each = load.cost.transfer_seconds(0, 1) * traffic.heads
+    passing = Passing(rank, reach, np.searchsorted(document, np.append(documents, len(documents))), position, more, steps, each)
+    return passing, np.argsort(-(traffic.heads * more[steps[1:] - 1]), kind="stable")
 
 
-def _able(rows: KeyTransfers, at: IntArray, documents: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def _below(of: IntArray, start: IntArray, end: IntArray, document: IntArray, position: IntArray, width: int) -> IntArray:
+    """Tokens of some runs [start, end) of documents, in order of these, before positions of documents."""
+    total = np.zeros(len(position), dtype=np.int64)
+    for edge, sign in ((start, 1), (end, -1)):
+        edges = np.sort(of * width + edge)
+        sums = np.append(0, np.cumsum(edges % width))
+        first = np.searchsorted(edges, document * width)
+        count = np.searchsorted(edges, document * width + position) - first
+        total += sign * (count * position - (sums[first + count] - sums[first]))
+    return total
+
+
+def _able(traffic: KeyTraffic, of_need: IntArray, of_segment: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Columns of (document, rank, keys that it needs) of those that can pass keys on; and the last key that two ranks need.
 
-    `at` is the place of the document of each row; rows are in order of it, and those of a server follow each other.
+    `of_need` and `of_segment` are the documents of the rows.
     """
-    last = np.flatnonzero(np.append((at[1:] != at[:-1]) | (rows.server[1:] != rows.server[:-1]), True))
-    document, rank, need = at[last], rows.server[last], rows.end[last]
-    first = np.searchsorted(at, np.arange(documents))
-    source = rows.source[first]
-    alone = np.minimum.reduceat(rows.source, first) == np.maximum.reduceat(rows.source, first)
+    source, furthest = traffic.source[traffic.segments[:-1]], traffic.need[traffic.needs[1:] - 1]
+    others = (traffic.source != source[of_segment]) & (traffic.start < furthest[of_segment])
+    alone = np.bincount(of_segment, weights=others, minlength=len(source)) == 0
     # A rank that holds a document alone has all keys, whether it needs them or not.
-    other = ~(alone[document] & (rank == source[document]))
-    document, rank, need = document[other], rank[other], need[other]
-    order = np.lexsort((need, document))
-    bounds = np.searchsorted(document[order], np.arange(documents + 1))
-    second = order[np.maximum(bounds[1:] - 2, 0)]
-    end = np.where(np.diff(bounds) > 1, need[second], 0)
+    rest = ~(alone[of_need] & (traffic.server == source[of_need]))
+    document, rank, need = of_need[rest], traffic.server[rest], traffic.need[rest]
+    bounds = np.searchsorted(document, np.arange(len(source) + 1))
+    end = np.where(np.diff(bounds) > 1, need[np.maximum(bounds[1:] - 2, 0)], 0)
     holders = np.flatnonzero(alone & (end > 0))
     document, rank, need = np.append(document, holders), np.append(rank, source[holders]), np.append(need, end[holders])
     order = np.lexsort((rank, need, document))
