@@ -2,44 +2,47 @@
 
 Most of the scheduler is numpy. What is left are loops in which each step depends on the last one: a Python interpreter takes a
 tenth of a second for the moves of 512 ranks, machine code a few milliseconds. numba compiles such functions when they are first
-called, in seconds, and keeps what it made beside the source or in the user's cache. Without numba they run as they are written,
-with the same plans.
-
+called, in some ten seconds, and keeps what it made beside the source or in the user's cache. Where numba cannot be imported they
+run as they are written, and make the same plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-try:
-    import numba
-except ImportError:
-    numba = None
-
-__all__ = ["COMPILES", "column", "compiled", "entry", "interpreted"]
-
-_FOLDER = Path(__file__).parent
+__all__ = ["Floats", "Ints", "column", "compiled", "entry", "interpreted"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+# What a `column` is to those who read it: an array of int64 or float64, or a list.
+Ints = list[int]
+Floats = list[float]
 
-# Whether functions are compiled.
-COMPILES = numba is not None
+
+def _numba() -> Any:
+    try:
+        return import_module("numba")
+    except ImportError:
+        return None
+
+
+numba = _numba()
+# Divisions by zero are what numpy makes of them: without the check loops are a quarter faster. And columns are not counted as
+# they are handed on, which takes four times as long as all else; functions that make no arrays of their own need no count.
+_OPTIONS = {"error_model": "numpy", "_nrt": False}
 
 
 def compiled(function: F) -> F:
-    """A function for other compiled ones, which reads and changes `column`s, numbers and named tuples of these.
+    """A function for other compiled ones. It reads and changes `column`s, numbers and named tuples of these, and makes no arrays.
 
     Its arithmetic is IEEE double arithmetic in the order that is written, so that every machine finds the same figures.
     """
-    if numba is None:
-        return function
-    made: F = numba.njit(error_model="numpy", **({} if "passing" in function.__module__ else {"_nrt": False}))(function)
-    return made
+    return function if numba is None else _made(function)
 
 
 def entry(function: F) -> F:
@@ -47,10 +50,9 @@ def entry(function: F) -> F:
     if numba is None:
         return function
     try:
-        made: F = numba.njit(cache=True, error_model="numpy", **({} if "passing" in function.__module__ else {"_nrt": False}))(function)
+        return _made(function, cache=True)
     except RuntimeError:  # no folder to keep it in
-        made = numba.njit(error_model="numpy", **({} if "passing" in function.__module__ else {"_nrt": False}))(function)
-    return made
+        return _made(function)
 
 
 def interpreted(function: F) -> F:
@@ -60,15 +62,24 @@ def interpreted(function: F) -> F:
 
 
 def column(values: npt.NDArray[Any]) -> Any:
-    """An array as compiled functions take it: as it is, or as a list, whose numbers Python reads faster, if nothing is compiled."""
+    """An array as compiled functions take it; a list, whose numbers Python reads faster, where nothing is compiled."""
     # One form of arrays, for which functions are compiled once.
-    return np.ascontiguousarray(values) if COMPILES else values.tolist()
+    return np.ascontiguousarray(values) if numba is not None else values.tolist()
+
+
+def _made(function: F, **options: Any) -> F:
+    try:
+        made: F = numba.njit(**_OPTIONS, **options)(function)
+    except KeyError:  # a version without one of the options
+        made = numba.njit(**options)(function)
+    return made
 
 
 def _forget_old() -> None:
-    """Remove what numba kept if a source is younger: it compares files one by one, but compiled functions hold those they call."""
-    youngest = max(source.stat().st_mtime for source in _FOLDER.glob("*.py"))
-    for kept in (_FOLDER / "__pycache__").glob("*.nbi"):
+    """Remove what numba kept if a source is younger: it looks at one file, but functions are compiled with all that they call."""
+    folder = Path(__file__).parent
+    youngest = max(source.stat().st_mtime for source in folder.glob("*.py"))
+    for kept in (folder / "__pycache__").glob("*.nbi"):
         if kept.stat().st_mtime < youngest:
             kept.unlink(missing_ok=True)
 

@@ -67,7 +67,11 @@ class Greedy:
         self.total = np.array([surplus, ranks.work(seconds), 0.0, 0.0])
         # Numbers of a document and its head groups: the d-th document becomes d * parts.
         self.parts = 1 if heads.groups == 1 else heads.groups + 1
-        self.apart = np.isin(layout.document, sorted(heads.documents)) if heads.documents else np.zeros(len(layout.document), dtype=np.bool_)
+        self.apart = (
+            np.isin(layout.document, sorted(heads.documents))
+            if heads.documents
+            else np.zeros(len(layout.document), dtype=np.bool_)
+        )
 
     def plan(self) -> Plan:
         """Run and build the plan."""
@@ -112,7 +116,7 @@ class Greedy:
                 base=column(np.array(self.levels)),
                 level=column(np.array(self.levels)),
                 total=column(self.total.copy()),
-                count=column(count),
+                counts=column(count),
             ),
             _pieces(ranks, len(layout.place) + extra + 2 * room),
             _holders(len(layout.documents) * self.parts, len(spanning) + extra + room),
@@ -124,18 +128,26 @@ class Greedy:
     def _build(self, state: State) -> Plan:
         """Tasks: untouched segments, what is left of the others, and what was moved."""
         layout, parts = self.layout, self.parts
-        count, pieces = state.servers.count, state.pieces
+        count, pieces = state.servers.counts, state.pieces
         moves = np.array([part[: count[MOVES]] for part in state.moves], dtype=np.int64)
         segment, number, start, end, home, server = moves[:, np.lexsort(moves[[2, 1, 0]])]
         # Slices of one piece for one server that follow each other are one task.
-        joined = (number[1:] == number[:-1]) & (segment[1:] == segment[:-1]) & (server[1:] == server[:-1]) & (start[1:] == end[:-1])
+        joined = (
+            (number[1:] == number[:-1]) & (segment[1:] == segment[:-1]) & (server[1:] == server[:-1]) & (start[1:] == end[:-1])
+        )
         first = np.flatnonzero(np.append(True, ~joined)[: len(number)])
         last = np.append(first, len(number))[1:] - 1
         rest = (pieces.number, pieces.start, pieces.end, pieces.segment)
         left = np.array([part[: count[PIECES]] for part in rest], dtype=np.int64)
         left = left[:, left[3] != GONE]
         rank = layout.rank[left[3]]
-        rows = [(number[first], left[0]), (start[first], left[1]), (end[last], left[2]), (home[first], rank), (server[first], rank)]
+        rows = [
+            (number[first], left[0]),
+            (start[first], left[1]),
+            (end[last], left[2]),
+            (home[first], rank),
+            (server[first], rank),
+        ]
         number, *others = (np.concatenate(pair) for pair in rows)
 
         document, group = layout.documents[number // parts], number % parts
@@ -147,8 +159,8 @@ class Greedy:
             layout, document = layout.split(split, self.heads.groups), document * parts + np.where(apart, group, 0)
         untouched = layout.queries & (np.asarray(pieces.first) == UNASKED)[layout.rank]
         segments = (layout.document, layout.start, layout.end, layout.rank, layout.rank)
-        columns = [np.append(one[untouched], other[counts]) for one, other in zip(segments, [document, *others], strict=True)]
-        return Plan(layout, *columns, self.price.window or None)
+        c = [np.append(one[untouched], other[counts]) for one, other in zip(segments, [document, *others], strict=True)]
+        return Plan(layout, c[0], c[1], c[2], c[3], c[4], self.price.window or None)
 
 
 def _heaviest(work: FloatArray) -> Any:

@@ -196,28 +196,28 @@ class Layout:
         return np.lexsort((self.start, self.document))
 
     @cached_property
-    def _fresh(self) -> npt.NDArray[np.bool_]:
-        """Whether each segment, in order of document and position, is the first of its document."""
+    def fresh(self) -> npt.NDArray[np.bool_]:
+        """Whether each segment, in the order of `by_document`, is the first of its document."""
         ordered = self.document[self.by_document]
         return np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
 
     @cached_property
     def documents(self) -> IntArray:
         """The numbers of all documents, in order."""
-        return self.document[self.by_document[self._fresh]]
+        return self.document[self.by_document[self.fresh]]
 
     @cached_property
     def place(self) -> IntArray:
         """Of each segment, the place of its document among `documents`."""
         place = np.empty_like(self.by_document)
-        place[self.by_document] = np.cumsum(self._fresh) - 1
+        place[self.by_document] = np.cumsum(self.fresh) - 1
         return place
 
     def _differ(self, column: IntArray, step: IntArray | int = 0) -> npt.NDArray[np.bool_]:
         """Of each document, whether two segments that follow each other differ in a column by anything but `step`."""
         ordered = column[self.by_document]
-        other = (ordered[1:] != (ordered + step)[:-1]) & ~self._fresh[1:]
-        return np.bincount((np.cumsum(self._fresh) - 1)[1:], weights=other, minlength=len(self.documents)) > 0
+        other = (ordered[1:] != (ordered + step)[:-1]) & ~self.fresh[1:]
+        return np.bincount((np.cumsum(self.fresh) - 1)[1:], weights=other, minlength=len(self.documents)) > 0
 
     @cached_property
     def spans(self) -> npt.NDArray[np.bool_]:
@@ -332,7 +332,7 @@ def _check_documents(layout: Layout) -> None:
     """Every document must be tiled from 0 to its end: sorted by position, each segment starts where the last one ended."""
     order = layout.by_document
     document, start, end = layout.document[order], layout.start[order], layout.end[order]
-    expected = np.where(layout._fresh, 0, np.append(0, end[:-1])[: len(end)])
+    expected = np.where(layout.fresh, 0, np.append(0, end[:-1])[: len(end)])
     wrong = np.flatnonzero(start != expected)
     if len(wrong):
         row = int(wrong[0])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from hf_distca.schedule.compiled import compiled, entry
+from hf_distca.schedule.compiled import Floats, Ints, compiled, entry
 from hf_distca.schedule.slices import keys, least_bytes, most_seconds, seconds, slice_of
 from hf_distca.schedule.state import (
     ALL,
@@ -47,19 +46,20 @@ _DONORS = 8
 # Ranks in a row that no donor has anything for, after which no other asks: with thousands of ranks asking takes long.
 _FAILURES = 4
 
+
 @entry
-def hold_all(state: State, segments: Any) -> None:
+def hold_all(state: State, segments: Ints) -> None:
     """Note which keys the homes of these segments, in the order of the layout, need anyway."""
     source = 0
     for segment in segments:
         while state.segments.offsets[source + 1] <= segment:
             source += 1
         for number in _numbers(state.segments, segment, state.prices.parts):
-            hold(state.holders, state.servers.count, number, source, state.segments.end[segment])
+            hold(state.holders, state.servers.counts, number, source, state.segments.end[segment])
 
 
 @entry
-def unload(state: State, order: Any) -> bool:
+def unload(state: State, order: Ints) -> bool:
     """Ranks above the band, in this order, give slices away until they are at their level.
 
     Returns:
@@ -70,7 +70,7 @@ def unload(state: State, order: Any) -> bool:
     for source in order:
         if work[source] <= level[CAP]:
             break
-        while work[source] > level[CAP] and servers.count[FREE] > 0:
+        while work[source] > level[CAP] and servers.counts[FREE] > 0:
             surplus = (work[source] - level[HIGH]) * servers.speed[source]
             move = _nothing()
             # A tile of rows may be more than the tolerated band is wide. Then a source too low, which `lift` mends, or a server
@@ -88,7 +88,7 @@ def unload(state: State, order: Any) -> bool:
 
 
 @entry
-def lift(state: State, heaviest: Any) -> bool:
+def lift(state: State, heaviest: Ints) -> bool:
     """Ranks that are still too low take from the heaviest, whichever of those gives for the fewest bytes.
 
     Args:
@@ -99,7 +99,7 @@ def lift(state: State, heaviest: Any) -> bool:
         Whether the columns of the state were long enough for all moves.
     """
     servers, per_node = state.servers, state.prices.per_node
-    work, speed, level, count = servers.work, servers.speed, servers.level, servers.count
+    work, speed, level, count = servers.work, servers.speed, servers.level, servers.counts
     donors, failed = min(_DONORS, len(heaviest)), 0
     while count[FREE] > 0 and work[servers.free[0]] < level[FLOOR] and failed < _FAILURES:
         server, best = servers.free[0], _nothing()
@@ -132,7 +132,7 @@ def _nothing() -> Move:
 
 
 @compiled
-def _settle(work: Any, heaviest: Any, rank: int) -> None:
+def _settle(work: Floats, heaviest: Ints, rank: int) -> None:
     """Bring a rank whose work has changed to its place among the heaviest."""
     at = 0
     while heaviest[at] != rank:
@@ -149,7 +149,7 @@ def _settle(work: Any, heaviest: Any, rank: int) -> None:
 @compiled
 def _free_at(servers: Servers, work: float, rank: int) -> int:
     """Where in `free` a rank with so much work stands, or would stand."""
-    low, high = 0, servers.count[FREE]
+    low, high = 0, servers.counts[FREE]
     while low < high:
         middle = (low + high) // 2
         other = servers.free[middle]
@@ -164,9 +164,9 @@ def _free_at(servers: Servers, work: float, rank: int) -> int:
 def _drop(servers: Servers, rank: int) -> None:
     """Take a rank out of `free`, if it is there."""
     at = _free_at(servers, servers.work[rank], rank)
-    if at < servers.count[FREE] and servers.free[at] == rank:
-        servers.count[FREE] -= 1
-        for place in range(at, servers.count[FREE]):
+    if at < servers.counts[FREE] and servers.free[at] == rank:
+        servers.counts[FREE] -= 1
+        for place in range(at, servers.counts[FREE]):
             servers.free[place] = servers.free[place + 1]
 
 
@@ -177,10 +177,10 @@ def _change(servers: Servers, rank: int, moved: float) -> None:
     servers.work[rank] += moved / servers.speed[rank]
     if servers.work[rank] < servers.level[MEAN]:
         at = _free_at(servers, servers.work[rank], rank)
-        for place in range(servers.count[FREE], at, -1):
+        for place in range(servers.counts[FREE], at, -1):
             servers.free[place] = servers.free[place - 1]
         servers.free[at] = rank
-        servers.count[FREE] += 1
+        servers.counts[FREE] += 1
 
 
 @compiled
@@ -190,7 +190,7 @@ def _server_for(servers: Servers, surplus: float) -> int:
     emptiest = servers.free[0]
     if (level[LOW] - work[emptiest]) * speed[emptiest] > surplus:
         at = _free_at(servers, level[FLOOR] - surplus, 0)
-        if at < servers.count[FREE]:
+        if at < servers.counts[FREE]:
             fits = servers.free[at]
             if work[fits] + surplus / speed[fits] <= level[CAP]:
                 return fits
@@ -222,12 +222,12 @@ def _find_pieces(state: State, source: int) -> None:
     state.pieces.first[source] = -1
     for segment in range(segments.offsets[source] + segments.context[source], segments.offsets[source + 1]):
         for number in _numbers(segments, segment, state.prices.parts):
-            _add(state.pieces, state.servers.count, source, (segments.start[segment], segments.end[segment], number, segment))
+            _add(state.pieces, state.servers.counts, source, (segments.start[segment], segments.end[segment], number, segment))
     _forget(state.pieces, state.prices, source)
 
 
 @compiled
-def _add(p: Pieces, count: Any, source: int, piece: tuple[int, int, int, int]) -> int:
+def _add(p: Pieces, count: Ints, source: int, piece: tuple[int, int, int, int]) -> int:
     """A piece more: (start, end, number, segment)."""
     row = count[PIECES]
     count[PIECES] += 1
@@ -300,8 +300,8 @@ def _cheapest(state: State, source: int, server: int, surplus: float, leeway: fl
     if not p.want[source] * (1 - _ALIKE) <= want <= p.want[source] * (1 + _ALIKE):
         p.want[source] = want
         _forget(p, prices, source)
-    servers.count[LOOKS] += 1
-    looks, near = servers.count[LOOKS], _near(servers, prices.per_node, source, server)
+    servers.counts[LOOKS] += 1
+    looks, near = servers.counts[LOOKS], _near(servers, prices.per_node, source, server)
     best = _nothing()
     last_start, last_end, last_document = -1, -1, -1
     while True:
@@ -336,6 +336,8 @@ def _cheapest(state: State, source: int, server: int, surplus: float, leeway: fl
         p.ratio[piece] = found.bytes_per_second
         if _cheaper(p, found, best):
             best = found
+
+
 @compiled
 def _next_able(holders: Holders, servers: Servers, number: int, before: int) -> int:
     """Of those that hold keys of a document, the next row whose rank may take work, after the one before; -1 if there is none.
@@ -442,7 +444,7 @@ def _take_out(p: Pieces, source: int, piece: int) -> None:
 def _apply(state: State, move: Move) -> bool:
     """Carry out a move; false if there is no room for it."""
     p, holders, servers, prices = state.pieces, state.holders, state.servers, state.prices
-    count, level, total, source = servers.count, servers.level, servers.total, move.source
+    count, level, total, source = servers.counts, servers.level, servers.total, move.source
     if count[MOVES] == len(state.moves[0]) or count[PIECES] + 2 > len(p.start) or count[HOLDERS] == len(holders.rank):
         return False
     start, end, number, segment = p.start[move.piece], p.end[move.piece], p.number[move.piece], p.segment[move.piece]
@@ -458,8 +460,9 @@ def _apply(state: State, move: Move) -> bool:
             holders.keys[holder] = _furthest(p, source, number, move.piece)
     row = count[MOVES]
     count[MOVES] += 1
-    for column, value in zip(state.moves, (segment, number, move.start, move.end, source, move.server)):
-        column[row] = value
+    segments, numbers, starts, ends, homes, takers = state.moves
+    segments[row], numbers[row], starts[row], ends[row] = segment, number, move.start, move.end
+    homes[row], takers[row] = source, move.server
     # A server reads keys that the home reads too, and starts a task more: moving adds work. The levels rise to where they will
     # be when all surplus is moved at the same rate.
     total[SHED] += move.shed

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_distca.schedule.compiled import compiled, entry
+from hf_distca.schedule.compiled import Floats, Ints, compiled, entry
 from hf_distca.schedule.traffic import first_need, needed
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ class Passing(NamedTuple):
 def pass_on(
     traffic: KeyTraffic,
     passing: Passing,
-    order: Any,
-    seconds: Any,
+    order: Ints,
+    seconds: Floats,
     unchanged: float,
-    saved: Any,
-    tokens: Any,
-    runs: tuple[Any, Any, Any, Any],
+    saved: Ints,
+    tokens: Floats,
+    runs: tuple[Ints, Ints, Ints, Ints],
 ) -> int:
     """Give documents relays that end together, each with what it has to do anyway.
 
@@ -93,7 +93,7 @@ def pass_on(
 
 
 @compiled
-def _late(traffic: KeyTraffic, document: int, seconds: Any, unchanged: float) -> bool:
+def _late(traffic: KeyTraffic, document: int, seconds: Floats, unchanged: float) -> bool:
     """Whether a rank that sends a document ends after what relays cannot change."""
     furthest = traffic.need[traffic.needs[document + 1] - 1]
     for segment in range(traffic.segments[document], traffic.segments[document + 1]):
@@ -103,7 +103,7 @@ def _late(traffic: KeyTraffic, document: int, seconds: Any, unchanged: float) ->
 
 
 @compiled
-def _save(traffic: KeyTraffic, document: int, end: int, saved: Any) -> None:
+def _save(traffic: KeyTraffic, document: int, end: int, saved: Ints) -> None:
     """Tokens, not above 0, that each source sends more if each key before `end` leaves it but once."""
     first, last = traffic.needs[document], traffic.needs[document + 1]
     for segment in range(traffic.segments[document], traffic.segments[document + 1]):
@@ -123,14 +123,14 @@ def _save(traffic: KeyTraffic, document: int, end: int, saved: Any) -> None:
 
 
 @compiled
-def _relieved(passing: Passing, document: int, row: int, seconds: Any, saved: Any) -> float:
+def _relieved(passing: Passing, document: int, row: int, seconds: Floats, saved: Ints) -> float:
     """Seconds of one that can pass keys on, when each key leaves its source but once."""
     rank = passing.rank[row]
     return float(seconds[rank] + passing.each[document] * saved[rank])
 
 
 @compiled
-def _poured(passing: Passing, document: int, end: int, seconds: Any, saved: Any) -> float:
+def _poured(passing: Passing, document: int, end: int, seconds: Floats, saved: Ints) -> float:
     """The level to which all that can be passed on fills those that can do it, poured over their seconds."""
     amount = passing.each[document] * _more_at(passing, document, end)
     level, before = 0.0, -1
@@ -153,9 +153,9 @@ def _cut(
     document: int,
     end: int,
     level: float,
-    seconds: Any,
-    saved: Any,
-    runs: tuple[Any, Any, Any, Any],
+    seconds: Floats,
+    saved: Ints,
+    runs: tuple[Ints, Ints, Ints, Ints],
     count: int,
 ) -> int:
     """Runs before `end` with as much to pass on as relays have room for below `level`, none beyond what its relay passing.
@@ -186,7 +186,7 @@ def _cut(
 
 
 @compiled
-def _step(column: Any, first: int, last: int, value: float) -> int:
+def _step(column: Ints, first: int, last: int, value: float) -> int:
     """The first row of a column from `first`, which grows to `last`, that is more than a value; `last` if none is."""
     while first < last:
         middle = (first + last) // 2

@@ -53,7 +53,7 @@ def _relays(load: PlanLoad) -> PlanLoad | None:
     tokens, saved = column(load.key_tokens[0].copy()), column(np.zeros(layout.world_size, dtype=np.int64))
     passing, order = _passing(load)
     runs = (_room(passing.rank), _room(passing.rank), _room(passing.rank), _room(passing.rank))
-    columns = KeyTraffic(*map(column, traffic)), Passing(*map(column, passing))
+    columns = KeyTraffic(*(column(part) for part in traffic)), Passing(*(column(part) for part in passing))
     count = pass_on(*columns, column(order), seconds, unchanged, saved, tokens, runs)
     if not count:
         return None

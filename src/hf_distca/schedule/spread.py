@@ -11,9 +11,9 @@ rank needs all keys before the end of its tail, and its head is needed by all la
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from hf_distca.schedule.compiled import compiled, entry
+from hf_distca.schedule.compiled import Floats, Ints, compiled, entry
 from hf_distca.schedule.slices import keys, seconds
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ _EVEN = 0.002
 class Loads(NamedTuple):
     """Seconds that each rank computes, and key tokens that it sends and receives, counted as if all had a weight of 1."""
 
-    compute: Any
-    sent: Any
-    received: Any
+    compute: Floats
+    sent: Floats
+    received: Floats
 
 
 class Wide(NamedTuple):
@@ -48,18 +48,18 @@ class Wide(NamedTuple):
         head, front, tail, back: the pieces [head, head + front) and [tail, tail + back) of a share; one may be empty.
     """
 
-    length: Any
-    weight: Any
-    bounds: Any
-    rank: Any
-    tokens: Any
-    compute: Any
-    sent: Any
-    received: Any
-    head: Any
-    front: Any
-    tail: Any
-    back: Any
+    length: Ints
+    weight: Floats
+    bounds: Ints
+    rank: Ints
+    tokens: Ints
+    compute: Floats
+    sent: Ints
+    received: Ints
+    head: Ints
+    front: Ints
+    tail: Ints
+    back: Ints
 
 
 class Scratch(NamedTuple):
@@ -68,12 +68,12 @@ class Scratch(NamedTuple):
     `best` and `best_tails` are those with which the last rank ends first so far.
     """
 
-    order: Any
-    tails: Any
-    best: Any
-    best_tails: Any
-    ends: Any
-    exchange: Any
+    order: Ints
+    tails: Ints
+    best: Ints
+    best_tails: Ints
+    ends: Floats
+    exchange: Floats
 
 
 @entry
@@ -122,9 +122,7 @@ def _in_order(wide: Wide, price: Price, document: int) -> None:
 
 
 @compiled
-def _cut(
-    wide: Wide, loads: Loads, price: Price, key_seconds: float, overlapped: bool, scratch: Scratch, document: int
-) -> None:
+def _cut(wide: Wide, loads: Loads, price: Price, key_seconds: float, overlapped: bool, scratch: Scratch, document: int) -> None:
     """Find the best of a few ways to cut a document."""
     begin, length, weight = wide.bounds[document], wide.length[document], wide.weight[document]
     count = wide.bounds[document + 1] - begin

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from hf_distca.schedule.compiled import compiled
+from hf_distca.schedule.compiled import Floats, Ints, compiled
 
 if TYPE_CHECKING:
     from hf_distca.schedule.prices import Price
@@ -15,7 +15,7 @@ __all__ = ["Fit", "Holders", "Move", "Pieces", "Prices", "Segments", "Servers", 
 FLOOR, LOW, MEAN, HIGH, CAP = range(5)
 # Places in `Servers.total`: seconds to be moved, of all work, moved so far, and by which the work of all has grown.
 SURPLUS, ALL, SHED, GROWN = range(4)
-# Places in `Servers.count`: ranks in `free`, pieces, holders, moves, and times that the cheapest slice was looked for.
+# Places in `Servers.counts`: ranks in `free`, pieces, holders, moves, and times that the cheapest slice was looked for.
 FREE, PIECES, HOLDERS, MOVES, LOOKS = range(5)
 # The segment of a piece that is no more.
 GONE = -1
@@ -57,12 +57,12 @@ class Prices(NamedTuple):
 class Segments(NamedTuple):
     """Those of a layout, with documents by their place among all, and whether they may be split by heads."""
 
-    offsets: Any
-    context: Any
-    document: Any
-    start: Any
-    end: Any
-    apart: Any
+    offsets: Ints
+    context: Ints
+    document: Ints
+    start: Ints
+    end: Ints
+    apart: list[bool]
 
 
 class Servers(NamedTuple):
@@ -70,19 +70,19 @@ class Servers(NamedTuple):
 
     Attributes:
         work, speed: seconds of each rank, and its speed.
-        free: ranks that may take work, emptiest first; `count[FREE]` of them.
+        free: ranks that may take work, emptiest first; `counts[FREE]` of them.
         base, level: levels to begin with, and now: at places `FLOOR` to `CAP`.
         total: sums of seconds, at places `SURPLUS` to `GROWN`.
-        count: at places `FREE` to `LOOKS`.
+        counts: at places `FREE` to `LOOKS`.
     """
 
-    work: Any
-    speed: Any
-    free: Any
-    base: Any
-    level: Any
-    total: Any
-    count: Any
+    work: Floats
+    speed: Floats
+    free: Ints
+    base: Floats
+    level: Floats
+    total: Floats
+    counts: Ints
 
 
 class Pieces(NamedTuple):
@@ -96,18 +96,18 @@ class Pieces(NamedTuple):
         after: the next piece of the same rank; -1 after the last.
         ratio: bytes exchanged per second moved with a slice of it when it was last looked at, for a server that wanted about
             as much; infinite if there was none, or no more than it can be if nobody has looked.
-        looked: `count[LOOKS]` when it was.
+        looked: `counts[LOOKS]` when it was.
     """
 
-    first: Any
-    want: Any
-    start: Any
-    end: Any
-    number: Any
-    segment: Any
-    after: Any
-    ratio: Any
-    looked: Any
+    first: Ints
+    want: Floats
+    start: Ints
+    end: Ints
+    number: Ints
+    segment: Ints
+    after: Ints
+    ratio: Floats
+    looked: Ints
 
 
 class Holders(NamedTuple):
@@ -123,14 +123,14 @@ class Holders(NamedTuple):
         table: rows, counted from 1, by a hash of document and rank; its length is a power of two.
     """
 
-    number: Any
-    rank: Any
-    keys: Any
-    after: Any
-    known: Any
-    able: Any
-    last: Any
-    table: Any
+    number: Ints
+    rank: Ints
+    keys: Ints
+    after: Ints
+    known: list[bool]
+    able: Ints
+    last: Ints
+    table: Ints
 
 
 class State(NamedTuple):
@@ -141,7 +141,7 @@ class State(NamedTuple):
     servers: Servers
     pieces: Pieces
     holders: Holders
-    moves: tuple[Any, Any, Any, Any, Any, Any]
+    moves: tuple[Ints, Ints, Ints, Ints, Ints, Ints]
 
 
 class Move(NamedTuple):
@@ -171,7 +171,7 @@ def holder_of(holders: Holders, number: int, rank: int) -> int:
 
 
 @compiled
-def hold(holders: Holders, count: Any, number: int, rank: int, needed: int) -> None:
+def hold(holders: Holders, count: Ints, number: int, rank: int, needed: int) -> None:
     """Note that a rank needs the first `needed` keys of a document."""
     row = holder_of(holders, number, rank)
     if row >= 0:

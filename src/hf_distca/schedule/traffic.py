@@ -12,7 +12,6 @@ import numpy as np
 
 from hf_distca.schedule.compiled import column, compiled, entry
 from hf_distca.schedule.cost import FloatArray
-from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.plan import Plan
 
 __all__ = ["KeyTraffic", "first_need", "needed"]
