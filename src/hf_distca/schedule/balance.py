@@ -56,7 +56,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
             without one if no document is longer than the window.
         config: `balance`, `tolerance`, `min_gain`, `tile`, `head_groups`, `max_transient_bytes` and `ping_pong` are read. A
             tolerance below 0.002 counts as 0.002. With head groups, the layout of the plan is `layout` with some documents split
-            by heads. With a bound, there are none, and only slices that fit it alone are moved. With `ping_pong` the layout is
+            by heads. With a bound, only slices that fit it alone are moved. With `ping_pong` the layout is
             that of a nano-batch, whose exchange costs only what is longer than the compute beside it.
         ranks: what ranks are like; the same on every rank. A slower one gets less, so that all end together.
         relayed: whether servers may pass keys on.
@@ -86,8 +86,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     if not price.pair or _within(seconds, ranks.level(seconds), config.tolerance) or _hopeless(price, unmoved, config):
         return unmoved.plan
     heads = WHOLE
-    # Waves, which keep a bound of transient bytes, do not know head groups.
-    if cost.window is None and config.max_transient_bytes is None and cost.exchange_bytes_per_second < math.inf:
+    if cost.window is None and cost.exchange_bytes_per_second < math.inf:
         heads = Heads.of(layout, price, cost, unmoved.compute_seconds, config.head_groups)
     best = _fastest(layout, cost, price, unmoved, config, relayed, heads)
     if price.near == 1 or ranks.per_node in (None, 1):
@@ -149,7 +148,7 @@ def _fastest(
 
 
 def _load(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks, relayed: bool) -> PlanLoad:
-    waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes)
+    waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)
     load = PlanLoad(plan, cost, waves, overlapped=config.ping_pong, ranks=ranks)
     return relieve(load) if relayed else load
 

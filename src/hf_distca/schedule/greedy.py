@@ -106,6 +106,7 @@ class Greedy:
                 exchanged=self.price is not self.own,
                 parts=self.parts,
                 fit=self.fit,
+                group_fit=self.fit.of_group(heads.groups),
                 per_node=per_node if self.own.near < 1 and per_node < ranks else 0,
             ),
             Segments(*map(column, (layout.offsets, layout.context, layout.place, layout.start, layout.end, self.apart))),

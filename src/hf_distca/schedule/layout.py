@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hf_distca.errors import DistCAError, LayoutError
 
-__all__ = ["IntArray", "Layout", "Segment", "as_integers", "documents_from_positions", "lengths_from_cu_seqlens"]
+__all__ = ["IntArray", "Layout", "Segment", "as_integers", "documents_from_positions", "lengths_from_cu_seqlens", "repeated"]
 
 IntArray = npt.NDArray[np.int64]
 _LARGEST = 2**48  # position: sums and products of what is larger may not fit in 64 bits
@@ -122,21 +122,23 @@ class Layout:
             groups: at least 2; it must divide the key/value heads of the layers.
 
         Raises:
-            LayoutError: if there is context, or if documents were split before.
+            LayoutError: if there is context, or if documents were split in another number of groups before.
         """
-        if self.groups > 1 or self.context.any():
+        if self.groups not in (1, groups) or self.context.any():
             raise LayoutError(f"a layout with {self.groups} head groups and context {self.context.tolist()} cannot be split.")
-        apart = np.isin(self.document, documents)
-        count = np.where(apart, groups, 1)
-        row = np.repeat(np.arange(len(count)), count)
-        part = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-        number = self.document[row] * (groups + 1) + np.where(apart[row], 1 + part, 0)
-        offsets = np.concatenate([[0], np.cumsum(count)])[self.offsets]
-        return Layout(number, self.start[row], self.length[row], offsets, groups=groups)
+        numbers = self.document if self.groups == groups else self.document * (groups + 1)
+        apart = np.isin(numbers, documents if self.groups == groups else documents * (groups + 1))
+        row, part = repeated(apart, groups)
+        offsets = np.concatenate([[0], np.cumsum(np.where(apart, groups, 1))])[self.offsets]
+        return Layout(numbers[row] + part, self.start[row], self.length[row], offsets, groups=groups)
 
     def heads_of(self, document: IntArray) -> npt.NDArray[np.float64]:
         """What part of the heads each of these documents of the layout has: 1, or of a head group ``1 / groups``."""
         return np.where(self._group(document) == 0, 1.0, 1.0 / self.groups)
+
+    def has_all_heads(self, document: int) -> bool:
+        """Whether this document of the layout is none of the head groups of one."""
+        return document % (self.groups + 1) == 0 or self.groups == 1
 
     def unsplit(self, document: IntArray) -> IntArray:
         """The numbers that these documents of the layout had before it was split."""
@@ -249,6 +251,18 @@ class Layout:
         rows = slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
         columns = (self.document[rows].tolist(), self.start[rows].tolist(), self.length[rows].tolist())
         return [Segment(*row) for row in zip(*columns, strict=True)]
+
+
+def repeated(apart: npt.NDArray[np.bool_], groups: int) -> tuple[IntArray, IntArray]:
+    """Rows of what is split by heads: of each that is `apart` one for each group, of each other one.
+
+    Returns:
+        The row that each is made of, and what its document number is more: 0 for one with all heads, 1 for the first group.
+    """
+    count = np.where(apart, groups, 1)
+    row = np.repeat(np.arange(len(count)), count)
+    part = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    return row, np.where(apart[row], 1 + part, 0)
 
 
 def as_integers(values: object, what: str, shape: tuple[int, ...] = (-1,), error: type[DistCAError] = LayoutError) -> IntArray:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
-from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.nodes import NodeBytes, wire_seconds
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.ranks import ALIKE, Ranks
@@ -97,7 +97,7 @@ class PlanLoad:
     @cached_property
     def key_tokens(self) -> tuple[FloatArray, FloatArray]:
         """K/V tokens that each rank sends and receives, each token once per destination."""
-        layout, relays = self.plan.layout, self.plan.relays
+        layout, relays = self._key_layout, self.plan.relays
         if relays is None and self.plan.window is None and not self._in_waves:
             return self.key_traffic.tokens(layout.world_size)
         sides = []
@@ -111,6 +111,11 @@ class PlanLoad:
     def key_traffic(self) -> KeyTraffic:
         """Who needs how many keys, if there are no waves and there is no window."""
         return KeyTraffic.of(self.plan)
+
+    @property
+    def _key_layout(self) -> Layout:
+        """The layout in which the documents of `wave_transfers` are numbered."""
+        return self.plan.layout if self.waves is None else self.waves.plan.layout
 
     @property
     def _in_waves(self) -> bool:
@@ -142,7 +147,7 @@ class PlanLoad:
         runs = [(plan.home[away], plan.server[away], rows * shape.moved_query_bytes)]
         for keys in self.wave_transfers:
             sent = senders(keys, plan.relays)
-            tokens = (sent.end - sent.start) * plan.layout.heads_of(sent.document)
+            tokens = (sent.end - sent.start) * self._key_layout.heads_of(sent.document)
             runs.append((sent.source, sent.server, tokens * shape.moved_key_bytes))
         source, server, amount = (np.concatenate(columns) for columns in zip(*runs, strict=True))
         return NodeBytes.of((source, server, amount), plan.layout.world_size, self.ranks.per_node or 1)

@@ -384,7 +384,7 @@ def _slice(state: State, source: int, piece: int, server: int, surplus: float, l
         x, y = start, end
     else:
         x, y = slice_of(price, start, end, want, most, held)
-    x, y = _fitting(prices.fit, price.window, price.tile, start, x, y)
+    x, y = _fitting(prices.group_fit if grouped else prices.fit, price.window, price.tile, start, x, y)
     if y <= x:
         return _nothing()
     needed = keys(price, x, y, held)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import PlanError
-from hf_distca.schedule.layout import IntArray, Layout, as_integers
+from hf_distca.schedule.layout import IntArray, Layout, as_integers, repeated
 
 __all__ = ["CATask", "KeyTransfers", "Plan", "Relays"]
 
@@ -105,6 +105,14 @@ class Plan:
         rows = as_integers(tasks, "tasks as (document, start, end, home, server)", (-1, 5), PlanError)
         document, start, end, home, server = rows.T
         return cls(layout, document, start, end, home, server, window)
+
+    def split(self, documents: IntArray, groups: int) -> Plan:
+        """The same tasks on a layout in which some documents with all heads are split; see `Layout.split`."""
+        before = self.layout.groups
+        numbers = self.document if before == groups else self.document * (groups + 1)
+        row, part = repeated(np.isin(numbers, documents if before == groups else documents * (groups + 1)), groups)
+        layout = self.layout.split(documents, groups)
+        return Plan(layout, numbers[row] + part, self.start[row], self.end[row], self.home[row], self.server[row], self.window)
 
     def with_relays(self, relays: Relays | None) -> Plan:
         """The plan with these relays. They are taken as they are."""

@@ -46,6 +46,8 @@ def relieve(load: PlanLoad) -> PlanLoad:
 def _relays(load: PlanLoad) -> PlanLoad | None:
     """The load with keys passed on, if any can be."""
     traffic, layout = load.key_traffic, load.plan.layout
+    if not len(traffic.documents):
+        return None
     sent, received = load.wire_seconds
     compute = load.compute_seconds
     unchanged = float((received if load.overlapped else compute + received).max())

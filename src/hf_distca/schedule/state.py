@@ -30,6 +30,10 @@ class Fit(NamedTuple):
     query: int
     key: int
 
+    def of_group(self, groups: int) -> Fit:
+        """That for one of so many head groups."""
+        return self._replace(query=self.query // groups, key=self.key // groups)
+
 
 class Prices(NamedTuple):
     """What slices of documents, and of their head groups, cost.
@@ -40,7 +44,7 @@ class Prices(NamedTuple):
         exchanged: whether these are not the same.
         parts: numbers that a document has: its own and those of its head groups. The d-th document is number ``d * parts``, and
             group g of one that may be split ``d * parts + 1 + g``.
-        fit: slices are only moved as far as they fit a server.
+        fit, group_fit: slices, of all heads and of a head group, are only moved as far as they fit a server.
         per_node: ranks of a node, if it matters who is in one, or 0.
     """
 
@@ -51,6 +55,7 @@ class Prices(NamedTuple):
     exchanged: bool
     parts: int
     fit: Fit
+    group_fit: Fit
     per_node: int
 
 
