@@ -110,7 +110,7 @@ def _able(traffic: KeyTraffic, of_need: IntArray, of_segment: IntArray) -> tuple
     rest = ~(alone[of_need] & (traffic.server == source[of_need]))
     document, rank, need = of_need[rest], traffic.server[rest], traffic.need[rest]
     bounds = np.searchsorted(document, np.arange(len(source) + 1))
-    end = np.where(np.diff(bounds) > 1, need[np.maximum(bounds[1:] - 2, 0)], 0)
+    end = np.where(np.diff(bounds) > 1, np.append(need, 0)[np.maximum(bounds[1:] - 2, 0)], 0)
     holders = np.flatnonzero(alone & (end > 0))
     document, rank, need = np.append(document, holders), np.append(rank, source[holders]), np.append(need, end[holders])
     order = np.lexsort((rank, need, document))
