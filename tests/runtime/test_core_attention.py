@@ -72,8 +72,8 @@ def run_plan(
 ) -> tuple[float, torch.Tensor, list[int]]:
     """Run a plan forward and backward, in waves if there is a bound of transient bytes, with relays if some are given.
 
-    With a list of documents to be split in `KEY_HEADS` head groups, tasks are those of the split layout. Waves may split others in
-    `head_groups`.
+    With a list of documents to be split in `KEY_HEADS` head groups, tasks are those of the split layout. Waves may split
+    others in `head_groups`.
 
     Returns the largest error of o, dq, dk, dv over this rank's tokens, the gradient of the sinks minus what this rank's tokens
     should give, and the counts of exchanges.

@@ -2,9 +2,9 @@
 
 The tasks that need something from elsewhere are cut into *units* that fit the bound alone: slices of one document on one server
 together, because they share one prefix of keys. A document that is more than fits is split by heads first: then each part needs
-its part of the keys, and all together exchange no more than before. What is still too much is cut on tiles of rows, and each part
-gets the keys it needs again. Units go into the first wave in which no rank, as a server or as a home, passes the bound. Every rank
-computes the same waves from the same plan, so all take part in each.
+its part of the keys, and all together exchange no more than before. What is still too much is cut on tiles of rows, and each
+part gets the keys it needs again. Units go into the first wave in which no rank, as a server or as a home, passes the bound.
+Every rank computes the same waves from the same plan, so all take part in each.
 """
 
 from __future__ import annotations
