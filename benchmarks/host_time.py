@@ -179,7 +179,7 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         rows.append(Announcement(1, settings, exchanges=0, checksum=0, figures=figures, requests=[(one, key)]).row())
     (stated,) = agree(Announcements.read(rows), common, group, "here")
     plan = balance(layout_of(stated), COST, config)
-    waves = Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes)
+    waves = Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups)
     seconds, sent, history = np.ones(ranks), np.ones(ranks, dtype=np.int64), History()
 
     def bookkeeping() -> None:
@@ -195,7 +195,7 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         "reading announcements": lambda: agree(Announcements.read(rows), common, group, "here"),
         "layout": lambda: layout_of(stated),
         "digest": digest,
-        "waves": lambda: Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes),
+        "waves": lambda: Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups),
         "own route": lambda: Route.build(waves.plan, ranks // 2, waves),
         "history": bookkeeping,
     }

@@ -85,7 +85,7 @@ class Layer:
         self.cost = CostModel.analytic(self.shape, device_type="cpu")
         config = DistCAConfig(balance=balanced, max_transient_bytes=bound)
         plan = balance(Layout.from_lengths(lengths_of(group.size, arguments.tokens)), self.cost, config)
-        self.waves = Waves.of(plan, self.shape, config.tile, bound)
+        self.waves = Waves.of(plan, self.shape, config.tile, bound, config.head_groups)
         self.route, self.group = Route.build(self.waves.plan, rank, self.waves), group
         scores, self.meter = Scores(DIM**-0.5), Meter()
         kernel = select_kernel("auto", torch.device("cpu"), torch.float32, DIM, DIM, scores)

@@ -68,10 +68,12 @@ def run_plan(
     bound: int | None = None,
     relays: Relays | None = None,
     split: list[int] | None = None,
+    head_groups: int = 1,
 ) -> tuple[float, torch.Tensor, list[int]]:
     """Run a plan forward and backward, in waves if there is a bound of transient bytes, with relays if some are given.
 
-    With a list of documents to be split in `KEY_HEADS` head groups, tasks are those of the split layout.
+    With a list of documents to be split in `KEY_HEADS` head groups, tasks are those of the split layout. Waves may split
+    others in `head_groups`.
 
     Returns the largest error of o, dq, dk, dv over this rank's tokens, the gradient of the sinks minus what this rank's tokens
     should give, and the counts of exchanges.
@@ -98,7 +100,7 @@ def run_plan(
     meter = Meter()
     kernel = select_kernel("auto", q.device, dtype, DIM, VALUE_DIM, scores)
     shape = AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, q.element_size())
-    route = Route.build(plan, rank, Waves.of(plan, shape, TILE, bound))
+    route = Route.build(plan, rank, Waves.of(plan, shape, TILE, bound, head_groups))
     out = core_attention(Inputs(*leaves, sink_H=sink), Call(route, group, AttentionServer(kernel, scores, meter)))
     out.backward(do)
 

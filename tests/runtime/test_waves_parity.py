@@ -28,11 +28,12 @@ BOUNDS = [1, 10_000, 60_000, 200_000, 10**9]
 def test_random_plans_in_waves_are_exact(rank_pool: Callable[[int], RankPool], world: int) -> None:
     pool = rank_pool(world)
 
-    def check(random_: random.Random, window: int | None, with_sink: bool, bound: int) -> int:
+    def check(random_: random.Random, window: int | None, with_sink: bool, bound: int, groups: int = 1) -> int:
         ranks, context, tasks = random_case(random_, world)
         plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks, window)
-        waves = Waves.of(plan, SHAPE, TILE, bound).count
-        results = pool(run_plan, ranks, context, tasks, torch.float64, Scores(DIM**-0.5, window), with_sink, bound)
+        waves = Waves.of(plan, SHAPE, TILE, bound, groups).count
+        scores = Scores(DIM**-0.5, window)
+        results = pool(run_plan, ranks, context, tasks, torch.float64, scores, with_sink, bound, None, None, groups)
         assert max(error for error, *_ in results) < 1e-9, (ranks, context, tasks, bound)
         assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (ranks, context, tasks, bound)
         exchanges = 2 * waves if plan.moved else 0
@@ -40,13 +41,19 @@ def test_random_plans_in_waves_are_exact(rank_pool: Callable[[int], RankPool], w
         return waves
 
     @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.randoms(use_true_random=False), st.sampled_from([None, None, 1, 9, 40]), st.booleans(), st.sampled_from(BOUNDS))
-    def check_random(random_: random.Random, window: int | None, with_sink: bool, bound: int) -> None:
-        check(random_, window, with_sink, bound)
+    @given(
+        st.randoms(use_true_random=False),
+        st.sampled_from([None, None, 1, 9, 40]),
+        st.booleans(),
+        st.sampled_from(BOUNDS),
+        st.sampled_from([1, KEY_HEADS]),
+    )
+    def check_random(random_: random.Random, window: int | None, with_sink: bool, bound: int, groups: int) -> None:
+        check(random_, window, with_sink, bound, groups)
 
     check_random()
-    waves = [check(random.Random(seed), None, True, 1) for seed in range(5)]
-    assert max(waves) > 2, f"some plans take several waves, and these took {waves}"
+    waves = [check(random.Random(seed), None, True, 1, groups) for seed in range(5) for groups in (1, KEY_HEADS)]
+    assert max(waves) > 1, f"some plans take several waves, and these took {waves}"
 
 
 def test_waves_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> None:

@@ -11,7 +11,8 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import imbalance, summarize
+from hf_distca.schedule.load import PlanLoad, imbalance, summarize
+from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import TransientBytes, Waves
 
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
@@ -24,7 +25,7 @@ PAIRS = CostModel.pairs(SHAPE)
 def test_one_long_document_is_not_sent_to_everyone(ranks: int, longest: int, slowest: float) -> None:
     layout = Layout.from_lengths([[longest], *([[8192] * (longest // 65536)] * (ranks - 1))])
     # A bound, as large as it may be, rules relays out.
-    plan = balance(layout, CUDA, DistCAConfig(max_transient_bytes=2**50))
+    plan = balance(layout, CUDA, DistCAConfig(max_transient_bytes=2**50, head_groups=1))
     summary = summarize(plan, CUDA)
     # Sent to all ranks, its keys take longer than the attention that is saved; to a few, home and servers end early.
     assert summary.slowest_seconds_after < slowest * summary.slowest_seconds_before
@@ -51,6 +52,32 @@ def test_moved_slices_fit_the_bound(window: int | None) -> None:
     assert waves.count == Waves.of(plan, SHAPE, config.tile, bound).count
     before, after = (summarize(p, cost) for p in (balance(layout, cost, DistCAConfig(balance=False)), plan))
     assert after.seconds_imbalance_after < before.seconds_imbalance_after
+
+
+def test_documents_that_do_not_fit_are_split_by_heads_first() -> None:
+    layout = Layout.from_segments([[(0, 0, 32768)], [(0, 32768, 32768)], [(1, 0, 32768)]])
+    plan, each = Plan.local(layout), TransientBytes.of(SHAPE)
+    bound = (32768 * each.query + 65536 * each.key) // 4
+    rows, heads = Waves.of(plan, SHAPE, 128, bound), Waves.of(plan, SHAPE, 128, bound, 8)
+    assert heads.plan.layout.groups == 4
+    assert heads.bytes is not None
+    assert heads.bytes.max() <= bound
+    whole, by_rows, by_heads = (PlanLoad(plan, CUDA, waves).exchange_bytes[0].sum() for waves in (None, rows, heads))
+    # Rows that travel by themselves get their keys again and again, heads have their own.
+    assert by_heads == whole
+    assert by_rows > 1.9 * whole
+    # Of a plan that has split documents already, the others are split alike.
+    again = Waves.of(heads.plan, SHAPE, 128, bound // 4, 8).plan.layout
+    assert again.groups == 4
+    assert set(again.document.tolist()) == {1, 2, 3, 4, 5}
+
+
+def test_keys_that_are_more_than_the_bound_do_not_make_each_tile_a_wave() -> None:
+    layout = Layout.from_segments([[(0, 0, 32768)], [(0, 32768, 32768)]])
+    waves = Waves.of(Plan.local(layout), SHAPE, 128, 1, 1)
+    assert waves.count <= 8
+    assert waves.bytes is not None
+    assert waves.bytes.max() <= 2.01 * 65536 * TransientBytes.of(SHAPE).key + 65536 * TransientBytes.of(SHAPE).sent_key
 
 
 def test_nothing_moves_where_not_even_a_tile_fits() -> None:

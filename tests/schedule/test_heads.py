@@ -95,7 +95,7 @@ def test_only_documents_that_are_moved_are_split() -> None:
         (SHAPE, WHOLE, 1),
         (replace(SHAPE, key_value_heads=1), SPLIT, 1),
         (replace(SHAPE, query_heads=30, key_value_heads=6), SPLIT, 3),
-        (SHAPE, replace(SPLIT, max_transient_bytes=2**30), 1),
+        (SHAPE, replace(SPLIT, max_transient_bytes=2**30), 4),
     ],
 )
 def test_how_many_groups(shape: AttentionShape, config: DistCAConfig, groups: int) -> None:
@@ -118,8 +118,9 @@ def test_windows_and_context_are_not_split() -> None:
     with pytest.raises(LayoutError, match="cannot be split"):
         context.split(np.array([0]), 2)
     split = Layout.from_lengths([[8], [8]]).split(np.array([0]), 2)
+    assert split.split(np.array([3]), 2).document.tolist() == [1, 2, 4, 5]
     with pytest.raises(LayoutError, match="2 head groups"):
-        split.split(np.array([0]), 2)
+        split.split(np.array([3]), 4)
     with pytest.raises(PlanError, match="only documents of layers without a window"):
         Plan.local(split, window=4)
     with pytest.raises(ConfigError, match="head_groups=0"):

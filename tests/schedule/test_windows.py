@@ -19,7 +19,8 @@ from hf_distca.schedule.cost import CostModel, KernelCost
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, summarize
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.prices import BandPrice
+from hf_distca.schedule.prices import Price
+from hf_distca.schedule.slices import slice_of, start_for
 
 WINDOWS = st.one_of(st.integers(1, 300), st.sampled_from([512, 1000, 4096]), st.integers(1, 20_000))
 # Kernel tiles of one row: seconds rise with every row, so that closed forms can be checked to the row.
@@ -30,16 +31,16 @@ SMOOTH = CostModel(SHAPE, KernelCost(1e-5, 1e12, 1e13), KernelCost(2e-5, 1e12, 1
 @given(start=st.integers(0, 10**6), rows=st.integers(1, 10**5), window=st.integers(1, 10**5))
 def test_scalar_prices_agree_with_the_model(model: CostModel, start: int, rows: int, window: int) -> None:
     cost = replace(model, window=window)
-    seconds = BandPrice.of(cost, 128).seconds(start, start + rows)
+    seconds = Price.of(cost, 128).seconds(start, start + rows)
     assert seconds == pytest.approx(cost.seconds(rows, start + rows)[0], rel=1e-12)
 
 
 @pytest.mark.parametrize("model", [PAIRS, SMOOTH], ids=lambda model: model.name)
 @given(end=st.integers(1, 10**5), rows=st.integers(1, 10**5), window=st.integers(2, 10**5))
 def test_the_start_of_a_slice_of_so_many_seconds(model: CostModel, end: int, rows: int, window: int) -> None:
-    price = BandPrice.of(replace(model, window=window), 128)
+    price = Price.of(replace(model, window=window), 128)
     start = max(end - rows, 0)
-    found = max(price.start_for(end, price.seconds(start, end)), 0.0)
+    found = max(start_for(price, end, price.seconds(start, end)), 0.0)
     assert found == pytest.approx(start, abs=0.01)
 
 
@@ -54,9 +55,9 @@ def test_the_start_of_a_slice_of_so_many_seconds(model: CostModel, end: int, row
 def test_slices_lie_in_their_segment_on_tiles(
     start: int, rows: int, window: int, part: float, room: float, model: CostModel
 ) -> None:
-    price, end = BandPrice.of(replace(model, window=window), 128), start + rows
+    price, end = Price.of(replace(model, window=window), 128), start + rows
     want = price.seconds(start, end) * part
-    x, y = price.slice(start, end, want, want * room, 0)
+    x, y = slice_of(price, start, end, want, want * room, 0)
     assert start <= x < y <= end
     assert x == start or x % 128 == 0
     assert y == end or y % 128 == 0

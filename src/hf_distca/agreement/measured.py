@@ -183,7 +183,7 @@ def _exchange(plan: Plan, cost: CostModel, config: DistCAConfig) -> FloatArray:
     """(ranks,) estimated seconds of exchanges."""
     if not plan.moved:
         return np.zeros(plan.layout.world_size)
-    waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes)
+    waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)
     return PlanLoad(plan, cost, waves).exchange_seconds
 
 

@@ -209,7 +209,9 @@ class Session:
 
     def _work(self, documents: Documents, planned: Planned, group: AttentionGroup, device: torch.device) -> Work:
         meter, nano = self.planner.use(planned, documents), planned.key.nano
-        waves = Waves.of(planned.plan, planned.key.shape, self.config.tile, self.config.max_transient_bytes)
+        waves = Waves.of(
+            planned.plan, planned.key.shape, self.config.tile, self.config.max_transient_bytes, self.config.head_groups
+        )
         self._warn_above_bound(waves, group)
         route = Route.build(planned.plan, group.rank, waves)
         name = f"micro-batch {self.planner.number}" + (f", nano-batch {nano}" if nano else "")

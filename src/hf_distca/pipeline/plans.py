@@ -190,7 +190,9 @@ class StepPlans:
             stage, turn, plan = self.pipeline.stage, self.pipeline.turns[shared.turn], self.plan(shared)
             route = self._routes.get(shared.plan)
             if route is None:
-                waves = Waves.of(plan, shared.key.shape, self.config.tile, self.config.max_transient_bytes)
+                waves = Waves.of(
+                    plan, shared.key.shape, self.config.tile, self.config.max_transient_bytes, self.config.head_groups
+                )
                 route = self._routes[shared.plan] = Route.build(plan, self.pipeline.rank, waves)
             own = None if shared.held[stage] is None else turn.calls[stage]
             place = f"attention call {number} of {tick} of {self.name}"

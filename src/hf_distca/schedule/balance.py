@@ -17,10 +17,11 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.levels import INNER_BAND
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.prices import BandPrice, Price
+from hf_distca.schedule.prices import Price
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.relief import relieve
-from hf_distca.schedule.waves import Fit, TransientBytes, Waves
+from hf_distca.schedule.state import Fit
+from hf_distca.schedule.waves import TransientBytes, Waves
 
 __all__ = ["balance"]
 
@@ -37,7 +38,7 @@ _FEW = 64
 # What the slowest rank may take beyond the mean for plans that do not prefer servers of the same node not to be tried as well.
 _SERVED = 0.02
 # Times the mean of both that the slowest of many ranks may take for evening out compute alone not to be tried as well.
-_EARLY = 1.3
+_EARLY = 1.5
 # Times the mean that the slowest rank takes where caps are tried first, and how much lower the next cap is.
 _EXTREME = 12
 _FINER_CAP = 1.4
@@ -55,7 +56,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
             without one if no document is longer than the window.
         config: `balance`, `tolerance`, `min_gain`, `tile`, `head_groups`, `max_transient_bytes` and `ping_pong` are read. A
             tolerance below 0.002 counts as 0.002. With head groups, the layout of the plan is `layout` with some documents split
-            by heads. With a bound, there are none, and only slices that fit it alone are moved. With `ping_pong` the layout is
+            by heads. With a bound, only slices that fit it alone are moved. With `ping_pong` the layout is
             that of a nano-batch, whose exchange costs only what is longer than the compute beside it.
         ranks: what ranks are like; the same on every rank. A slower one gets less, so that all end together.
         relayed: whether servers may pass keys on.
@@ -76,7 +77,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     local = Plan.local(layout, cost.window)
     if not config.balance or layout.world_size < 2:
         return local
-    price = (Price if cost.window is None else BandPrice).of(cost, config.tile)
+    price = Price.of(cost, config.tile)
     # A bound of transient bytes is kept by waves, which relays do not know.
     relayed = relayed and cost.window is None and config.max_transient_bytes is None
     unmoved = _unmoved(local, cost, config, ranks, relayed)
@@ -85,8 +86,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     if not price.pair or _within(seconds, ranks.level(seconds), config.tolerance) or _hopeless(price, unmoved, config):
         return unmoved.plan
     heads = WHOLE
-    # Waves, which keep a bound of transient bytes, do not know head groups.
-    if cost.window is None and config.max_transient_bytes is None and cost.exchange_bytes_per_second < math.inf:
+    if cost.window is None and cost.exchange_bytes_per_second < math.inf:
         heads = Heads.of(layout, price, cost, unmoved.compute_seconds, config.head_groups)
     best = _fastest(layout, cost, price, unmoved, config, relayed, heads)
     if price.near == 1 or ranks.per_node in (None, 1):
@@ -104,7 +104,8 @@ def _fastest(
 ) -> Plan:
     """The plan with the earliest last rank that the greedy finds, coarse and fine; that of `unmoved` if none gains enough."""
     bound, ranks = config.max_transient_bytes, unmoved.ranks
-    fit = None if bound is None else Fit(TransientBytes.of(cost.shape), bound, cost.window, config.tile)
+    each = TransientBytes.of(cost.shape)
+    fit = None if bound is None else Fit(bound, each.query, each.key)
     seconds = unmoved.compute_seconds.tolist()
     best, fastest, before = unmoved.plan, unmoved.slowest_seconds, unmoved.slowest_seconds
     mean, cap = ranks.level(seconds), max(seconds) / 2
@@ -147,7 +148,7 @@ def _fastest(
 
 
 def _load(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks, relayed: bool) -> PlanLoad:
-    waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes)
+    waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)
     load = PlanLoad(plan, cost, waves, overlapped=config.ping_pong, ranks=ranks)
     return relieve(load) if relayed else load
 

@@ -15,14 +15,16 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
+from hf_distca.schedule.compiled import column
 from hf_distca.schedule.cost import CostModel, FloatArray
 from hf_distca.schedule.fill import fill_up, pour
 from hf_distca.schedule.layout import IntArray, Layout
-from hf_distca.schedule.prices import BandPrice, Price
-from hf_distca.schedule.spread import Load, Share, spread
+from hf_distca.schedule.prices import Price
+from hf_distca.schedule.spread import Loads, Scratch, Wide, spread
 from hf_distca.schedule.takers import divide, first_found, takers
 from hf_distca.schedule.target import Target, exchanged
 
@@ -51,11 +53,15 @@ _ELASTIC = 0.7
 _FITS = 0.5
 
 
-class _Wide:
+class _Cut(NamedTuple):
     """A document on several ranks, whose cuts are still open. Of its keys, one counts as `weight` that travel between nodes."""
 
-    def __init__(self, place: int, ranks: list[int], tokens: list[int], shares: list[Share], weight: float) -> None:
-        self.place, self.ranks, self.tokens, self.shares, self.weight = place, ranks, tokens, shares, weight
+    place: int
+    ranks: list[int]
+    tokens: list[int]
+    compute: list[float]
+    keys: int
+    weight: float
 
 
 class Dealer:
@@ -92,7 +98,7 @@ class Dealer:
         self.target = Target(length, seconds, len(tokens), math.fsum(tokens) / len(tokens), exchange, overlapped=overlapped)
         self.document, self.length, self.seconds = document[order].tolist(), length.tolist(), seconds.tolist()
         self.exchange, self.between = exchange.tolist(), between.tolist()
-        self.price = (Price if cost.window is None else BandPrice).of(cost, tile)
+        self.price = Price.of(cost, tile)
         self.tokens, self.tile, self.overlapped = tokens, tile, overlapped
         self.rows: list[tuple[int, int, int, int]] = []
 
@@ -141,7 +147,9 @@ class Dealer:
         self.received: list[float] = [0] * ranks
         # Seconds that a rank can be relieved of by the others of its group, which share a wide document.
         self.elastic, self.group = [0.0] * ranks, [-1] * ranks
-        self.wide: list[_Wide] = []
+        self.wide: list[_Cut] = []
+        # Of each wide document, spare seconds that its ranks had together when somebody last asked: they only become fewer.
+        self.helps: list[float] = []
         self.rows = []
         self._sort_ranks()
 
@@ -178,6 +186,7 @@ class Dealer:
         for rank, room in enumerate(self.room):
             self.spare[rank] += (self.filler - filler) * room
         self.filler = filler
+        self.helps = [math.inf] * len(self.wide)
         self._sort_ranks()
 
     def _excess(self, place: int) -> float:
@@ -239,10 +248,12 @@ class Dealer:
 
     def _relieve(self, rank: int, seconds: float) -> bool:
         """Leave more of the wide document that `rank` has a share of to the others that have one."""
-        if self.group[rank] < 0 or seconds > self.elastic[rank]:
+        group = self.group[rank]
+        if group < 0 or seconds > min(self.elastic[rank], self.helps[group]):
             return False
-        others = [q for q in self.wide[self.group[rank]].ranks if q != rank and self.room[q] and self.spare[q] > 0]
-        if math.fsum(self.spare[q] for q in others) < seconds:
+        others = [q for q in self.wide[group].ranks if q != rank and self.room[q] and self.spare[q] > 0]
+        if (helps := math.fsum(self.spare[q] for q in others)) < seconds:
+            self.helps[group] = helps + max(self.spare[rank], 0.0)
             return False
         self.elastic[rank] -= seconds
         others.sort(key=lambda q: (-self.spare[q], q))
@@ -265,17 +276,18 @@ class Dealer:
         tokens = divide(length, [self.room[rank] for rank in ranks], parts, self.tile)
         ranks, tokens = [r for r, n in zip(ranks, tokens, strict=True) if n], [n for n in tokens if n]
         # Where it is cut stays open: each part is taken to be as much attention as it is tokens.
-        keys = int(exchanged(len(ranks)) * length) if len(ranks) > 1 and self.price.window is None else 0
+        keys = int(exchanged(len(ranks)) * length) if len(ranks) > 1 and not self.price.window else 0
         weight = self._weight(ranks)
         wire = 0.0 if self.overlapped else self.key_seconds * keys * weight
-        shares = [Share([], self.seconds[place] * (count / length), keys, keys) for count in tokens]
-        self.wide.append(_Wide(place, ranks, tokens, shares, weight))
-        self._add(ranks, shares, weight)
-        for rank, count, share in zip(ranks, tokens, shares, strict=True):
+        compute = [self.seconds[place] * (count / length) for count in tokens]
+        self.wide.append(_Cut(place, ranks, tokens, compute, keys, weight))
+        self.helps.append(math.inf)
+        for rank, count, seconds in zip(ranks, tokens, compute, strict=True):
+            self._add(rank, seconds, weight * keys, weight * keys)
             if self.group[rank] < 0:
                 self.group[rank] = len(self.wide) - 1
-                self.elastic[rank] = _ELASTIC * share.compute * (1 - count / length)
-            self._change(rank, count, share.compute + wire - self.filler * count)
+                self.elastic[rank] = _ELASTIC * seconds * (1 - count / length)
+            self._change(rank, count, seconds + wire - self.filler * count)
         return True
 
     def _choose(self, place: int, whole: float, *, few: bool) -> tuple[list[int], list[float]] | None:
@@ -317,25 +329,34 @@ class Dealer:
         nodes = len({rank // self.per_node for rank in ranks})
         return self.near if nodes == 1 else max(self.near / nodes, 1 - 1 / nodes)
 
-    def _add(self, ranks: Sequence[int], shares: Sequence[Share], weight: float, sign: int = 1) -> None:
-        compute, sent, received = self.compute, self.sent, self.received
-        for rank, share in zip(ranks, shares, strict=True):
-            compute[rank] += sign * share.compute
-            sent[rank] += sign * weight * share.sent
-            received[rank] += sign * weight * share.received
+    def _add(self, rank: int, compute: float, sent: float, received: float) -> None:
+        self.compute[rank] += compute
+        self.sent[rank] += sent
+        self.received[rank] += received
 
     def _cut_wide(self) -> None:
         """Cut wide documents by what their ranks have got since; the largest, which can level out most, last."""
-        for wide in reversed(self.wide):
-            weight, length, document = wide.weight, self.length[wide.place], self.document[wide.place]
-            self._add(wide.ranks, wide.shares, weight, -1)
-            compute, sent, received = self.compute, self.sent, self.received
-            loads = [Load(compute[rank], sent[rank] / weight, received[rank] / weight) for rank in wide.ranks]
-            key_seconds = self.key_seconds * weight
-            wide.shares = spread(length, wide.tokens, loads, self.price, key_seconds, self.tile, overlapped=self.overlapped)
-            self._add(wide.ranks, wide.shares, weight)
-            for rank, share in zip(wide.ranks, wide.shares, strict=True):
-                self.rows += [(rank, document, start, size) for start, size in share.pieces]
+        counts = [len(cut.ranks) for cut in self.wide]
+        rows, most = sum(counts), max(counts, default=0)
+        share = [np.repeat(np.array([cut.keys for cut in self.wide], dtype=np.int64), counts) for _ in range(2)]
+        wide = Wide(
+            column(np.array([self.length[cut.place] for cut in self.wide], dtype=np.int64)),
+            column(np.array([cut.weight for cut in self.wide], dtype=np.float64)),
+            column(np.cumsum([0, *counts])),
+            column(np.array([rank for cut in self.wide for rank in cut.ranks], dtype=np.int64)),
+            column(np.array([count for cut in self.wide for count in cut.tokens], dtype=np.int64)),
+            column(np.array([seconds for cut in self.wide for seconds in cut.compute], dtype=np.float64)),
+            *map(column, share),
+            *(column(np.zeros(rows, dtype=np.int64)) for _ in range(4)),
+        )
+        loads = Loads(*(column(np.array(load, dtype=np.float64)) for load in (self.compute, self.sent, self.received)))
+        scratch = (column(np.zeros(most, dtype=kind)) for kind in (*[np.int64] * 4, np.float64, np.float64))
+        spread(wide, loads, self.price, self.key_seconds, self.overlapped, Scratch(*scratch))
+        self.compute, self.sent, self.received = (np.asarray(load).tolist() for load in loads)
+        document = np.repeat([self.document[cut.place] for cut in self.wide], counts)
+        for start, size in ((wide.head, wide.front), (wide.tail, wide.back)):
+            pieces = np.array([wide.rank, document, start, size], dtype=np.int64).T
+            self.rows += map(tuple, pieces[pieces[:, 3] > 0].tolist())
 
     def _fill_up(self, first: int) -> None:
         """Short documents fill up ranks; those that fit no room are cut."""
@@ -347,4 +368,5 @@ class Dealer:
         for rank, place, start, size in pour(rest, self.length, self.room):
             self.rows.append((rank, self.document[place], start, size))
             sent = size if start + size < self.length[place] else 0
-            self._add([rank], [Share([], self.price.seconds(start, start + size), sent, start)], self._weight([rank]))
+            weight = self._weight([rank])
+            self._add(rank, self.price.seconds(start, start + size), weight * sent, weight * start)

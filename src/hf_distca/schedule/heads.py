@@ -16,7 +16,7 @@ from hf_distca.schedule.cost import CostModel, FloatArray
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.prices import Price
 
-__all__ = ["WHOLE", "Heads"]
+__all__ = ["WHOLE", "Heads", "possible_groups"]
 
 # The part of the mean seconds of a rank that a server typically lacks.
 _TYPICAL = 0.25
@@ -49,7 +49,7 @@ class Heads(NamedTuple):
             seconds: attention seconds of each rank.
             most: groups at most; 1 to split nothing.
         """
-        possible = [count for count in range(1, most + 1) if cost.shape.key_value_heads % count == 0]
+        possible = possible_groups(cost.shape.key_value_heads, most)
         if possible == [1] or layout.groups > 1 or layout.context.any() or not price.pair or not len(layout.document):
             return WHOLE
         if max(layout.document.max(), -layout.document.min()) > _LARGEST:
@@ -65,6 +65,11 @@ class Heads(NamedTuple):
         gives = seconds[layout.rank] > mean
         long = np.unique(layout.document[layout.end >= length])
         return cls(groups, frozenset(np.intersect1d(long, layout.document[gives]).tolist()))
+
+
+def possible_groups(heads: int, most: int) -> list[int]:
+    """In how many groups so many key/value heads can be split, none at first; no more than so many."""
+    return [count for count in range(1, most + 1) if heads % count == 0]
 
 
 WHOLE = Heads(1, frozenset())

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hf_distca.errors import DistCAError, LayoutError
 
-__all__ = ["IntArray", "Layout", "Segment", "as_integers", "documents_from_positions", "lengths_from_cu_seqlens"]
+__all__ = ["IntArray", "Layout", "Segment", "as_integers", "documents_from_positions", "lengths_from_cu_seqlens", "repeated"]
 
 IntArray = npt.NDArray[np.int64]
 _LARGEST = 2**48  # position: sums and products of what is larger may not fit in 64 bits
@@ -122,21 +122,23 @@ class Layout:
             groups: at least 2; it must divide the key/value heads of the layers.
 
         Raises:
-            LayoutError: if there is context, or if documents were split before.
+            LayoutError: if there is context, or if documents were split in another number of groups before.
         """
-        if self.groups > 1 or self.context.any():
+        if self.groups not in (1, groups) or self.context.any():
             raise LayoutError(f"a layout with {self.groups} head groups and context {self.context.tolist()} cannot be split.")
-        apart = np.isin(self.document, documents)
-        count = np.where(apart, groups, 1)
-        row = np.repeat(np.arange(len(count)), count)
-        part = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-        number = self.document[row] * (groups + 1) + np.where(apart[row], 1 + part, 0)
-        offsets = np.concatenate([[0], np.cumsum(count)])[self.offsets]
-        return Layout(number, self.start[row], self.length[row], offsets, groups=groups)
+        numbers = self.document if self.groups == groups else self.document * (groups + 1)
+        apart = np.isin(numbers, documents if self.groups == groups else documents * (groups + 1))
+        row, part = repeated(apart, groups)
+        offsets = np.concatenate([[0], np.cumsum(np.where(apart, groups, 1))])[self.offsets]
+        return Layout(numbers[row] + part, self.start[row], self.length[row], offsets, groups=groups)
 
     def heads_of(self, document: IntArray) -> npt.NDArray[np.float64]:
         """What part of the heads each of these documents of the layout has: 1, or of a head group ``1 / groups``."""
         return np.where(self._group(document) == 0, 1.0, 1.0 / self.groups)
+
+    def has_all_heads(self, document: int) -> bool:
+        """Whether this document of the layout is none of the head groups of one."""
+        return document % (self.groups + 1) == 0 or self.groups == 1
 
     def unsplit(self, document: IntArray) -> IntArray:
         """The numbers that these documents of the layout had before it was split."""
@@ -191,21 +193,55 @@ class Layout:
         return np.bincount(self.rank, weights=self._tokens * self.queries, minlength=self.world_size).astype(np.int64)
 
     @cached_property
-    def spanning(self) -> frozenset[int]:
-        """Documents that lie on more than one rank."""
-        order = np.lexsort((self.rank, self.document))
-        document, rank = self.document[order], self.rank[order]
-        return frozenset(document[1:][(document[1:] == document[:-1]) & (rank[1:] != rank[:-1])].tolist())
+    def by_document(self) -> IntArray:
+        """The segments in order of document and position."""
+        return np.lexsort((self.start, self.document))
 
     @cached_property
-    def scattered(self) -> bool:
-        """Whether any document lies in more than one run of tokens, on several ranks or with a gap on one."""
-        order = np.lexsort((self.start, self.document))
-        document, rank, token, length = (c[order] for c in (self.document, self.rank, self.token, self.length))
-        joined = (rank[1:] == rank[:-1]) & (token[1:] == token[:-1] + length[:-1])
-        return bool((~joined & (document[1:] == document[:-1])).any())
+    def fresh(self) -> npt.NDArray[np.bool_]:
+        """Whether each segment, in the order of `by_document`, is the first of its document."""
+        ordered = self.document[self.by_document]
+        return np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
+
+    @cached_property
+    def documents(self) -> IntArray:
+        """The numbers of all documents, in order."""
+        return self.document[self.by_document[self.fresh]]
+
+    @cached_property
+    def place(self) -> IntArray:
+        """Of each segment, the place of its document among `documents`."""
+        place = np.empty_like(self.by_document)
+        place[self.by_document] = np.cumsum(self.fresh) - 1
+        return place
+
+    def _differ(self, column: IntArray, step: IntArray | int = 0) -> npt.NDArray[np.bool_]:
+        """Of each document, whether two segments that follow each other differ in a column by anything but `step`."""
+        ordered = column[self.by_document]
+        other = (ordered[1:] != (ordered + step)[:-1]) & ~self.fresh[1:]
+        return np.bincount((np.cumsum(self.fresh) - 1)[1:], weights=other, minlength=len(self.documents)) > 0
+
+    @cached_property
+    def spans(self) -> npt.NDArray[np.bool_]:
+        """Of each of `documents`, whether it lies on more than one rank."""
+        return self._differ(self.rank)
 
     @property
+    def spanning(self) -> frozenset[int]:
+        """Documents that lie on more than one rank."""
+        return frozenset(self.documents[self.spans].tolist())
+
+    @cached_property
+    def runs(self) -> npt.NDArray[np.bool_]:
+        """Of each of `documents`, whether it lies in one run of the tokens of one rank."""
+        return ~(self.spans | self._differ(self.token, self.length[self.by_document]))
+
+    @property
+    def scattered(self) -> bool:
+        """Whether any document lies in more than one run of tokens, on several ranks or with a gap on one."""
+        return not self.runs.all()
+
+    @cached_property
     def longest(self) -> int:
         """Length of the longest document in tokens, 0 if there is none."""
         return int(self.end.max(initial=0))
@@ -215,6 +251,18 @@ class Layout:
         rows = slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
         columns = (self.document[rows].tolist(), self.start[rows].tolist(), self.length[rows].tolist())
         return [Segment(*row) for row in zip(*columns, strict=True)]
+
+
+def repeated(apart: npt.NDArray[np.bool_], groups: int) -> tuple[IntArray, IntArray]:
+    """Rows of what is split by heads: of each that is `apart` one for each group, of each other one.
+
+    Returns:
+        The row that each is made of, and what its document number is more: 0 for one with all heads, 1 for the first group.
+    """
+    count = np.where(apart, groups, 1)
+    row = np.repeat(np.arange(len(count)), count)
+    part = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    return row, np.where(apart[row], 1 + part, 0)
 
 
 def as_integers(values: object, what: str, shape: tuple[int, ...] = (-1,), error: type[DistCAError] = LayoutError) -> IntArray:
@@ -296,10 +344,9 @@ def _check_columns(layout: Layout) -> None:
 
 def _check_documents(layout: Layout) -> None:
     """Every document must be tiled from 0 to its end: sorted by position, each segment starts where the last one ended."""
-    order = np.lexsort((layout.start, layout.document))
+    order = layout.by_document
     document, start, end = layout.document[order], layout.start[order], layout.end[order]
-    fresh = np.concatenate([[True], document[1:] != document[:-1]]) if len(document) else np.zeros(0, bool)
-    expected = np.where(fresh, 0, np.concatenate([[0], end[:-1]])[: len(end)])
+    expected = np.where(layout.fresh, 0, np.append(0, end[:-1])[: len(end)])
     wrong = np.flatnonzero(start != expected)
     if len(wrong):
         row = int(wrong[0])

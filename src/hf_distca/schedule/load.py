@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
-from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.nodes import NodeBytes, wire_seconds
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.relays import senders, sent_key_tokens
+from hf_distca.schedule.traffic import KeyTraffic
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["PlanLoad", "PlanSummary", "imbalance", "summarize"]
@@ -24,7 +25,7 @@ EXCHANGES_PER_LAYER = 4
 # With relays: dispatch a second time, forward and backward, and gradients of keys to relays.
 RELAY_EXCHANGES = 3
 # What a `PlanLoad` keeps and relays do not change.
-_UNRELATED = {"pairs", "compute_seconds", "query_tokens", "wave_transfers"}
+_UNRELATED = {"pairs", "compute_seconds", "query_tokens", "key_traffic", "wave_transfers"}
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,16 @@ class PlanLoad:
         if self.cost.window != self.plan.window:
             object.__setattr__(self, "cost", replace(self.cost, window=self.plan.window))
 
-    def with_relays(self, relays: Relays) -> PlanLoad:
-        """That of the plan with relays, without counting again what these do not change."""
+    def with_relays(self, relays: Relays, sent: FloatArray) -> PlanLoad:
+        """That of the plan with relays, without counting again what these do not change.
+
+        Args:
+            relays: keys that are passed on.
+            sent: K/V tokens that each rank sends then.
+        """
         load = replace(self, plan=self.plan.with_relays(relays))
         vars(load).update({name: vars(self)[name] for name in _UNRELATED & vars(self).keys()})
+        vars(load)["key_tokens"] = sent, self.key_tokens[1]
         return load
 
     @property
@@ -90,7 +97,9 @@ class PlanLoad:
     @cached_property
     def key_tokens(self) -> tuple[FloatArray, FloatArray]:
         """K/V tokens that each rank sends and receives, each token once per destination."""
-        layout, relays = self.plan.layout, self.plan.relays
+        layout, relays = self._key_layout, self.plan.relays
+        if relays is None and self.plan.window is None and not self._in_waves:
+            return self.key_traffic.tokens(layout.world_size)
         sides = []
         for keys in self.wave_transfers:
             came = keys.source != keys.server
@@ -98,16 +107,25 @@ class PlanLoad:
             sides.append((sent_key_tokens(keys, relays, layout), received))
         return np.sum([side[0] for side in sides], axis=0), np.sum([side[1] for side in sides], axis=0)
 
+    @cached_property
+    def key_traffic(self) -> KeyTraffic:
+        """Who needs how many keys, if there are no waves and there is no window."""
+        return KeyTraffic.of(self.plan)
+
     @property
-    def transfers(self) -> KeyTransfers:
-        """What keys servers need, if there are no waves."""
-        return self.wave_transfers[0]
+    def _key_layout(self) -> Layout:
+        """The layout in which the documents of `wave_transfers` are numbered."""
+        return self.plan.layout if self.waves is None else self.waves.plan.layout
+
+    @property
+    def _in_waves(self) -> bool:
+        return self.waves is not None and self.waves.bytes is not None
 
     @cached_property
     def wave_transfers(self) -> list[KeyTransfers]:
-        """What keys servers need, wave by wave."""
+        """What keys servers need, wave by wave; of documents that nobody exchanges, none."""
         if self.waves is None or self.waves.bytes is None:
-            return [self.plan.key_transfers()]
+            return [self.plan.key_transfers(among=self.plan.exchanged)]
         return [self.waves.plan.key_transfers(among=self.waves.number == wave) for wave in range(self.waves.count)]
 
     @cached_property
@@ -129,7 +147,7 @@ class PlanLoad:
         runs = [(plan.home[away], plan.server[away], rows * shape.moved_query_bytes)]
         for keys in self.wave_transfers:
             sent = senders(keys, plan.relays)
-            tokens = (sent.end - sent.start) * plan.layout.heads_of(sent.document)
+            tokens = (sent.end - sent.start) * self._key_layout.heads_of(sent.document)
             runs.append((sent.source, sent.server, tokens * shape.moved_key_bytes))
         source, server, amount = (np.concatenate(columns) for columns in zip(*runs, strict=True))
         return NodeBytes.of((source, server, amount), plan.layout.world_size, self.ranks.per_node or 1)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import PlanError
-from hf_distca.schedule.layout import IntArray, Layout, as_integers
+from hf_distca.schedule.layout import IntArray, Layout, as_integers, repeated
 
 __all__ = ["CATask", "KeyTransfers", "Plan", "Relays"]
 
@@ -106,6 +106,14 @@ class Plan:
         document, start, end, home, server = rows.T
         return cls(layout, document, start, end, home, server, window)
 
+    def split(self, documents: IntArray, groups: int) -> Plan:
+        """The same tasks on a layout in which some documents with all heads are split; see `Layout.split`."""
+        before = self.layout.groups
+        numbers = self.document if before == groups else self.document * (groups + 1)
+        row, part = repeated(np.isin(numbers, documents if before == groups else documents * (groups + 1)), groups)
+        layout = self.layout.split(documents, groups)
+        return Plan(layout, numbers[row] + part, self.start[row], self.end[row], self.home[row], self.server[row], self.window)
+
     def with_relays(self, relays: Relays | None) -> Plan:
         """The plan with these relays. They are taken as they are."""
         plan = copy(self)
@@ -125,6 +133,18 @@ class Plan:
         return self.layout.heads_of(self.document)
 
     @cached_property
+    def place(self) -> IntArray:
+        """Of each task, the place of its document among those of the layout."""
+        return np.searchsorted(self.layout.documents, self.document)
+
+    @cached_property
+    def exchanged(self) -> npt.NDArray[np.bool_]:
+        """Of each task, whether its document lies on several ranks, or is moved in part: the keys of all others stay at home."""
+        documents = self.layout.spans.copy()
+        documents[self.place[self.home != self.server]] = True
+        return documents[self.place]
+
+    @cached_property
     def moved(self) -> bool:
         """Whether anything is exchanged: a query is moved, or the keys of a document do not lie in one run.
 
@@ -142,14 +162,13 @@ class Plan:
         documents in `whole`; with `among`, only what the tasks need that it is true for.
         """
         layout = self.layout
-        tasks, segments = np.arange(len(self.document)), np.arange(len(layout.document))
-        if among is not None:
-            tasks = tasks[among]
+        tasks = np.arange(len(self.document)) if among is None else np.flatnonzero(among)
         if rank is not None:
-            mine = np.concatenate([layout.document[layout.rank == rank], np.asarray(whole, dtype=np.int64)])
-            tasks = tasks[(self.server[tasks] == rank) | np.isin(self.document[tasks], mine)]
-            segments = segments[np.isin(layout.document, self.document[tasks])]
-        return _join_keys(layout, _needed_keys(self, tasks), segments, rank, whole)
+            mine = np.zeros(len(layout.documents), dtype=np.bool_)
+            mine[layout.place[layout.offsets[rank] : layout.offsets[rank + 1]]] = True
+            mine[np.searchsorted(layout.documents, whole)] = True
+            tasks = tasks[(self.server[tasks] == rank) | mine[self.place[tasks]]]
+        return _join_keys(layout, _needed_keys(self, tasks), rank, whole)
 
     def to_json(self) -> str:
         """The plan and its layout as JSON: ``{"tasks": [[document, start, end, home, server], ...], "rank_segments": ...}``.
@@ -212,8 +231,9 @@ def _check(plan: Plan) -> None:
     if len(servers) and (servers.min() < 0 or servers.max() >= layout.world_size):
         row = int(np.flatnonzero((servers < 0) | (servers >= layout.world_size))[0])
         raise PlanError(f"{plan.tasks[row]} names a server outside the {layout.world_size} ranks of the layout.")
-    order = np.lexsort((layout.start, layout.document))
-    order = order[layout.queries[order]]
+    order = layout.by_document
+    if layout.context.any():
+        order = order[layout.queries[order]]
     segment_document, segment_start = layout.document[order], layout.start[order]
     segment_end, segment_rank = layout.end[order], layout.rank[order]
     if len(plan.document) and not len(order):
@@ -224,9 +244,9 @@ def _check(plan: Plan) -> None:
         )
     # Tasks are ordered like the sorted segments: the segment of a task is the last one that starts at or before it.
     # Documents count by their place among the layout's, for a document number times a length may not fit in 64 bits.
-    width, documents = layout.longest + 1, np.unique(segment_document)
-    segment_key = np.searchsorted(documents, segment_document) * width + segment_start
-    at = np.searchsorted(segment_key, np.searchsorted(documents, plan.document) * width + plan.start, side="right") - 1
+    width = layout.longest + 1
+    segment_key = layout.place[order] * width + segment_start
+    at = np.searchsorted(segment_key, plan.place * width + plan.start, side="right") - 1
     at = np.maximum(at, 0)
     inside = (
         (segment_document[at] == plan.document)
@@ -252,44 +272,37 @@ def _check(plan: Plan) -> None:
 
 
 def _needed_keys(plan: Plan, tasks: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """(server, document, start, end) of the runs of keys that these tasks need, apart from each other."""
-    order = tasks[np.lexsort((plan.end[tasks], plan.document[tasks], plan.server[tasks]))]
-    server, document, end = plan.server[order], plan.document[order], plan.end[order]
-    other = (server[1:] != server[:-1]) | (document[1:] != document[:-1])
+    """(server, place of the document, start, end) of the runs of keys that these tasks need, apart from each other."""
+    # Tasks are in order of document and position, and never overlap: those of one server are in order of their ends.
+    order = tasks[np.argsort(plan.server[tasks], kind="stable")]
+    server, place, end = plan.server[order], plan.place[order], plan.end[order]
+    other = (server[1:] != server[:-1]) | (place[1:] != place[:-1])
     if plan.window is None:
-        last = np.concatenate([other, [True]])[: len(order)]
-        return server[last], document[last], np.zeros_like(end[last]), end[last]
-    # Tasks of a document never overlap, so in order of their ends the first keys they need are in order as well.
+        last = np.append(other, True)[: len(order)]
+        return server[last], place[last], np.zeros_like(end[last]), end[last]
+    # So are the first keys that they need.
     start = np.maximum(plan.start[order] - (plan.window - 1), 0)
     other |= start[1:] > end[:-1]
-    first, last = np.concatenate([[True], other])[: len(order)], np.concatenate([other, [True]])[: len(order)]
-    return server[first], document[first], start[first], end[last]
+    first, last = np.append(True, other)[: len(order)], np.append(other, True)[: len(order)]
+    return server[first], place[first], start[first], end[last]
 
 
 def _join_keys(
-    layout: Layout,
-    needed: tuple[IntArray, IntArray, IntArray, IntArray],
-    segments: IntArray,
-    rank: int | None,
-    whole: Sequence[int] | IntArray,
+    layout: Layout, needed: tuple[IntArray, IntArray, IntArray, IntArray], rank: int | None, whole: Sequence[int] | IntArray
 ) -> KeyTransfers:
-    """Join runs of keys with the segments that hold them; `segments` are all those of the documents."""
-    server, document, start, end = needed
-    if not len(document):
-        return KeyTransfers(document, start, end, server, server)
-    by_document = segments[np.lexsort((layout.start[segments], layout.document[segments]))]
-    ordered = layout.document[by_document]
-    # Documents count by their place among the ordered ones, so that one number tells document and position apart.
-    place = np.concatenate([[0], np.cumsum(ordered[1:] != ordered[:-1])]) * (layout.longest + 1)
-    position = place + layout.start[by_document]
-    base = place[np.searchsorted(ordered, document)]
-    first = np.searchsorted(position, base + start, side="right") - 1
-    count = np.searchsorted(position, base + end) - first
-    need = np.repeat(np.arange(len(document)), count)
-    segment = by_document[np.arange(len(need)) + np.repeat(first - (np.cumsum(count) - count), count)]
+    """Join runs of keys with the segments that hold them."""
+    server, place, start, end = needed
+    # One number tells document and position apart.
+    width, segments = layout.longest + 1, layout.by_document
+    position = layout.place[segments] * width + layout.start[segments]
+    first = np.searchsorted(position, place * width + start, side="right") - 1
+    count = np.searchsorted(position, place * width + end) - first
+    need = np.repeat(np.arange(len(place)), count)
+    segment = segments[np.arange(len(need)) + np.repeat(first - (np.cumsum(count) - count), count)]
 
+    document, source = layout.document[segment], layout.rank[segment]
     begin, stop = np.maximum(layout.start[segment], start[need]), np.minimum(layout.end[segment], end[need])
-    rows = KeyTransfers(document[need], begin, stop, layout.rank[segment], server[need])
+    rows = KeyTransfers(document, begin, stop, source, server[need])
     if rank is None:
         return rows
     mine = (rows.source == rank) | (rows.server == rank)

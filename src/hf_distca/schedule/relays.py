@@ -79,17 +79,6 @@ class Sends:
             sums.append(totals[at] - totals[first] + (last - at) * position)
         return np.asarray(sums[1] - sums[0], dtype=np.int64)
 
-    def more(self, place: int, position: int) -> int:
-        """Of the keys of a document before a position, how many are sent beyond the first time."""
-        return int(self.below(np.array([place]), np.array([position]))[0]) - position
-
-    def steps(self, place: int, end: int) -> tuple[IntArray, IntArray]:
-        """Positions up to `end`, and `more` at each; it grows evenly in between."""
-        part = slice(int(self._bounds[place]), int(self._bounds[place + 1]))
-        position = np.unique(np.concatenate([[0, end], *(edges[part] - place * self.width for edges in self._edges)]))
-        position = position[position <= end]
-        return position, self.below(np.full(len(position), place), position) - position
-
 
 def senders(rows: KeyTransfers, relays: Relays | None) -> KeyTransfers:
     """What servers need from other ranks, with the rank that sends it as `source`: a relay, or one that holds it."""

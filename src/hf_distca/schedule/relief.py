@@ -8,15 +8,16 @@ document's relays end together, each with what it has to do anyway: water poured
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from typing import Any
 
 import numpy as np
 
-from hf_distca.schedule.cost import FloatArray
+from hf_distca.schedule.compiled import column
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.plan import KeyTransfers, Relays
-from hf_distca.schedule.relays import Sends, only
+from hf_distca.schedule.passing import Passing, pass_on
+from hf_distca.schedule.plan import Relays
+from hf_distca.schedule.traffic import KeyTraffic
 
 __all__ = ["relieve"]
 
@@ -38,141 +39,83 @@ def relieve(load: PlanLoad) -> PlanLoad:
         return load
     if load.overlapped and load.slowest_seconds <= float(load.compute_seconds.max()):
         return load
-    relays = _Relief(load).relays()
-    if relays is None:
-        return load
-    relieved = load.with_relays(relays)
-    return relieved if relieved.slowest_seconds < load.slowest_seconds * (1 - _GAIN) else load
+    relieved = _relays(load)
+    return relieved if relieved is not None and relieved.slowest_seconds < load.slowest_seconds * (1 - _GAIN) else load
 
 
-class _Relief:
-    def __init__(self, load: PlanLoad) -> None:
-        self.layout, self.rows = load.plan.layout, load.transfers
-        sent, received = load.wire_seconds
-        compute = load.compute_seconds
-        self.unchanged = float((received if load.overlapped else compute + received).max())
-        # Seconds of each rank as a sender; they grow for relays and fall for the ranks that these relieve.
-        self.seconds = sent.copy() if load.overlapped else compute + sent
-        self.each = float(load.cost.transfer_seconds(0, 1))
-
-    def relays(self) -> Relays | None:
-        """Runs that are passed on."""
-        rows, late = self.rows, self.seconds > self.unchanged
-        remote = rows.source != rows.server
-        documents = np.unique(rows.document[remote & late[rows.source]])
-        rows = only(rows, np.isin(rows.document, documents))
-        rows = only(rows, np.argsort(rows.document, kind="stable"))
-        sends = Sends(only(rows, rows.source != rows.server), documents, self.layout.longest + 1)
-        first, last = (np.searchsorted(rows.document, documents, side) for side in ("left", "right"))
-        heads = self.layout.heads_of(documents)
-        times = heads * sends.below(np.arange(len(documents)), np.full(len(documents), self.layout.longest))
-        found: list[tuple[int, int, int, int]] = []
-        for place in np.argsort(-times, kind="stable").tolist():
-            part = slice(int(first[place]), int(last[place]))
-            if not (self.seconds[rows.source[part]] > self.unchanged).any():
-                continue  # those who send it were relieved of others
-            sharing = _Sharing(only(rows, part), self.layout.world_size)
-            if len(sharing.ranks) > 1:
-                each = self.each * float(heads[place])
-                found += [(int(documents[place]), *run) for run in self._runs(sharing, sends, place, each)]
-        return Relays(*np.array(sorted(found), dtype=np.int64).T) if found else None
-
-    def _runs(self, sharing: _Sharing, sends: Sends, place: int, each: float) -> list[tuple[int, int, int]]:
-        """Runs of one document as (start, end, relay); what ranks send with them, `each` of a key, is added to their seconds."""
-        shared, ranks = sharing.shared, sharing.ranks
-        seconds = self.seconds.copy()
-        saved = sharing.saved(shared)
-        seconds[sharing.sources] += each * saved
-        room = _poured(seconds[ranks], each * sends.more(place, shared))
-        able = room > 0
-        if not able.any():
-            return []
-        # Only those that need the last keys can pass them on.
-        reach = sharing.need[able]
-        if shared > (furthest := int(reach.max())):
-            shared, saved = furthest, sharing.saved(furthest)
-        self.seconds[sharing.sources] += each * saved
-        runs = _cut(sends.steps(place, shared), ranks[able], reach, room[able])
-        cuts = np.array([start for start, *_ in runs] + [shared])
-        more = np.diff(sends.below(np.full(len(cuts), place), cuts) - cuts)
-        self.seconds[[rank for *_, rank in runs]] += each * more
-        return runs
+def _relays(load: PlanLoad) -> PlanLoad | None:
+    """The load with keys passed on, if any can be."""
+    traffic, layout = load.key_traffic, load.plan.layout
+    if not len(traffic.documents):
+        return None
+    sent, received = load.wire_seconds
+    compute = load.compute_seconds
+    unchanged = float((received if load.overlapped else compute + received).max())
+    seconds = column(sent.copy() if load.overlapped else compute + sent)
+    tokens, saved = column(load.key_tokens[0].copy()), column(np.zeros(layout.world_size, dtype=np.int64))
+    passing, order = _passing(load)
+    runs = (_room(passing.rank), _room(passing.rank), _room(passing.rank), _room(passing.rank))
+    columns = KeyTraffic(*(column(part) for part in traffic)), Passing(*(column(part) for part in passing))
+    count = pass_on(*columns, column(order), seconds, unchanged, saved, tokens, runs)
+    if not count:
+        return None
+    found = np.array([part[:count] for part in runs], dtype=np.int64)
+    found = found[:, np.lexsort(found[1::-1])]
+    return load.with_relays(Relays(layout.documents[traffic.documents[found[0]]], *found[1:]), np.asarray(tokens))
 
 
-class _Sharing:
-    """Who holds and who needs the keys of one document.
+def _passing(load: PlanLoad) -> tuple[Passing, IntArray]:
+    """What can be passed on, and the documents of the traffic by how much that is, most first."""
+    traffic, width = load.key_traffic, load.plan.layout.longest + 1
+    documents = np.arange(len(traffic.documents))
+    of_need, of_segment = (np.repeat(documents, np.diff(bounds)) for bounds in (traffic.needs, traffic.segments))
+    document, rank, reach, end = _able(traffic, of_need, of_segment)
+    # Positions at which more or fewer ranks are sent what follows, as far as two ranks need keys.
+    edges = [of_need * width + traffic.need, of_segment * width + traffic.start, of_segment * width + traffic.own]
+    position = np.sort(np.concatenate([documents * width, documents * width + end, *edges]))
+    position = position[np.append(True, position[1:] != position[:-1])[: len(position)]]
+    of = position // width
+    inside = position - of * width <= end[of]
+    of, position = of[inside], (position - of * width)[inside]
+    kept = np.maximum(np.minimum(traffic.own, traffic.end), traffic.start)
+    more = _below(of_need, np.zeros_like(traffic.need), traffic.need, of, position, width) - position
+    more -= _below(of_segment, traffic.start, kept, of, position, width)
+    steps = np.searchsorted(of, np.append(documents, len(documents)))
+    each = load.cost.transfer_seconds(0, 1) * traffic.heads
+    passing = Passing(rank, reach, np.searchsorted(document, np.append(documents, len(documents))), position, more, steps, each)
+    return passing, np.argsort(-(traffic.heads * more[steps[1:] - 1]), kind="stable")
 
-    Attributes:
-        sources: ranks that hold some.
-        ranks, need: ranks that can pass keys on, and how many from position 0 on; those with fewest first.
-        shared: two ranks need keys up to here.
+
+def _below(of: IntArray, start: IntArray, end: IntArray, document: IntArray, position: IntArray, width: int) -> IntArray:
+    """Tokens of some runs [start, end) of documents, in order of these, before positions of documents."""
+    total = np.zeros(len(position), dtype=np.int64)
+    for edge, sign in ((start, 1), (end, -1)):
+        edges = np.sort(of * width + edge)
+        sums = np.append(0, np.cumsum(edges % width))
+        first = np.searchsorted(edges, document * width)
+        count = np.searchsorted(edges, document * width + position) - first
+        total += sign * (count * position - (sums[first + count] - sums[first]))
+    return total
+
+
+def _able(traffic: KeyTraffic, of_need: IntArray, of_segment: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Columns of (document, rank, keys that it needs) of those that can pass keys on; and the last key that two ranks need.
+
+    `of_need` and `of_segment` are the documents of the rows.
     """
-
-    def __init__(self, rows: KeyTransfers, ranks: int) -> None:
-        self.rows, self.sources = rows, np.unique(rows.source)
-        need = np.zeros(ranks, dtype=np.int64)
-        np.maximum.at(need, rows.server, rows.end)
-        if len(self.sources) == 1:
-            need[self.sources] = 0
-        self.shared = int(np.partition(need, -2)[-2])
-        if len(self.sources) == 1:
-            need[self.sources] = self.shared  # it has them all, whether it needs them or not
-        able = np.flatnonzero(need)
-        self.ranks = able[np.argsort(need[able], kind="stable")]
-        self.need = need[self.ranks]
-
-    def saved(self, shared: int) -> IntArray:
-        """Tokens, not above 0, that each source sends more if each key before `shared` leaves it but once."""
-        rows = only(self.rows, (self.rows.source != self.rows.server) & (self.rows.start < shared))
-        end = np.minimum(rows.end, shared)
-        starts, segment = np.unique(rows.start, return_inverse=True)
-        furthest, source = starts.copy(), np.zeros_like(starts)
-        np.maximum.at(furthest, segment, end)
-        source[segment] = rows.source
-        count = len(self.sources)
-        once = np.bincount(np.searchsorted(self.sources, source), weights=furthest - starts, minlength=count)
-        sent = np.bincount(np.searchsorted(self.sources, rows.source), weights=end - rows.start, minlength=count)
-        return (once - sent).astype(np.int64)
+    source, furthest = traffic.source[traffic.segments[:-1]], traffic.need[traffic.needs[1:] - 1]
+    others = (traffic.source != source[of_segment]) & (traffic.start < furthest[of_segment])
+    alone = np.bincount(of_segment, weights=others, minlength=len(source)) == 0
+    # A rank that holds a document alone has all keys, whether it needs them or not.
+    rest = ~(alone[of_need] & (traffic.server == source[of_need]))
+    document, rank, need = of_need[rest], traffic.server[rest], traffic.need[rest]
+    bounds = np.searchsorted(document, np.arange(len(source) + 1))
+    end = np.where(np.diff(bounds) > 1, np.append(need, 0)[np.maximum(bounds[1:] - 2, 0)], 0)
+    holders = np.flatnonzero(alone & (end > 0))
+    document, rank, need = np.append(document, holders), np.append(rank, source[holders]), np.append(need, end[holders])
+    order = np.lexsort((rank, need, document))
+    return document[order], rank[order], need[order], end
 
 
-def _poured(seconds: FloatArray, amount: float) -> FloatArray:
-    """What each gets of an amount that is poured over these seconds so that they end level."""
-    order = np.sort(seconds)
-    # With the first n of them filled up to the n-th: what that takes.
-    level = np.cumsum(order)
-    takes = order * np.arange(1, len(order) + 1) - level
-    count = int(np.searchsorted(takes, amount, side="right"))
-    return np.maximum((amount + float(level[count - 1])) / count - seconds, 0.0)
-
-
-def _cut(steps: tuple[IntArray, IntArray], ranks: IntArray, reach: IntArray, room: FloatArray) -> list[tuple[int, int, int]]:
-    """Runs (start, end, relay) with as much to pass on as the relays have room for, none beyond what its relay needs.
-
-    Args:
-        steps: positions, and what is to be passed on of the keys before each; it grows evenly in between.
-        ranks, reach, room: of the relays, in order of their reach: how many keys they need, and shares of what is passed on.
-    """
-    position, amount = (column.tolist() for column in steps)
-    runs: list[tuple[int, int, int]] = []
-    at, done, left = 0, 0.0, float(room.sum())
-    for rank, limit, share in zip(ranks.tolist(), reach.tolist(), room.tolist(), strict=True):
-        wanted = done + (amount[-1] - done) * min(share / left, 1.0) if left > 0 else amount[-1]
-        left -= share
-        step = min(bisect_right(amount, wanted), len(amount) - 1)
-        rise = amount[step] - amount[step - 1]
-        part = (wanted - amount[step - 1]) / rise if rise else 1.0
-        end = position[step - 1] + part * (position[step] - position[step - 1])
-        stop = min(int(end + 0.5), limit)
-        if rank == ranks[-1]:
-            stop = position[-1]
-        if stop > at:
-            runs.append((at, stop, rank))
-            at = stop
-            done = _between(position, amount, at)
-    return runs
-
-
-def _between(position: list[int], amount: list[float], at: int) -> float:
-    step = min(bisect_right(position, at), len(position) - 1)
-    width = position[step] - position[step - 1]
-    return amount[step - 1] + (amount[step] - amount[step - 1]) * (at - position[step - 1]) / width
+def _room(like: Any) -> Any:
+    return column(np.zeros(len(like), dtype=np.int64))

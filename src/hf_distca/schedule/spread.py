@@ -11,13 +11,15 @@ rank needs all keys before the end of its tail, and its head is needed by all la
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from hf_distca.schedule.prices import Price
-from hf_distca.schedule.target import exchanged
+from hf_distca.schedule.compiled import Floats, Ints, compiled, entry
+from hf_distca.schedule.slices import keys, seconds
 
-__all__ = ["Load", "Share", "spread"]
+if TYPE_CHECKING:
+    from hf_distca.schedule.prices import Price
+
+__all__ = ["Loads", "Scratch", "Wide", "spread"]
 
 # Times that a document is cut: each time with the exchange of the last cuts, and with those ranks first that did not end in time.
 _ROUNDS = 3
@@ -27,164 +29,247 @@ _ALIKE = 0.03
 _EVEN = 0.002
 
 
-class Share(NamedTuple):
-    """What one rank gets of a document: (start, length) of pieces, seconds of computing them, key tokens sent and received."""
+class Loads(NamedTuple):
+    """Seconds that each rank computes, and key tokens that it sends and receives, counted as if all had a weight of 1."""
 
-    pieces: list[tuple[int, int]]
-    compute: float
-    sent: int
-    received: int
-
-
-class Load(NamedTuple):
-    """What a rank has beside the document: seconds that it computes, key tokens that it sends and receives."""
-
-    compute: float
-    sent: float
-    received: float
+    compute: Floats
+    sent: Floats
+    received: Floats
 
 
-def spread(
-    length: int, tokens: list[int], loads: list[Load], price: Price, key_seconds: float, tile: int, *, overlapped: bool
-) -> list[Share]:
-    """Cut a document so that the ranks that get it end at the same time, as far as their tokens allow.
+class Wide(NamedTuple):
+    """Documents that are cut over several ranks.
+
+    Attributes:
+        length, weight: tokens of each document, and what one of its exchanged keys counts as.
+        bounds: the rows of document d are those from `bounds[d]` to `bounds[d + 1]`.
+        rank, tokens: ranks that have a share, and how many tokens that is, at least 1.
+        compute, sent, received: what a share is taken to cost, as in `Loads` but for the weight; in the end, what it costs.
+        head, front, tail, back: the pieces [head, head + front) and [tail, tail + back) of a share; one may be empty.
+    """
+
+    length: Ints
+    weight: Floats
+    bounds: Ints
+    rank: Ints
+    tokens: Ints
+    compute: Floats
+    sent: Ints
+    received: Ints
+    head: Ints
+    front: Ints
+    tail: Ints
+    back: Ints
+
+
+class Scratch(NamedTuple):
+    """Room for the rows of a document: orders of its ranks and their tails; when each ends, and the exchange in that.
+
+    `best` and `best_tails` are those with which the last rank ends first so far.
+    """
+
+    order: Ints
+    tails: Ints
+    best: Ints
+    best_tails: Ints
+    ends: Floats
+    exchange: Floats
+
+
+@entry
+def spread(wide: Wide, loads: Loads, price: Price, key_seconds: float, overlapped: bool, scratch: Scratch) -> None:
+    """Cut documents, the last one first, so that the ranks of each end at the same time, as far as their tokens allow.
 
     Args:
-        length: tokens of the document.
-        tokens: tokens that each rank gets, at least 1; their sum is `length`.
-        loads: what each rank has beside it.
-        price: the cost model as scalars.
+        wide: the documents; what their shares cost and their pieces are written.
+        loads: of all ranks, with the shares of all documents; kept up to date.
+        price: the cost model as scalars. Cuts lie at multiples of its tile, as far as tokens allow.
         key_seconds: seconds of exchanging one key token.
-        tile: cuts lie at multiples of it, as far as `tokens` allows.
         overlapped: whether ranks end after the longer of compute and exchange, not after both.
+        scratch: room to work in.
     """
-    if price.window is not None:
-        return _in_order(tokens, price)
-    return _Cutter(length, tokens, loads, price, key_seconds, tile, overlapped).shares()
+    for document in range(len(wide.length) - 1, -1, -1):
+        _add(wide, loads, document, -1.0)
+        if price.window:
+            _in_order(wide, price, document)
+        else:
+            _cut(wide, loads, price, key_seconds, overlapped, scratch, document)
+            _write(wide, price, scratch, document)
+        _add(wide, loads, document, 1.0)
 
 
-class _Cutter:
-    def __init__(
-        self,
-        length: int,
-        tokens: list[int],
-        loads: list[Load],
-        price: Price,
-        key_seconds: float,
-        tile: int,
-        overlapped: bool,
-    ) -> None:
-        self.length, self.tokens, self.loads, self.price, self.tile = length, tokens, loads, price, tile
-        self.key_seconds, self.overlapped = key_seconds, overlapped
-        # Before anything is cut, exchanges are taken to be alike.
-        keys = exchanged(len(tokens)) * length if len(tokens) > 1 else 0.0
-        wire = 0.0 if overlapped else key_seconds
-        self.exchange = [wire * (max(load.sent, load.received) + keys) for load in loads]
-        self.alike = _ALIKE * price.pair * length * length / len(tokens)
-
-    def shares(self) -> list[Share]:
-        """The best of a few ways to cut; in the order of the ranks."""
-        ends = [
-            load.compute + self.price.pair * self.length * count / 2 for load, count in zip(self.loads, self.tokens, strict=True)
-        ]
-        order = self._unlike_first(ends, list(range(len(ends))))
-        best: tuple[float, list[int], list[int]] | None = None
-        for _ in range(_ROUNDS):
-            tails = self._tails(order)
-            ends = self._ends(order, tails)
-            if best is None or max(ends) < best[0]:
-                best = max(ends), order, tails
-            if max(ends) <= (1 + _EVEN) * math.fsum(ends) / len(ends):
-                break
-            previous, order = order, self._unlike_first(ends, order)
-            if order == previous and best[1] is not previous:
-                break
-        return self._shares(*best[1:]) if best else []
-
-    def _unlike_first(self, ends: list[float], order: list[int]) -> list[int]:
-        """Ranks that should get much more or less attention than others first: at the ends of a document there is most choice."""
-        mean = math.fsum(ends) / len(ends)
-        if not self.alike:
-            return order
-        return sorted(order, key=lambda at: -int(abs(ends[at] - mean) / self.alike))
-
-    def _tails(self, order: list[int]) -> list[int]:
-        """Tokens of the tail of each rank, in this order, for which all end with the same seconds."""
-        head, end, pair, last = 0, self.length, self.price.pair, len(order) - 1
-        others = math.fsum(self.loads[at].compute + self.exchange[at] for at in order)
-        tails = []
-        for place, at in enumerate(order):
-            count, load = self.tokens[at], self.loads[at]
-            level = (others + pair * (end * (end + 1) - head * (head + 1)) / 2) / (len(order) - place)
-            others -= load.compute + self.exchange[at]
-            tail = count
-            if place < last:
-                wanted = self._tail(level, head, end, count, load, place, last)
-                # The tail begins on a tile.
-                tail = min(max(end - int((end - wanted) / self.tile + 0.5) * self.tile, 0), count)
-            tails.append(tail)
-            head, end = head + count - tail, end - tail
-        return tails
-
-    def _tail(self, level: float, head: int, end: int, count: int, load: Load, place: int, last: int) -> float:
-        """The longest tail for which a rank ends by `level`, or the one with which it ends first."""
-        pair, key = self.price.pair, self.key_seconds
-        slope = pair * (end - head - count)
-        least = load.compute + pair * count * (head + count / 2)
-        received = key * (load.received + end - count)
-        # What is sent falls with a longer tail: `first` if there is none.
-        first, fall = key * (load.sent + count * last), key * (last - place)
-        if self.overlapped:
-            return max((level - least) / slope, (first - level) / fall if fall else 0.0)
-        by_received = (level - least - received) / slope
-        both = level - least - first
-        if slope > fall:
-            return min(by_received, both / (slope - fall))
-        # Longer tails are less to send than they are more to compute, up to where more is received than sent.
-        return max(by_received, (first - received) / fall) if fall else by_received
-
-    def _ends(self, order: list[int], tails: list[int]) -> list[float]:
-        """Seconds after which each rank ends, by rank; keeps those of the exchange."""
-        ends = [0.0] * len(order)
-        head, end, last, pair = 0, self.length, len(order) - 1, self.price.pair
-        for place, (at, tail) in enumerate(zip(order, tails, strict=True)):
-            count, load = self.tokens[at], self.loads[at]
-            sent, received = _keys(count, tail, place, last, head, end)
-            wire = self.key_seconds * max(load.sent + sent, load.received + received)
-            compute = load.compute + pair * (tail * (end - head - count) + count * (head + count / 2))
-            self.exchange[at] = 0.0 if self.overlapped else wire
-            ends[at] = max(compute, wire) if self.overlapped else compute + wire
-            head, end = head + count - tail, end - tail
-        return ends
-
-    def _shares(self, order: list[int], tails: list[int]) -> list[Share]:
-        shares: dict[int, Share] = {}
-        head, end, last = 0, self.length, len(order) - 1
-        for place, (at, tail) in enumerate(zip(order, tails, strict=True)):
-            count = self.tokens[at]
-            rest = count - tail
-            pieces = [piece for piece in ((head, rest), (end - tail, tail)) if piece[1]]
-            if len(pieces) == 2 and head + rest == end - tail:
-                pieces = [(head, count)]
-            compute = 0.0
-            for start, size in pieces:
-                compute += self.price.seconds(start, start + size)
-            shares[at] = Share(pieces, compute, *_keys(count, tail, place, last, head, end))
-            head, end = head + rest, end - tail
-        return [shares[at] for at in range(len(order))]
+@compiled
+def _add(wide: Wide, loads: Loads, document: int, sign: float) -> None:
+    weight = sign * wide.weight[document]
+    for row in range(wide.bounds[document], wide.bounds[document + 1]):
+        rank = wide.rank[row]
+        loads.compute[rank] += sign * wide.compute[row]
+        loads.sent[rank] += weight * wide.sent[row]
+        loads.received[rank] += weight * wide.received[row]
 
 
-def _keys(count: int, tail: int, place: int, last: int, head: int, end: int) -> tuple[int, int]:
-    """Key tokens that a rank sends and receives; without a tail it needs what is before its head."""
-    return (count - tail) * last + tail * place, end - count if tail else head
-
-
-def _in_order(tokens: list[int], price: Price) -> list[Share]:
+@compiled
+def _in_order(wide: Wide, price: Price, document: int) -> None:
     """One run of tokens after another: with a window, attention is as long as tokens are many wherever they lie."""
-    shares, start = [], 0
-    for count in tokens:
-        keys = price.keys(start, start + count, 0) - count
-        sent = min(price.window or 0, count)
-        shares.append(Share([(start, count)], price.seconds(start, start + count), sent, keys))
+    start = 0
+    for row in range(wide.bounds[document], wide.bounds[document + 1]):
+        count = wide.tokens[row]
+        wide.head[row], wide.front[row], wide.back[row] = start, count, 0
+        wide.compute[row] = seconds(price, start, start + count)
+        wide.sent[row] = min(price.window, count)
+        wide.received[row] = keys(price, start, start + count, 0) - count
         start += count
-    return shares
+
+
+@compiled
+def _cut(wide: Wide, loads: Loads, price: Price, key_seconds: float, overlapped: bool, scratch: Scratch, document: int) -> None:
+    """Find the best of a few ways to cut a document."""
+    begin, length, weight = wide.bounds[document], wide.length[document], wide.weight[document]
+    count = wide.bounds[document + 1] - begin
+    half = price.pair * length / 2
+    for at in range(count):
+        rank = wide.rank[begin + at]
+        # Before anything is cut, exchanges are taken to be what they were.
+        wire = key_seconds * (max(loads.sent[rank], loads.received[rank]) + weight * wide.sent[begin + at])
+        scratch.exchange[at] = 0.0 if overlapped else wire
+        scratch.order[at], scratch.ends[at] = at, loads.compute[rank] + half * wide.tokens[begin + at]
+    alike = _ALIKE * 2 * half * length / count
+    _unlike_first(scratch, count, alike)
+    earliest = 0.0
+    for turn in range(_ROUNDS):
+        _set_tails(wide, loads, price, key_seconds, overlapped, scratch, document)
+        _set_ends(wide, loads, price, key_seconds, overlapped, scratch, document)
+        slowest, total = 0.0, 0.0
+        for at in range(count):
+            slowest, total = max(slowest, scratch.ends[at]), total + scratch.ends[at]
+        if turn == 0 or slowest < earliest:
+            earliest = slowest
+            for place in range(count):
+                scratch.best[place], scratch.best_tails[place] = scratch.order[place], scratch.tails[place]
+        if slowest <= (1 + _EVEN) * total / count:
+            return
+        _unlike_first(scratch, count, alike)
+
+
+@compiled
+def _unlike_first(scratch: Scratch, count: int, alike: float) -> None:
+    """Ranks that should get much more or less attention than others first: at the ends of a document there is most choice."""
+    order, ends, mean = scratch.order, scratch.ends, 0.0
+    if alike == 0:
+        return
+    for at in range(count):
+        mean += ends[at] / count
+    for place in range(1, count):
+        at, free = order[place], place
+        far = int(abs(ends[at] - mean) / alike)
+        while free > 0 and int(abs(ends[order[free - 1]] - mean) / alike) < far:
+            order[free] = order[free - 1]
+            free -= 1
+        order[free] = at
+
+
+@compiled
+def _set_tails(
+    wide: Wide, loads: Loads, price: Price, key_seconds: float, overlapped: bool, scratch: Scratch, document: int
+) -> None:
+    """Tokens of the tail of each rank, in order, for which all end with the same seconds."""
+    begin, head, end = wide.bounds[document], 0, wide.length[document]
+    last = wide.bounds[document + 1] - begin - 1
+    others = 0.0
+    for at in range(last + 1):
+        others += loads.compute[wide.rank[begin + at]] + scratch.exchange[at]
+    for place in range(last + 1):
+        at = scratch.order[place]
+        count, compute = wide.tokens[begin + at], loads.compute[wide.rank[begin + at]]
+        pairs = (float(end) * (end + 1) - float(head) * (head + 1)) / 2
+        level = (others + price.pair * pairs) / (last + 1 - place)
+        others -= compute + scratch.exchange[at]
+        tail = count
+        if place < last:
+            least = level - compute - price.pair * count * (head + count / 2)
+            slope = price.pair * (end - head - count)
+            rank, key = wide.rank[begin + at], key_seconds * wide.weight[document]
+            sent = key_seconds * loads.sent[rank] + key * count * last
+            received = key_seconds * loads.received[rank] + key * (end - count)
+            if overlapped:
+                wanted = _tail_overlapped(level, least, slope, sent, key * (last - place))
+            else:
+                wanted = _tail(least, slope, sent, key * (last - place), received)
+            # The tail begins on a tile.
+            tail = min(max(end - int((end - wanted) / price.tile + 0.5) * price.tile, 0), count)
+        scratch.tails[place] = tail
+        head, end = head + count - tail, end - tail
+
+
+@compiled
+def _tail(left: float, slope: float, sent: float, fall: float, received: float) -> float:
+    """The longest tail for which a rank ends in time, or the one with which it ends first.
+
+    Args:
+        left: seconds that it has beside what it computes without a tail.
+        slope: seconds that it computes more with each token of a tail.
+        sent, fall: seconds that it sends without a tail, and by which that falls with each token of one.
+        received: seconds that it receives.
+    """
+    by_received = (left - received) / slope
+    if slope > fall:
+        return min(by_received, (left - sent) / (slope - fall))
+    # Longer tails are less to send than they are more to compute, up to where more is received than sent.
+    return max(by_received, (sent - received) / fall) if fall else by_received
+
+
+@compiled
+def _tail_overlapped(level: float, left: float, slope: float, sent: float, fall: float) -> float:
+    """The same for ranks that end after the longer of compute and exchange, by `level`."""
+    return max(left / slope, (sent - level) / fall if fall else 0.0)
+
+
+@compiled
+def _set_ends(
+    wide: Wide, loads: Loads, price: Price, key_seconds: float, overlapped: bool, scratch: Scratch, document: int
+) -> None:
+    """Seconds after which each rank ends, and of its exchange in it."""
+    begin, head, end = wide.bounds[document], 0, wide.length[document]
+    last, key = wide.bounds[document + 1] - begin - 1, key_seconds * wide.weight[document]
+    for place in range(last + 1):
+        at, tail = scratch.order[place], scratch.tails[place]
+        count, rank = wide.tokens[begin + at], wide.rank[begin + at]
+        sent = key_seconds * loads.sent[rank] + key * _sent(count, tail, place, last)
+        wire = max(sent, key_seconds * loads.received[rank] + key * _received(count, tail, head, end))
+        compute = loads.compute[rank] + price.pair * (tail * (end - head - count) + count * (head + count / 2))
+        scratch.exchange[at] = 0.0 if overlapped else wire
+        scratch.ends[at] = max(compute, wire) if overlapped else compute + wire
+        head, end = head + count - tail, end - tail
+
+
+@compiled
+def _sent(count: int, tail: int, place: int, last: int) -> int:
+    """Key tokens that a rank sends: its head to all that come later in the order, its tail to all before it."""
+    return (count - tail) * last + tail * place
+
+
+@compiled
+def _received(count: int, tail: int, head: int, end: int) -> int:
+    """Key tokens that a rank receives; without a tail it needs what is before its head."""
+    return end - count if tail else head
+
+
+@compiled
+def _write(wide: Wide, price: Price, scratch: Scratch, document: int) -> None:
+    """What the best way to cut a document comes to."""
+    begin, head, end = wide.bounds[document], 0, wide.length[document]
+    last = wide.bounds[document + 1] - begin - 1
+    for place in range(last + 1):
+        row, tail = begin + scratch.best[place], scratch.best_tails[place]
+        count = wide.tokens[row]
+        front = count - tail
+        wide.sent[row], wide.received[row] = _sent(count, tail, place, last), _received(count, tail, head, end)
+        wide.head[row], wide.front[row], wide.tail[row], wide.back[row] = head, front, end - tail, tail
+        head, end = head + front, end - tail
+        if head == end:
+            # Both pieces are one.
+            wide.front[row], wide.back[row] = count, 0
+            if front == 0:
+                wide.head[row] = wide.tail[row]
+        first, back = wide.head[row], wide.tail[row]
+        wide.compute[row] = seconds(price, first, first + wide.front[row]) + seconds(price, back, back + wide.back[row])

@@ -30,6 +30,8 @@ def takers(
         most: None is found if that needs more ranks than this.
         alone: none is found if that needs more than one node.
     """
+    if float(part.max()) * (most or len(part)) < _ALL:
+        return None
     ranks = np.flatnonzero(part > 0)
     if per_node < len(part):
         ranks = _in_nodes(ranks, part, per_node, alone=alone)

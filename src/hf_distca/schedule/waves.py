@@ -1,9 +1,10 @@
 """Waves: the moved part of a plan in several exchanges, so that what travels fits a bound at every moment.
 
 The tasks that need something from elsewhere are cut into *units* that fit the bound alone: slices of one document on one server
-together, because they share one prefix of keys; more than fits is cut on tiles of rows, and each part gets the keys it needs
-again. Units go into the first wave in which no rank, as a server or as a home, passes the bound. Every rank computes the same
-waves from the same plan, so all take part in each.
+together, because they share one prefix of keys. A document that is more than fits is split by heads first: then each part needs
+its part of the keys, and all together exchange no more than before. What is still too much is cut on tiles of rows, and each
+part gets the keys it needs again. Units go into the first wave in which no rank, as a server or as a home, passes the bound.
+Every rank computes the same waves from the same plan, so all take part in each.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.schedule.cost import AttentionShape
+from hf_distca.schedule.heads import possible_groups
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import CATask, Plan
 
-__all__ = ["Fit", "TransientBytes", "Waves"]
+__all__ = ["TransientBytes", "Waves"]
 
 
 class TransientBytes(NamedTuple):
@@ -47,35 +49,9 @@ class TransientBytes(NamedTuple):
         # Gradients of copies that are not wide yet become so when they are added up at home.
         return cls(2 * row, key + wide_key, row, key + (wide_key if wide > shape.element_bytes else 0))
 
-
-class Fit(NamedTuple):
-    """What a slice may be for a server to hold its rows and the keys they need."""
-
-    each: TransientBytes
-    bound: int
-    window: int | None
-    tile: int
-
-    def cut(self, start: int, x: int, y: int) -> tuple[int, int]:
-        """The part of [x, y), in a piece that begins at `start`, that fits; empty if no tile of rows does.
-
-        Rows and keys at half of the bound each is the most work. Further back, keys leave less for rows.
-        """
-        query, key = self.each.query, self.each.key
-        if query * (y - x) + key * (y - self._first_key(x)) <= self.bound:
-            return x, y
-        if self.window is None:
-            half = self.bound // (2 * key) // self.tile * self.tile
-            if max(half, start + self.tile) < y:
-                y = max(half, (start // self.tile + 1) * self.tile)
-            rows = (self.bound - key * y) // query
-        else:
-            rows = max((self.bound - key * (self.window - 1)) // (query + key), (self.bound - key * y) // query)
-        x = max(start, -(-(y - rows) // self.tile) * self.tile)
-        return (x, y) if rows > 0 and x < y else (start, start)
-
-    def _first_key(self, start: int) -> int:
-        return 0 if self.window is None else max(0, start - self.window + 1)
+    def of_group(self, groups: int) -> TransientBytes:
+        """Those of one of so many head groups, which divide the key/value heads."""
+        return TransientBytes(*(count // groups for count in self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +59,7 @@ class Waves:
     """A plan and the wave in which each of its tasks travels.
 
     Attributes:
-        plan: the plan, with tasks cut where they go in different waves.
+        plan: the plan, with documents split by heads and tasks cut where they go in different waves.
         number: wave of each task of `plan`; -1 for tasks that a home runs on its own tokens alone.
         count: waves, at least 1.
         bytes: estimated transient bytes of each rank in its largest wave. None if there is no bound.
@@ -95,14 +71,18 @@ class Waves:
     bytes: IntArray | None = None
 
     @classmethod
-    def of(cls, plan: Plan, shape: AttentionShape, tile: int, bound: int | None) -> Waves:
+    def of(cls, plan: Plan, shape: AttentionShape, tile: int, bound: int | None, head_groups: int = 1) -> Waves:
         """Split `plan`, cut on tiles, so that no rank has more than `bound` transient bytes in a wave; None for no bound.
 
+        Documents are split by heads in no more than so many groups, if the plan has not split some already.
         A tile of rows with the keys it needs is never split: if it is more than the bound alone, so is its wave.
         """
         if bound is None or not plan.moved:
             return cls(plan, np.zeros_like(plan.start))
-        return _Splitter(plan, TransientBytes.of(shape), tile, bound).split()
+        each = TransientBytes.of(shape)
+        return _Splitter(
+            _by_heads(plan, each, possible_groups(shape.key_value_heads, head_groups), bound), each, tile, bound
+        ).split()
 
 
 @dataclass(slots=True)
@@ -128,9 +108,32 @@ class _Unit:
         self.keys.append((first_key, end))
 
 
+def _by_heads(plan: Plan, each: TransientBytes, possible: list[int], bound: int) -> Plan:
+    """The plan with documents split by heads of which a server would need more than the bound."""
+    layout = plan.layout
+    tasks = np.flatnonzero(_travels(plan) & (plan.heads == 1))
+    if plan.window is not None or layout.context.any() or not len(tasks):
+        return plan
+    # Of a document, a server needs all keys before its last row.
+    key = plan.place[tasks] * layout.world_size + plan.server[tasks]
+    unit, of = np.unique(key, return_inverse=True)
+    last = np.zeros(len(unit), dtype=np.int64)
+    np.maximum.at(last, of, plan.end[tasks])
+    rows = np.bincount(of, weights=plan.end[tasks] - plan.start[tasks])
+    most = each.query * rows + each.key * last
+    large = most > bound
+    if layout.groups > 1:
+        possible = [layout.groups]
+    if not large.any() or possible == [1]:
+        return plan
+    groups = next((count for count in possible if most.max() / count <= bound), possible[-1])
+    return plan.split(np.unique(layout.documents[unit[large] // layout.world_size]), groups)
+
+
 class _Splitter:
     def __init__(self, plan: Plan, each: TransientBytes, tile: int, bound: int) -> None:
-        self.plan, self.each, self.tile, self.bound = plan, each, tile, bound
+        self.plan, self.tile, self.bound = plan, tile, bound
+        self.of_all, self.of_group = each, each.of_group(plan.layout.groups)
         self.travels = _travels(plan)
         self.segments = _segments_of(plan.layout, set(plan.document[self.travels].tolist()))
 
@@ -168,19 +171,24 @@ class _Splitter:
         wave = np.where(_travels(cut), wave[order], -1)
         return Waves(cut, wave, max(len(loads), 1), loads.max(axis=0, initial=0))
 
+    def _each(self, unit: _Unit) -> TransientBytes:
+        return self.of_all if self.plan.layout.has_all_heads(unit.document) else self.of_group
+
     def _units(self) -> Iterator[_Unit]:
         plan = self.plan
         rows = np.flatnonzero(self.travels)
         rows = rows[np.lexsort((plan.start[rows], plan.document[rows], plan.server[rows]))]
         columns = (getattr(plan, name)[rows].tolist() for name in ("document", "start", "end", "home", "server"))
+        tasks = list(zip(*columns, strict=True))
+        last = {(document, server): end for document, _, end, _, server in tasks}
         unit: _Unit | None = None
-        for document, start, end, home, server in zip(*columns, strict=True):
+        for document, start, end, home, server in tasks:
             if unit is not None and (unit.document, unit.server) != (document, server):
                 yield unit
                 unit = None
             while start < end:
                 unit = unit or _Unit(document, server)
-                stop = self._stop(unit, start, end)
+                stop = self._stop(unit, start, end, last[document, server])
                 if stop > start:
                     unit.add(start, stop, home, self._first_key(start))
                     start = stop
@@ -193,12 +201,19 @@ class _Splitter:
     def _first_key(self, start: int) -> int:
         return 0 if self.plan.window is None else max(0, start - self.plan.window + 1)
 
-    def _stop(self, unit: _Unit, start: int, end: int) -> int:
-        """Where rows from `start` have to end for the unit to fit; `start` if none of them fits beside what is there."""
-        query, key, tile = self.each.query, self.each.key, self.tile
+    def _stop(self, unit: _Unit, start: int, end: int, last: int) -> int:
+        """Where rows from `start` have to end for the unit to fit; `start` if none of them fits beside what is there.
+
+        `last` is the last row of all units of the document on the server.
+        """
+        (query, key, *_), tile, bound = self._each(unit), self.tile, self.bound
+        keys = last if self.plan.window is None else min(last, self.plan.window + tile)
+        if key * keys + query * min(tile, last) > bound:
+            # A tile of rows with its keys is more than the bound: that many bytes again for rows, or each tile would be a wave.
+            bound = max(bound, 2 * key * keys)
         # New keys are those after the last there are: for rows up to y, y - first.
         first = max(self._first_key(start), unit.keys[-1][1] if unit.keys else 0)
-        room = self.bound - query * unit.rows - key * unit.key_tokens
+        room = bound - query * unit.rows - key * unit.key_tokens
         stop = (room + query * start + key * first) // (query + key)
         if stop >= end:
             return end
@@ -209,7 +224,7 @@ class _Splitter:
 
     def _needs(self, unit: _Unit) -> dict[int, int]:
         """Transient bytes by rank."""
-        each = self.each
+        each = self._each(unit)
         need = {unit.server: each.query * unit.rows + each.key * unit.key_tokens}
         for start, end, home in unit.tasks:
             if home != unit.server:

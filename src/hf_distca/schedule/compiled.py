@@ -1,0 +1,87 @@
+"""`compiled`: loops of the scheduler as machine code.
+
+Most of the scheduler is numpy. What is left are loops in which each step depends on the last one: a Python interpreter takes a
+tenth of a second for the moves of 512 ranks, machine code a few milliseconds. numba compiles such functions when they are first
+called, in some ten seconds, and keeps what it made beside the source or in the user's cache. Where numba cannot be imported they
+run as they are written, and make the same plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Floats", "Ints", "column", "compiled", "entry", "interpreted"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+# What a `column` is to those who read it: an array of int64 or float64, or a list.
+Ints = list[int]
+Floats = list[float]
+
+
+def _numba() -> Any:
+    try:
+        return import_module("numba")
+    except ImportError:
+        return None
+
+
+numba = _numba()
+# Divisions by zero are what numpy makes of them: without the check loops are a quarter faster. And columns are not counted as
+# they are handed on, which takes four times as long as all else; functions that make no arrays of their own need no count.
+_OPTIONS = {"error_model": "numpy", "_nrt": False}
+
+
+def compiled(function: F) -> F:
+    """A function for other compiled ones. It reads and changes `column`s, numbers and named tuples of these, and makes no arrays.
+
+    Its arithmetic is IEEE double arithmetic in the order that is written, so that every machine finds the same figures.
+    """
+    return function if numba is None else _made(function)
+
+
+def entry(function: F) -> F:
+    """A compiled function that Python calls; what is compiled for it, with all that it calls, is kept."""
+    if numba is None:
+        return function
+    try:
+        return _made(function, cache=True)
+    except RuntimeError:  # no folder to keep it in
+        return _made(function)
+
+
+def interpreted(function: F) -> F:
+    """A compiled function as it was written: for single calls, which take longer to hand over than to carry out."""
+    plain: F = getattr(function, "py_func", function)
+    return plain
+
+
+def column(values: npt.NDArray[Any]) -> Any:
+    """An array as compiled functions take it; a list, whose numbers Python reads faster, where nothing is compiled."""
+    # One form of arrays, for which functions are compiled once.
+    return np.ascontiguousarray(values) if numba is not None else values.tolist()
+
+
+def _made(function: F, **options: Any) -> F:
+    try:
+        made: F = numba.njit(**_OPTIONS, **options)(function)
+    except KeyError:  # a version without one of the options
+        made = numba.njit(**options)(function)
+    return made
+
+
+def _forget_old() -> None:
+    """Remove what numba kept if a source is younger: it looks at one file, but functions are compiled with all that they call."""
+    folder = Path(__file__).parent
+    youngest = max(source.stat().st_mtime for source in folder.glob("*.py"))
+    for kept in (folder / "__pycache__").glob("*.nbi"):
+        if kept.stat().st_mtime < youngest:
+            kept.unlink(missing_ok=True)
+
+
+_forget_old()

@@ -1,0 +1,496 @@
+"""The moves of the greedy, one after another; see `schedule.greedy`. All of it is compiled."""
+
+from __future__ import annotations
+
+import math
+
+from hf_distca.schedule.compiled import Floats, Ints, compiled, entry
+from hf_distca.schedule.slices import keys, least_bytes, most_seconds, seconds, slice_of
+from hf_distca.schedule.state import (
+    ALL,
+    CAP,
+    FLOOR,
+    FREE,
+    GONE,
+    GROWN,
+    HIGH,
+    HOLDERS,
+    LOOKS,
+    LOW,
+    MEAN,
+    MOVES,
+    PIECES,
+    SHED,
+    SURPLUS,
+    UNASKED,
+    Fit,
+    Holders,
+    Move,
+    Pieces,
+    Prices,
+    Segments,
+    Servers,
+    State,
+    hold,
+    holder_of,
+)
+
+__all__ = ["hold_all", "lift", "unload"]
+
+# Servers that already hold keys of a document and are looked at for each of its pieces.
+_HOLDERS = 8
+# How much more or less than the last one a server may want for what slices cost to be remembered.
+_ALIKE = 0.3
+# Ranks that a rank below the band asks for work.
+_DONORS = 8
+# Ranks in a row that no donor has anything for, after which no other asks: with thousands of ranks asking takes long.
+_FAILURES = 4
+
+
+@entry
+def hold_all(state: State, segments: Ints) -> None:
+    """Note which keys the homes of these segments, in the order of the layout, need anyway."""
+    source = 0
+    for segment in segments:
+        while state.segments.offsets[source + 1] <= segment:
+            source += 1
+        for number in _numbers(state.segments, segment, state.prices.parts):
+            hold(state.holders, state.servers.counts, number, source, state.segments.end[segment])
+
+
+@entry
+def unload(state: State, order: Ints) -> bool:
+    """Ranks above the band, in this order, give slices away until they are at their level.
+
+    Returns:
+        Whether the columns of the state were long enough for all moves.
+    """
+    servers = state.servers
+    work, level = servers.work, servers.level
+    for source in order:
+        if work[source] <= level[CAP]:
+            break
+        while work[source] > level[CAP] and servers.counts[FREE] > 0:
+            surplus = (work[source] - level[HIGH]) * servers.speed[source]
+            move = _nothing()
+            # A tile of rows may be more than the tolerated band is wide. Then a source too low, which `lift` mends, or a server
+            # too high, but lower than the source was, is better than leaving the source as it is.
+            for leeway in (0.0, 0.5):
+                server = servers.free[0] if leeway else _server_for(servers, surplus)
+                move = _cheapest(state, source, server, surplus, leeway)
+                if move.piece >= 0:
+                    break
+            if move.piece < 0:
+                break
+            if not _apply(state, move):
+                return False
+    return True
+
+
+@entry
+def lift(state: State, heaviest: Ints) -> bool:
+    """Ranks that are still too low take from the heaviest, whichever of those gives for the fewest bytes.
+
+    Args:
+        state: after `unload`.
+        heaviest: all ranks in that order. It is kept up to date.
+
+    Returns:
+        Whether the columns of the state were long enough for all moves.
+    """
+    servers, per_node = state.servers, state.prices.per_node
+    work, speed, level, count = servers.work, servers.speed, servers.level, servers.counts
+    donors, failed = min(_DONORS, len(heaviest)), 0
+    while count[FREE] > 0 and work[servers.free[0]] < level[FLOOR] and failed < _FAILURES:
+        server, best = servers.free[0], _nothing()
+        for at in range(donors + per_node):
+            # The heaviest, and then those of the server's node.
+            donor = heaviest[at] if at < donors else server // per_node * per_node + at - donors
+            if work[donor] <= level[LOW]:
+                continue
+            want = min((work[donor] - level[FLOOR]) * speed[donor], (level[LOW] - work[server]) * speed[server])
+            move = _cheapest(state, donor, server, want, 0.0)
+            if move.piece < 0:
+                continue
+            if best.piece < 0 or (move.bytes_per_second, donor) < (best.bytes_per_second, best.source):
+                best = move
+        if best.piece < 0:
+            failed += 1
+            _drop(servers, server)
+            continue
+        failed = 0
+        if not _apply(state, best):
+            return False
+        _settle(work, heaviest, best.source)
+        _settle(work, heaviest, best.server)
+    return True
+
+
+@compiled
+def _nothing() -> Move:
+    return Move(math.inf, -1, -1, -1, 0, 0, 0.0, 0.0)
+
+
+@compiled
+def _settle(work: Floats, heaviest: Ints, rank: int) -> None:
+    """Bring a rank whose work has changed to its place among the heaviest."""
+    at = 0
+    while heaviest[at] != rank:
+        at += 1
+    while at > 0 and (-work[rank], rank) < (-work[heaviest[at - 1]], heaviest[at - 1]):
+        heaviest[at] = heaviest[at - 1]
+        at -= 1
+    while at + 1 < len(heaviest) and (-work[heaviest[at + 1]], heaviest[at + 1]) < (-work[rank], rank):
+        heaviest[at] = heaviest[at + 1]
+        at += 1
+    heaviest[at] = rank
+
+
+@compiled
+def _free_at(servers: Servers, work: float, rank: int) -> int:
+    """Where in `free` a rank with so much work stands, or would stand."""
+    low, high = 0, servers.counts[FREE]
+    while low < high:
+        middle = (low + high) // 2
+        other = servers.free[middle]
+        if servers.work[other] < work or (servers.work[other] == work and other < rank):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def _drop(servers: Servers, rank: int) -> None:
+    """Take a rank out of `free`, if it is there."""
+    at = _free_at(servers, servers.work[rank], rank)
+    if at < servers.counts[FREE] and servers.free[at] == rank:
+        servers.counts[FREE] -= 1
+        for place in range(at, servers.counts[FREE]):
+            servers.free[place] = servers.free[place + 1]
+
+
+@compiled
+def _change(servers: Servers, rank: int, moved: float) -> None:
+    """A rank has so many seconds of work more."""
+    _drop(servers, rank)
+    servers.work[rank] += moved / servers.speed[rank]
+    if servers.work[rank] < servers.level[MEAN]:
+        at = _free_at(servers, servers.work[rank], rank)
+        for place in range(servers.counts[FREE], at, -1):
+            servers.free[place] = servers.free[place - 1]
+        servers.free[at] = rank
+        servers.counts[FREE] += 1
+
+
+@compiled
+def _server_for(servers: Servers, surplus: float) -> int:
+    """A server that the surplus fits exactly, or else the emptiest."""
+    work, speed, level = servers.work, servers.speed, servers.level
+    emptiest = servers.free[0]
+    if (level[LOW] - work[emptiest]) * speed[emptiest] > surplus:
+        at = _free_at(servers, level[FLOOR] - surplus, 0)
+        if at < servers.counts[FREE]:
+            fits = servers.free[at]
+            if work[fits] + surplus / speed[fits] <= level[CAP]:
+                return fits
+    return emptiest
+
+
+@compiled
+def _near(servers: Servers, per_node: int, source: int, but: int) -> int:
+    """The emptiest server in the node of the source, if it may take work; -1 if not, or if nodes do not matter."""
+    best = -1
+    first = source // max(per_node, 1) * per_node
+    for rank in range(first, first + per_node):
+        if rank != but and servers.work[rank] < servers.level[FLOOR] and (best < 0 or servers.work[rank] < servers.work[best]):
+            best = rank
+    return best
+
+
+@compiled
+def _numbers(segments: Segments, segment: int, parts: int) -> range:
+    """The numbers that the document of a segment has: its own, or those of its head groups."""
+    first = segments.document[segment] * parts
+    return range(first + 1, first + parts) if segments.apart[segment] else range(first, first + 1)
+
+
+@compiled
+def _find_pieces(state: State, source: int) -> None:
+    """The pieces of a rank that nobody has asked so far."""
+    segments = state.segments
+    state.pieces.first[source] = -1
+    for segment in range(segments.offsets[source] + segments.context[source], segments.offsets[source + 1]):
+        for number in _numbers(segments, segment, state.prices.parts):
+            _add(state.pieces, state.servers.counts, source, (segments.start[segment], segments.end[segment], number, segment))
+    _forget(state.pieces, state.prices, source)
+
+
+@compiled
+def _add(p: Pieces, count: Ints, source: int, piece: tuple[int, int, int, int]) -> int:
+    """A piece more: (start, end, number, segment)."""
+    row = count[PIECES]
+    count[PIECES] += 1
+    p.start[row], p.end[row], p.number[row], p.segment[row] = piece
+    p.after[row], p.looked[row] = p.first[source], 0
+    p.first[source] = row
+    return row
+
+
+@compiled
+def _forget(p: Pieces, prices: Prices, source: int) -> None:
+    """Forget what slices of the pieces of a rank cost when they were last looked at."""
+    at = p.first[source]
+    while at >= 0:
+        p.ratio[at] = _least(prices, p.number[at], p.end[at])
+        at = p.after[at]
+
+
+@compiled
+def _least(prices: Prices, number: int, end: int) -> float:
+    """Bytes that are exchanged at least for a second moved with a slice of a piece."""
+    price = prices.group_price if number % prices.parts else prices.price
+    near = price.near if prices.per_node else 1.0
+    return near * least_bytes(price) / most_seconds(price, end)
+
+
+@compiled
+def _earlier(p: Pieces, one: int, other: int) -> bool:
+    """Whether a piece comes before another that is as cheap: deeper rows first."""
+    a = (-p.end[one], p.start[one], p.number[one], p.segment[one])
+    return a < (-p.end[other], p.start[other], p.number[other], p.segment[other])
+
+
+@compiled
+def _next_piece(p: Pieces, source: int, looks: int) -> int:
+    """Of the pieces of a rank that were not looked at this time, the one that seems cheapest; -1 if there is none."""
+    best, at = -1, p.first[source]
+    while at >= 0:
+        if p.looked[at] != looks and (
+            best < 0 or p.ratio[at] < p.ratio[best] or (p.ratio[at] == p.ratio[best] and _earlier(p, at, best))
+        ):
+            best = at
+        at = p.after[at]
+    return best
+
+
+@compiled
+def _cheaper(p: Pieces, one: Move, other: Move) -> bool:
+    """Whether a move exchanges fewer bytes per second moved; if they are equal, the order of servers and of rows decides."""
+    if one.piece < 0 or other.piece < 0:
+        return one.piece >= 0
+    if one.bytes_per_second != other.bytes_per_second:
+        return one.bytes_per_second < other.bytes_per_second
+    if one.server != other.server or one.piece == other.piece:
+        return (one.server, one.start, one.end) < (other.server, other.start, other.end)
+    return _earlier(p, one.piece, other.piece)
+
+
+@compiled
+def _cheapest(state: State, source: int, server: int, surplus: float, leeway: float) -> Move:
+    """The cheapest slice for `server`, or for one that holds keys of a document already.
+
+    With `leeway` it may bring the server up to that part of what both have, and the source below the band; without, the one not
+    above it and the other not below.
+    """
+    p, prices, holders, servers = state.pieces, state.prices, state.holders, state.servers
+    if p.first[source] == UNASKED:
+        _find_pieces(state, source)
+    want = min(surplus, servers.level[LOW] - servers.work[server])
+    if not p.want[source] * (1 - _ALIKE) <= want <= p.want[source] * (1 + _ALIKE):
+        p.want[source] = want
+        _forget(p, prices, source)
+    servers.counts[LOOKS] += 1
+    looks, near = servers.counts[LOOKS], _near(servers, prices.per_node, source, server)
+    best = _nothing()
+    last_start, last_end, last_document = -1, -1, -1
+    while True:
+        piece = _next_piece(p, source, looks)
+        # No slice of the pieces behind moves a second for fewer bytes, or did when somebody looked.
+        if piece < 0 or (best.piece >= 0 and p.ratio[piece] >= best.bytes_per_second):
+            return best
+        p.looked[piece] = looks
+        number = p.number[piece]
+        if prices.parts > 1 and not holders.known[number]:
+            # Groups of heads of the same rows, which follow each other, are as good as each other.
+            document = number // prices.parts
+            if last_end == p.end[piece] and last_start == p.start[piece] and last_document == document:
+                continue
+            last_start, last_end, last_document = p.start[piece], p.end[piece], document
+        # The server, one in the node of the source, and some, not too many, that hold keys of the document already.
+        found, rank, holder = _nothing(), server, -1
+        for turn in range(2 + _HOLDERS):
+            if turn == 1:
+                rank = near
+            elif turn > 1:
+                holder = _next_able(holders, servers, number, holder)
+                if holder >= 0 and holders.rank[holder] == server:
+                    holder = _next_able(holders, servers, number, holder)
+                if holder < 0:
+                    break
+                rank = holders.rank[holder]
+            if rank >= 0:
+                move = _slice(state, source, piece, rank, surplus, leeway)
+                if _cheaper(p, move, found):
+                    found = move
+        p.ratio[piece] = found.bytes_per_second
+        if _cheaper(p, found, best):
+            best = found
+
+
+@compiled
+def _next_able(holders: Holders, servers: Servers, number: int, before: int) -> int:
+    """Of those that hold keys of a document, the next row whose rank may take work, after the one before; -1 if there is none.
+
+    Whoever has enough stays that way, and is left out from now on.
+    """
+    at = holders.able[number] - 1 if before < 0 else holders.after[before]
+    while at >= 0 and servers.work[holders.rank[at]] >= servers.level[FLOOR]:
+        at = holders.after[at]
+    if before < 0:
+        holders.able[number] = at + 1
+    else:
+        holders.after[before] = at
+    if at < 0:
+        holders.last[number] = before + 1
+    return at
+
+
+@compiled
+def _slice(state: State, source: int, piece: int, server: int, surplus: float, leeway: float) -> Move:
+    """The cheapest slice of a piece for a server."""
+    p, prices, holders, servers = state.pieces, state.prices, state.holders, state.servers
+    start, end, number = p.start[piece], p.end[piece], p.number[piece]
+    grouped = number % prices.parts > 0
+    price, own = (prices.group_price, prices.group_own) if grouped else (prices.price, prices.own)
+    level, work, speed = servers.level, servers.work[server], servers.speed[server]
+    top = max(level[CAP], leeway * (servers.work[source] + work))
+    room = (top - work) * speed
+    whole, all_own = seconds(price, start, end), seconds(own, start, end)
+    over = above = (servers.work[source] - level[FLOOR]) * servers.speed[source]
+    if prices.exchanged:
+        # The server's seconds are more than those that the source is rid of.
+        rid = all_own - (price.row - own.row) * (end - start)
+        if rid <= 0:
+            return _nothing()
+        surplus, above = surplus * whole / rid, above * whole / rid
+    want = min(surplus, (level[LOW] - work) * speed if work < level[FLOOR] else room)
+    if want <= 0:
+        return _nothing()  # levels fell since it was said to have room
+    holder = holder_of(holders, number, server)
+    held = holders.keys[holder] if holder >= 0 else 0
+    most = room if leeway else min(above, room)
+    if whole <= want or (whole <= most and whole <= 1.1 * want):
+        x, y = start, end
+    else:
+        x, y = slice_of(price, start, end, want, most, held)
+    x, y = _fitting(prices.group_fit if grouped else prices.fit, price.window, price.tile, start, x, y)
+    if y <= x:
+        return _nothing()
+    needed = keys(price, x, y, held)
+    added = seconds(price, x, y) - (price.key - own.key) * (y - needed)
+    shed = all_own - seconds(own, start, x) - seconds(own, y, end) - (price.row - own.row) * (y - x)
+    if not 0 < shed <= (room if leeway else over) or added > room:
+        return _nothing()
+    if x == start and y == end and holders.known[number]:
+        needed -= _saved(state, source, piece)
+    ratio = (price.query_bytes * (y - x) + price.key_bytes * needed) / shed
+    if prices.per_node and source // prices.per_node == server // prices.per_node:
+        ratio *= price.near
+    return Move(ratio, source, server, piece, x, y, shed, added)
+
+
+@compiled
+def _furthest(p: Pieces, source: int, number: int, but: int) -> int:
+    """The last row of a document that a rank still computes, apart from one piece."""
+    furthest, at = 0, p.first[source]
+    while at >= 0:
+        if p.number[at] == number and at != but:
+            furthest = max(furthest, p.end[at])
+        at = p.after[at]
+    return furthest
+
+
+@compiled
+def _saved(state: State, source: int, piece: int) -> int:
+    """K/V tokens that the source no longer needs from others once the whole piece is gone."""
+    segments, holders = state.segments, state.holders
+    number, end = state.pieces.number[piece], state.pieces.end[piece]
+    holder = holder_of(holders, number, source)
+    if holder >= 0 and holders.keys[holder] > end:
+        return 0
+    rest = _furthest(state.pieces, source, number, piece)
+    saved = end - rest
+    for segment in range(segments.offsets[source], segments.offsets[source + 1]):
+        if segments.document[segment] == number // state.prices.parts:
+            saved -= max(0, min(segments.end[segment], end) - max(segments.start[segment], rest))
+    return saved
+
+
+@compiled
+def _take_out(p: Pieces, source: int, piece: int) -> None:
+    """Take a piece from those of its rank."""
+    before, at = -1, p.first[source]
+    while at != piece:
+        before, at = at, p.after[at]
+    if before < 0:
+        p.first[source] = p.after[piece]
+    else:
+        p.after[before] = p.after[piece]
+    p.segment[piece] = GONE
+
+
+@compiled
+def _apply(state: State, move: Move) -> bool:
+    """Carry out a move; false if there is no room for it."""
+    p, holders, servers, prices = state.pieces, state.holders, state.servers, state.prices
+    count, level, total, source = servers.counts, servers.level, servers.total, move.source
+    if count[MOVES] == len(state.moves[0]) or count[PIECES] + 2 > len(p.start) or count[HOLDERS] == len(holders.rank):
+        return False
+    start, end, number, segment = p.start[move.piece], p.end[move.piece], p.number[move.piece], p.segment[move.piece]
+    _take_out(p, source, move.piece)
+    for first, last in ((start, move.start), (move.end, end)):
+        if first < last:
+            rest = _add(p, count, source, (first, last, number, segment))
+            p.ratio[rest] = _least(prices, number, last)
+    if prices.price.window == 0:
+        hold(holders, count, number, move.server, move.end)
+        holder = holder_of(holders, number, source)
+        if holder >= 0:
+            holders.keys[holder] = _furthest(p, source, number, move.piece)
+    row = count[MOVES]
+    count[MOVES] += 1
+    segments, numbers, starts, ends, homes, takers = state.moves
+    segments[row], numbers[row], starts[row], ends[row] = segment, number, move.start, move.end
+    homes[row], takers[row] = source, move.server
+    # A server reads keys that the home reads too, and starts a task more: moving adds work. The levels rise to where they will
+    # be when all surplus is moved at the same rate.
+    total[SHED] += move.shed
+    total[GROWN] += move.added - move.shed
+    scale = 1 + total[GROWN] / total[SHED] * max(total[SURPLUS], total[SHED]) / total[ALL]
+    for place in range(len(level)):
+        level[place] = scale * servers.base[place]
+    _change(servers, source, -move.shed)
+    _change(servers, move.server, move.added)
+    return True
+
+
+@compiled
+def _fitting(fit: Fit, window: int, tile: int, start: int, x: int, y: int) -> tuple[int, int]:
+    """The part of [x, y), in a piece that begins at `start`, that fits a server; empty if no tile of rows does.
+
+    Rows and keys at half of the bound each is the most work. Further back, keys leave less for rows.
+    """
+    bound, query, key = fit.bound, fit.query, fit.key
+    first = 0 if window == 0 else max(0, x - window + 1)
+    if bound == 0 or query * (y - x) + key * (y - first) <= bound:
+        return x, y
+    if window == 0:
+        half = bound // (2 * key) // tile * tile
+        if max(half, start + tile) < y:
+            y = max(half, (start // tile + 1) * tile)
+        rows = (bound - key * y) // query
+    else:
+        rows = max((bound - key * (window - 1)) // (query + key), (bound - key * y) // query)
+    x = max(start, -(-(y - rows) // tile) * tile)
+    return (x, y) if rows > 0 and x < y else (start, start)

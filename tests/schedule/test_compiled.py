@@ -1,0 +1,91 @@
+"""Plans do not depend on whether anything is compiled, nor on what was compiled before a change."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_distca
+
+# Plans and layouts that pass through every compiled function: windows, bounds, head groups, relays, nodes, speeds, dealing.
+CODE = """
+import json, sys
+if sys.argv[1] == "interpreted":
+    sys.modules["numba"] = None
+from dataclasses import replace
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule import compiled
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.deal import deal, plan_dealt
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.ranks import Ranks
+
+assert (compiled.numba is None) == (sys.argv[1] == "interpreted")
+shape = AttentionShape(32, 8, 128, 128, 2)
+cost = CostModel.analytic(shape, device_type="cuda")
+layout = Layout.from_lengths([[2**17], [2**16, 2**16], [2**15] * 4, *[[4096] * 32] * 13])
+lengths = [2**18, 2**17, *[40000] * 9, *[3000] * 180, *[517] * 400]
+lengths.append(-sum(lengths) % 16 + 16)
+tokens = sum(lengths) // 16
+plans = [
+    balance(layout, cost, DistCAConfig()),
+    balance(layout, cost, DistCAConfig(ping_pong=True)),
+    balance(layout, cost, DistCAConfig(ping_pong=True, head_groups=1)),
+    balance(layout, cost, DistCAConfig(max_transient_bytes=2**31)),
+    balance(layout, replace(cost, window=16384), DistCAConfig(ping_pong=True)),
+    balance(layout, replace(cost, window=16384), DistCAConfig(max_transient_bytes=2**30)),
+    balance(layout, cost, DistCAConfig(), Ranks(per_node=4)),
+    balance(layout, cost, DistCAConfig(), Ranks(speeds=(0.5, *[1.0] * 14, 1.5))),
+    plan_dealt(deal(lengths, 16, tokens, cost), cost, DistCAConfig()),
+    plan_dealt(deal(lengths, 16, tokens, replace(cost, window=16384)), replace(cost, window=16384), DistCAConfig()),
+]
+assert all((plan.home != plan.server).any() for plan in plans[:8])
+print(json.dumps([plan.digest for plan in plans]))
+"""
+
+
+def digests(how: str) -> list[str]:
+    source = Path(hf_distca.__file__).parents[1]
+    command = [sys.executable, "-c", CODE, how]
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(source)}, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+    found: list[str] = json.loads(run.stdout)
+    return found
+
+
+def test_the_same_plans_compiled_or_not() -> None:
+    pytest.importorskip("numba")
+    compiled, interpreted = digests("compiled"), digests("interpreted")
+    assert len(set(compiled)) > 5
+    assert compiled == interpreted
+
+
+def test_what_was_compiled_of_older_sources_is_forgotten(tmp_path: Path) -> None:
+    """A function is kept with all that it calls: a change in another file has to count."""
+    folder = tmp_path / "schedule"
+    folder.mkdir()
+    (folder / "compiled.py").write_text((Path(hf_distca.__file__).parent / "schedule" / "compiled.py").read_text())
+    (folder / "inner.py").write_text("from compiled import compiled\n\n@compiled\ndef inner(x):\n    return x + 1\n")
+    (folder / "outer.py").write_text(
+        "from compiled import entry\nfrom inner import inner\n\n@entry\ndef outer(x):\n    return inner(x)\n"
+    )
+
+    def called() -> str:
+        command = [sys.executable, "-c", "from outer import outer; print(outer(1))"]
+        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stderr
+        return run.stdout.strip()
+
+    assert called() == "2"
+    kept = list((folder / "__pycache__").glob("*.nbi"))
+    inner = folder / "inner.py"
+    inner.write_text(inner.read_text().replace("x + 1", "x + 10"))
+    later = max(path.stat().st_mtime for path in [*kept, inner]) + 5
+    os.utime(inner, (later, later))
+    assert called() == "11"

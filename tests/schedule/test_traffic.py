@@ -1,0 +1,62 @@
+"""What ranks send and receive, counted from segments and needs, is what the runs of keys between ranks say."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import layouts
+from test_scheduler import CONFIGS, MODELS, SHAPE
+
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.plan import CATask, Plan
+from hf_distca.schedule.relief import relieve
+from hf_distca.schedule.traffic import KeyTraffic
+
+
+def check_tokens(plan: Plan) -> None:
+    runs = plan.key_transfers()
+    away = runs.source != runs.server
+    tokens = ((runs.end - runs.start) * plan.layout.heads_of(runs.document))[away]
+    ranks = plan.layout.world_size
+    expected = [np.bincount(rank[away], weights=tokens, minlength=ranks) for rank in (runs.source, runs.server)]
+    np.testing.assert_array_equal(KeyTraffic.of(plan).tokens(ranks), expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts(longest=200_000), CONFIGS, st.sampled_from(MODELS))
+def test_tokens_of_any_plan(layout: Layout, config: DistCAConfig, cost: CostModel) -> None:
+    plan = balance(layout, cost, config, relayed=False)
+    check_tokens(plan)
+    relieved = relieve(PlanLoad(plan, cost))
+    counted = PlanLoad(relieved.plan, cost)
+    np.testing.assert_array_equal(relieved.key_tokens, counted.key_tokens)
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts(), st.randoms(use_true_random=False))
+def test_tokens_of_tasks_anywhere(layout: Layout, random_: random.Random) -> None:
+    local = Plan.local(layout)
+    tasks = [CATask(*task[:4], random_.randrange(layout.world_size)) for task in local.tasks]
+    check_tokens(Plan.from_tasks(layout, tasks))
+
+
+def test_relays_of_head_groups_are_counted_as_they_are_sent() -> None:
+    layout = Layout.from_lengths([[2**18], *[[4096] * 8] * 15])
+    cost = CostModel.analytic(SHAPE, device_type="cuda")
+    relieved = relieve(PlanLoad(balance(layout, cost, DistCAConfig(), relayed=False), cost))
+    assert relieved.plan.relays is not None
+    assert relieved.plan.layout.groups > 1
+    np.testing.assert_array_equal(relieved.key_tokens, PlanLoad(relieved.plan, cost).key_tokens)
+
+
+def test_context_alone_is_no_traffic() -> None:
+    layout = Layout.from_segments([[(0, 0, 1), (1, 0, 1)], [(1, 1, 1)], []], [0, 1, 0])
+    assert PlanLoad(Plan.local(layout), MODELS[0]).key_tokens[0].tolist() == [0, 0, 0]
+    relieve(PlanLoad(Plan.local(layout), MODELS[0]))
