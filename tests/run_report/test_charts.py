@@ -65,6 +65,14 @@ def test_pieces_of_a_plan_lie_one_behind_the_other(tmp_path: Path) -> None:
     assert not [trace for trace in chart.figures["as the documents lie"].data if trace.marker.pattern.shape]
 
 
+def test_borders_hide_no_narrow_pieces(tmp_path: Path) -> None:
+    traces = by_name(figures(tmp_path))["plan"].figures["as the documents lie"].data
+    widths = [(x, border) for trace in traces for x, border in zip(trace.x, trace.marker.line.width, strict=True)]
+    longest = max(x for x, _ in widths)
+    assert {border > 0 for x, border in widths if x > longest / 50} == {True}
+    assert {border > 0 for x, border in widths if x < longest / 500} == {False}
+
+
 def test_many_ranks_are_drawn_as_what_can_be_seen(tmp_path: Path) -> None:
     """80 bars a side are a line, and of a plan those ranks are drawn whose work changes most."""
     drawn = by_name(figures(tmp_path, ranks=80))

@@ -21,6 +21,7 @@ __all__ = ["AFTER", "BEFORE", "DOCUMENTS", "Chart", "charts"]
 BEFORE, AFTER, _NEUTRAL = "#d97706", "#2f74c0", "#7c7f86"
 DOCUMENTS = ("#2f74c0", "#c0501a", "#2c8154", "#b13f86", "#857000", "#6a63cf", "#0f7f8c", "#c8403a", "#5d7183", "#9a6a00")
 _MOST_BARS = 64  # ranks whose bars can be told apart
+_BORDERED = 0.005  # of the longest bar: borders of narrower pieces would hide them
 _MOST_POINTS = 200  # of a line that has markers
 _MOST_DRAWN = 32  # ranks of a plan
 _CLEAR = "rgba(0,0,0,0)"
@@ -216,7 +217,7 @@ def _side(pieces: Sequence[Piece], shown: Sequence[int], longest: float) -> Figu
             look = DOCUMENTS[piece.document % len(DOCUMENTS)], piece.rank != piece.home
             placed.setdefault(look, []).append((piece, ends[piece.rank]))
             ends[piece.rank] += piece.seconds * 1e3
-    traces = [_pieces(some, *look) for look, some in placed.items()]
+    traces = [_pieces(some, *look, longest * _BORDERED) for look, some in placed.items()]
     rows = [f"rank {rank}" for rank in shown]
     return _figure(
         traces,
@@ -231,9 +232,10 @@ def _side(pieces: Sequence[Piece], shown: Sequence[int], longest: float) -> Figu
     )
 
 
-def _pieces(placed: Sequence[tuple[Piece, float]], colour: str, moved: bool) -> dict[str, Any]:
-    """Pieces of one look, each with the milliseconds that lie before it on its rank."""
+def _pieces(placed: Sequence[tuple[Piece, float]], colour: str, moved: bool, bordered: float) -> dict[str, Any]:
+    """Pieces of one look, each with the milliseconds before it on its rank; those of `bordered` or more have a border."""
     pieces = [piece for piece, _ in placed]
+    borders = [0.5 if piece.seconds * 1e3 >= bordered else 0.0 for piece in pieces]
     hatched = {"pattern": {"shape": "/", "fgcolor": "#000000", **_HATCH}} if moved else {}
     return {
         "type": "bar",
@@ -241,7 +243,7 @@ def _pieces(placed: Sequence[tuple[Piece, float]], colour: str, moved: bool) -> 
         "y": [f"rank {piece.rank}" for piece in pieces],
         "x": [piece.seconds * 1e3 for piece in pieces],
         "base": [before for _, before in placed],
-        "marker": {"color": colour, "line": {"color": "#ffffff", "width": 0.5}, **hatched},
+        "marker": {"color": colour, "line": {"color": "#ffffff", "width": borders}, **hatched},
         "text": [str(piece.document) for piece in pieces],
         "textposition": "inside",
         "insidetextanchor": "middle",
