@@ -125,7 +125,7 @@ def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
     if not plan.moved:
         nowhere = Directions(nothing, nothing)
         return _Moves(attention, attention, nowhere, nowhere, nothing, pairs)
-    queries, keys, found = load.query_tokens, load.key_tokens, load.transfers
+    queries, keys, found = load.query_tokens, load.key_tokens, load.wave_transfers[0]
     away, sent = plan.home != plan.server, senders(found, plan.relays)
     source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
     query_tokens = (rows * plan.heads)[away]
