@@ -1,9 +1,9 @@
 """Seconds of a training step in pipeline stages: torch's 1F1B against stages that share attention, side by side in one run.
 
 Every stage is a process with one thread; micro-batches hold equally many tokens, in documents of long-tailed or of even lengths.
-Modes take turns within each round, so that a drifting machine slows all of them; seconds are medians over rounds. What our ticks
-take without sharing is timed in the first round only. Processes keep the memory that they have freed, in all modes and for the
-ideal, as the allocator of a GPU does: pages that a virtual machine has to be given again took 0.2 s of a step.
+Modes take turns within each round, so that a drifting machine slows all of them; seconds are medians over rounds. Processes keep
+the memory that they have freed, in all modes and for the ideal, as the allocator of a GPU does: pages that a virtual machine has
+to be given again took 0.2 s of a step.
 
     python benchmarks/pipeline.py --json
 
@@ -257,7 +257,7 @@ def run(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     meter.time = _ProcessorClock
     store = dist.FileStore(str(Path(folder, "store")), arguments.stages)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.stages)
-    steps, modes = Steps(arguments, rank), ("1f1b", "unshared", "shared")
+    steps, modes = Steps(arguments, rank), ("1f1b", "shared")
     seconds: dict[str, dict[str, list[float]]] = {lengths: {mode: [] for mode in modes} for lengths in steps.batches}
     paths = {lengths: {name: list[float]() for name in ("1f1b", "shared", "ideal")} for lengths in steps.batches}
     ideals: dict[str, list[float]] = {lengths: [] for lengths in steps.batches}
@@ -266,7 +266,7 @@ def run(rank: int, arguments: argparse.Namespace, folder: str) -> None:
         steps.step("long tail", mode)
     for round_ in tqdm(range(arguments.rounds), desc="rounds", file=sys.stderr, disable=rank > 0):
         for lengths in steps.batches:
-            for mode in modes if round_ == 0 else ("shared", "1f1b") if round_ % 2 else ("1f1b", "shared"):
+            for mode in modes[:: 1 if round_ % 2 == 0 else -1]:
                 taken, events = steps.step(lengths, mode)
                 seconds[lengths][mode].append(taken)
                 if mode == "shared":
@@ -331,7 +331,7 @@ def summary(
 
 def show(result: dict[str, Any]) -> None:
     stages, rounds = (result["run"][name] for name in ("stages", "rounds"))
-    names = {"1f1b": "1F1B", "unshared": "our ticks, unshared", "shared": "shared", "ideal": "ideal"}
+    names = {"1f1b": "1F1B", "shared": "shared", "ideal": "ideal"}
     titles = {
         "seconds": f"seconds of a step, {stages} stages, medians of {rounds} rounds",
         "critical_path": f"processor seconds along the critical path, {stages} stages, least of {rounds} rounds",
