@@ -108,6 +108,14 @@ def of_all_ranks(figures: list[TickFigures]) -> list[list[TickFigures]]:
     return found
 
 
+def report(progress: Any, step: str, figures: list[list[TickFigures]]) -> None:
+    """Write what all ranks did in a step above the progress bar."""
+    progress.write(f"{step}, {sum(one.seconds for one in figures[0]):.2f} s")
+    for ranks in zip(*figures, strict=True):
+        seconds = ", ".join(f"{one.attention_seconds:.3f}" for one in ranks)
+        progress.write(f"  {ranks[0].tick}: attention seconds of ranks {seconds}")
+
+
 def draw(before: list[list[TickFigures]], after: list[list[TickFigures]], path: Path) -> None:
     """Ranks and ticks, and how long each computes attention, without sharing and with it."""
     seconds = [np.array([[one.attention_seconds for one in rank] for rank in ranks]) for ranks in (before, after)]
@@ -162,10 +170,7 @@ def train(options: PipelineArguments, data: DocumentArguments) -> None:
         progress.update()
         figures = of_all_ranks(schedule.figures)
         if state.is_main_process:
-            progress.write(f"step {number + 1}: loss {loss.item():.4f}, {sum(one.seconds for one in figures[0]):.2f} s")
-            for ranks in zip(*figures, strict=True):
-                seconds = ", ".join(f"{one.attention_seconds:.3f}" for one in ranks)
-                progress.write(f"  {ranks[0].tick}: attention seconds of ranks {seconds}")
+            report(progress, f"step {number + 1}: loss {loss.item():.4f}", figures)
     progress.close()
     save_pretrained(stage, options.output_dir)
     with hf_distca.balancing(False):

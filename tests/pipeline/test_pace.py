@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from hf_distca.pipeline.pace import Before, Pace, Stopwatch, learns, ranks_at, row, turnout
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.pipeline.pace import Before, CallId, Estimate, Pace, Stopwatch, learns, ranks_at, row, turnout
 from hf_distca.runtime import meter
 from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.cost import AttentionShape, FloatArray
 from hf_distca.schedule.ranks import ALIKE
 
 CPU = torch.device("cpu")
@@ -32,8 +34,9 @@ def test_all_are_done_at_once_if_they_can_be(own: list[float], before: list[floa
 
 
 def test_the_scheduler_sees_speeds_in_the_ratio_of_what_ranks_are_to_get() -> None:
-    assert ranks_at([4.0, 4.0], [0.0, 2.0]).speeds == (1.2, 0.75)  # 5 to 3, to two digits
-    assert ranks_at([4.0, 4.0], [1.0, 1.1]) is ALIKE  # nothing that is worth another plan
+    assert ranks_at([4.0, 4.0], [0.0, 2.0]).speeds == (1.25, 0.75)  # 5 to 3
+    assert ranks_at([4.0, 4.0], [1.0, 1.3]).speeds == (1.04, 0.96)
+    assert ranks_at([4.0, 4.0], [1.0, 1.05]) is ALIKE  # nothing that is worth another plan
     assert ranks_at([0.0, 0.0], [1.0, 0.0]) is ALIKE
     assert ranks_at([1.0, 0.0], [0.0, 9.0]).speeds == (2.0, 0.02)  # a speed of 0 is none
 
@@ -60,14 +63,16 @@ def test_what_lies_between_calls_is_timed_without_attention_and_waiting(monkeypa
             with watch.mail():
                 clock.now += 7  # for other stages
             clock.now += 1 + number
-            with watch.call(Before(backward, 0)).kernel(CPU):
-                clock.now += 100
+            with watch.call(CallId(2 * number + backward, 0), Before(backward, 0)).kernel(CPU):
+                clock.now += 100 + number
     # Of the first call nobody knows what was before it. Before forward: 2, 3; before backward: 1, 2, 3.
     assert watch.found(1).tolist() == [2.5, 2.0]
-    assert whole.seconds == 600
+    assert whole.seconds == 606
+    assert watch.kernels([CallId(0, 0), CallId(5, 0), CallId(5, 1)]).tolist() == [100, 102, -1]
     assert whole.exchange_seconds == 0  # waiting for stages is none of attention's
     watch.step()
     assert watch.found(1).tolist() == [-1, -1]
+    assert watch.kernels([CallId(0, 0)]).tolist() == [-1]
 
 
 def test_ticks_without_a_micro_batch_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,30 +81,70 @@ def test_ticks_without_a_micro_batch_tell_nothing(monkeypatch: pytest.MonkeyPatc
     watch = Stopwatch(CPU, Meter())
     for busy in (True, False, True):
         watch.tick(busy)
-        watch.call(Before(False, 0))
+        watch.call(CallId(0, 0), Before(False, 0))
         clock.now += 1
     assert watch.found(1).tolist() == [-1, -1]
     watch.tick(busy=True)
-    watch.call(Before(False, 0))
+    watch.call(CallId(0, 0), Before(False, 0))
     assert watch.found(1).tolist() == [1, -1]
+
+
+KEY = PlanKey(AttentionShape(2, 1, 8, 8, 4), "cpu", None)
+HALVES = np.array([[2.0, 4.0, 14.0], [2.0, 4.0, 14.0]])  # of two ranks: 20 seconds each
+
+
+def _estimates(*parts: FloatArray) -> list[Estimate]:
+    """Of calls of forward, and then of as many calls of backward that are estimated alike."""
+    return [Estimate(CallId(at, 0), at >= len(parts), KEY, one) for at, one in enumerate((*parts, *parts))]
 
 
 def test_all_ranks_know_the_same_in_seconds_of_the_cost_model() -> None:
     """Stages of two copies; attention takes half as long as the cost model says in forward, and backward as long."""
     stages = (0, 1, 0, 1)
     before = [[1.0, -1.0, 2.0, 2.0], [1.0, 2.0, 6.0, 2.0], [3.0, -1.0, 2.0, 2.0], [1.0, 4.0, 6.0, 2.0]]
-    rows = [row({False: 5.0, True: 10.0}, np.array(one)) for one in before]
-    pace = Pace()
+    rows = [row(np.array([10.0, 20.0]), np.array(one)) for one in before]
+    pace, estimates = Pace(), _estimates(np.concatenate([HALVES, HALVES]))
     assert pace.before(Before(False, 0), [True, True], stages) is None
-    pace.learn(rows, stages, 2, {False: 40.0, True: 40.0})
+    pace.learn(rows, stages, 2, estimates)
     assert pace.before(Before(False, 0), [True, True], stages) == [4.0, 2.0, 4.0, 2.0]
     # Of the first stage nothing is known: it is like others.
     assert pace.before(Before(False, 1), [True, True], stages) == [6.0, 6.0, 6.0, 6.0]
     assert pace.before(Before(True, 1), [True, True], stages) == [2.0, 2.0, 2.0, 2.0]
     assert pace.before(Before(True, 0), [False, True], stages) == [0.0, 6.0, 0.0, 6.0]  # it has no micro-batch
-    unknown = [row({False: 5.0, True: 10.0}, np.full(4, -1.0))] * 4
-    pace.learn(unknown, stages, 2, {False: 40.0, True: 40.0})
+    unknown = [row(np.array([10.0, 20.0]), np.full(4, -1.0))] * 4
+    pace.learn(unknown, stages, 2, estimates)
     assert pace.before(Before(True, 0), [True, True], stages) == [2.0, 6.0, 2.0, 6.0]  # as before
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+def test_each_direction_has_rates_of_its_own(corrects: bool) -> None:
+    """Bytes take ten times as long as the cost model says in forward, and flops twice as long in backward."""
+    parts = [np.array([[0.1, 0.2, 9.0], [0.1, 0.4, 2.0]]), np.array([[0.2, 0.3, 1.0], [0.1, 0.1, 5.0]])]
+    took = [one @ factors for factors in ([1.0, 10.0, 1.0], [1.0, 1.0, 2.0]) for one in parts]
+    pace = Pace(corrects=corrects)
+    pace.learn([row(np.array([one[rank] for one in took]), np.ones(2)) for rank in (0, 1)], (0, 1), 1, _estimates(*parts))
+    if not corrects:
+        assert not pace.corrections
+        return
+    forward, backward = (pace.corrections[way, KEY] for way in (False, True))
+    assert forward.byte / forward.flop == pytest.approx(10, rel=0.05)
+    assert backward.flop / backward.byte == pytest.approx(2, rel=0.05)
+    # All attention of a direction takes as long together as it did: what exchanges cost beside it stays as it was.
+    for way, one in ((0, forward), (2, backward)):
+        estimated, measured = sum(each.sum() for each in parts), sum(each.sum() for each in took[way : way + 2])
+        assert sum((each @ one.kernel).sum() for each in parts) == pytest.approx(estimated, rel=0.02), measured
+
+
+def test_what_some_ranks_do_not_know_is_learned_by_none() -> None:
+    """A step failed on one of them; or a rank has kernels that still run."""
+    pace, estimates = Pace(), _estimates(HALVES)
+    failed = [row(np.array([10.0, 20.0]), np.ones(2)), row(np.array([]), np.ones(2))]
+    pace.learn(failed, (0, 1), 1, estimates)
+    assert not pace.corrections
+    assert pace.before(Before(False, 0), [True, True], (0, 1)) is None
+    running = [row(np.array([10.0, 20.0]), np.ones(2)), row(np.array([-1.0, 20.0]), np.ones(2))]
+    pace.learn(running, (0, 1), 1, estimates)
+    assert pace.before(Before(False, 0), [True, True], (0, 1)) == [2.0, 2.0]  # of the calls that are known
 
 
 def test_they_compare_the_more_seldom_the_longer_they_train() -> None:
@@ -108,7 +153,8 @@ def test_they_compare_the_more_seldom_the_longer_they_train() -> None:
 
 def test_attention_of_nobody_is_no_reason_to_divide_by_nothing() -> None:
     pace = Pace()
-    pace.learn([row({False: 0.0, True: 0.0}, np.ones(2))], (0,), 1, {False: 1.0, True: 1.0})
+    nobody, nothing = np.zeros((1, 3)), [row(np.zeros(2), np.ones(2))]
+    pace.learn(nothing, (0,), 1, _estimates(nobody))
     assert pace.before(Before(False, 0), [True], (0,)) is None
-    pace.learn([row({False: 1.0, True: 1.0}, np.ones(2))], (0,), 1, {})  # of a step that failed
+    pace.learn([row(np.array([]), np.ones(2))], (0,), 1, [])  # of a step that failed
     assert pace.before(Before(False, 0), [True], (0,)) is None

@@ -24,7 +24,7 @@ import numpy as np
 from hf_distca.schedule.cost import CostModel, FloatArray, KernelCost
 from hf_distca.schedule.ranks import ALIKE, Ranks
 
-__all__ = ["Correction", "Observation", "Rates"]
+__all__ = ["Correction", "Observation", "Rates", "kernel_factors"]
 
 _WARM_UP = 2  # micro-batches that make buffers and caches
 _ENOUGH = 4  # micro-batches for a change
@@ -283,9 +283,18 @@ def _speeds(estimated: Sequence[FloatArray], observations: Sequence[Observation]
 
 
 def _factors(observations: Sequence[Observation], speeds: FloatArray) -> FloatArray:
-    """(3,) factors >= 0 on the parts: least squares on relative errors, with a pull of each towards the common factor."""
     parts = np.concatenate([one.parts / speeds[:, None] for one in observations])
-    taken = np.concatenate([one.kernel for one in observations])
+    return kernel_factors(parts, np.concatenate([one.kernel for one in observations]))
+
+
+def kernel_factors(parts: FloatArray, taken: FloatArray, pull: float = _PULL) -> FloatArray:
+    """(3,) factors >= 0 on the parts: least squares on relative errors, with a pull of each towards the common factor.
+
+    Args:
+        parts: (measurements, 3) seconds of tasks, bytes and flops by a cost model.
+        taken: (measurements,) seconds measured; those of 0 or less are left out.
+        pull: per measurement. A part that is less than the root of it beside all is not told apart from the others.
+    """
     use = (taken > 0) & (parts.sum(axis=1) > 0)
     if not use.any():
         return np.ones(3)
@@ -293,8 +302,8 @@ def _factors(observations: Sequence[Observation], speeds: FloatArray) -> FloatAr
     common = float(np.median(1 / scaled.sum(axis=1)))
     scaled = scaled * common  # factors are about 1 from here on
     rows = len(scaled)
-    products = [[_sum(scaled[:, i] * scaled[:, j]) + _PULL * rows * (i == j) for j in range(3)] for i in range(3)]
-    wanted = [_sum(scaled[:, i]) + _PULL * rows for i in range(3)]
+    products = [[_sum(scaled[:, i] * scaled[:, j]) + pull * rows * (i == j) for j in range(3)] for i in range(3)]
+    wanted = [_sum(scaled[:, i]) + pull * rows for i in range(3)]
     factors = [1.0, 1.0, 1.0]
     for _ in range(100):
         for i in range(3):

@@ -14,6 +14,7 @@ import torch
 
 from hf_distca.errors import DistCADesyncError
 from hf_distca.pipeline.kinds import Kind
+from hf_distca.pipeline.pace import CallId
 from hf_distca.runtime.call import Call
 from hf_distca.runtime.exchange import Landed, Pending
 from hf_distca.runtime.group import AttentionGroup
@@ -29,7 +30,7 @@ class Leg:
     """One rank's part in a call of attention that stages make together.
 
     Attributes:
-        number: of the call in its tick, from 0.
+        call: which one of the step it is.
         turn: which of the calls of a forward it is, from 0.
         place: which call it is, in words that are the same on all ranks.
         kind: of the layers.
@@ -38,7 +39,7 @@ class Leg:
         window: of the plan.
     """
 
-    number: int
+    call: CallId
     turn: int
     place: str
     kind: Kind

@@ -84,13 +84,13 @@ class Seat:
 
     def begin(self, leg: Leg, *, backward: bool) -> AttentionServer:
         """What runs the tasks of a call, which begins now."""
-        return self.server(leg, self.stopwatch.call(Before(backward, leg.turn)))
+        return self.server(leg, self.stopwatch.call(leg.call, Before(backward, leg.turn)))
 
     def server(self, leg: Leg, meter: Meter | None = None) -> AttentionServer:
         """What runs the tasks of a call, and the meter that counts them."""
         scores, shape = leg.kind.scores(leg.window), leg.kind.key.shape
         kernel = self.session.kernel(leg.kind.nothing(self.device).q_THD, (shape.head_dim, shape.value_head_dim), scores)
-        tracer = Tracer(self.session.trace, 0, leg.number + 1, self.device)
+        tracer = Tracer(self.session.trace, 0, leg.call.number + 1, self.device)
         reporting = partial(self.group.reporting, f"computing {leg.place}")
         return AttentionServer(kernel, scores, meter or self.session.meter, tracer, reporting)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,11 +12,12 @@ import numpy as np
 from hf_distca.agreement.announce import PlanKey, Stated
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents
+from hf_distca.agreement.rates import Correction
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.pipeline.calls import Leg
 from hf_distca.pipeline.kinds import Kind
-from hf_distca.pipeline.pace import Before, Pace, ranks_at
+from hf_distca.pipeline.pace import Before, CallId, Estimate, Pace, ranks_at
 from hf_distca.pipeline.ticks import Tick, Turn
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
@@ -30,7 +30,7 @@ from hf_distca.schedule.waves import Waves
 __all__ = ["Pipeline", "StepPlans", "documents_of_shares", "documents_of_stated"]
 
 Held = tuple[int | None, ...]  # which micro-batch each stage has
-_Shared = tuple[Held, PlanKey, Ranks]
+_Shared = tuple[Held, PlanKey, Ranks, Correction]
 
 
 class Shared(NamedTuple):
@@ -41,17 +41,19 @@ class Shared(NamedTuple):
         held: the micro-batches that have a part in it.
         key: which kind of plan it needs.
         ranks: what ranks are like in it.
+        correction: of the cost model, in its direction.
     """
 
     turn: int
     held: Held
     key: PlanKey
     ranks: Ranks
+    correction: Correction
 
     @property
     def plan(self) -> _Shared:
         """All that its plan depends on."""
-        return self.held, self.key, self.ranks
+        return self.held, self.key, self.ranks, self.correction
 
 
 @dataclass(frozen=True)
@@ -147,21 +149,22 @@ class StepPlans:
         """The plan of a call; made once for calls that differ in nothing that it depends on."""
         found = self._plans.get(shared.plan)
         if found is None:
-            layout, cost = self.layout(shared.held, shared.key.chunk), self.costs[shared.key]
+            layout, cost = self.layout(shared.held, shared.key.chunk), shared.correction.of(self.costs[shared.key])
             found = self._plans[shared.plan] = balance(layout, cost, self.config, shared.ranks, relayed=False)
         return found
 
-    def estimated(self, ticks: Sequence[Tick]) -> dict[bool, float]:
-        """Seconds of the attention of forward and of backward ticks by the cost model, all ranks together."""
-        seconds: dict[bool, list[float]] = {False: [], True: []}
+    def estimates(self, ticks: Sequence[Tick]) -> list[Estimate]:
+        """What the cost model says of all calls, on all ranks."""
+        found = []
         for tick in ticks:
-            for shared in self._shared(tick):
-                seconds[tick.backward] += self._own_seconds(shared.held, shared.key)
-        return {backward: math.fsum(each) for backward, each in seconds.items()}
-
-    def _own_seconds(self, held: Held, key: PlanKey) -> list[float]:
-        seconds: list[float] = rank_seconds(self.layout(held, key.chunk), self.costs[key]).tolist()
-        return seconds
+            for number, shared in enumerate(self._shared(tick)):
+                plan = self.plan(shared)
+                cost = replace(self.costs[shared.key], window=plan.window)
+                each = cost.parts(plan.end - plan.start, plan.end, plan.heads).T
+                count = plan.layout.world_size
+                parts = np.stack([np.bincount(plan.server, weights=one, minlength=count).astype(np.float64) for one in each], 1)
+                found.append(Estimate(CallId(tick.number, number), tick.backward, shared.key, parts))
+        return found
 
     def layout(self, held: Held, chunk: int | None) -> Layout:
         """The documents of these micro-batches on the ranks that have them. Each micro-batch is on one stage at most."""
@@ -196,7 +199,7 @@ class StepPlans:
                 route = self._routes[shared.plan] = Route.build(plan, self.pipeline.rank, waves)
             own = None if shared.held[stage] is None else turn.calls[stage]
             place = f"attention call {number} of {tick} of {self.name}"
-            found.append(Leg(number, shared.turn, place, turn.kind, own, route, plan.window))
+            found.append(Leg(CallId(tick.number, number), shared.turn, place, turn.kind, own, route, plan.window))
         return found
 
     def _shared(self, tick: Tick) -> list[Shared]:
@@ -212,9 +215,12 @@ class StepPlans:
             each = zip(tick.micro_batches, turn.calls, strict=True)
             held = tuple(None if call is None else at for at, call in each)
             if any(at is not None for at in held):
-                before = self.pace.before(Before(tick.backward, number), busy, self.pipeline.stages)
-                ranks = ALIKE if before is None else ranks_at(self._own_seconds(held, turn.kind.key), before)
-                yield Shared(number, held, turn.kind.key, ranks)
+                key, pace = turn.kind.key, self.pace
+                correction = pace.corrections.get((tick.backward, key), Correction())
+                before = pace.before(Before(tick.backward, number), busy, self.pipeline.stages)
+                seconds = rank_seconds(self.layout(held, key.chunk), correction.of(self.costs[key]))
+                ranks = ALIKE if before is None else ranks_at(seconds.tolist(), before)
+                yield Shared(number, held, key, ranks, correction)
 
 
 def _whole(lengths: IntArray) -> IntArray:

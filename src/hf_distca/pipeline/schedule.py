@@ -17,11 +17,12 @@ from hf_distca.errors import ConfigError, DistCADesyncError, LayoutError, Unsupp
 from hf_distca.integration.session import Session, current_session
 from hf_distca.pipeline.borrowed import OneStageSchedule
 from hf_distca.pipeline.crew import Crew, meet, stage_model
-from hf_distca.pipeline.pace import Pace, learns, row
+from hf_distca.pipeline.pace import Estimate, Pace, learns, row
 from hf_distca.pipeline.plans import StepPlans, documents_of_shares, documents_of_stated
 from hf_distca.pipeline.split import Stage
 from hf_distca.pipeline.step import Step, TickFigures
 from hf_distca.pipeline.ticks import Tick, ticks
+from hf_distca.schedule.cost import CostModel
 
 __all__ = ["Schedule"]
 
@@ -59,8 +60,10 @@ class Schedule(OneStageSchedule):
         self._given: Sequence[PackedDocuments] | None = None
         self._shape: tuple[int, ...] | None = None
         self._steps = 0
-        self._pace = Pace()
-        self._estimated: dict[bool, float] = {}
+        config = self._session.config
+        # What a user's own model says is meant as it is.
+        self._pace = Pace(corrects=config.measured_rates and not isinstance(config.cost_model, CostModel))
+        self._estimates: list[Estimate] = []
         _check_settings(self._session)
 
     def step(self, *args: Any, distca_documents: Sequence[PackedDocuments] | None = None, **kwargs: Any) -> Any:
@@ -112,7 +115,7 @@ class Schedule(OneStageSchedule):
         finally:
             self._session.conductor = None
         if learns(self._steps):
-            self._estimated = plans.estimated(order)
+            self._estimates = plans.estimates(order)
 
     def _documents(self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> list[Documents]:
         """The documents of each micro-batch, as this rank has them."""
@@ -168,13 +171,11 @@ class Schedule(OneStageSchedule):
 
     def _learn_pace(self, crew: Crew) -> None:
         """Tell the other ranks what this one did beside attention in the last step, and hear it from them."""
-        turns = len(crew.pipeline.turns)
-        attention = {way: sum(one.attention_seconds for one in self.figures if one.tick.backward is way) for way in (False, True)}
-        rows = crew.group.gather(
-            row(attention, crew.seat.stopwatch.found(turns)), doing="comparing what stages did beside attention"
-        )
-        self._pace.learn(rows, crew.pipeline.stages, turns, self._estimated)
-        self._estimated = {}
+        turns, stopwatch = len(crew.pipeline.turns), crew.seat.stopwatch
+        own = row(stopwatch.kernels([one.call for one in self._estimates]), stopwatch.found(turns))
+        rows = crew.group.gather(own, doing="comparing what stages did beside attention")
+        self._pace.learn(rows, crew.pipeline.stages, turns, self._estimates)
+        self._estimates = []
 
     @contextmanager
     def _tied_gradients(self) -> Iterator[None]:
