@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, get_args
@@ -180,7 +180,9 @@ class Session:
         else:
             with group.reporting(f"measuring costs for micro-batch {self.planner.next_number}"):
                 self.learn_cost(key, query, group)
-            with self._reporting(group, "planning"):
+            # The first plan after an installation compiles loops of the scheduler.
+            said = said_if_long("making the first plan") if self.planner.next_number == 1 else nullcontext()
+            with self._reporting(group, "planning"), said:
                 plans = self.planner.plan(requests, group)
             with self._reporting(group, "taking up a plan"):
                 for one, planned in zip(handles, plans, strict=True):
