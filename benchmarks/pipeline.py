@@ -62,8 +62,9 @@ from hf_distca.simulate.strategies import STRATEGIES
 from hf_distca.simulate.timelines import one_forward_one_backward, rank_seconds, same_phase
 from machine import describe
 from output import add_json_option, put_out
+from part_rates import PartRates, machine_of, message_seconds
 from replay import Event, Recorder, replay
-from simulator_validation import Rates, machine_of, message_seconds, model_shape
+from simulator_validation import model_shape
 
 PLACEMENT = Path(__file__).with_name("placements") / "long_tail_8_ranks.json"
 VOCABULARY = 512
@@ -222,7 +223,7 @@ class Predictions:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.rates = Rates(argparse.Namespace(**{**vars(arguments), "balance": True}))
+        self.rates = PartRates(argparse.Namespace(**{**vars(arguments), "balance": True}))
         self.here: list[list[float]] = []
         self.messages: list[list[float]] = []
 

@@ -53,7 +53,7 @@ from output import add_json_option, put_out
 
 GOAL = 0.10  # median error
 DISTURBED = 0.05  # of the cores: rounds in which other programs take more are left out
-_VOCABULARY = 512
+VOCABULARY = 512
 _CELLS = {
     "predicted_seconds": ".2f",
     "measured_seconds": ".2f",
@@ -166,7 +166,7 @@ def machine_seconds() -> float:
 
 def model_shape(arguments: argparse.Namespace, layers: int) -> ModelShape:
     heads = arguments.heads
-    return ModelShape("small llama", heads * 64, layers, heads, max(heads // 2, 1), 64, heads * 172, _VOCABULARY)
+    return ModelShape("small llama", heads * 64, layers, heads, max(heads // 2, 1), 64, heads * 172, VOCABULARY)
 
 
 def predict(case: Case, arguments: argparse.Namespace, machine: Machine, steps: Steps) -> Run:
