@@ -21,6 +21,7 @@ import torch
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.rates import Correction, kernel_factors
+from hf_distca.pipeline.ticks import Tick
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray
@@ -36,7 +37,10 @@ _LEAST = 0.02  # of an even share, which a rank gets however late it comes
 
 
 class Before(NamedTuple):
-    """A place in the tick of a stage: before a call of attention, in its forward or backward."""
+    """What a stage does in a tick before a call of attention, since the one before it or since the tick began.
+
+    With as many turns as there are calls, what it does after the last one, until the tick ends.
+    """
 
     backward: bool
     turn: int
@@ -66,7 +70,7 @@ class Estimate(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """From the begin of a call of attention to the begin of the next one: all of it, and what of it is not the stage's own."""
+    """From the begin of a tick or a call of attention to the next call or the end: all of it, and what is not the stage's own."""
 
     before: Before
     all: Meter
@@ -94,27 +98,42 @@ class Stopwatch:
         self._samples: list[_Sample] = []
         self._all, self._call, self._mail = Meter(), Meter(), Meter()
         self._running: AbstractContextManager[None] | None = None
-        self._busy = self._steady = False
         self._calls: dict[CallId, Meter] = {}
+        self._busy = False
 
-    def tick(self, busy: bool) -> None:
-        """A tick begins, in which the stage has a micro-batch or none.
+    @contextmanager
+    def tick(self, end: Before, busy: bool) -> Iterator[None]:
+        """What is inside is a tick.
 
-        Only ticks after others with a micro-batch tell: what is before a call may have begun in the tick before.
+        Args:
+            end: the place after its last call.
+            busy: whether the stage has a micro-batch in it. Others tell nothing.
         """
-        self._steady, self._busy = busy and self._busy, busy
+        self._busy = busy
+        self._start(Meter())
+        try:
+            yield
+        finally:
+            self._stop(end)
 
     def call(self, call: CallId, before: Before) -> Meter:
         """A call of attention begins. Returns what is to count its seconds."""
-        if self._running is not None:
-            self._stop()
-            if self._steady:
-                self._samples.append(_Sample(before, self._all, self._call, self._mail))
-        self._all, self._call, self._mail = Meter(), Meter(self._meter), Meter()
-        self._calls[call] = self._call
+        self._stop(before)
+        self._calls[call] = found = Meter(self._meter)
+        self._start(found)
+        return found
+
+    def _start(self, call: Meter) -> None:
+        self._all, self._call, self._mail = Meter(), call, Meter()
         self._running = self._all.kernel(self._device)
         self._running.__enter__()
-        return self._call
+
+    def _stop(self, place: Before) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.__exit__(None, None, None)
+            if self._busy:
+                self._samples.append(_Sample(place, self._all, self._call, self._mail))
 
     @contextmanager
     def mail(self) -> Iterator[None]:
@@ -124,14 +143,7 @@ class Stopwatch:
 
     def step(self) -> None:
         """A step begins: forget the one before."""
-        self._stop()
-        self._samples, self._busy, self._steady = [], False, False
-        self._calls = {}
-
-    def _stop(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.__exit__(None, None, None)
+        self._samples, self._calls = [], {}
 
     def kernels(self, calls: Sequence[CallId]) -> FloatArray:
         """Seconds of attention kernels in calls of the step, -1 where they are not known: shape (calls,)."""
@@ -139,7 +151,10 @@ class Stopwatch:
         return np.array([-1.0 if meter is None or not meter.finished else meter.seconds for meter in meters], dtype=np.float64)
 
     def found(self, turns: int) -> FloatArray:
-        """Seconds before each call of a forward and then of a backward, -1 where nothing is known: shape (2 * turns,)."""
+        """Seconds of all places, -1 where nothing is known: shape (2 * turns + 2,).
+
+        Before each call of a forward and after the last one, and then of a backward.
+        """
         seconds: dict[Before, list[float]] = {}
         for sample in self._samples:
             if (taken := sample.seconds) is not None:
@@ -172,7 +187,7 @@ class Pace:
             turns: calls of attention in a tick.
             estimates: of the calls of the step; none if it failed.
         """
-        if any(len(row) != len(estimates) + 2 * turns for row in rows):
+        if any(len(row) != len(estimates) + 2 * turns + 2 for row in rows):
             return  # a step that failed on some ranks
         found = np.stack([row.view(np.float64) for row in rows])
         kernels, before = found[:, : len(estimates)], found[:, len(estimates) :]
@@ -202,10 +217,10 @@ class Pace:
         return factor
 
     def before(self, at: Before, busy: Sequence[bool], stages: Sequence[int]) -> list[float] | None:
-        """Seconds until each rank comes to a call; None if nobody knows.
+        """Seconds that each rank takes for what it does at a place; None if nobody knows.
 
         Args:
-            at: the call.
+            at: the place.
             busy: whether each stage has a micro-batch.
             stages: of each rank.
         """
@@ -214,6 +229,32 @@ class Pace:
             return None
         usual = statistics.median(found)  # for a stage of which nothing is known
         return [self.seconds[stage].get(at, usual) if busy[stage] else 0.0 for stage in stages]
+
+    def arrival(self, tick: Tick, turn: int, earlier: Tick | None, turns: int, stages: Sequence[int]) -> list[float] | None:
+        """Seconds after the last call until each rank comes to a call; None if nobody knows.
+
+        Args:
+            tick: of the call.
+            turn: which call of a forward it is.
+            earlier: the tick before, if it is the first call of its tick: some stages have something left to do there.
+            turns: how many calls there are in a tick.
+            stages: of each rank.
+        """
+        own = self.before(Before(tick.backward, turn), tick.busy, stages)
+        if own is None or earlier is None:
+            return own
+        left = self.before(Before(earlier.backward, turns), earlier.busy, stages)
+        if left is None:
+            return own
+        if earlier.backward == tick.backward:
+            # A stage begins with what its neighbour made in the tick before.
+            until = dict(zip(stages, left, strict=True))
+            source = 1 if tick.backward else -1
+            left = [
+                max(seconds, until.get(stage + source, 0.0)) if tick.busy[stage] else seconds
+                for stage, seconds in zip(stages, left, strict=True)
+            ]
+        return [one + other for one, other in zip(own, left, strict=True)]
 
 
 def row(kernels: FloatArray, before: FloatArray) -> IntArray:
@@ -282,7 +323,7 @@ def ranks_at(own: Sequence[float], before: Sequence[float]) -> Ranks:
 
 
 def _places(turns: int) -> list[Before]:
-    return [Before(backward, turn) for backward in (False, True) for turn in range(turns)]
+    return [Before(backward, turn) for backward in (False, True) for turn in range(turns + 1)]
 
 
 def _rounded(factor: float) -> float:

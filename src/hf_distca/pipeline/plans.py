@@ -17,7 +17,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.pipeline.calls import Leg
 from hf_distca.pipeline.kinds import Kind
-from hf_distca.pipeline.pace import Before, CallId, Estimate, Pace, ranks_at
+from hf_distca.pipeline.pace import CallId, Estimate, Pace, ranks_at
 from hf_distca.pipeline.ticks import Tick, Turn
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
@@ -134,14 +134,15 @@ class StepPlans:
     _routes: dict[_Shared, Route] = field(default_factory=dict)
 
     def make(self, ticks: Sequence[Tick]) -> int:
-        """Make the plans of ticks.
+        """Make the plans of all ticks, in their order.
 
         Returns:
             A number of 60 bits that differs where any of the plans does.
         """
         digest = hashlib.sha256()
-        for tick in ticks:
-            for shared in self._shared(tick):
+        for earlier, tick in zip((None, *ticks), ticks, strict=False):
+            self._calls[tick] = list(self._find_shared(tick, earlier))
+            for shared in self._calls[tick]:
                 digest.update(self.plan(shared).digest.encode())
         return int(digest.hexdigest()[:15], 16)
 
@@ -157,7 +158,7 @@ class StepPlans:
         """What the cost model says of all calls, on all ranks."""
         found = []
         for tick in ticks:
-            for number, shared in enumerate(self._shared(tick)):
+            for number, shared in enumerate(self._calls[tick]):
                 plan = self.plan(shared)
                 cost = replace(self.costs[shared.key], window=plan.window)
                 each = cost.parts(plan.end - plan.start, plan.end, plan.heads).T
@@ -189,7 +190,7 @@ class StepPlans:
     def legs(self, tick: Tick) -> list[Leg]:
         """This rank's part in the calls of a tick, in their order."""
         found = []
-        for number, shared in enumerate(self._shared(tick)):
+        for number, shared in enumerate(self._calls[tick]):
             stage, turn, plan = self.pipeline.stage, self.pipeline.turns[shared.turn], self.plan(shared)
             route = self._routes.get(shared.plan)
             if route is None:
@@ -202,25 +203,20 @@ class StepPlans:
             found.append(Leg(CallId(tick.number, number), shared.turn, place, turn.kind, own, route, plan.window))
         return found
 
-    def _shared(self, tick: Tick) -> list[Shared]:
+    def _find_shared(self, tick: Tick, earlier: Tick | None) -> Iterator[Shared]:
         """The calls of a tick, in their order."""
-        if tick not in self._calls:
-            self._calls[tick] = list(self._find_shared(tick))
-        return self._calls[tick]
-
-    def _find_shared(self, tick: Tick) -> Iterator[Shared]:
-        turns = list(enumerate(self.pipeline.turns))
-        busy = [at is not None for at in tick.micro_batches]
+        turns, pace, stages = list(enumerate(self.pipeline.turns)), self.pace, self.pipeline.stages
         for number, turn in reversed(turns) if tick.backward else turns:
             each = zip(tick.micro_batches, turn.calls, strict=True)
             held = tuple(None if call is None else at for at, call in each)
             if any(at is not None for at in held):
-                key, pace = turn.kind.key, self.pace
+                key = turn.kind.key
                 correction = pace.corrections.get((tick.backward, key), Correction())
-                before = pace.before(Before(tick.backward, number), busy, self.pipeline.stages)
+                arrival = pace.arrival(tick, number, earlier, len(turns), stages)
                 seconds = rank_seconds(self.layout(held, key.chunk), correction.of(self.costs[key]))
-                ranks = ALIKE if before is None else ranks_at(seconds.tolist(), before)
+                ranks = ALIKE if arrival is None else ranks_at(seconds.tolist(), arrival)
                 yield Shared(number, held, key, ranks, correction)
+                earlier = None
 
 
 def _whole(lengths: IntArray) -> IntArray:

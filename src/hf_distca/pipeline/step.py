@@ -15,6 +15,7 @@ from hf_distca.errors import DistCAError
 from hf_distca.pipeline.calls import Leg, Legs
 from hf_distca.pipeline.conductor import MicroBatch
 from hf_distca.pipeline.crew import Crew
+from hf_distca.pipeline.pace import Before
 from hf_distca.pipeline.plans import StepPlans
 from hf_distca.pipeline.ticks import Tick
 from hf_distca.runtime.outputs import OutputStore
@@ -86,7 +87,11 @@ class Step:
         self._crew.seat.stopwatch.step()
         for tick in self._order:
             before = self._clocks()
-            with self._crew.group.reporting(f"running {self._named(tick)}"):
+            end = Before(tick.backward, len(self._crew.pipeline.turns))
+            with (
+                self._crew.group.reporting(f"running {self._named(tick)}"),
+                self._crew.seat.stopwatch.tick(end, tick.busy[self._stage]),
+            ):
                 self._tick(tick)
             took, busy, attention, sent = (after - earlier for after, earlier in zip(self._clocks(), before, strict=True))
             figures.append(TickFigures(tick, took, busy, attention, int(sent)))
@@ -102,7 +107,6 @@ class Step:
 
     def _tick(self, tick: Tick) -> None:
         at, legs = tick.micro_batches[self._stage], self._plans.legs(tick)
-        self._crew.seat.stopwatch.tick(busy=at is not None)
         own = Legs(legs, partial(self._crew.seat.serve, backward=tick.backward), self._named(tick))
         if at is not None:
             if (tick.backward, at) in self._arriving:

@@ -30,6 +30,11 @@ class Tick(NamedTuple):
     backward: bool
     micro_batches: tuple[int | None, ...]
 
+    @property
+    def busy(self) -> list[bool]:
+        """Whether each stage has a micro-batch."""
+        return [at is not None for at in self.micro_batches]
+
     def __str__(self) -> str:
         running = ((stage, at) for stage, at in enumerate(self.micro_batches) if at is not None)
         named = ", ".join(f"micro-batch {at} on stage {stage}" for stage, at in running)
