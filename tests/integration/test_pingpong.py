@@ -120,7 +120,9 @@ def test_a_bound_of_transient_bytes_changes_the_exchanges_and_not_the_numbers(
             assert total == pytest.approx(loss, rel=1e-9)
             for name, grad in rank_grads.items():
                 assert relative(grad, grads[name]) <= 1e-9, name
-    assert all(counts == bounded[0] for counts in bounded), "waves are as many on every rank, and none is repeated"
+    assert all(counts[:2] == bounded[0][:2] for counts in bounded), "waves are as many on every rank"
+    # A rank that serves nothing in a wave runs no kernel in it.
+    assert bounded[:3] == bounded[3:], "nothing is repeated"
     assert bounded[0][0] > free[1], "there were no waves, so nothing was tested"
 
 
