@@ -133,7 +133,9 @@ def _fastest(
             best, fastest = load.plan, load.slowest_seconds
             if not few and fastest <= _EARLY * ranks.level(both):
                 return best
-    for tolerance in (wanted, *(t for t in _COARSER if t > wanted)):
+    # Among many ranks, coarser plans for compute alone hardly ever gain what one for both did not.
+    coarser = () if serial and relayed and layout.world_size > _FEW else tuple(t for t in _COARSER if t > wanted)
+    for tolerance in (wanted, *coarser):
         greedy = Greedy(layout, price, seconds, tolerance, fit, ranks=ranks, heads=heads)
         load = _load(greedy.plan(), cost, config, ranks, relayed)
         if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import math
 
-from hf_distca.schedule.compiled import Floats, Ints, compiled, entry
-from hf_distca.schedule.slices import keys, least_bytes, most_seconds, seconds, slice_of
+from hf_distca.schedule.compiled import Ints, compiled, entry
+from hf_distca.schedule.free import change, drop, nearest, server_for, settle
+from hf_distca.schedule.pieces import (
+    add_piece,
+    earlier,
+    find_pieces,
+    forget,
+    furthest_of,
+    least,
+    next_piece,
+    numbers_of,
+    take_out,
+)
+from hf_distca.schedule.slices import keys, seconds, slice_of
 from hf_distca.schedule.state import (
     ALL,
     CAP,
     FLOOR,
     FREE,
-    GONE,
     GROWN,
     HIGH,
     HOLDERS,
     LOOKS,
     LOW,
-    MEAN,
     MOVES,
     PIECES,
     SHED,
@@ -27,8 +37,6 @@ from hf_distca.schedule.state import (
     Holders,
     Move,
     Pieces,
-    Prices,
-    Segments,
     Servers,
     State,
     hold,
@@ -54,7 +62,7 @@ def hold_all(state: State, segments: Ints) -> None:
     for segment in segments:
         while state.segments.offsets[source + 1] <= segment:
             source += 1
-        for number in _numbers(state.segments, segment, state.prices.parts):
+        for number in numbers_of(state.segments, segment, state.prices.parts):
             hold(state.holders, state.servers.counts, number, source, state.segments.end[segment])
 
 
@@ -76,7 +84,7 @@ def unload(state: State, order: Ints) -> bool:
             # A tile of rows may be more than the tolerated band is wide. Then a source too low, which `lift` mends, or a server
             # too high, but lower than the source was, is better than leaving the source as it is.
             for leeway in (0.0, 0.5):
-                server = servers.free[0] if leeway else _server_for(servers, surplus)
+                server = servers.free[0] if leeway else server_for(servers, surplus)
                 move = _cheapest(state, source, server, surplus, leeway)
                 if move.piece >= 0:
                     break
@@ -116,162 +124,19 @@ def lift(state: State, heaviest: Ints) -> bool:
                 best = move
         if best.piece < 0:
             failed += 1
-            _drop(servers, server)
+            drop(servers, server)
             continue
         failed = 0
         if not _apply(state, best):
             return False
-        _settle(work, heaviest, best.source)
-        _settle(work, heaviest, best.server)
+        settle(work, heaviest, best.source)
+        settle(work, heaviest, best.server)
     return True
 
 
 @compiled
 def _nothing() -> Move:
     return Move(math.inf, -1, -1, -1, 0, 0, 0.0, 0.0)
-
-
-@compiled
-def _settle(work: Floats, heaviest: Ints, rank: int) -> None:
-    """Bring a rank whose work has changed to its place among the heaviest."""
-    at = 0
-    while heaviest[at] != rank:
-        at += 1
-    while at > 0 and (-work[rank], rank) < (-work[heaviest[at - 1]], heaviest[at - 1]):
-        heaviest[at] = heaviest[at - 1]
-        at -= 1
-    while at + 1 < len(heaviest) and (-work[heaviest[at + 1]], heaviest[at + 1]) < (-work[rank], rank):
-        heaviest[at] = heaviest[at + 1]
-        at += 1
-    heaviest[at] = rank
-
-
-@compiled
-def _free_at(servers: Servers, work: float, rank: int) -> int:
-    """Where in `free` a rank with so much work stands, or would stand."""
-    low, high = 0, servers.counts[FREE]
-    while low < high:
-        middle = (low + high) // 2
-        other = servers.free[middle]
-        if servers.work[other] < work or (servers.work[other] == work and other < rank):
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@compiled
-def _drop(servers: Servers, rank: int) -> None:
-    """Take a rank out of `free`, if it is there."""
-    at = _free_at(servers, servers.work[rank], rank)
-    if at < servers.counts[FREE] and servers.free[at] == rank:
-        servers.counts[FREE] -= 1
-        for place in range(at, servers.counts[FREE]):
-            servers.free[place] = servers.free[place + 1]
-
-
-@compiled
-def _change(servers: Servers, rank: int, moved: float) -> None:
-    """A rank has so many seconds of work more."""
-    _drop(servers, rank)
-    servers.work[rank] += moved / servers.speed[rank]
-    if servers.work[rank] < servers.level[MEAN]:
-        at = _free_at(servers, servers.work[rank], rank)
-        for place in range(servers.counts[FREE], at, -1):
-            servers.free[place] = servers.free[place - 1]
-        servers.free[at] = rank
-        servers.counts[FREE] += 1
-
-
-@compiled
-def _server_for(servers: Servers, surplus: float) -> int:
-    """A server that the surplus fits exactly, or else the emptiest."""
-    work, speed, level = servers.work, servers.speed, servers.level
-    emptiest = servers.free[0]
-    if (level[LOW] - work[emptiest]) * speed[emptiest] > surplus:
-        at = _free_at(servers, level[FLOOR] - surplus, 0)
-        if at < servers.counts[FREE]:
-            fits = servers.free[at]
-            if work[fits] + surplus / speed[fits] <= level[CAP]:
-                return fits
-    return emptiest
-
-
-@compiled
-def _near(servers: Servers, per_node: int, source: int, but: int) -> int:
-    """The emptiest server in the node of the source, if it may take work; -1 if not, or if nodes do not matter."""
-    best = -1
-    first = source // max(per_node, 1) * per_node
-    for rank in range(first, first + per_node):
-        if rank != but and servers.work[rank] < servers.level[FLOOR] and (best < 0 or servers.work[rank] < servers.work[best]):
-            best = rank
-    return best
-
-
-@compiled
-def _numbers(segments: Segments, segment: int, parts: int) -> range:
-    """The numbers that the document of a segment has: its own, or those of its head groups."""
-    first = segments.document[segment] * parts
-    return range(first + 1, first + parts) if segments.apart[segment] else range(first, first + 1)
-
-
-@compiled
-def _find_pieces(state: State, source: int) -> None:
-    """The pieces of a rank that nobody has asked so far."""
-    segments = state.segments
-    state.pieces.first[source] = -1
-    for segment in range(segments.offsets[source] + segments.context[source], segments.offsets[source + 1]):
-        for number in _numbers(segments, segment, state.prices.parts):
-            _add(state.pieces, state.servers.counts, source, (segments.start[segment], segments.end[segment], number, segment))
-    _forget(state.pieces, state.prices, source)
-
-
-@compiled
-def _add(p: Pieces, count: Ints, source: int, piece: tuple[int, int, int, int]) -> int:
-    """A piece more: (start, end, number, segment)."""
-    row = count[PIECES]
-    count[PIECES] += 1
-    p.start[row], p.end[row], p.number[row], p.segment[row] = piece
-    p.after[row], p.looked[row] = p.first[source], 0
-    p.first[source] = row
-    return row
-
-
-@compiled
-def _forget(p: Pieces, prices: Prices, source: int) -> None:
-    """Forget what slices of the pieces of a rank cost when they were last looked at."""
-    at = p.first[source]
-    while at >= 0:
-        p.ratio[at] = _least(prices, p.number[at], p.end[at])
-        at = p.after[at]
-
-
-@compiled
-def _least(prices: Prices, number: int, end: int) -> float:
-    """Bytes that are exchanged at least for a second moved with a slice of a piece."""
-    price = prices.group_price if number % prices.parts else prices.price
-    near = price.near if prices.per_node else 1.0
-    return near * least_bytes(price) / most_seconds(price, end)
-
-
-@compiled
-def _earlier(p: Pieces, one: int, other: int) -> bool:
-    """Whether a piece comes before another that is as cheap: deeper rows first."""
-    a = (-p.end[one], p.start[one], p.number[one], p.segment[one])
-    return a < (-p.end[other], p.start[other], p.number[other], p.segment[other])
-
-
-@compiled
-def _next_piece(p: Pieces, source: int, looks: int) -> int:
-    """Of the pieces of a rank that were not looked at this time, the one that seems cheapest; -1 if there is none."""
-    best, at = -1, p.first[source]
-    while at >= 0:
-        if p.looked[at] != looks and (
-            best < 0 or p.ratio[at] < p.ratio[best] or (p.ratio[at] == p.ratio[best] and _earlier(p, at, best))
-        ):
-            best = at
-        at = p.after[at]
-    return best
 
 
 @compiled
@@ -283,7 +148,7 @@ def _cheaper(p: Pieces, one: Move, other: Move) -> bool:
         return one.bytes_per_second < other.bytes_per_second
     if one.server != other.server or one.piece == other.piece:
         return (one.server, one.start, one.end) < (other.server, other.start, other.end)
-    return _earlier(p, one.piece, other.piece)
+    return earlier(p, one.piece, other.piece)
 
 
 @compiled
@@ -295,17 +160,17 @@ def _cheapest(state: State, source: int, server: int, surplus: float, leeway: fl
     """
     p, prices, holders, servers = state.pieces, state.prices, state.holders, state.servers
     if p.first[source] == UNASKED:
-        _find_pieces(state, source)
+        find_pieces(state, source)
     want = min(surplus, servers.level[LOW] - servers.work[server])
     if not p.want[source] * (1 - _ALIKE) <= want <= p.want[source] * (1 + _ALIKE):
         p.want[source] = want
-        _forget(p, prices, source)
+        forget(p, prices, source)
     servers.counts[LOOKS] += 1
-    looks, near = servers.counts[LOOKS], _near(servers, prices.per_node, source, server)
+    looks, near = servers.counts[LOOKS], nearest(servers, prices.per_node, source, server)
     best = _nothing()
     last_start, last_end, last_document = -1, -1, -1
     while True:
-        piece = _next_piece(p, source, looks)
+        piece = next_piece(p, source, looks)
         # No slice of the pieces behind moves a second for fewer bytes, or did when somebody looked.
         if piece < 0 or (best.piece >= 0 and p.ratio[piece] >= best.bytes_per_second):
             return best
@@ -401,17 +266,6 @@ def _slice(state: State, source: int, piece: int, server: int, surplus: float, l
 
 
 @compiled
-def _furthest(p: Pieces, source: int, number: int, but: int) -> int:
-    """The last row of a document that a rank still computes, apart from one piece."""
-    furthest, at = 0, p.first[source]
-    while at >= 0:
-        if p.number[at] == number and at != but:
-            furthest = max(furthest, p.end[at])
-        at = p.after[at]
-    return furthest
-
-
-@compiled
 def _saved(state: State, source: int, piece: int) -> int:
     """K/V tokens that the source no longer needs from others once the whole piece is gone."""
     segments, holders = state.segments, state.holders
@@ -419,25 +273,12 @@ def _saved(state: State, source: int, piece: int) -> int:
     holder = holder_of(holders, number, source)
     if holder >= 0 and holders.keys[holder] > end:
         return 0
-    rest = _furthest(state.pieces, source, number, piece)
+    rest = furthest_of(state.pieces, source, number, piece)
     saved = end - rest
     for segment in range(segments.offsets[source], segments.offsets[source + 1]):
         if segments.document[segment] == number // state.prices.parts:
             saved -= max(0, min(segments.end[segment], end) - max(segments.start[segment], rest))
     return saved
-
-
-@compiled
-def _take_out(p: Pieces, source: int, piece: int) -> None:
-    """Take a piece from those of its rank."""
-    before, at = -1, p.first[source]
-    while at != piece:
-        before, at = at, p.after[at]
-    if before < 0:
-        p.first[source] = p.after[piece]
-    else:
-        p.after[before] = p.after[piece]
-    p.segment[piece] = GONE
 
 
 @compiled
@@ -448,16 +289,16 @@ def _apply(state: State, move: Move) -> bool:
     if count[MOVES] == len(state.moves[0]) or count[PIECES] + 2 > len(p.start) or count[HOLDERS] == len(holders.rank):
         return False
     start, end, number, segment = p.start[move.piece], p.end[move.piece], p.number[move.piece], p.segment[move.piece]
-    _take_out(p, source, move.piece)
+    take_out(p, source, move.piece)
     for first, last in ((start, move.start), (move.end, end)):
         if first < last:
-            rest = _add(p, count, source, (first, last, number, segment))
-            p.ratio[rest] = _least(prices, number, last)
+            rest = add_piece(p, count, source, (first, last, number, segment))
+            p.ratio[rest] = least(prices, number, last)
     if prices.price.window == 0:
         hold(holders, count, number, move.server, move.end)
         holder = holder_of(holders, number, source)
         if holder >= 0:
-            holders.keys[holder] = _furthest(p, source, number, move.piece)
+            holders.keys[holder] = furthest_of(p, source, number, move.piece)
     row = count[MOVES]
     count[MOVES] += 1
     segments, numbers, starts, ends, homes, takers = state.moves
@@ -470,8 +311,8 @@ def _apply(state: State, move: Move) -> bool:
     scale = 1 + total[GROWN] / total[SHED] * max(total[SURPLUS], total[SHED]) / total[ALL]
     for place in range(len(level)):
         level[place] = scale * servers.base[place]
-    _change(servers, source, -move.shed)
-    _change(servers, move.server, move.added)
+    change(servers, source, -move.shed)
+    change(servers, move.server, move.added)
     return True
 
 
