@@ -46,7 +46,7 @@ from hf_distca.schedule.state import (
 __all__ = ["hold_all", "lift", "unload"]
 
 # Servers that already hold keys of a document and are looked at for each of its pieces.
-_HOLDERS = 8
+_MOST_HOLDERS = 8
 # How much more or less than the last one a server may want for what slices cost to be remembered.
 _ALIKE = 0.3
 # Ranks that a rank below the band asks for work.
@@ -184,7 +184,7 @@ def _cheapest(state: State, source: int, server: int, surplus: float, leeway: fl
             last_start, last_end, last_document = p.start[piece], p.end[piece], document
         # The server, one in the node of the source, and some, not too many, that hold keys of the document already.
         found, rank, holder = _nothing(), server, -1
-        for turn in range(2 + _HOLDERS):
+        for turn in range(2 + _MOST_HOLDERS):
             if turn == 1:
                 rank = near
             elif turn > 1:
