@@ -9,6 +9,7 @@ run as they are written, and make the same plans.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,8 +81,10 @@ def _forget_old() -> None:
     folder = Path(__file__).parent
     youngest = max(source.stat().st_mtime for source in folder.glob("*.py"))
     for kept in (folder / "__pycache__").glob("*.nbi"):
-        if kept.stat().st_mtime < youngest:
-            kept.unlink(missing_ok=True)
+        # Processes that start together do the same; and in a folder that is not ours, numba keeps nothing.
+        with suppress(OSError):
+            if kept.stat().st_mtime < youngest:
+                kept.unlink()
 
 
 _forget_old()
