@@ -39,7 +39,7 @@ def long_and_short(ranks: int) -> Layout:
 def test_a_split_layout_is_the_same_tokens(layout: Layout) -> None:
     layout = replace(layout, context=np.zeros(layout.world_size, dtype=np.int64))
     documents = np.unique(layout.document)[::2]
-    split = layout.split(documents, 3)
+    split = layout.split(np.isin(layout.documents, documents), 3)
     assert split.query_tokens.tolist() == layout.query_tokens.tolist()
     assert split.longest == layout.longest
     where = dict(zip(zip(layout.document, layout.start, layout.rank, strict=True), layout.token, strict=True))
@@ -116,11 +116,11 @@ def test_windows_and_context_are_not_split() -> None:
     context = Layout.from_segments([[(0, 0, 32768)], [(0, 0 + 32768, 32768)], [(1, 0, 512)], [(2, 0, 512)]], [0, 0, 1, 0])
     assert balance(context, CUDA, SPLIT).layout.groups == 1
     with pytest.raises(LayoutError, match="cannot be split"):
-        context.split(np.array([0]), 2)
-    split = Layout.from_lengths([[8], [8]]).split(np.array([0]), 2)
-    assert split.split(np.array([3]), 2).document.tolist() == [1, 2, 4, 5]
+        context.split(np.array([True, False, False]), 2)
+    split = Layout.from_lengths([[8], [8]]).split(np.array([True, False]), 2)
+    assert split.split(np.array([False, False, True]), 2).document.tolist() == [1, 2, 4, 5]
     with pytest.raises(LayoutError, match="2 head groups"):
-        split.split(np.array([3]), 4)
+        split.split(np.array([False, False, True]), 4)
     with pytest.raises(PlanError, match="only documents of layers without a window"):
         Plan.local(split, window=4)
     with pytest.raises(ConfigError, match="head_groups=0"):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Floats", "Ints", "column", "compiled", "entry", "interpreted"]
+__all__ = ["Floats", "Ints", "array", "column", "compiled", "entry", "interpreted", "room"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 # What a `column` is to those who read it: an array of int64 or float64, or a list.
@@ -66,6 +66,16 @@ def column(values: npt.NDArray[Any]) -> Any:
     """An array as compiled functions take it; a list, whose numbers Python reads faster, where nothing is compiled."""
     # One form of arrays, for which functions are compiled once.
     return np.ascontiguousarray(values) if numba is not None else values.tolist()
+
+
+def room(rows: int, kind: Any = np.int64) -> Any:
+    """A column of so many zeros."""
+    return np.zeros(rows, dtype=kind) if numba is not None else [kind(0)] * rows
+
+
+def array(values: Any, kind: Any = np.int64) -> npt.NDArray[Any]:
+    """A column as an array again."""
+    return np.asarray(values, dtype=kind)
 
 
 def _made(function: F, **options: Any) -> F:

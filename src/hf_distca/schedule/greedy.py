@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from hf_distca.schedule.compiled import column
-from hf_distca.schedule.cost import FloatArray
+from hf_distca.schedule.compiled import array, column, room
 from hf_distca.schedule.heads import WHOLE, Heads
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.levels import Levels
-from hf_distca.schedule.moves import hold_all, lift, unload
+from hf_distca.schedule.moves import make_moves
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.prices import Price
 from hf_distca.schedule.ranks import ALIKE, Ranks
-from hf_distca.schedule.state import FREE, GONE, MOVES, PIECES, UNASKED, Fit, Holders, Pieces, Prices, Segments, Servers, State
+from hf_distca.schedule.state import FREE, MOVES, PIECES, UNASKED, Fit, Holders, Pieces, Prices, Segments, Servers, State
+from hf_distca.schedule.tasks import Tasks, Untouched, tasks_of
 
 __all__ = ["Greedy"]
 
@@ -67,37 +67,32 @@ class Greedy:
         self.total = np.array([surplus, ranks.work(seconds), 0.0, 0.0])
         # Numbers of a document and its head groups: the d-th document becomes d * parts.
         self.parts = 1 if heads.groups == 1 else heads.groups + 1
-        self.apart = (
-            np.isin(layout.document, sorted(heads.documents))
-            if heads.documents
-            else np.zeros(len(layout.document), dtype=np.bool_)
-        )
+        self.apart = np.zeros(len(layout.place), dtype=np.bool_) if self.parts == 1 else heads.documents[layout.place]
 
     def plan(self) -> Plan:
         """Run and build the plan."""
         each, more = _MOVES
-        room = each * len(self.seconds) + more
-        while not self._moved(state := self._start(room)):
-            room *= 4
+        moves = each * len(self.seconds) + more
+        while not make_moves(state := self._start(moves), *self._order(), self.fills_all):
+            moves *= 4
         return self._build(state)
 
-    def _moved(self, state: State) -> bool:
-        """Make all moves; false if there is no room for them."""
-        if not unload(state, _heaviest(self.seconds)):
-            return False
-        return not self.fills_all or lift(state, _heaviest(np.asarray(state.servers.work)))
+    def _order(self) -> tuple[Any, Any, Any]:
+        """Segments whose keys several ranks need anyway, ranks with most seconds first, and room for as many ranks."""
+        spanning = self.layout.spans[self.layout.place] & (self.price.window == 0)
+        ranks = np.lexsort((np.arange(len(self.seconds)), -self.seconds))
+        return column(spanning), column(ranks), room(len(ranks))
 
-    def _start(self, room: int) -> State:
+    def _start(self, moves: int) -> State:
         """The state before the first of so many moves."""
         layout, ranks, heads = self.layout, len(self.seconds), self.heads
-        spanning = np.flatnonzero(layout.spans[layout.place] & (self.price.window == 0))
         # Of a document that may be split, each head group counts.
         extra = (heads.groups - 1) * int(self.apart.sum())
         per_node = self.ranks.per_node or 0
         free = np.lexsort((np.arange(ranks), self.seconds))
         count = np.zeros(5, dtype=np.int64)
         count[FREE] = np.searchsorted(self.seconds[free], self.levels.mean)
-        state = State(
+        return State(
             Prices(
                 price=self.price,
                 own=self.own,
@@ -119,77 +114,45 @@ class Greedy:
                 total=column(self.total.copy()),
                 counts=column(count),
             ),
-            _pieces(ranks, len(layout.place) + extra + 2 * room),
-            _holders(len(layout.documents) * self.parts, len(spanning) + extra + room),
-            (_zeros(room), _zeros(room), _zeros(room), _zeros(room), _zeros(room), _zeros(room)),
+            _pieces(ranks, len(layout.place) + extra + 2 * moves),
+            _holders(len(layout.documents) * self.parts, len(layout.place) + extra + moves),
+            (room(moves), room(moves), room(moves), room(moves), room(moves), room(moves)),
         )
-        hold_all(state, column(spanning))
-        return state
 
     def _build(self, state: State) -> Plan:
         """Tasks: untouched segments, what is left of the others, and what was moved."""
-        layout, parts = self.layout, self.parts
-        count, pieces = state.servers.counts, state.pieces
-        moves = np.array([part[: count[MOVES]] for part in state.moves], dtype=np.int64)
-        segment, number, start, end, home, server = moves[:, np.lexsort(moves[[2, 1, 0]])]
-        # Slices of one piece for one server that follow each other are one task.
-        joined = (
-            (number[1:] == number[:-1]) & (segment[1:] == segment[:-1]) & (server[1:] == server[:-1]) & (start[1:] == end[:-1])
-        )
-        first = np.flatnonzero(np.append(True, ~joined)[: len(number)])
-        last = np.append(first, len(number))[1:] - 1
-        rest = (pieces.number, pieces.start, pieces.end, pieces.segment)
-        left = np.array([part[: count[PIECES]] for part in rest], dtype=np.int64)
-        left = left[:, left[3] != GONE]
-        rank = layout.rank[left[3]]
-        rows = [
-            (number[first], left[0]),
-            (start[first], left[1]),
-            (end[last], left[2]),
-            (home[first], rank),
-            (server[first], rank),
-        ]
-        number, *others = (np.concatenate(pair) for pair in rows)
-
-        document, group = layout.documents[number // parts], number % parts
-        split = np.unique(document[: len(first)][group[: len(first)] > 0])
-        # Of a document that stays whole, the first group stands for all.
-        apart = np.isin(document, split)
-        counts = (group <= 1) | apart
-        if len(split):
-            layout, document = layout.split(split, self.heads.groups), document * parts + np.where(apart, group, 0)
-        untouched = layout.queries & (np.asarray(pieces.first) == UNASKED)[layout.rank]
-        segments = (layout.document, layout.start, layout.end, layout.rank, layout.rank)
-        c = [np.append(one[untouched], other[counts]) for one, other in zip(segments, [document, *others], strict=True)]
-        return Plan(layout, c[0], c[1], c[2], c[3], c[4], self.price.window or None)
-
-
-def _heaviest(work: FloatArray) -> Any:
-    """Ranks, those with most work first."""
-    return column(np.lexsort((np.arange(len(work)), -work)))
-
-
-def _zeros(rows: int) -> Any:
-    return column(np.zeros(rows, dtype=np.int64))
+        layout, groups = self.layout, self.heads.groups
+        count = state.servers.counts
+        made = np.array([part[: count[MOVES]] for part in state.moves], dtype=np.int64)
+        order, apart = np.lexsort(made[[2, 1, 0]]), room(len(layout.documents), bool)
+        rows = len(order) + int(count[PIECES]) + len(layout.place) + (groups - 1) * int(self.apart.sum())
+        tasks = Tasks(*(room(rows) for _ in Tasks._fields))
+        segments = Untouched(*map(column, (layout.documents, layout.rank, layout.queries)))
+        found = tasks_of(state, segments, column(order), apart, tasks)
+        split = array(apart, bool)
+        if split.any():
+            layout = layout.split(split, groups)
+        document, start, end, home, server = (array(part)[:found] for part in tasks)
+        return Plan(layout, document, start, end, home, server, self.price.window or None)
 
 
 def _pieces(ranks: int, rows: int) -> Pieces:
     """Room for so many pieces of so many ranks."""
     return Pieces(
         first=column(np.full(ranks, UNASKED)),
-        want=column(np.zeros(ranks)),
-        start=_zeros(rows),
-        end=_zeros(rows),
-        number=_zeros(rows),
-        segment=_zeros(rows),
-        after=_zeros(rows),
-        ratio=column(np.zeros(rows)),
-        looked=_zeros(rows),
+        want=room(ranks, float),
+        start=room(rows),
+        end=room(rows),
+        number=room(rows),
+        segment=room(rows),
+        after=room(rows),
+        ratio=room(rows, float),
+        looked=room(rows),
     )
 
 
 def _holders(numbers: int, rows: int) -> Holders:
     """Room for so many holders of documents with so many numbers."""
     table = 2 ** (2 * rows + 1).bit_length()
-    known = column(np.zeros(numbers, dtype=np.bool_))
-    return Holders(_zeros(rows), _zeros(rows), _zeros(rows), _zeros(rows), known, _zeros(numbers), _zeros(numbers), _zeros(table))
+    known = room(numbers, bool)
+    return Holders(room(rows), room(rows), room(rows), room(rows), known, room(numbers), room(numbers), room(table))

@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray
 from hf_distca.schedule.layout import Layout
@@ -32,11 +33,11 @@ class Heads(NamedTuple):
 
     Attributes:
         groups: head groups; 1 if nothing is split.
-        documents: numbers of the documents.
+        documents: of each document of the layout, whether it may be split; read only if there are groups.
     """
 
     groups: int
-    documents: frozenset[int]
+    documents: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, layout: Layout, price: Price, cost: CostModel, seconds: FloatArray, most: int) -> Heads:
@@ -52,7 +53,7 @@ class Heads(NamedTuple):
         possible = possible_groups(cost.shape.key_value_heads, most)
         if possible == [1] or layout.groups > 1 or layout.context.any() or not price.pair or not len(layout.document):
             return WHOLE
-        if max(layout.document.max(), -layout.document.min()) > _LARGEST:
+        if max(layout.documents[-1], -layout.documents[0]) > _LARGEST:
             return WHOLE
         # A slice of F seconds at position y has F / (p * y) rows. Its bytes of queries are as many as those of keys if
         # q * F / (p * y) = kv * y.
@@ -62,9 +63,10 @@ class Heads(NamedTuple):
         travel = float(cost.transfer_seconds(0, layout.longest))
         groups = max(count for count in possible if count <= _USUAL)
         groups = next((count for count in possible if count > groups and travel / groups > _TRAVEL * mean), groups)
-        gives = seconds[layout.rank] > mean
-        long = np.unique(layout.document[layout.end >= length])
-        return cls(groups, frozenset(np.intersect1d(long, layout.document[gives]).tolist()))
+        long, given = np.zeros((2, len(layout.documents)), dtype=np.bool_)
+        long[layout.place[layout.end >= length]] = True
+        given[layout.place[seconds[layout.rank] > mean]] = True
+        return cls(groups, long & given)
 
 
 def possible_groups(heads: int, most: int) -> list[int]:
@@ -72,4 +74,4 @@ def possible_groups(heads: int, most: int) -> list[int]:
     return [count for count in range(1, most + 1) if heads % count == 0]
 
 
-WHOLE = Heads(1, frozenset())
+WHOLE = Heads(1, np.zeros(0, dtype=np.bool_))

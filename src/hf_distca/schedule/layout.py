@@ -10,17 +10,15 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import DistCAError, LayoutError
+from hf_distca.schedule.index import CONTEXT, FINE, OFFSETS, SEGMENT, Index, IntArray, Wrong, index_of
 
 __all__ = ["IntArray", "Layout", "Segment", "as_integers", "documents_from_positions", "lengths_from_cu_seqlens", "repeated"]
-
-IntArray = npt.NDArray[np.int64]
-_LARGEST = 2**48  # position: sums and products of what is larger may not fit in 64 bits
 
 
 class Segment(NamedTuple):
@@ -53,6 +51,7 @@ class Layout:
         offsets: ``ranks + 1`` numbers; the segments of rank r are rows ``offsets[r]`` to ``offsets[r + 1]``.
         context: how many segments of each rank are context; none if not given.
         groups: head groups that documents are split in, as `split` does; 1 if none is.
+        longest: length of the longest document in tokens, 0 if there is none.
     """
 
     document: IntArray
@@ -61,12 +60,23 @@ class Layout:
     offsets: IntArray
     context: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     groups: int = 1
+    longest: int = field(init=False, repr=False)
+    _index: Index = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not len(self.context):
             object.__setattr__(self, "context", np.zeros(self.world_size, dtype=np.int64))
-        _check_columns(self)
-        _check_documents(self)
+        rows = [len(column) for column in (self.document, self.start, self.length)]
+        if any(count != self.offsets[-1] for count in rows):
+            raise LayoutError(f"columns of {str(rows)[1:-1]} rows for {self.offsets[-1]} segments.")
+        if len(self.context) != self.world_size:
+            _refuse(self, Wrong(CONTEXT))
+        columns = self.document, self.start, self.length, self.offsets, self.context
+        index, longest, wrong = index_of(columns, self.by_document, self.groups)
+        if wrong.what != FINE:
+            _refuse(self, wrong)
+        object.__setattr__(self, "_index", index)
+        object.__setattr__(self, "longest", longest)
 
     @classmethod
     def from_segments(cls, ranks: Sequence[Sequence[tuple[int, int, int]]], context: Sequence[int] = ()) -> Layout:
@@ -111,14 +121,14 @@ class Layout:
         start, length = (np.concatenate(pair)[order] for pair in ((first.start, second.start), (first.length, second.length)))
         return cls(document, start, length, first.offsets + second.offsets)
 
-    def split(self, documents: IntArray, groups: int) -> Layout:
+    def split(self, apart: npt.NDArray[np.bool_], groups: int) -> Layout:
         """The same tokens with some documents split by heads: each counts as `groups` documents, one for each group of heads.
 
         Document d is then number ``d * (groups + 1)``, and group g of one that is split ``d * (groups + 1) + 1 + g``. A group
         lies where the whole document lies, and takes its part of the attention and of the bytes (`heads_of`).
 
         Args:
-            documents: numbers of those to split.
+            apart: of each of `documents`, whether it is to be split. Only those with all heads can be.
             groups: at least 2; it must divide the key/value heads of the layers.
 
         Raises:
@@ -127,9 +137,9 @@ class Layout:
         if self.groups not in (1, groups) or self.context.any():
             raise LayoutError(f"a layout with {self.groups} head groups and context {self.context.tolist()} cannot be split.")
         numbers = self.document if self.groups == groups else self.document * (groups + 1)
-        apart = np.isin(numbers, documents if self.groups == groups else documents * (groups + 1))
-        row, part = repeated(apart, groups)
-        offsets = np.concatenate([[0], np.cumsum(np.where(apart, groups, 1))])[self.offsets]
+        of_segment = apart[self.place]
+        row, part = repeated(of_segment, groups)
+        offsets = np.concatenate([[0], np.cumsum(np.where(of_segment, groups, 1))])[self.offsets]
         return Layout(numbers[row] + part, self.start[row], self.length[row], offsets, groups=groups)
 
     def heads_of(self, document: IntArray) -> npt.NDArray[np.float64]:
@@ -148,39 +158,30 @@ class Layout:
         """From 1 the head group that each document is, 0 if it has all heads."""
         return np.asarray(document % (self.groups + 1) if self.groups > 1 else np.zeros_like(document))
 
-    @cached_property
-    def _tokens(self) -> IntArray:
-        """Tokens of each segment, those of a document that is split counted for its first group alone."""
-        return np.where(self._group(self.document) <= 1, self.length, 0)
-
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.offsets) - 1
 
-    @cached_property
+    @property
     def rank(self) -> IntArray:
         """Rank of each segment."""
-        return np.repeat(np.arange(self.world_size), np.diff(self.offsets))
+        return self._index.rank
 
-    @cached_property
+    @property
     def end(self) -> IntArray:
         """Document position after the last token of each segment."""
-        return self.start + self.length
+        return self._index.end
 
-    @cached_property
+    @property
     def token(self) -> IntArray:
         """Index, among the tokens of its rank, of the first token of each segment."""
-        # Groups of a document follow each other, so those after the first begin where it does.
-        before = np.cumsum(self._tokens) - self.length
-        first = np.concatenate([before, [self._tokens.sum()]])[self.offsets[:-1]]
-        return np.asarray(before - np.repeat(first, np.diff(self.offsets)), dtype=np.int64)
+        return self._index.token
 
-    @cached_property
+    @property
     def queries(self) -> npt.NDArray[np.bool_]:
         """Whether the queries of a segment are to be computed: false for context."""
-        place = np.arange(len(self.document)) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
-        return np.asarray(place >= self.context[self.rank])
+        return self._index.queries
 
     @cached_property
     def context_tokens(self) -> IntArray:
@@ -189,62 +190,44 @@ class Layout:
 
     @cached_property
     def query_tokens(self) -> IntArray:
-        """Tokens on each rank whose queries are to be computed."""
-        return np.bincount(self.rank, weights=self._tokens * self.queries, minlength=self.world_size).astype(np.int64)
+        """Tokens on each rank whose queries are to be computed; those of a document that is split are counted once."""
+        counted = self.queries & (self._group(self.document) <= 1)
+        return np.bincount(self.rank, weights=self.length * counted, minlength=self.world_size).astype(np.int64)
 
     @cached_property
     def by_document(self) -> IntArray:
         """The segments in order of document and position."""
         return np.lexsort((self.start, self.document))
 
-    @cached_property
-    def fresh(self) -> npt.NDArray[np.bool_]:
-        """Whether each segment, in the order of `by_document`, is the first of its document."""
-        ordered = self.document[self.by_document]
-        return np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
-
-    @cached_property
+    @property
     def documents(self) -> IntArray:
         """The numbers of all documents, in order."""
-        return self.document[self.by_document[self.fresh]]
+        return self._index.documents
 
-    @cached_property
+    @property
     def place(self) -> IntArray:
         """Of each segment, the place of its document among `documents`."""
-        place = np.empty_like(self.by_document)
-        place[self.by_document] = np.cumsum(self.fresh) - 1
-        return place
+        return self._index.place
 
-    def _differ(self, column: IntArray, step: IntArray | int = 0) -> npt.NDArray[np.bool_]:
-        """Of each document, whether two segments that follow each other differ in a column by anything but `step`."""
-        ordered = column[self.by_document]
-        other = (ordered[1:] != (ordered + step)[:-1]) & ~self.fresh[1:]
-        return np.bincount((np.cumsum(self.fresh) - 1)[1:], weights=other, minlength=len(self.documents)) > 0
-
-    @cached_property
+    @property
     def spans(self) -> npt.NDArray[np.bool_]:
         """Of each of `documents`, whether it lies on more than one rank."""
-        return self._differ(self.rank)
+        return self._index.spans
 
     @property
     def spanning(self) -> frozenset[int]:
         """Documents that lie on more than one rank."""
         return frozenset(self.documents[self.spans].tolist())
 
-    @cached_property
+    @property
     def runs(self) -> npt.NDArray[np.bool_]:
         """Of each of `documents`, whether it lies in one run of the tokens of one rank."""
-        return ~(self.spans | self._differ(self.token, self.length[self.by_document]))
+        return self._index.runs
 
-    @property
+    @cached_property
     def scattered(self) -> bool:
         """Whether any document lies in more than one run of tokens, on several ranks or with a gap on one."""
         return not self.runs.all()
-
-    @cached_property
-    def longest(self) -> int:
-        """Length of the longest document in tokens, 0 if there is none."""
-        return int(self.end.max(initial=0))
 
     def segments(self, rank: int) -> list[Segment]:
         """The segments of one rank in token order."""
@@ -321,39 +304,26 @@ def lengths_from_cu_seqlens(cu_seqlens: Iterable[int]) -> list[int]:
     return [n for n in lengths if n]
 
 
-def _check_columns(layout: Layout) -> None:
-    rows = len(layout.document)
-    if not (len(layout.start) == len(layout.length) == rows == layout.offsets[-1]):
-        raise LayoutError(f"columns of {rows}, {len(layout.start)}, {len(layout.length)} rows for {layout.offsets[-1]} segments.")
-    if len(layout.context) != layout.world_size or (layout.context > np.diff(layout.offsets)).any() or (layout.context < 0).any():
+def _refuse(layout: Layout, wrong: Wrong) -> NoReturn:
+    """Say what is wrong with the columns."""
+    document, start, length = layout.document, layout.start, layout.length
+    at = wrong.row
+    if wrong.what == OFFSETS:
+        raise LayoutError(f"offsets {layout.offsets.tolist()}: they begin with 0 and never fall.")
+    if wrong.what == CONTEXT:
         raise LayoutError(
             f"context of {layout.context.tolist()} segments for ranks with {np.diff(layout.offsets).tolist()}: "
             "give one number a rank, at most as many as it has segments."
         )
-    if rows and max(layout.length.max(), layout.start.max()) > _LARGEST:
-        raise LayoutError(
-            f"a segment ends at {max(layout.length.max(), layout.start.max())} or later: the limit is 2**48 tokens."
-        )
-    if rows and (layout.length.min() < 1 or layout.start.min() < 0):
-        row = int(np.flatnonzero((layout.length < 1) | (layout.start < 0))[0])
-        raise LayoutError(
-            f"segment {row} is (document {layout.document[row]}, start {layout.start[row]}, length {layout.length[row]}): "
-            "start must be >= 0 and length >= 1. Leave empty documents out."
-        )
-
-
-def _check_documents(layout: Layout) -> None:
-    """Every document must be tiled from 0 to its end: sorted by position, each segment starts where the last one ended."""
-    order = layout.by_document
-    document, start, end = layout.document[order], layout.start[order], layout.end[order]
-    expected = np.where(layout.fresh, 0, np.append(0, end[:-1])[: len(end)])
-    wrong = np.flatnonzero(start != expected)
-    if len(wrong):
-        row = int(wrong[0])
-        raise LayoutError(
-            f"document {document[row]} has a segment that starts at {start[row]} where position {expected[row]} is next: "
-            "the segments of a document must cover it from 0 to its end without gap or overlap."
-        )
+    one = f"segment {at} is (document {document[at]}, start {start[at]}, length {length[at]})"
+    if wrong.what == SEGMENT and (length[at] < 1 or start[at] < 0):
+        raise LayoutError(f"{one}: start must be >= 0 and length >= 1. Leave empty documents out.")
+    if wrong.what == SEGMENT:
+        raise LayoutError(f"{one}, which ends at {start[at] + length[at]}: the limit is 2**48 tokens.")
+    raise LayoutError(
+        f"document {document[at]} has a segment that starts at {start[at]} where position {wrong.expected} is next: "
+        "the segments of a document must cover it from 0 to its end without gap or overlap."
+    )
 
 
 def _chain(runs: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, int, int]]]:

@@ -15,6 +15,7 @@ from hf_distca.schedule.nodes import NodeBytes, wire_seconds
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.relays import senders, sent_key_tokens
+from hf_distca.schedule.tally import Tally
 from hf_distca.schedule.traffic import KeyTraffic
 from hf_distca.schedule.waves import Waves
 
@@ -25,7 +26,7 @@ EXCHANGES_PER_LAYER = 4
 # With relays: dispatch a second time, forward and backward, and gradients of keys to relays.
 RELAY_EXCHANGES = 3
 # What a `PlanLoad` keeps and relays do not change.
-_UNRELATED = {"pairs", "compute_seconds", "query_tokens", "key_traffic", "wave_transfers"}
+_UNRELATED = {"pairs", "compute_seconds", "tally", "key_traffic", "wave_transfers"}
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,17 @@ class PlanLoad:
     @cached_property
     def compute_seconds(self) -> FloatArray:
         """Forward plus backward seconds that each rank takes for its tasks."""
-        plan = self.plan
-        return self.ranks.taken(self._sum(plan.server, self.cost.seconds(plan.end - plan.start, plan.end, plan.heads)))
+        return self.ranks.taken(self.tally.seconds)
 
-    @cached_property
+    @property
     def query_tokens(self) -> tuple[FloatArray, FloatArray]:
         """Query tokens that each rank sends and receives; of some of the heads they count in part, as everything here."""
-        plan = self.plan
-        moved = np.flatnonzero(plan.home != plan.server)
-        rows = ((plan.end - plan.start) * plan.heads)[moved]
-        return self._sum(plan.home[moved], rows), self._sum(plan.server[moved], rows)
+        return self.tally.sent, self.tally.received
+
+    @cached_property
+    def tally(self) -> Tally:
+        """Compute of all ranks alike, and what queries they exchange."""
+        return Tally.of(self.plan, self.cost)
 
     @cached_property
     def key_tokens(self) -> tuple[FloatArray, FloatArray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from hf_distca.schedule.compiled import Ints, compiled, entry
-from hf_distca.schedule.free import change, drop, nearest, server_for, settle
+from hf_distca.schedule.free import change, drop, nearest, server_for, settle, sort_heaviest
 from hf_distca.schedule.pieces import (
     add_piece,
     earlier,
@@ -43,7 +43,7 @@ from hf_distca.schedule.state import (
     holder_of,
 )
 
-__all__ = ["hold_all", "lift", "unload"]
+__all__ = ["make_moves"]
 
 # Servers that already hold keys of a document and are looked at for each of its pieces.
 _MOST_HOLDERS = 8
@@ -56,18 +56,40 @@ _FAILURES = 4
 
 
 @entry
-def hold_all(state: State, segments: Ints) -> None:
-    """Note which keys the homes of these segments, in the order of the layout, need anyway."""
-    source = 0
-    for segment in segments:
-        while state.segments.offsets[source + 1] <= segment:
-            source += 1
-        for number in numbers_of(state.segments, segment, state.prices.parts):
-            hold(state.holders, state.servers.counts, number, source, state.segments.end[segment])
+def make_moves(state: State, spanning: list[bool], order: Ints, scratch: Ints, fills_all: bool) -> bool:
+    """All moves, from the state before the first of them.
+
+    Args:
+        state: what moves read and change.
+        spanning: segments whose keys several ranks need anyway.
+        order: ranks, those with most seconds first.
+        scratch: room for as many.
+        fills_all: whether ranks that are too low take from others, after those that are too high have given.
+
+    Returns:
+        Whether the columns of the state were long enough for all moves.
+    """
+    _hold_all(state, spanning)
+    if not _unload(state, order):
+        return False
+    if not fills_all:
+        return True
+    sort_heaviest(state.servers.work, order, scratch)
+    return _lift(state, order)
 
 
-@entry
-def unload(state: State, order: Ints) -> bool:
+@compiled
+def _hold_all(state: State, spanning: list[bool]) -> None:
+    """Note which keys the homes of these segments need anyway."""
+    for source in range(len(state.segments.offsets) - 1):
+        for segment in range(state.segments.offsets[source], state.segments.offsets[source + 1]):
+            if spanning[segment]:
+                for number in numbers_of(state.segments, segment, state.prices.parts):
+                    hold(state.holders, state.servers.counts, number, source, state.segments.end[segment])
+
+
+@compiled
+def _unload(state: State, order: Ints) -> bool:
     """Ranks above the band, in this order, give slices away until they are at their level.
 
     Returns:
@@ -95,12 +117,12 @@ def unload(state: State, order: Ints) -> bool:
     return True
 
 
-@entry
-def lift(state: State, heaviest: Ints) -> bool:
+@compiled
+def _lift(state: State, heaviest: Ints) -> bool:
     """Ranks that are still too low take from the heaviest, whichever of those gives for the fewest bytes.
 
     Args:
-        state: after `unload`.
+        state: after `_unload`.
         heaviest: all ranks in that order. It is kept up to date.
 
     Returns:

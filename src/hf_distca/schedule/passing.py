@@ -5,91 +5,177 @@ Documents follow one another, for what a relay passes on counts for the next doc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hf_distca.schedule.compiled import Floats, Ints, compiled, entry
+from hf_distca.schedule.free import sort_heaviest
 from hf_distca.schedule.traffic import first_need, needed
 
 if TYPE_CHECKING:
     from hf_distca.schedule.traffic import KeyTraffic
 
-__all__ = ["Passing", "pass_on"]
+__all__ = ["Passing", "Runs", "pass_on"]
+
+
+# Places in `Passing.counts`: rows of `rank`, and of `position`.
+ABLE, STEPS = range(2)
 
 
 class Passing(NamedTuple):
-    """What can be passed on of the documents of a `KeyTraffic`, in two lists of rows, each by document.
+    """What can be passed on of one document of a `KeyTraffic`.
 
     Attributes:
-        rank, reach: ranks that can pass keys on and how many from position 0 on, those with the fewest first; from `able[d]`.
+        rank, reach: ranks that can pass keys on and how many from position 0 on, those with the fewest first.
         position, more: positions up to the last key that two ranks need; and of the keys before each how many are sent beyond
-            the first time, which grows evenly in between. From `steps[d]`.
-        each: seconds of sending one key of each document.
+            the first time, which grows evenly in between.
+        counts: how many rows these columns have, at places `ABLE` and `STEPS`.
+        saved: tokens, not above 0, that each source of the document sends more if each key leaves it but once.
     """
 
-    rank: Any
-    reach: Any
-    able: Any
-    position: Any
-    more: Any
-    steps: Any
-    each: Any
+    rank: Ints
+    reach: Ints
+    position: Ints
+    more: Ints
+    counts: Ints
+    saved: Ints
+
+
+class Runs(NamedTuple):
+    """Keys that are passed on, and the rank that does it."""
+
+    document: Ints
+    start: Ints
+    end: Ints
+    relay: Ints
 
 
 @entry
 def pass_on(
     traffic: KeyTraffic,
     passing: Passing,
-    order: Ints,
+    documents: tuple[Ints, Floats, Ints],
+    each: float,
     seconds: Floats,
     unchanged: float,
-    saved: Ints,
     tokens: Floats,
-    runs: tuple[Ints, Ints, Ints, Ints],
+    runs: Runs,
 ) -> int:
-    """Give documents relays that end together, each with what it has to do anyway.
+    """Give documents relays that end together, each with what it has to do anyway; those with most to pass on first.
 
     Args:
-        traffic, passing: who needs which keys, and who can pass them on.
-        order: documents of the traffic, one after the other.
+        traffic: who needs which keys.
+        passing: columns that are long enough for any document.
+        documents: those of the traffic from 0 on, and room for two numbers of each.
+        each: seconds of sending one key.
         seconds: of each rank as a sender; they grow for relays and fall for the ranks that these relieve.
         unchanged: seconds that relays cannot change. Only documents that a later rank sends get any.
-        saved: zeros, one for each rank.
         tokens: that each rank sends, which change as `seconds` do.
-        runs: room for columns of document, start, end and relay, as long as `passing.rank`.
+        runs: columns that are long enough.
 
     Returns:
         How many runs there are.
     """
+    order, amount, scratch = documents
+    for document in order:
+        _look(traffic, passing, document)
+        amount[document] = traffic.heads[document] * passing.more[passing.counts[STEPS] - 1]
+    sort_heaviest(amount, order, scratch)
     count = 0
     for document in order:
-        first, last = passing.able[document], passing.able[document + 1]
-        if last - first < 2 or not _late(traffic, document, seconds, unchanged):
+        if not _late(traffic, document, seconds, unchanged):
             continue  # those who send it were relieved of others
-        end = passing.position[passing.steps[document + 1] - 1]
-        _save(traffic, document, end, saved)
-        level = _poured(passing, document, end, seconds, saved)
-        # Only those that need the last keys can pass them on.
-        reach = 0
-        for row in range(first, last):
-            if level > _relieved(passing, document, row, seconds, saved):
-                reach = passing.reach[row]
-        if reach == 0:
-            continue
-        begin = count
-        count = _cut(passing, document, min(end, reach), level, seconds, saved, runs, count)
-        if reach < end:
-            _save(traffic, document, reach, saved)
-        each, heads = passing.each[document], traffic.heads[document]
-        for segment in range(traffic.segments[document], traffic.segments[document + 1]):
-            rank = traffic.source[segment]
-            seconds[rank] += each * saved[rank]
-            tokens[rank] += heads * saved[rank]
-            saved[rank] = 0
-        for row in range(begin, count):
-            rank, passed = runs[3][row], _more_at(passing, document, runs[2][row]) - _more_at(passing, document, runs[1][row])
-            seconds[rank] += each * passed
-            tokens[rank] += heads * passed
+        _look(traffic, passing, document)
+        if passing.counts[ABLE] > 1:
+            count = _relay(traffic, passing, document, each * traffic.heads[document], seconds, tokens, runs, count)
     return count
+
+
+@compiled
+def _relay(
+    traffic: KeyTraffic,
+    passing: Passing,
+    document: int,
+    each: float,
+    seconds: Floats,
+    tokens: Floats,
+    runs: Runs,
+    count: int,
+) -> int:
+    """Give one document relays; `each` is the seconds of sending one of its keys. Returns how many runs there are then."""
+    end = passing.position[passing.counts[STEPS] - 1]
+    _save(traffic, document, end, passing.saved)
+    level = _poured(passing, each, end, seconds)
+    # Only those that need the last keys can pass them on.
+    reach = 0
+    for row in range(passing.counts[ABLE]):
+        if level > _relieved(passing, each, row, seconds):
+            reach = passing.reach[row]
+    if reach == 0:
+        return count
+    begin = count
+    count = _cut(passing, document, each, min(end, reach), level, seconds, runs, count)
+    if reach < end:
+        _save(traffic, document, reach, passing.saved)
+    heads = traffic.heads[document]
+    for segment in range(traffic.segments[document], traffic.segments[document + 1]):
+        rank = traffic.source[segment]
+        seconds[rank] += each * passing.saved[rank]
+        tokens[rank] += heads * passing.saved[rank]
+        passing.saved[rank] = 0
+    for row in range(begin, count):
+        rank, passed = runs.relay[row], _more_at(passing, runs.end[row]) - _more_at(passing, runs.start[row])
+        seconds[rank] += each * passed
+        tokens[rank] += heads * passed
+    return count
+
+
+@compiled
+def _look(traffic: KeyTraffic, passing: Passing, document: int) -> None:
+    """Fill in who can pass keys on, and how many keys are sent beyond the first time."""
+    first, last = traffic.segments[document], traffic.segments[document + 1]
+    source, furthest, alone = traffic.source[first], traffic.need[traffic.needs[document + 1] - 1], True
+    for segment in range(first, last):
+        if traffic.start[segment] < furthest and traffic.source[segment] != source:
+            alone = False
+    count = 0
+    for row in range(traffic.needs[document], traffic.needs[document + 1]):
+        # A rank that holds a document alone has all keys, whether it needs them or not.
+        if not (alone and traffic.server[row] == source):
+            passing.rank[count], passing.reach[count] = traffic.server[row], traffic.need[row]
+            count += 1
+    end = passing.reach[count - 2] if count > 1 else 0
+    if alone and end > 0:
+        at = count
+        while (passing.reach[at - 1], passing.rank[at - 1]) > (end, source):
+            passing.rank[at], passing.reach[at] = passing.rank[at - 1], passing.reach[at - 1]
+            at -= 1
+        passing.rank[at], passing.reach[at] = source, end
+        count += 1
+    passing.counts[ABLE] = count
+    _count_more(traffic, passing, document, end)
+
+
+@compiled
+def _count_more(traffic: KeyTraffic, passing: Passing, document: int, end: int) -> None:
+    """Fill in positions up to `end`, at which more or fewer ranks are sent what follows, and how many keys come before each."""
+    segment, last_segment = traffic.segments[document], traffic.segments[document + 1]
+    row, last = traffic.needs[document], traffic.needs[document + 1]
+    passing.position[0] = passing.more[0] = at = more = steps = 0
+    while at < end:
+        while traffic.need[row] <= at:
+            row += 1
+        # A rank is not sent what it holds itself.
+        while segment < last_segment and min(traffic.own[segment], traffic.end[segment]) <= max(at, traffic.start[segment]):
+            segment += 1
+        step, times = min(end, traffic.need[row]), last - row - 1
+        if segment < last_segment and traffic.start[segment] <= at:
+            step, times = min(step, traffic.own[segment], traffic.end[segment]), times - 1
+        elif segment < last_segment:
+            step = min(step, traffic.start[segment])
+        more += times * (step - at)
+        at, steps = step, steps + 1
+        passing.position[steps], passing.more[steps] = at, more
+    passing.counts[STEPS] = steps + 1
 
 
 @compiled
@@ -123,21 +209,21 @@ def _save(traffic: KeyTraffic, document: int, end: int, saved: Ints) -> None:
 
 
 @compiled
-def _relieved(passing: Passing, document: int, row: int, seconds: Floats, saved: Ints) -> float:
+def _relieved(passing: Passing, each: float, row: int, seconds: Floats) -> float:
     """Seconds of one that can pass keys on, when each key leaves its source but once."""
     rank = passing.rank[row]
-    return float(seconds[rank] + passing.each[document] * saved[rank])
+    return float(seconds[rank] + each * passing.saved[rank])
 
 
 @compiled
-def _poured(passing: Passing, document: int, end: int, seconds: Floats, saved: Ints) -> float:
+def _poured(passing: Passing, each: float, end: int, seconds: Floats) -> float:
     """The level to which all that can be passed on fills those that can do it, poured over their seconds."""
-    amount = passing.each[document] * _more_at(passing, document, end)
+    amount = each * _more_at(passing, end)
     level, before = 0.0, -1
     while True:
         total, count = amount, 0
-        for row in range(passing.able[document], passing.able[document + 1]):
-            work = _relieved(passing, document, row, seconds, saved)
+        for row in range(passing.counts[ABLE]):
+            work = _relieved(passing, each, row, seconds)
             # Those above the level that all would fill cannot be below the one that fewer do.
             if before < 0 or work < level:
                 total += work
@@ -151,11 +237,11 @@ def _poured(passing: Passing, document: int, end: int, seconds: Floats, saved: I
 def _cut(
     passing: Passing,
     document: int,
+    each: float,
     end: int,
     level: float,
     seconds: Floats,
-    saved: Ints,
-    runs: tuple[Ints, Ints, Ints, Ints],
+    runs: Runs,
     count: int,
 ) -> int:
     """Runs before `end` with as much to pass on as relays have room for below `level`, none beyond what its relay passing.
@@ -164,24 +250,24 @@ def _cut(
         How many runs there are then.
     """
     left, relays = 0.0, 0
-    for row in range(passing.able[document], passing.able[document + 1]):
-        left += max(level - _relieved(passing, document, row, seconds, saved), 0.0)
-        relays += level > _relieved(passing, document, row, seconds, saved)
-    all_more = _more_at(passing, document, end)
+    for row in range(passing.counts[ABLE]):
+        left += max(level - _relieved(passing, each, row, seconds), 0.0)
+        relays += level > _relieved(passing, each, row, seconds)
+    all_more = _more_at(passing, end)
     at, done = 0, 0.0
-    for row in range(passing.able[document], passing.able[document + 1]):
-        room = level - _relieved(passing, document, row, seconds, saved)
+    for row in range(passing.counts[ABLE]):
+        room = level - _relieved(passing, each, row, seconds)
         if room <= 0:
             continue
         relays -= 1
         wanted = done + (all_more - done) * min(room / left, 1.0)
         left -= room
-        stop = end if relays == 0 else min(_position_of(passing, document, wanted, end), passing.reach[row])
+        stop = end if relays == 0 else min(_position_of(passing, wanted, end), passing.reach[row])
         if stop > at:
-            runs[0][count], runs[1][count], runs[2][count], runs[3][count] = document, at, stop, passing.rank[row]
+            runs.document[count], runs.start[count], runs.end[count], runs.relay[count] = document, at, stop, passing.rank[row]
             count += 1
             at = stop
-            done = _more_at(passing, document, at)
+            done = _more_at(passing, at)
     return count
 
 
@@ -198,19 +284,19 @@ def _step(column: Ints, first: int, last: int, value: float) -> int:
 
 
 @compiled
-def _more_at(passing: Passing, document: int, at: int) -> float:
+def _more_at(passing: Passing, at: int) -> float:
     """Of the keys of a document before a position, how many are sent beyond the first time."""
     position, more = passing.position, passing.more
-    step = _step(position, passing.steps[document] + 1, passing.steps[document + 1] - 1, at)
+    step = _step(position, 1, passing.counts[STEPS] - 1, at)
     width = position[step] - position[step - 1]
     return float(more[step - 1] + (more[step] - more[step - 1]) * (at - position[step - 1]) / width)
 
 
 @compiled
-def _position_of(passing: Passing, document: int, wanted: float, end: int) -> int:
+def _position_of(passing: Passing, wanted: float, end: int) -> int:
     """The position before which so many keys are sent beyond the first time."""
     position, more = passing.position, passing.more
-    step = _step(more, passing.steps[document] + 1, passing.steps[document + 1] - 1, wanted)
+    step = _step(more, 1, passing.counts[STEPS] - 1, wanted)
     rise = more[step] - more[step - 1]
     part = (wanted - more[step - 1]) / rise if rise else 1.0
     return min(int(position[step - 1] + part * (position[step] - position[step - 1]) + 0.5), end)

@@ -6,14 +6,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import PlanError
+from hf_distca.schedule.coverage import EMPTY, FINE, OUTSIDE, SERVER, TOO_FEW, TOO_LONG, Wrong, coverage
 from hf_distca.schedule.layout import IntArray, Layout, as_integers, repeated
 
 __all__ = ["CATask", "KeyTransfers", "Plan", "Relays"]
@@ -67,6 +68,7 @@ class Plan:
         window: keys that a query position sees, its own included, in the layers that the plan is for; None if it sees all.
         relays: keys that are passed on; None if every server gets all from the ranks that hold them. Not in the JSON, for they
             follow from the rest and from a cost model (`schedule.relief`).
+        place: of each task, the place of its document among those of the layout.
     """
 
     layout: Layout
@@ -77,6 +79,7 @@ class Plan:
     server: IntArray
     window: int | None = None
     relays: Relays | None = None
+    place: IntArray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -86,7 +89,10 @@ class Plan:
         order = np.lexsort((self.start, self.document))
         for column in CATask._fields:
             object.__setattr__(self, column, np.asarray(getattr(self, column), dtype=np.int64)[order])
-        _check(self)
+        place, wrong = coverage(self.layout, tuple(getattr(self, column) for column in CATask._fields))
+        if wrong.what != FINE:
+            _refuse(self, wrong)
+        object.__setattr__(self, "place", place)
 
     @classmethod
     def local(cls, layout: Layout, window: int | None = None) -> Plan:
@@ -106,12 +112,11 @@ class Plan:
         document, start, end, home, server = rows.T
         return cls(layout, document, start, end, home, server, window)
 
-    def split(self, documents: IntArray, groups: int) -> Plan:
+    def split(self, apart: npt.NDArray[np.bool_], groups: int) -> Plan:
         """The same tasks on a layout in which some documents with all heads are split; see `Layout.split`."""
-        before = self.layout.groups
-        numbers = self.document if before == groups else self.document * (groups + 1)
-        row, part = repeated(np.isin(numbers, documents if before == groups else documents * (groups + 1)), groups)
-        layout = self.layout.split(documents, groups)
+        numbers = self.document if self.layout.groups == groups else self.document * (groups + 1)
+        row, part = repeated(apart[self.place], groups)
+        layout = self.layout.split(apart, groups)
         return Plan(layout, numbers[row] + part, self.start[row], self.end[row], self.home[row], self.server[row], self.window)
 
     def with_relays(self, relays: Relays | None) -> Plan:
@@ -131,11 +136,6 @@ class Plan:
     def heads(self) -> npt.NDArray[np.float64]:
         """What part of the heads each task computes: 1, or that of a head group."""
         return self.layout.heads_of(self.document)
-
-    @cached_property
-    def place(self) -> IntArray:
-        """Of each task, the place of its document among those of the layout."""
-        return np.searchsorted(self.layout.documents, self.document)
 
     @cached_property
     def exchanged(self) -> npt.NDArray[np.bool_]:
@@ -226,49 +226,22 @@ class Plan:
         return text.hexdigest()
 
 
-def _check(plan: Plan) -> None:
-    layout, servers = plan.layout, plan.server
-    if len(servers) and (servers.min() < 0 or servers.max() >= layout.world_size):
-        row = int(np.flatnonzero((servers < 0) | (servers >= layout.world_size))[0])
-        raise PlanError(f"{plan.tasks[row]} names a server outside the {layout.world_size} ranks of the layout.")
-    order = layout.by_document
-    if layout.context.any():
-        order = order[layout.queries[order]]
-    segment_document, segment_start = layout.document[order], layout.start[order]
-    segment_end, segment_rank = layout.end[order], layout.rank[order]
-    if len(plan.document) and not len(order):
-        raise PlanError(f"{len(plan.document)} task(s) for a layout without tokens, the first is {plan.tasks[0]}.")
-    if len(plan.end) and plan.end.max() > layout.longest:
-        raise PlanError(
-            f"{plan.tasks[int(plan.end.argmax())]} ends behind the longest document, which has {layout.longest} tokens."
-        )
-    # Tasks are ordered like the sorted segments: the segment of a task is the last one that starts at or before it.
-    # Documents count by their place among the layout's, for a document number times a length may not fit in 64 bits.
-    width = layout.longest + 1
-    segment_key = layout.place[order] * width + segment_start
-    at = np.searchsorted(segment_key, plan.place * width + plan.start, side="right") - 1
-    at = np.maximum(at, 0)
-    inside = (
-        (segment_document[at] == plan.document)
-        & (segment_start[at] <= plan.start)
-        & (plan.start < plan.end)
-        & (plan.end <= segment_end[at])
-        & (segment_rank[at] == plan.home)
-    )
-    if not inside.all():
-        row = int(np.flatnonzero(~inside)[0])
-        raise PlanError(f"{plan.tasks[row]} does not lie in one segment of its home rank.")
-    fresh = np.concatenate([[True], at[1:] != at[:-1]])[: len(at)]
-    expected = np.where(fresh, segment_start[at], np.concatenate([[0], plan.end[:-1]])[: len(at)])
-    wrong = np.flatnonzero(plan.start != expected)
-    if len(wrong):
-        row = int(wrong[0])
-        raise PlanError(
-            f"{plan.tasks[row]} starts where position {expected[row]} is next: every query token must be computed once."
-        )
-    computed, held = int((plan.end - plan.start).sum()), int(layout.length[layout.queries].sum())
-    if computed != held:
-        raise PlanError(f"the tasks compute {computed} query tokens, the layout holds {held}.")
+def _refuse(plan: Plan, wrong: Wrong) -> NoReturn:
+    """Say what is wrong with the tasks."""
+    layout, row = plan.layout, wrong.row
+    if wrong.what == TOO_FEW:
+        held = int(layout.length[layout.queries].sum())
+        raise PlanError(f"the tasks compute {wrong.expected} query tokens, the layout holds {held}.")
+    task = plan.tasks[row]
+    if wrong.what == SERVER:
+        raise PlanError(f"{task} names a server outside the {layout.world_size} ranks of the layout.")
+    if wrong.what == EMPTY:
+        raise PlanError(f"{len(plan.document)} task(s) for a layout without tokens, the first is {task}.")
+    if wrong.what == TOO_LONG:
+        raise PlanError(f"{task} ends behind the longest document, which has {layout.longest} tokens.")
+    if wrong.what == OUTSIDE:
+        raise PlanError(f"{task} does not lie in one segment of its home rank.")
+    raise PlanError(f"{task} starts where position {wrong.expected} is next: every query token must be computed once.")
 
 
 def _needed_keys(plan: Plan, tasks: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:

@@ -10,11 +10,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_distca.schedule.compiled import column, compiled, entry
+from hf_distca.schedule.compiled import Ints, array, column, compiled, entry, room
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.plan import Plan
 
 __all__ = ["KeyTraffic", "first_need", "needed"]
+
+
+# The column of `KeyTraffic` that is not of whole numbers.
+_HEADS = 1
+
+
+class _Segments(NamedTuple):
+    """Those of a layout and, by place, its documents."""
+
+    order: Any
+    place: Any
+    start: Any
+    end: Any
+    rank: Any
+    documents: Any
+    spans: Any
+
+
+class _Tasks(NamedTuple):
+    """Columns of a plan."""
+
+    place: Any
+    end: Any
+    home: Any
+    server: Any
 
 
 class KeyTraffic(NamedTuple):
@@ -44,34 +69,21 @@ class KeyTraffic(NamedTuple):
     def of(cls, plan: Plan) -> KeyTraffic:
         """That of a plan."""
         layout = plan.layout
-        tasks = np.flatnonzero(plan.exchanged)
-        # Tasks are in order of document and position: the last one of a server needs most.
-        tasks = tasks[np.argsort(plan.server[tasks], kind="stable")]
-        server, place = plan.server[tasks], plan.place[tasks]
-        last = np.append((server[1:] != server[:-1]) | (place[1:] != place[:-1]), True)[: len(tasks)]
-        server, place, need = server[last], place[last], plan.end[tasks][last]
-        chosen = np.zeros(len(layout.documents), dtype=np.bool_)
-        chosen[place] = True
-        documents = np.flatnonzero(chosen)
-        rows = layout.by_document
-        rows = rows[chosen[layout.place[rows]]]
-        # What is in order of server and then of document: what a rank needs of its own segments is found in it.
-        key, wanted = server * len(chosen) + place, layout.rank[rows] * len(chosen) + layout.place[rows]
-        at = np.minimum(np.searchsorted(key, wanted), max(len(key) - 1, 0))
-        own = np.where(key[at] == wanted, need[at], 0)
-        order = np.lexsort((server, need, place))
-        server, place, need = server[order], place[order], need[order]
+        most, segments, tasks = len(layout.documents), len(layout.document), len(plan.document)
+        sizes = most, most, segments, segments, segments, segments, most + 1, tasks, tasks, most + 1
+        columns = [room(size, float if at == _HEADS else np.int64) for at, size in enumerate(sizes)]
+        parts = layout.by_document, layout.place, layout.start, layout.end, layout.rank, layout.documents, layout.spans
+        of_tasks = plan.place, plan.end, plan.home, plan.server
+        ranks = layout.world_size
+        scratch = room(ranks), room(ranks)
+        counts = _gather(_Segments(*map(column, parts)), _Tasks(*map(column, of_tasks)), layout.groups, cls(*columns), scratch)
+        documents, segments, needs = counts
+        sizes = documents, documents, segments, segments, segments, segments, documents + 1, needs, needs, documents + 1
         return cls(
-            documents,
-            layout.heads_of(layout.documents[documents]),
-            layout.start[rows],
-            layout.end[rows],
-            layout.rank[rows],
-            own,
-            np.searchsorted(layout.place[rows], np.append(documents, len(chosen))),
-            server,
-            need,
-            np.searchsorted(place, np.append(documents, len(chosen))),
+            *(
+                array(c, float if at == _HEADS else np.int64)[:size]
+                for at, (c, size) in enumerate(zip(columns, sizes, strict=True))
+            )
         )
 
     def tokens(self, ranks: int) -> tuple[FloatArray, FloatArray]:
@@ -79,6 +91,59 @@ class KeyTraffic(NamedTuple):
         sent, received = column(np.zeros(ranks)), column(np.zeros(ranks))
         _count(KeyTraffic(*map(column, self)), sent, received)
         return np.asarray(sent), np.asarray(received)
+
+
+@entry
+def _gather(
+    segments: _Segments, tasks: _Tasks, groups: int, traffic: KeyTraffic, scratch: tuple[Ints, Ints]
+) -> tuple[int, int, int]:
+    """Fill the columns of a traffic in, document by document.
+
+    Args:
+        segments, tasks: of the plan, in order of document and position.
+        groups: head groups of the layout.
+        traffic: columns that are long enough.
+        scratch: zeros, two for each rank.
+
+    Returns:
+        How many documents, segments and needs there are.
+    """
+    asked, need = scratch
+    documents = held = needs = at = 0
+    row = 0
+    while row < len(tasks.place):
+        first, place, exchanged = row, tasks.place[row], segments.spans[tasks.place[row]]
+        while row < len(tasks.place) and tasks.place[row] == place:
+            exchanged = exchanged or tasks.home[row] != tasks.server[row]
+            row += 1
+        if not exchanged:
+            continue
+        traffic.documents[documents], traffic.segments[documents], traffic.needs[documents] = place, held, needs
+        traffic.heads[documents] = 1.0 if groups == 1 or segments.documents[place] % (groups + 1) == 0 else 1.0 / groups
+        documents += 1
+        # The last task of a server needs most. Those that need fewer keys come first.
+        begin = needs
+        for task in range(row - 1, first - 1, -1):
+            server = tasks.server[task]
+            if asked[server] != documents:
+                asked[server], need[server] = documents, tasks.end[task]
+                traffic.server[needs], traffic.need[needs] = server, tasks.end[task]
+                needs += 1
+        for step in range((needs - begin) // 2):
+            one, other = begin + step, needs - 1 - step
+            traffic.server[one], traffic.server[other] = traffic.server[other], traffic.server[one]
+            traffic.need[one], traffic.need[other] = traffic.need[other], traffic.need[one]
+        while segments.place[segments.order[at]] < place:
+            at += 1
+        while at < len(segments.order) and segments.place[segments.order[at]] == place:
+            segment = segments.order[at]
+            rank = segments.rank[segment]
+            traffic.start[held], traffic.end[held], traffic.source[held] = segments.start[segment], segments.end[segment], rank
+            traffic.own[held] = need[rank] if asked[rank] == documents else 0
+            held += 1
+            at += 1
+    traffic.segments[documents], traffic.needs[documents] = held, needs
+    return documents, held, needs
 
 
 @entry

@@ -127,7 +127,9 @@ def _by_heads(plan: Plan, each: TransientBytes, possible: list[int], bound: int)
     if not large.any() or possible == [1]:
         return plan
     groups = next((count for count in possible if most.max() / count <= bound), possible[-1])
-    return plan.split(np.unique(layout.documents[unit[large] // layout.world_size]), groups)
+    apart = np.zeros(len(layout.documents), dtype=np.bool_)
+    apart[unit[large] // layout.world_size] = True
+    return plan.split(apart, groups)
 
 
 class _Splitter:
