@@ -14,7 +14,7 @@ import hf_distca
 
 # Plans and layouts that pass through every compiled function: windows, bounds, head groups, relays, nodes, speeds, dealing.
 CODE = """
-import json, sys
+import json, random, sys
 if sys.argv[1] == "interpreted":
     sys.modules["numba"] = None
 from dataclasses import replace
@@ -45,6 +45,22 @@ plans = [
     plan_dealt(deal(lengths, 16, tokens, cost), cost, DistCAConfig()),
     plan_dealt(deal(lengths, 16, tokens, replace(cost, window=16384)), replace(cost, window=16384), DistCAConfig()),
 ]
+# Small layouts of all kinds: interpreted, a row beyond a column is an error, compiled it is not.
+random_ = random.Random(0)
+for _ in range(150):
+    ranks, rows = random_.randint(2, 6), [[] for _ in range(6)]
+    for document in range(random_.randint(1, 9)):
+        at = 0
+        for _ in range(random_.choice((1, 1, 2, 5))):
+            length = random_.choice((1, 60, 900, 7000, 40000))
+            rows[random_.randrange(ranks)].append((document, at, length))
+            at += length
+    window = random_.choice((None, None, None, 800))
+    config = DistCAConfig(
+        ping_pong=random_.random() < 0.5, min_gain=0.0, tolerance=random_.choice((0.0, 0.05)), tile=random_.choice((1, 128))
+    )
+    plans.append(balance(Layout.from_segments(rows[:ranks]), replace(cost, window=window), config))
+assert sum(plan.relays is not None for plan in plans[-150:]) > 10
 assert all((plan.home != plan.server).any() for plan in plans[:8])
 print(json.dumps([plan.digest for plan in plans]))
 """

@@ -56,11 +56,16 @@ class Rows:
     def of(cls, runs: Iterable[tuple[int, int, int]], receive: Iterable[tuple[int, int]], step: int = 1) -> Rows:
         """From runs (rank, start, rows) in their order, neighbours to be joined, and (rank, rows) in any order."""
         joined: list[Run] = []
+        to, begin, count = -1, 0, 0
         for rank, start, rows in runs:
-            if joined and joined[-1].rank == rank and joined[-1].start + joined[-1].rows * step == start:
-                rows += joined[-1].rows
-                start = joined.pop().start
-            joined.append(Run(rank, start, rows, step))
+            if rank == to and begin + count * step == start:
+                count += rows
+                continue
+            if count:
+                joined.append(Run(to, begin, count, step))
+            to, begin, count = rank, start, rows
+        if count:
+            joined.append(Run(to, begin, count, step))
         counts: dict[int, int] = {}
         for rank, rows in sorted(receive):
             counts[rank] = counts.get(rank, 0) + rows

@@ -171,6 +171,7 @@ class Keys:
         for run, first in zip(self.in_pool, starts, strict=True):
             self.runs.setdefault(run.document, []).append((run.start, run.end, first))
         others = sorted({(run.hop, run.source) for run in found if run.source != token.rank})
+        self._sent: dict[int, Rows] = {}
         self.sections = {key: number for number, key in enumerate(others)}
 
     @classmethod
@@ -190,6 +191,11 @@ class Keys:
 
     def sent(self, hop: int) -> Rows:
         """Rows to send in a hop, of this rank's own or of what it passes on, and how many come."""
+        if hop not in self._sent:
+            self._sent[hop] = self._rows_sent(hop)
+        return self._sent[hop]
+
+    def _rows_sent(self, hop: int) -> Rows:
         first = self._first_passed if hop else {}
         runs = ((to, first[d, a] if hop else self.token.row(d, a), b - a) for to, d, a, b in self.out[hop])
         return Rows.of(runs, ((run.source, run.end - run.start) for run in self._came(hop)), 1 if hop else self.token.step)

@@ -173,7 +173,7 @@ class PlanLoad:
         exchanges += RELAY_EXCHANGES if self.plan.relays is not None else 0
         return np.maximum(*self.wire_seconds) + exchanges * self.cost.exchange_seconds
 
-    @property
+    @cached_property
     def slowest_seconds(self) -> float:
         """Estimated seconds of the slowest rank: compute plus exchange, or plus what of the exchange is longer, if overlapped."""
         compute, exchange = self.compute_seconds, self.exchange_seconds

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["Passing", "Runs", "pass_on"]
 
 
-# Places in `Passing.counts`: rows of `rank`, and of `position`.
-ABLE, STEPS = range(2)
+# Places in `Passing.counts`: rows of `rank`, of `position`, and of all runs.
+ABLE, STEPS, RUNS = range(3)
 
 
 class Passing(NamedTuple):
@@ -28,7 +28,7 @@ class Passing(NamedTuple):
         rank, reach: ranks that can pass keys on and how many from position 0 on, those with the fewest first.
         position, more: positions up to the last key that two ranks need; and of the keys before each how many are sent beyond
             the first time, which grows evenly in between.
-        counts: how many rows these columns have, at places `ABLE` and `STEPS`.
+        counts: how many rows these columns have, at places `ABLE` and `STEPS`, and runs so far, at `RUNS`.
         saved: tokens, not above 0, that each source of the document sends more if each key leaves it but once.
     """
 
@@ -80,14 +80,13 @@ def pass_on(
         _look(traffic, passing, document)
         amount[document] = traffic.heads[document] * passing.more[passing.counts[STEPS] - 1]
     sort_heaviest(amount, order, scratch)
-    count = 0
     for document in order:
         if not _late(traffic, document, seconds, unchanged):
             continue  # those who send it were relieved of others
         _look(traffic, passing, document)
         if passing.counts[ABLE] > 1:
-            count = _relay(traffic, passing, document, each * traffic.heads[document], seconds, tokens, runs, count)
-    return count
+            _relay(traffic, passing, document, each * traffic.heads[document], seconds, tokens, runs)
+    return passing.counts[RUNS]
 
 
 @compiled
@@ -99,21 +98,19 @@ def _relay(
     seconds: Floats,
     tokens: Floats,
     runs: Runs,
-    count: int,
-) -> int:
-    """Give one document relays; `each` is the seconds of sending one of its keys. Returns how many runs there are then."""
+) -> None:
+    """Give one document relays; `each` is the seconds of sending one of its keys."""
     end = passing.position[passing.counts[STEPS] - 1]
     _save(traffic, document, end, passing.saved)
     level = _poured(passing, each, end, seconds)
     # Only those that need the last keys can pass them on.
-    reach = 0
+    reach = passing.position[0]
     for row in range(passing.counts[ABLE]):
         if level > _relieved(passing, each, row, seconds):
             reach = passing.reach[row]
-    if reach == 0:
-        return count
-    begin = count
-    count = _cut(passing, document, each, min(end, reach), level, seconds, runs, count)
+    begin = passing.counts[RUNS]
+    if reach > 0:
+        _cut(passing, document, each, min(end, reach), level, seconds, runs)
     if reach < end:
         _save(traffic, document, reach, passing.saved)
     heads = traffic.heads[document]
@@ -122,11 +119,10 @@ def _relay(
         seconds[rank] += each * passing.saved[rank]
         tokens[rank] += heads * passing.saved[rank]
         passing.saved[rank] = 0
-    for row in range(begin, count):
+    for row in range(begin, passing.counts[RUNS]):
         rank, passed = runs.relay[row], _more_at(passing, runs.end[row]) - _more_at(passing, runs.start[row])
         seconds[rank] += each * passed
         tokens[rank] += heads * passed
-    return count
 
 
 @compiled
@@ -146,7 +142,7 @@ def _look(traffic: KeyTraffic, passing: Passing, document: int) -> None:
     end = passing.reach[count - 2] if count > 1 else 0
     if alone and end > 0:
         at = count
-        while (passing.reach[at - 1], passing.rank[at - 1]) > (end, source):
+        while at > 0 and (passing.reach[at - 1], passing.rank[at - 1]) > (end, source):
             passing.rank[at], passing.reach[at] = passing.rank[at - 1], passing.reach[at - 1]
             at -= 1
         passing.rank[at], passing.reach[at] = source, end
@@ -242,13 +238,8 @@ def _cut(
     level: float,
     seconds: Floats,
     runs: Runs,
-    count: int,
-) -> int:
-    """Runs before `end` with as much to pass on as relays have room for below `level`, none beyond what its relay passing.
-
-    Returns:
-        How many runs there are then.
-    """
+) -> None:
+    """Runs before `end` with as much to pass on as relays have room for below `level`, none beyond what its relay needs."""
     left, relays = 0.0, 0
     for row in range(passing.counts[ABLE]):
         left += max(level - _relieved(passing, each, row, seconds), 0.0)
@@ -264,16 +255,17 @@ def _cut(
         left -= room
         stop = end if relays == 0 else min(_position_of(passing, wanted, end), passing.reach[row])
         if stop > at:
+            count = passing.counts[RUNS]
             runs.document[count], runs.start[count], runs.end[count], runs.relay[count] = document, at, stop, passing.rank[row]
-            count += 1
+            passing.counts[RUNS] += 1
             at = stop
             done = _more_at(passing, at)
-    return count
 
 
 @compiled
-def _step(column: Ints, first: int, last: int, value: float) -> int:
-    """The first row of a column from `first`, which grows to `last`, that is more than a value; `last` if none is."""
+def _step(column: Ints, last: int, value: float) -> int:
+    """The first row of a column after row 0, which grows to `last`, that is more than a value; `last` if none is."""
+    first = 1
     while first < last:
         middle = (first + last) // 2
         if column[middle] > value:
@@ -287,7 +279,7 @@ def _step(column: Ints, first: int, last: int, value: float) -> int:
 def _more_at(passing: Passing, at: int) -> float:
     """Of the keys of a document before a position, how many are sent beyond the first time."""
     position, more = passing.position, passing.more
-    step = _step(position, 1, passing.counts[STEPS] - 1, at)
+    step = _step(position, passing.counts[STEPS] - 1, float(at))
     width = position[step] - position[step - 1]
     return float(more[step - 1] + (more[step] - more[step - 1]) * (at - position[step - 1]) / width)
 
@@ -296,7 +288,7 @@ def _more_at(passing: Passing, at: int) -> float:
 def _position_of(passing: Passing, wanted: float, end: int) -> int:
     """The position before which so many keys are sent beyond the first time."""
     position, more = passing.position, passing.more
-    step = _step(more, 1, passing.counts[STEPS] - 1, wanted)
+    step = _step(more, passing.counts[STEPS] - 1, wanted)
     rise = more[step] - more[step - 1]
     part = (wanted - more[step - 1]) / rise if rise else 1.0
     return min(int(position[step - 1] + part * (position[step] - position[step - 1]) + 0.5), end)

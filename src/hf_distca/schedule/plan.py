@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from hf_distca.errors import PlanError
 from hf_distca.schedule.coverage import EMPTY, FINE, OUTSIDE, SERVER, TOO_FEW, TOO_LONG, Wrong, coverage
+from hf_distca.schedule.key_runs import key_runs
 from hf_distca.schedule.layout import IntArray, Layout, as_integers, repeated
 
 __all__ = ["CATask", "KeyTransfers", "Plan", "Relays"]
@@ -163,12 +164,18 @@ class Plan:
         """
         layout = self.layout
         tasks = np.arange(len(self.document)) if among is None else np.flatnonzero(among)
+        kept = np.zeros(len(layout.documents), dtype=np.bool_)
+        if len(whole):
+            kept[np.searchsorted(layout.documents, whole)] = True
         if rank is not None:
-            mine = np.zeros(len(layout.documents), dtype=np.bool_)
+            mine = kept.copy()
             mine[layout.place[layout.offsets[rank] : layout.offsets[rank + 1]]] = True
-            mine[np.searchsorted(layout.documents, whole)] = True
             tasks = tasks[(self.server[tasks] == rank) | mine[self.place[tasks]]]
-        return _join_keys(layout, _needed_keys(self, tasks), rank, whole)
+        # Tasks are in order of document and position, and never overlap: those of one server are in order of their ends.
+        tasks = tasks[np.argsort(self.server[tasks], kind="stable")]
+        of_tasks = tuple(column[tasks] for column in (self.server, self.place, self.start, self.end))
+        of_layout = layout.by_document, layout.place, layout.start, layout.end, layout.rank, layout.document
+        return KeyTransfers(*key_runs(of_layout, of_tasks, self.window or 0, rank, kept))
 
     def to_json(self) -> str:
         """The plan and its layout as JSON: ``{"tasks": [[document, start, end, home, server], ...], "rank_segments": ...}``.
@@ -242,43 +249,3 @@ def _refuse(plan: Plan, wrong: Wrong) -> NoReturn:
     if wrong.what == OUTSIDE:
         raise PlanError(f"{task} does not lie in one segment of its home rank.")
     raise PlanError(f"{task} starts where position {wrong.expected} is next: every query token must be computed once.")
-
-
-def _needed_keys(plan: Plan, tasks: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """(server, place of the document, start, end) of the runs of keys that these tasks need, apart from each other."""
-    # Tasks are in order of document and position, and never overlap: those of one server are in order of their ends.
-    order = tasks[np.argsort(plan.server[tasks], kind="stable")]
-    server, place, end = plan.server[order], plan.place[order], plan.end[order]
-    other = (server[1:] != server[:-1]) | (place[1:] != place[:-1])
-    if plan.window is None:
-        last = np.append(other, True)[: len(order)]
-        return server[last], place[last], np.zeros_like(end[last]), end[last]
-    # So are the first keys that they need.
-    start = np.maximum(plan.start[order] - (plan.window - 1), 0)
-    other |= start[1:] > end[:-1]
-    first, last = np.append(True, other)[: len(order)], np.append(other, True)[: len(order)]
-    return server[first], place[first], start[first], end[last]
-
-
-def _join_keys(
-    layout: Layout, needed: tuple[IntArray, IntArray, IntArray, IntArray], rank: int | None, whole: Sequence[int] | IntArray
-) -> KeyTransfers:
-    """Join runs of keys with the segments that hold them."""
-    server, place, start, end = needed
-    # One number tells document and position apart.
-    width, segments = layout.longest + 1, layout.by_document
-    position = layout.place[segments] * width + layout.start[segments]
-    first = np.searchsorted(position, place * width + start, side="right") - 1
-    count = np.searchsorted(position, place * width + end) - first
-    need = np.repeat(np.arange(len(place)), count)
-    segment = segments[np.arange(len(need)) + np.repeat(first - (np.cumsum(count) - count), count)]
-
-    document, source = layout.document[segment], layout.rank[segment]
-    begin, stop = np.maximum(layout.start[segment], start[need]), np.minimum(layout.end[segment], end[need])
-    rows = KeyTransfers(document, begin, stop, source, server[need])
-    if rank is None:
-        return rows
-    mine = (rows.source == rank) | (rows.server == rank)
-    if len(whole):
-        mine |= np.isin(rows.document, whole)
-    return KeyTransfers(*(column[mine] for column in rows))

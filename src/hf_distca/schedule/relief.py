@@ -54,7 +54,7 @@ def _relays(load: PlanLoad) -> PlanLoad | None:
     tokens, needs, segments = column(load.key_tokens[0].copy()), len(traffic.need), len(traffic.start)
     runs = Runs(*(room(needs + len(traffic.documents)) for _ in Runs._fields))
     steps = needs + 2 * segments + 2
-    passing = Passing(room(needs + 1), room(needs + 1), room(steps), room(steps), room(2), room(layout.world_size))
+    passing = Passing(room(needs + 1), room(needs + 1), room(steps), room(steps), room(3), room(layout.world_size))
     order = column(np.arange(len(traffic.documents))), room(len(traffic.documents), float), room(len(traffic.documents))
     each = float(load.cost.transfer_seconds(0, 1))
     count = pass_on(KeyTraffic(*map(column, traffic)), passing, order, each, seconds, unchanged, tokens, runs)

@@ -49,33 +49,37 @@ def tasks_of(state: State, layout: Untouched, order: Ints, apart: list[bool], ta
     for move in order:
         if numbers[move] % parts:
             apart[numbers[move] // parts] = split = True
-    scale, count, before = parts if split else 1, 0, -1
-    for move in order:
+    scale, count = parts if split else 1, 0
+    for at in range(len(order)):
+        move = order[at]
         # Slices of one piece for one server that follow each other are one task.
-        if before >= 0 and _continues(state, before, move):
+        if at > 0 and _continues(state, order[at - 1], move):
             tasks.end[count - 1] = ends[move]
-        else:
-            place, group = numbers[move] // parts, numbers[move] % parts
-            _put(tasks, count, layout.documents[place] * scale + group, starts[move], ends[move], homes[move], takers[move])
-            count += 1
-        before = move
-    for piece in range(state.servers.counts[PIECES]):
-        segment, number = pieces.segment[piece], pieces.number[piece]
-        if segment == GONE:
             continue
-        place, group, rank = number // parts, number % parts, layout.rank[segment]
-        if apart[place] or group <= 1:
-            group = group if apart[place] else 0
-            _put(tasks, count, layout.documents[place] * scale + group, pieces.start[piece], pieces.end[piece], rank, rank)
-            count += 1
+        tasks.document[count] = layout.documents[numbers[move] // parts] * scale + numbers[move] % parts
+        tasks.start[count], tasks.end[count], tasks.home[count], tasks.server[count] = (
+            starts[move],
+            ends[move],
+            homes[move],
+            takers[move],
+        )
+        count += 1
+    for piece in range(state.servers.counts[PIECES]):
+        place, group = pieces.number[piece] // parts, pieces.number[piece] % parts
+        if pieces.segment[piece] == GONE or (group > 1 and not apart[place]):
+            continue
+        tasks.document[count] = layout.documents[place] * scale + (group if apart[place] else 0)
+        tasks.start[count], tasks.end[count] = pieces.start[piece], pieces.end[piece]
+        tasks.home[count] = tasks.server[count] = layout.rank[pieces.segment[piece]]
+        count += 1
     for segment in range(len(layout.rank)):
         rank, place = layout.rank[segment], segments.document[segment]
         if not layout.queries[segment] or pieces.first[rank] != UNASKED:
             continue
-        first, last = (1, parts) if apart[place] else (0, 1)
-        for group in range(first, last):
-            number = layout.documents[place] * scale + group
-            _put(tasks, count, number, segments.start[segment], segments.end[segment], rank, rank)
+        for group in range(1 if apart[place] else 0, parts if apart[place] else 1):
+            tasks.document[count] = layout.documents[place] * scale + group
+            tasks.start[count], tasks.end[count] = segments.start[segment], segments.end[segment]
+            tasks.home[count] = tasks.server[count] = rank
             count += 1
     return count
 
@@ -86,8 +90,3 @@ def _continues(state: State, before: int, move: int) -> bool:
     segments, numbers, starts, ends, _, takers = state.moves
     same = segments[before] == segments[move] and numbers[before] == numbers[move] and takers[before] == takers[move]
     return same and ends[before] == starts[move]
-
-
-@compiled
-def _put(tasks: Tasks, row: int, document: int, start: int, end: int, home: int, server: int) -> None:
-    tasks.document[row], tasks.start[row], tasks.end[row], tasks.home[row], tasks.server[row] = document, start, end, home, server
