@@ -140,6 +140,8 @@ def test_nothing_lies_beside_the_page(browser: Any, found: Figures, tmp_path: Pa
         assert page.evaluate("document.documentElement.scrollWidth") == SIZES[size][0]
         page.click("summary")
         assert page.evaluate("document.documentElement.scrollWidth") == SIZES[size][0]
+        hidden = page.evaluate("(e => e.scrollWidth - e.clientWidth)(document.querySelector('.by-rank'))")
+        assert hidden <= 0, "the table of ranks is cut off"
         outside = page.evaluate(
             """() => [...document.querySelectorAll(".js-plotly-plot")].flatMap(plot => {
                 const frame = plot.getBoundingClientRect();
