@@ -119,7 +119,9 @@ def test_marks_are_as_large_as_their_figures(browser: Any, found: Figures, tmp_p
             assert len(bars) == len(pieces)
             widths = np.sort(bars[:, 2])
             seconds = np.sort([piece.seconds for piece in pieces])
-            np.testing.assert_allclose(widths / widths.sum(), seconds / seconds.sum(), atol=0.01)
+            # plotly gives what would be narrower a pixel, so that it can be seen.
+            pixels = np.maximum(seconds * widths[-1] / seconds[-1], 1)
+            np.testing.assert_allclose(widths, pixels, atol=1)
         # Both sides have one scale: the longest row becomes shorter.
         ends = [
             max(x + width for x, _, width, _ in page.eval_on_selector_all(f"#plan-{side} .bars .point path", boxes))
