@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,6 +101,8 @@ def test_plan_with_a_window(tmp_path: Path, window: int) -> None:
         ({"rank_segments": [[3]]}, "segment 3 must be"),
         ({"rank_segments": [[[0, 1]]]}, "segment [0, 1] must be"),
         ({"rank_segments": [[[0, 1, 2]]]}, "starts at 1 where position 0 is next"),
+        ({"rank_segments": [[[0, 0, 10, 5]]]}, "segment [0, 0, 10, 5] ends at 10, behind the document's length of 5"),
+        ({"rank_segments": [[[0, 0, 10, "5"]]]}, "'5' must be an integer"),
     ],
 )
 def test_bad_placements(tmp_path: Path, content: object, message: str) -> None:
@@ -113,6 +118,10 @@ def test_bad_placements(tmp_path: Path, content: object, message: str) -> None:
         (("--window", "0"), "window=0"),
         (("--tolerance", "1.5"), "tolerance=1.5"),
         (("--query-heads", "5", "--key-value-heads", "2"), "query_heads=5"),
+        (("--head-dim", str(10**21)), "--head-dim 1000000000000000000000: the limit is 2**31"),
+        (("--tile", str(10**30)), "--tile 1000000000000000000000000000000: the limit is 2**31"),
+        (("--ranks-per-node", str(2**31)), "--ranks-per-node 2147483648: the limit is 2**31"),
+        (("--link-gigabytes", "inf"), "--link-gigabytes inf: a rate is a finite number above 0 GB/s"),
     ],
 )
 def test_bad_options(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
@@ -129,6 +138,24 @@ def test_standard_input_and_output(tmp_path: Path) -> None:
         assert "imbalance of causal pairs" in result.stderr
     wrong = CliRunner().invoke(app, ["plan", "-"], input="{")
     one_line(wrong, "standard input is not JSON")
+
+
+def test_a_file_that_starts_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "placement.json"
+    file.write_text('{"lengths": [[16384], [2048]]}', encoding="utf-8-sig")
+    assert run("plan", file).exit_code == 0
+
+
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    """As in `hf-distca plan FILE | head -1`: that is nobody's mistake, so nothing is said."""
+    file = placement(tmp_path, {"lengths": [[16384], [2048] * 8]})
+    read, written = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "hf_distca.cli", "plan", str(file)]
+    with os.fdopen(written, "wb") as closed:
+        done = subprocess.run(words, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert "hf-distca:" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_seconds_are_those_of_a_device(tmp_path: Path) -> None:

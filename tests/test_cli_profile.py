@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import scripts
+from hf_distca.cli.profile import summary
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.runtime import timed
@@ -74,6 +76,8 @@ def test_ranks_are_started_where_asked(tmp_path: Path) -> None:
         (("--heads", "3:2"), "query_heads a multiple"),
         (("--device", "toaster"), "toaster"),
         (("--device", "meta"), "none here"),
+        (("--output", "nowhere/own.json"), "nowhere/own.json: there is no folder nowhere"),
+        (("--output", "."), ".: Is a directory"),
     ],
 )
 def test_mistakes_end_in_one_line(options: tuple[str, str], said: str) -> None:
@@ -82,6 +86,20 @@ def test_mistakes_end_in_one_line(options: tuple[str, str], said: str) -> None:
     (line,) = [line for line in result.output.splitlines() if "hf-distca:" in line]
     assert said in line
     assert "Traceback" not in result.output
+
+
+def test_batches_that_would_never_end() -> None:
+    result = run("profile", "--batch-seconds", "inf")
+    assert result.exit_code == 2
+    assert "Invalid value for '--batch-seconds'" in result.stderr
+
+
+def test_a_rate_that_nothing_limits_is_no_number() -> None:
+    """Where bytes alone explain the seconds, the fit has no limit for flops."""
+    found = Profile.load(Profile.shipped()[0])
+    backward = replace(found.kernels[0].backward, flops_per_second=float("inf"))
+    line = summary(replace(found, kernels=(replace(found.kernels[0], backward=backward),))).splitlines()[1]
+    assert "Gflop/s forward, as fast as bytes come backward" in line
 
 
 def test_plan_and_deal_take_a_profile(tmp_path: Path) -> None:
@@ -97,6 +115,9 @@ def test_plan_and_deal_take_a_profile(tmp_path: Path) -> None:
     result = run("plan", dealt, "--cost-model", "nowhere.json")
     assert result.exit_code == 2
     assert "nowhere.json: neither a profile" in result.output
+    result = run("plan", dealt, "--cost-model", dealt)
+    assert result.exit_code == 2
+    assert f"{dealt}: the text is no profile" in result.output
 
 
 def test_shipped_profiles_say_how_they_were_made() -> None:

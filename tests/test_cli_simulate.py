@@ -145,6 +145,7 @@ def test_bad_lengths(tmp_path: Path, content: object, message: str) -> None:
         (("--max-length", 0), "max_length=0"),
         (("--strategy", "hope"), "strategy 'hope' is not known"),
         (("--lengths", "none.json"), "none.json: No such file"),
+        (("--lengths", ""), "lengths '' are neither a file"),
         (("--lengths", "zipf"), "lengths 'zipf' are neither a file nor one of pretrain, prolong"),
         (("--lengths", "equal:nan"), "lengths 'equal:nan'"),
         (("--lengths", "equal:1", "--ranks", 65536, "--tokens-per-rank", 2**28), "would hold over 33554432 of these documents"),

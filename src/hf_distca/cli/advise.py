@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from textwrap import fill
 
 import typer
 
 from hf_distca.cli.files import InJson, errors_in_one_line
 from hf_distca.cli.options import taking
 from hf_distca.cli.scale import Scale
-from hf_distca.cli.simulate import report, show_predictions
+from hf_distca.cli.simulate import WIDTH, report, show_predictions
 
 __all__ = ["advise"]
 
@@ -32,7 +33,7 @@ def advise(scale: Scale, as_json: InJson = False) -> None:
             whole = report(setting, documents, found, assumptions(setting, documents), scale)
             typer.echo(json.dumps({"advice": advice.to_dict(), **whole}, indent=1))
             return
-        typer.echo(f"{advice.text}\n")
+        typer.echo(fill(advice.text, WIDTH) + "\n")
         if advice.settings:
             typer.echo("Settings")
             typer.echo("".join(f"  {line}\n" for line in advice.settings))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import EISDIR, ENOENT
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-__all__ = ["NAME_OF_INPUT", "InJson", "errors_in_one_line", "fail", "name_of", "read", "write"]
+__all__ = ["NAME_OF_INPUT", "InJson", "check_place", "errors_in_one_line", "fail", "name_of", "read", "write"]
 
 InJson = Annotated[bool, typer.Option("--json", help="Write everything as JSON.")]
 NAME_OF_INPUT = "standard input"
@@ -23,8 +25,23 @@ def name_of(path: Path) -> str:
 
 
 def read(path: Path) -> bytes:
-    """All of a file."""
-    return sys.stdin.buffer.read() if path == _STANDARD else path.read_bytes()
+    """All of a file, without the mark that some editors put before the first character."""
+    text = sys.stdin.buffer.read() if path == _STANDARD else path.read_bytes()
+    return text.removeprefix(BOM_UTF8)
+
+
+def check_place(path: Path | None) -> None:
+    """Refuse a place where nothing can be written, before what goes there is made.
+
+    Raises:
+        OSError: if it is a folder, or in none.
+    """
+    if path is None or path == _STANDARD:
+        return
+    if path.is_dir():
+        raise IsADirectoryError(EISDIR, "Is a directory", str(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(ENOENT, f"there is no folder {path.parent}", str(path))
 
 
 def write(result: str, summary: str, path: Path | None) -> None:
@@ -52,6 +69,8 @@ def errors_in_one_line() -> Iterator[None]:
         yield
     except DistCAError as error:
         fail(str(error))
+    except BrokenPipeError:  # of `hf-distca ... | head`: who reads has seen enough, and typer ends in silence
+        raise
     except OSError as error:
         fail(f"{error.filename or 'output'}: {error.strerror or error}.")
     except RecursionError:

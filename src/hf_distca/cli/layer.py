@@ -10,8 +10,11 @@ import typer
 
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import CostModel
+    from hf_distca.schedule.profiles import Profile
 
 __all__ = ["CostName", "Layer"]
+
+_LIMIT = 2**31  # what follows counts with 64 bits
 
 
 class CostName(StrEnum):
@@ -52,14 +55,17 @@ class Layer:
         """
         from hf_distca.errors import ConfigError
         from hf_distca.schedule.cost import AttentionShape, CostModel
-        from hf_distca.schedule.profiles import Profile
 
         for option, rate in (("--link-gigabytes", self.link_gigabytes), ("--node-gigabytes", self.node_gigabytes)):
             if rate is not None and not 0 < rate < float("inf"):
-                raise ConfigError(f"{option} {rate:g}: a rate is more than 0 GB/s.")
+                raise ConfigError(f"{option} {rate:g}: a rate is a finite number above 0 GB/s.")
+        for name in ("tile", "query_heads", "key_value_heads", "head_dim", "ranks_per_node", "ranks_per_link"):
+            number = getattr(self, name)
+            if number is not None and number >= _LIMIT:
+                raise ConfigError(f"--{name.replace('_', '-')} {number}: the limit is 2**31.")
         shape = AttentionShape(self.query_heads, self.key_value_heads, self.head_dim, self.head_dim, 2)
         if self.measured is not None:
-            model = Profile.load(self.measured).cost_model(shape, self.window, tile=self.tile)
+            model = self._profile(self.measured).cost_model(shape, self.window, tile=self.tile)
         elif cost is CostName.pairs:
             model = CostModel.pairs(shape)
         else:
@@ -72,3 +78,13 @@ class Layer:
             node_bytes_per_second=model.node_bytes_per_second if node is None else node * 1e9,
             ranks_per_link=self.ranks_per_link,
         )
+
+    def _profile(self, source: str) -> Profile:
+        """A profile by name or file, which errors name."""
+        from hf_distca.errors import ConfigError
+        from hf_distca.schedule.profiles import Profile
+
+        try:
+            return Profile.load(source)
+        except ConfigError as error:
+            raise ConfigError(str(error) if source in str(error) else f"{source}: {error}") from error

@@ -56,9 +56,9 @@ def documents_of(text: str, column: str, longest: int | None) -> Documents:
         if path.is_dir()
         else []
     )
-    if tables or path.is_dir():
+    if text and (tables or path.is_dir()):
         return from_list(_column(path, tables, column), f"{text}, column {column!r}", longest)
-    if text == "-" or path.exists() or path.suffix == ".json":
+    if text == "-" or (text and path.exists()) or path.suffix == ".json":
         return from_list(read_lengths(path), name_of(path), longest)
     return distribution(text, 131072 if longest is None else longest)
 

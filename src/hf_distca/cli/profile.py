@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_distca.cli.files import errors_in_one_line, write
+from hf_distca.cli.files import check_place, errors_in_one_line, write
 
 if TYPE_CHECKING:
+    from hf_distca.schedule.cost import KernelCost
     from hf_distca.schedule.profiles import Profile
 
-__all__ = ["profile"]
+__all__ = ["profile", "summary"]
 
 
 def profile(
@@ -43,7 +44,9 @@ def profile(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of each process on a CPU.", show_default="as torch has it")
     ] = None,
-    batch_seconds: Annotated[float, typer.Option(min=0.0, help="Batches of tasks grow until they take so long.")] = 0.04,
+    batch_seconds: Annotated[
+        float, typer.Option(min=0.0, max=60.0, help="Batches of tasks grow until they take so long.")
+    ] = 0.04,
 ) -> None:
     """Measure a profile: rates of the attention kernel and of exchanges, with their errors on shapes kept aside.
 
@@ -61,14 +64,16 @@ def profile(
             _heads(heads or ["4:2", "8:1"]),
             batch_seconds=batch_seconds,
         )
+        check_place(output)  # before minutes of measuring are lost
         say = _Progress(wanted.steps(ranks or timed.launched_ranks()))
         made_by = shlex.join(["hf-distca", *sys.argv[1:]])
         if ranks is None:
             found = timed.on_these_ranks(wanted, threads, name, made_by, say)
         else:
             found = timed.on_new_ranks(ranks, wanted, threads, name, made_by, say)
+        say.close()
         if found is not None:
-            write(found.to_json(), _summary(found), output)
+            write(found.to_json(), summary(found), output)
 
 
 class _Progress:
@@ -88,6 +93,11 @@ class _Progress:
         self._bar.set_postfix_str(done)
         self._bar.update()
 
+    def close(self) -> None:
+        """End the line of the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
 
 def _heads(names: list[str]) -> tuple[tuple[int, int], ...]:
     from hf_distca.errors import ConfigError
@@ -101,14 +111,14 @@ def _heads(names: list[str]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _summary(profile: Profile) -> str:
+def summary(profile: Profile) -> str:
     """The rates in a few lines."""
     lines = [f"{'device':<26} {profile.processor}"]
     for rates in profile.kernels:
         what = f"{rates.kernel}, {rates.element_bytes} bytes, width {rates.head_dim}"
-        speed = f"{rates.forward.flops_per_second / 1e9:.4g} and {rates.backward.flops_per_second / 1e9:.4g} Gflop/s"
+        speed = f"{_speed(rates.forward)} forward, {_speed(rates.backward)} backward"
         errors = f"{rates.errors['forward_median']:.1%} and {rates.errors['backward_median']:.1%}"
-        lines.append(f"{what:<26} {speed} forward and backward; median error on batches kept aside {errors}")
+        lines.append(f"{what:<26} {speed}; median error on batches kept aside {errors}")
     for kind, link in (("inside a node", profile.inside), ("between nodes", profile.between)):
         if link is not None:
             error = f"; median error {link.errors['exchange_median']:.1%}" if link.errors else ""
@@ -117,3 +127,9 @@ def _summary(profile: Profile) -> str:
             )
             lines.append(f"{kind:<26} {text}")
     return "\n".join(lines)
+
+
+def _speed(cost: KernelCost) -> str:
+    """The limit of arithmetic, which a fit may leave out where bytes explain the seconds."""
+    rate = cost.flops_per_second
+    return f"{rate / 1e9:.4g} Gflop/s" if rate < float("inf") else "as fast as bytes come"

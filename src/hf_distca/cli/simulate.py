@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
-__all__ = ["report", "show_predictions", "simulate"]
+__all__ = ["WIDTH", "report", "show_predictions", "simulate"]
 
+WIDTH = 120  # columns of what is printed
 _SHOWN = ("ranks", "tokens_per_rank", "tensor", "stages", "micro_batches", "ranks_per_node", "sharding", "checkpointing")
 
 
@@ -50,7 +52,7 @@ def simulate(
         if assumptions:
             typer.echo("Assumptions")
             for what, text in facts:
-                typer.echo(f"  {what}: {text}")
+                typer.echo(fill(f"{what}: {text}", WIDTH, initial_indent="  ", subsequent_indent="    "))
 
 
 def show_predictions(setting: Setting, documents: Documents, found: list[Prediction], batches: int) -> None:
@@ -82,7 +84,7 @@ def show_predictions(setting: Setting, documents: Documents, found: list[Predict
             f"{one.peak_bytes / 1e9:.0f}{'' if one.fits else ' (full)'}",
             f"{one.attention_share:.1%}",
         )
-    console = Console(width=None if Console().is_terminal else 120)
+    console = Console(width=None if Console().is_terminal else WIDTH)
     console.print(table)
     console.print(
         "speed: against the fastest strategy that does not disaggregate attention; none where memory is full or cut documents "

@@ -105,6 +105,6 @@ def devices(found: Devices) -> Iterator[Finding]:
         )
     elif not found.names:
         yield Finding("devices", "GPU", "none", State.note)
-    yield Finding("devices", "CPU", f"{platform.machine()}, {found.cores} threads of torch")
+    yield Finding("devices", "CPU", f"{platform.machine()}, {found.cores} thread{'' if found.cores == 1 else 's'} of torch")
     build = "a build for the CPU" if found.built_for is None else f"built for {found.built_for}"
     yield Finding("devices", "torch", f"{found.torch_version}, {build}")

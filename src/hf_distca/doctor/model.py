@@ -37,11 +37,11 @@ def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> Pr
         ConfigError: if there is none, or it is of no model that transformers knows.
     """
     path = Path(name)
-    if path.is_dir():
+    if not name or path.is_dir():
         path = path / "config.json"
         if not path.is_file():
             raise ConfigError(
-                f"there is no config.json in {name}: give the folder of a model, its config.json, or a name on the Hub."
+                f"there is no config.json in {path.parent}: give the folder of a model, its config.json, or a name on the Hub."
             )
     if path.is_file():
         return _of_file(path)
@@ -82,7 +82,7 @@ def _of_file(path: Path) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.for_model(kind, **{key: one for key, one in data.items() if key != "model_type"})
     except ValueError as error:
         raise ConfigError(
-            f"transformers {transformers_version} makes no {kind!r} model of {path}: {str(error).partition(chr(10))[0]} "
+            f"transformers {transformers_version} makes no {kind!r} model of {path}: {str(error).partition(chr(10))[0][:200]} "
             "If the family is newer, pip install --upgrade transformers."
         ) from error
     except Exception as error:  # configs check themselves with exceptions of many kinds

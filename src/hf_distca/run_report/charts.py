@@ -110,7 +110,10 @@ def _balance(steps: Sequence[dict[str, float]]) -> Chart:
         *_over_steps(steps, "imbalance_estimated_after", "estimated after", AFTER, "dot"),
         *_over_steps(steps, "imbalance_tokens", "tokens", _NEUTRAL, "dash"),
     ]
-    text = "Slowest rank over mean of all ranks, of attention seconds. At 1 nobody waits. Before: if every rank computed its own."
+    text = (
+        "Slowest rank over mean of all ranks, of attention seconds. At 1 nobody waits. Before: if every rank computed its own; "
+        "where no work was moved, that line lies under the one after."
+    )
     return Chart(
         "balance",
         "Balance over steps",

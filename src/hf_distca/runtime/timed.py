@@ -204,7 +204,7 @@ def _link(wanted: Wanted, group: AttentionGroup, peers: list[int], kind: str, sa
         taken = []
         for size, (to, from_) in cases:
             taken.append(_exchange(wanted.device, group, size, to, from_))
-            say(f"{size} bytes to {len(to)} ranks {kind} node{'s' if kind == 'between' else ''}")
+            say(f"{size} bytes to {len(to)} rank{'s' if len(to) > 1 else ''} {kind} node{'s' if kind == 'between' else ''}")
         return np.array([[1.0, size] for size, _ in cases]).reshape(-1, 2), np.array(taken)
 
     fixed, byte = _fit_two(*times(_FITTED_BYTES))

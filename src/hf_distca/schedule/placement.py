@@ -54,7 +54,9 @@ def parse_placement(text: bytes, name: str) -> Layout:
 def _segment(row: Any) -> tuple[int, int, int]:
     if not isinstance(row, Sequence) or len(row) not in (3, 4):
         raise LayoutError(f"segment {row!r} must be [document, start, end] or [document, start, end, document length].")
-    document, start, end = (whole_number(value) for value in row[:3])
+    document, start, end, *length = (whole_number(value) for value in row)
+    if length and end > length[0]:
+        raise LayoutError(f"segment {row!r} ends at {end}, behind the document's length of {length[0]}.")
     return document, start, end - start
 
 
