@@ -144,6 +144,16 @@ def test_what_a_stage_has_left_of_the_tick_before_counts_for_the_first_call() ->
     assert Pace().arrival(second, 0, first, 1, stages) is None
 
 
+def test_what_is_left_of_a_forward_is_counted_in_seconds_of_the_backward_that_follows() -> None:
+    """Attention takes half as long in forward as the cost model says, and a quarter longer in backward."""
+    pace, stages = Pace(), (0, 1)
+    places = [[1.0, 2.0, 1.0, 4.0], [1.0, 3.0, 1.0, 5.0]]  # seconds, as in the test before
+    pace.learn([row(np.array([10.0, 25.0]), np.array(one)) for one in places], stages, 1, _estimates(HALVES))
+    forward, back, again = Tick(1, False, (1, 0)), Tick(2, True, (0, 1)), Tick(3, False, (2, 1))
+    assert pace.arrival(back, 0, forward, 1, stages) == pytest.approx([0.8 * 3, 0.8 * 4])
+    assert pace.arrival(again, 0, back, 1, stages) == pytest.approx([2 * 5, 2 * 6])
+
+
 @pytest.mark.parametrize("corrects", [True, False])
 def test_each_direction_has_rates_of_its_own(corrects: bool) -> None:
     """Bytes take ten times as long as the cost model says in forward, and flops twice as long in backward."""

@@ -20,7 +20,7 @@ from hf_distca.runtime.exchange import Landed, Pending
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import Route, Wave
-from hf_distca.runtime.server import AttentionServer, Grads, Operands, Outputs, Saved
+from hf_distca.runtime.server import AttentionServer, Grads, Operands, Outputs, Saved, in_groups
 
 __all__ = ["Leg", "Legs", "StageCall", "serve", "serve_backward"]
 
@@ -165,6 +165,7 @@ def serve(call: Call, nothing: Operands) -> None:
         call: with the route of this rank.
         nothing: operands without rows, of the layer's heads, widths and dtype.
     """
+    nothing = in_groups(nothing, call.route.groups)  # rows of head groups travel, if documents are split by heads
     outputs = _no_outputs(nothing)
     for wave in call.route.waves:
         call.launch_dispatch(wave, nothing)
@@ -174,6 +175,7 @@ def serve(call: Call, nothing: Operands) -> None:
 
 def serve_backward(call: Call, nothing: Operands) -> None:
     """As `serve`, for the backward of a call."""
+    nothing = in_groups(nothing, call.route.groups)
     outputs = _no_outputs(nothing)
     saved = Saved(torch.empty_like(outputs.o_THV), nothing.q_THD, *outputs, nothing.k_TKD, nothing.v_TKV)
     grads = Grads(*(torch.empty_like(tensor) for tensor in nothing))

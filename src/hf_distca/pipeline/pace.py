@@ -177,6 +177,7 @@ class Pace:
         self.seconds: list[dict[Before, float]] = []
         self.corrections: dict[tuple[bool, PlanKey], Correction] = {}
         self._corrects = corrects
+        self._factors: dict[bool, float] = {}  # how many seconds of the cost model one second is, forward and backward
 
     def learn(self, rows: Sequence[IntArray], stages: Sequence[int], turns: int, estimates: Sequence[Estimate]) -> None:
         """Take in what all ranks have measured of a step.
@@ -192,6 +193,7 @@ class Pace:
         found = np.stack([row.view(np.float64) for row in rows])
         kernels, before = found[:, : len(estimates)], found[:, len(estimates) :]
         factor = {way: self._learn_rates(kernels, estimates, way) for way in (False, True)}
+        self._factors |= {way: one for way, one in factor.items() if one}
         self.seconds = self.seconds or [{} for _ in range(1 + max(stages))]
         for at, column in zip(_places(turns), before.T.tolist(), strict=True):
             for stage, known in enumerate(self.seconds):
@@ -217,7 +219,7 @@ class Pace:
         return factor
 
     def before(self, at: Before, busy: Sequence[bool], stages: Sequence[int]) -> list[float] | None:
-        """Seconds that each rank takes for what it does at a place; None if nobody knows.
+        """Seconds of the cost model, in the direction of a place, that each rank takes for what it does there; None if unknown.
 
         Args:
             at: the place.
@@ -231,7 +233,7 @@ class Pace:
         return [self.seconds[stage].get(at, usual) if busy[stage] else 0.0 for stage in stages]
 
     def arrival(self, tick: Tick, turn: int, earlier: Tick | None, turns: int, stages: Sequence[int]) -> list[float] | None:
-        """Seconds after the last call until each rank comes to a call; None if nobody knows.
+        """Seconds of the cost model, in its direction, after the last call until each rank comes to a call; None if unknown.
 
         Args:
             tick: of the call.
@@ -246,6 +248,8 @@ class Pace:
         left = self.before(Before(earlier.backward, turns), earlier.busy, stages)
         if left is None:
             return own
+        # A cost model has one number of seconds for a task, forward and backward: a second of the clock is not the same in both.
+        factor = self._factors[tick.backward] / self._factors[earlier.backward]
         if earlier.backward == tick.backward:
             # A stage begins with what its neighbour made in the tick before.
             until = dict(zip(stages, left, strict=True))
@@ -254,7 +258,7 @@ class Pace:
                 max(seconds, until.get(stage + source, 0.0)) if tick.busy[stage] else seconds
                 for stage, seconds in zip(stages, left, strict=True)
             ]
-        return [one + other for one, other in zip(own, left, strict=True)]
+        return [one + factor * other for one, other in zip(own, left, strict=True)]
 
 
 def row(kernels: FloatArray, before: FloatArray) -> IntArray:
