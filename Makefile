@@ -12,7 +12,7 @@ REQUIREMENTS := $(ENVIRONMENT) setup.cfg pyproject.toml constraints.txt
 # Of what pip says: a line for each package, the large downloads, and the end.
 PROGRESS := awk '/^Collecting|Downloading.*MB|^Installing|^Successfully/ { print substr($$0, 1, 100); fflush() }'
 
-.PHONY: help example test lint types docs tests wheel
+.PHONY: help example test lint types docs loops tests wheel
 
 help: ## these lines
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -20,7 +20,9 @@ help: ## these lines
 example: $(VENV)/.installed-examples ## train a small model on two CPU processes, with balancing off and on
 	accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_long_documents.py
 
-test: lint types docs tests ## all that must hold for a change: the four below
+test: lint docs ## all that must hold for a change: the five below
+	$(MAKE) --no-print-directory -j2 types loops
+	$(MAKE) --no-print-directory tests
 
 lint: $(VENV)/.installed-dev ## lint and format
 	ruff check .
@@ -31,6 +33,9 @@ types: $(VENV)/.installed-dev ## strict types of src/
 
 docs: $(VENV)/.installed-dev ## build the pages, if there are any to build; warnings are errors
 	$(if $(wildcard mkdocs.yml),mkdocs build --strict)
+
+loops: $(VENV)/.installed-dev ## compile the scheduler's loops, which else the processes of the tests do beside each other
+	pytest -n 0 -q tests/schedule/test_compiled.py
 
 tests: $(VENV)/.installed-dev ## all tests but those marked slow
 	pytest

@@ -12,6 +12,7 @@ from hf_distca.cli.files import errors_in_one_line, write
 from hf_distca.cli.layer import CostName, Layer
 from hf_distca.cli.lengths import read_lengths
 from hf_distca.cli.options import taking
+from hf_distca.cli.waiting import PLANNING, said_if_long
 
 if TYPE_CHECKING:
     from hf_distca.config import DistCAConfig
@@ -56,15 +57,16 @@ def deal(
         documents = read_lengths(lengths)
         options: dict[str, Any] = {"tile": layer.tile, "ranks_per_node": layer.ranks_per_node}
         layouts: tuple[Layout, ...]
-        if ping_pong:
-            layouts = deal_nano_batches(documents, ranks, tokens_per_rank, model, **options)
-        else:
-            layouts = (deal_documents(documents, ranks, tokens_per_rank, model, **options),)
-        lines = [f"{'cost model':<26} {model.name}"]
-        for number, layout in enumerate(layouts, 1):
+        with said_if_long(PLANNING):
             if ping_pong:
-                lines.append(f"{'nano-batch':<26} {number}")
-            lines.append(_summary(layout, model, config, layer.ranks_per_node))
+                layouts = deal_nano_batches(documents, ranks, tokens_per_rank, model, **options)
+            else:
+                layouts = (deal_documents(documents, ranks, tokens_per_rank, model, **options),)
+            lines = [f"{'cost model':<26} {model.name}"]
+            for number, layout in enumerate(layouts, 1):
+                if ping_pong:
+                    lines.append(f"{'nano-batch':<26} {number}")
+                lines.append(_summary(layout, model, config, layer.ranks_per_node))
         write(json.dumps(_placement(layouts), separators=(",", ":")), "\n".join(lines), output)
 
 

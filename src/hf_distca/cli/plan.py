@@ -10,6 +10,7 @@ import typer
 from hf_distca.cli.files import errors_in_one_line, fail, name_of, read, write
 from hf_distca.cli.layer import CostName, Layer
 from hf_distca.cli.options import taking
+from hf_distca.cli.waiting import PLANNING, said_if_long
 
 __all__ = ["plan"]
 
@@ -43,11 +44,13 @@ def plan(
     with errors_in_one_line():
         config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups)
         model = layer.cost_model(cost)
-        layout = parse_placement(read(placement), name_of(placement))
+        with said_if_long(PLANNING):
+            layout = parse_placement(read(placement), name_of(placement))
         if not layout.query_tokens.any():
             fail(f"{name_of(placement)} has no tokens: there is nothing to plan.")
         ranks = Ranks(per_node=layer.ranks_per_node)
-        result = balance(layout, model, config, ranks)
+        with said_if_long(PLANNING):
+            result = balance(layout, model, config, ranks)
         lines = [f"{'cost model':<26} {model.name}"]
         if layer.window is not None:
             # Without, the plan is for layers that see all: no document is longer than the window.
