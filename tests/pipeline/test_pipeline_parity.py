@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
-from staged import Case, check_equal, in_one_process, in_stages
+from staged import Case, Found, check_equal, in_one_process, in_stages
 
+from hf_distca.runtime.route import Route
 from ranks import RankPool
+from tiny_runs import PAIRS
 
 # float64 rounds near 1e-16; a gradient that is summed twice, left out or of another micro-batch is off by far more.
 EXACT = 1e-9
@@ -16,6 +20,8 @@ IN_FLOAT32 = 1e-5
 
 # Norms of most families are in float32 whatever the model is in: where a sum rounds the other way, a gradient is off by 1e-7.
 NORMS_IN_FLOAT32 = 1e-6
+
+build = Route.build
 
 # Families whose attention is special, with what computes it in one process (sdpa where it can), and how near stages come to it.
 SPECIAL = {
@@ -41,6 +47,23 @@ def test_two_stages_equal_one_process(rank_pool: Callable[[int], RankPool]) -> N
     for one, other in zip(plain, checkpointed, strict=True):
         assert (other.kernel_calls, other.calls) == (one.kernel_calls, one.calls)
         assert other.recalls == 2 * 2 * case.micro_batches  # layers of a stage, steps
+
+
+def in_stages_with_groups(rank: int, case: Case) -> tuple[Found, int]:
+    """A step on one rank of a pool, and the most head groups of its plans."""
+    groups = []
+    with patch.object(Route, "build", side_effect=lambda plan, *more: groups.append(plan.layout.groups) or build(plan, *more)):
+        found = in_stages(rank, case)
+    return found, max(groups)
+
+
+def test_documents_split_by_heads_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
+    """Rows of head groups travel, also where a stage has no micro-batch and only serves."""
+    # Bytes must cost something for documents to be split, and next to nothing for work to be moved.
+    case = Case(micro_batches=3, settings=(("cost_model", replace(PAIRS, exchange_bytes_per_second=1e12)),))
+    found = rank_pool(2)(in_stages_with_groups, case)
+    assert [groups for _, groups in found] == [2, 2]
+    check_equal([one for one, _ in found], *in_one_process(case, "sdpa"), EXACT)
 
 
 def test_stages_with_different_layers_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:

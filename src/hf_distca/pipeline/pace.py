@@ -5,7 +5,8 @@ the next call, and all others would wait for it. So each rank times what it does
 then, and a rank that comes late to a call gets less of its attention: all are done with it at once.
 
 They also tell what kernels took in each call. A tick is forward or backward, and what tasks, bytes and flops take beside each
-other is not the same in both. So each direction has a correction of the cost model.
+other is not the same in both. So each direction has a correction of the cost model, in which exchanges have the weight beside
+kernels that they have in that direction.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _CLEAR = 0.01  # of an even share: what a rank must get more or less for it to b
 # Of each factor towards the common one, per measurement. Bytes are a fiftieth of what the cost model says a batch takes; on a CPU
 # core they take 10 times that, and a correction that does not tell them apart leaves estimates 12 % off, not 1.5 %.
 _PULL = 1e-5
+# Of the bytes of a call, which cost models add up, forward and backward: k and v go; they go again, and their gradients come back.
+_PART_OF_BYTES = {False: 1 / 3, True: 2 / 3}
 _LEAST = 0.02  # of an even share, which a rank gets however late it comes
 
 
@@ -213,9 +216,9 @@ class Pace:
         for key in dict.fromkeys(key for _, _, key in measured) if self._corrects else ():
             these = [(kernel, parts) for kernel, parts, its in measured if its == key]
             kernel, parts = (np.concatenate(each) for each in zip(*these, strict=True))
-            self.corrections[backward, key] = Correction(
-                *(_rounded(one * factor) for one in kernel_factors(parts, kernel, _PULL))
-            )
+            task, byte, flop = (_rounded(one * factor) for one in kernel_factors(parts, kernel, _PULL))
+            exchange = _rounded(factor * _PART_OF_BYTES[backward])
+            self.corrections[backward, key] = Correction(task, byte, flop, exchange)
         return factor
 
     def before(self, at: Before, busy: Sequence[bool], stages: Sequence[int]) -> list[float] | None:

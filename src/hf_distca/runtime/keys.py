@@ -95,15 +95,10 @@ class TokenIndex:
         first = int(layout.offsets[rank])
         for row, segment in enumerate(layout.segments(rank)):
             place = (segment.start, segment.end, int(layout.token[first + row]))
-            for document in (segment.document, *self.groups(segment.document)):
+            for document in (segment.document, *layout.groups_of(segment.document)):
                 self._segments.setdefault(document, []).append(place)
         for places in self._segments.values():
             places.sort()
-
-    def groups(self, document: int) -> range:
-        """The head groups of a document with all heads, each a document of its own; none if it is a group or never split."""
-        whole = self.step > 1 and document % (self.step + 1) == 0
-        return range(document + 1, document + 1 + self.step) if whole else range(0)
 
     def row(self, document: int, position: int) -> int:
         """Row of a document position that lies on this rank, among its own in a message or pool."""

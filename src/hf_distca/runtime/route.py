@@ -18,6 +18,7 @@ import numpy.typing as npt
 from hf_distca.kernels.base import TaskBatch
 from hf_distca.runtime.exchange import Formats, Rows, Run
 from hf_distca.runtime.keys import KeyPool, Keys, Passing, TokenIndex, starts_of
+from hf_distca.schedule.layout import repeated
 from hf_distca.schedule.plan import CATask, KeyTransfers, Plan
 from hf_distca.schedule.relays import Hops
 from hf_distca.schedule.waves import Waves
@@ -122,7 +123,7 @@ class Route:
         others = set(tasks) - set(here)
         own, kept = here, list[CATask]()
         if token.step > 1:
-            own, kept = ([task for task in here if bool(token.groups(task.document)) is whole] for whole in (True, False))
+            own, kept = ([task for task in here if token.layout.has_all_heads(task.document) is whole] for whole in (True, False))
         built = []
         for number in range(1 if waves is None else waves.count):
             among = None if waves is None else waves.number == number
@@ -151,17 +152,16 @@ def _in_groups(tasks: Sequence[CATask], token: TokenIndex) -> list[CATask]:
     """Tasks with those on all heads as one for each head group, if waves are made of these."""
     if token.step == 1:
         return list(tasks)
-    return [task._replace(document=one) for task in tasks for one in token.groups(task.document) or (task.document,)]
+    return [task._replace(document=one) for task in tasks for one in token.layout.groups_of(task.document) or (task.document,)]
 
 
 def _rows_in_groups(rows: KeyTransfers, token: TokenIndex) -> KeyTransfers:
     """The same for keys."""
     if token.step == 1:
         return rows
-    each = [token.groups(document) or (document,) for document in rows.document.tolist()]
-    at = np.repeat(np.arange(len(each)), [len(one) for one in each])
-    split = KeyTransfers(*(column[at] for column in rows))
-    return split._replace(document=np.array([document for one in each for document in one], dtype=np.int64))
+    row, part = repeated(token.layout.heads_of(rows.document) == 1, token.step)
+    document, *others = (column[row] for column in rows)
+    return KeyTransfers(document + part, *others)
 
 
 def _first_key(plan: Plan, task: CATask) -> int:

@@ -126,7 +126,7 @@ class PlanLoad:
     @cached_property
     def wave_transfers(self) -> list[KeyTransfers]:
         """What keys servers need, wave by wave; of documents that nobody exchanges, none."""
-        if self.waves is None or self.waves.bytes is None:
+        if self.waves is None or not self._in_waves:
             return [self.plan.key_transfers(among=self.plan.exchanged)]
         return [self.waves.plan.key_transfers(among=self.waves.number == wave) for wave in range(self.waves.count)]
 

@@ -8,17 +8,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from hf_distca.schedule.compiled import Ints, array, column, compiled, entry, room
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.plan import Plan
 
 __all__ = ["KeyTraffic", "first_need", "needed"]
-
-
-# The column of `KeyTraffic` that is not of whole numbers.
-_HEADS = 1
 
 
 class _Segments(NamedTuple):
@@ -69,28 +63,36 @@ class KeyTraffic(NamedTuple):
     def of(cls, plan: Plan) -> KeyTraffic:
         """That of a plan."""
         layout = plan.layout
-        most, segments, tasks = len(layout.documents), len(layout.document), len(plan.document)
-        sizes = most, most, segments, segments, segments, segments, most + 1, tasks, tasks, most + 1
-        columns = [room(size, float if at == _HEADS else np.int64) for at, size in enumerate(sizes)]
+        most, rows, tasks, ranks = len(layout.documents), len(layout.document), len(plan.document), layout.world_size
+        documents, heads, segments, needs = room(most), room(most, float), room(most + 1), room(most + 1)
+        start, end, source, own = room(rows), room(rows), room(rows), room(rows)
+        server, need = room(tasks), room(tasks)
         parts = layout.by_document, layout.place, layout.start, layout.end, layout.rank, layout.documents, layout.spans
-        of_tasks = plan.place, plan.end, plan.home, plan.server
-        ranks = layout.world_size
-        scratch = room(ranks), room(ranks)
-        counts = _gather(_Segments(*map(column, parts)), _Tasks(*map(column, of_tasks)), layout.groups, cls(*columns), scratch)
-        documents, segments, needs = counts
-        sizes = documents, documents, segments, segments, segments, segments, documents + 1, needs, needs, documents + 1
+        found, held, asked = _gather(
+            _Segments(*map(column, parts)),
+            _Tasks(*map(column, (plan.place, plan.end, plan.home, plan.server))),
+            layout.groups,
+            cls(documents, heads, start, end, source, own, segments, server, need, needs),
+            (room(ranks), room(ranks)),
+        )
         return cls(
-            *(
-                array(c, float if at == _HEADS else np.int64)[:size]
-                for at, (c, size) in enumerate(zip(columns, sizes, strict=True))
-            )
+            documents=array(documents)[:found],
+            heads=array(heads, float)[:found],
+            start=array(start)[:held],
+            end=array(end)[:held],
+            source=array(source)[:held],
+            own=array(own)[:held],
+            segments=array(segments)[: found + 1],
+            server=array(server)[:asked],
+            need=array(need)[:asked],
+            needs=array(needs)[: found + 1],
         )
 
     def tokens(self, ranks: int) -> tuple[FloatArray, FloatArray]:
         """K/V tokens that each rank sends and receives if nobody passes any on; those of a head group count in part."""
-        sent, received = column(np.zeros(ranks)), column(np.zeros(ranks))
+        sent, received = room(ranks, float), room(ranks, float)
         _count(KeyTraffic(*map(column, self)), sent, received)
-        return np.asarray(sent), np.asarray(received)
+        return array(sent, float), array(received, float)
 
 
 @entry
