@@ -167,8 +167,8 @@ def test_each_direction_has_rates_of_its_own(corrects: bool) -> None:
     forward, backward = (pace.corrections[way, KEY] for way in (False, True))
     assert forward.byte / forward.flop == pytest.approx(10, rel=0.05)
     assert backward.flop / backward.byte == pytest.approx(2, rel=0.05)
-    # All attention of a direction takes as long together as it did. A third of the bytes travels forward, two thirds backward; beside
-    # kernels they weigh as much as they do by the clock.
+    # All attention of a direction takes as long together as it did. A third of the bytes travels forward, two thirds backward;
+    # beside kernels they weigh as much as they do by the clock.
     for way, one, part in ((0, forward, 1 / 3), (2, backward, 2 / 3)):
         estimated, measured = sum(each.sum() for each in parts), sum(each.sum() for each in took[way : way + 2])
         assert sum((each @ one.kernel).sum() for each in parts) == pytest.approx(estimated, rel=0.02)

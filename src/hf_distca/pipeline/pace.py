@@ -34,7 +34,7 @@ _CLEAR = 0.01  # of an even share: what a rank must get more or less for it to b
 # Of each factor towards the common one, per measurement. Bytes are a fiftieth of what the cost model says a batch takes; on a CPU
 # core they take 10 times that, and a correction that does not tell them apart leaves estimates 12 % off, not 1.5 %.
 _PULL = 1e-5
-# Of the bytes of a call, which cost models add up, forward and backward: k and v go; they go again, and their gradients come back.
+# Of the bytes of a call, which cost models add up: k and v go forward; backward they go again, and their gradients come back.
 _PART_OF_BYTES = {False: 1 / 3, True: 2 / 3}
 _LEAST = 0.02  # of an even share, which a rank gets however late it comes
 
