@@ -53,10 +53,10 @@ def settle(work: Floats, heaviest: Ints, rank: int) -> None:
     at = 0
     while heaviest[at] != rank:
         at += 1
-    while at > 0 and (-work[rank], rank) < (-work[heaviest[at - 1]], heaviest[at - 1]):
+    while at > 0 and _heavier(work, rank, heaviest[at - 1]):
         heaviest[at] = heaviest[at - 1]
         at -= 1
-    while at + 1 < len(heaviest) and (-work[heaviest[at + 1]], heaviest[at + 1]) < (-work[rank], rank):
+    while at + 1 < len(heaviest) and _heavier(work, heaviest[at + 1], rank):
         heaviest[at] = heaviest[at + 1]
         at += 1
     heaviest[at] = rank

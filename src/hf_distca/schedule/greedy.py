@@ -73,15 +73,14 @@ class Greedy:
         """Run and build the plan."""
         each, more = _MOVES
         moves = each * len(self.seconds) + more
-        while not make_moves(state := self._start(moves), *self._order(), self.fills_all):
+        while not make_moves(state := self._start(moves), *self._all(), self.fills_all):
             moves *= 4
         return self._build(state)
 
-    def _order(self) -> tuple[Any, Any, Any]:
-        """Segments whose keys several ranks need anyway, ranks with most seconds first, and room for as many ranks."""
+    def _all(self) -> tuple[Any, Any, Any]:
+        """Segments whose keys several ranks need anyway, all ranks, and room for as many."""
         spanning = self.layout.spans[self.layout.place] & (self.price.window == 0)
-        ranks = np.lexsort((np.arange(len(self.seconds)), -self.seconds))
-        return column(spanning), column(ranks), room(len(ranks))
+        return column(spanning), column(np.arange(len(self.seconds))), room(len(self.seconds))
 
     def _start(self, moves: int) -> State:
         """The state before the first of so many moves."""

@@ -56,13 +56,13 @@ _FAILURES = 4
 
 
 @entry
-def make_moves(state: State, spanning: list[bool], order: Ints, scratch: Ints, fills_all: bool) -> bool:
+def make_moves(state: State, spanning: list[bool], ranks: Ints, scratch: Ints, fills_all: bool) -> bool:
     """All moves, from the state before the first of them.
 
     Args:
         state: what moves read and change.
         spanning: segments whose keys several ranks need anyway.
-        order: ranks, those with most seconds first.
+        ranks: all of them.
         scratch: room for as many.
         fills_all: whether ranks that are too low take from others, after those that are too high have given.
 
@@ -70,12 +70,13 @@ def make_moves(state: State, spanning: list[bool], order: Ints, scratch: Ints, f
         Whether the columns of the state were long enough for all moves.
     """
     _hold_all(state, spanning)
-    if not _unload(state, order):
+    sort_heaviest(state.servers.work, ranks, scratch)
+    if not _unload(state, ranks):
         return False
     if not fills_all:
         return True
-    sort_heaviest(state.servers.work, order, scratch)
-    return _lift(state, order)
+    sort_heaviest(state.servers.work, ranks, scratch)
+    return _lift(state, ranks)
 
 
 @compiled
