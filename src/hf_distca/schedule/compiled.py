@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Floats", "Ints", "array", "column", "compiled", "entry", "interpreted", "room"]
+__all__ = ["Flags", "Floats", "Ints", "array", "column", "compiled", "entry", "handed", "interpreted", "room", "space"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-# What a `column` is to those who read it: an array of int64 or float64, or a list.
+T = TypeVar("T", bound=tuple[Any, ...])
+# What a `column` is to those who read it: an array of int64, float64 or bool, or a view of one. A slice of it is no copy.
 Ints = list[int]
 Floats = list[float]
+Flags = list[bool]
 
 
 def _numba() -> Any:
@@ -63,15 +65,29 @@ def interpreted(function: F) -> F:
     return plain
 
 
-def column(values: npt.NDArray[Any]) -> Any:
-    """An array as compiled functions take it; a list, whose numbers Python reads faster, where nothing is compiled."""
+def column(values: Any) -> Any:
+    """An array as compiled functions take it; a view, whose numbers Python reads faster, where nothing is compiled."""
     # One form of arrays, for which functions are compiled once.
-    return np.ascontiguousarray(values) if numba is not None else values.tolist()
+    contiguous: Any = np.ascontiguousarray(values)
+    return contiguous if numba is not None else memoryview(contiguous)
+
+
+def handed(columns: T) -> T:
+    """A named tuple of contiguous arrays as compiled functions take it."""
+    return columns if numba is not None else type(columns)(*map(column, columns))
 
 
 def room(rows: int, kind: Any = np.int64) -> Any:
-    """A column of so many zeros."""
-    return np.zeros(rows, dtype=kind) if numba is not None else [kind(0)] * rows
+    """A column of so many zeros.
+
+    Handing columns over takes time: one that is sliced in a compiled function is better than ten.
+    """
+    return column(np.zeros(rows, dtype=kind))
+
+
+def space(rows: int | tuple[int, int], kind: Any = np.int64) -> Any:
+    """A column or table of so many numbers, whatever they are."""
+    return column(np.empty(rows, dtype=kind))
 
 
 def array(values: Any, kind: Any = np.int64) -> npt.NDArray[Any]:
