@@ -12,7 +12,7 @@ REQUIREMENTS := $(ENVIRONMENT) setup.cfg pyproject.toml constraints.txt
 # Of what pip says: a line for each package, the large downloads, and the end.
 PROGRESS := awk '/^Collecting|Downloading.*MB|^Installing|^Successfully/ { print substr($$0, 1, 100); fflush() }'
 
-.PHONY: help example test lint types docs loops tests wheel
+.PHONY: help example test lint types docs loops launch tests wheel
 
 help: ## these lines
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -20,8 +20,8 @@ help: ## these lines
 example: $(VENV)/.installed-examples ## train a small model on two CPU processes, with balancing off and on
 	accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_long_documents.py
 
-test: lint docs ## all that must hold for a change: the five below
-	$(MAKE) --no-print-directory -j2 types loops
+test: lint docs ## all that must hold for a change: the six below
+	$(MAKE) --no-print-directory -j2 types loops launch
 	$(MAKE) --no-print-directory tests
 
 lint: $(VENV)/.installed-dev ## lint and format
@@ -36,6 +36,9 @@ docs: $(VENV)/.installed-dev ## build the pages, if there are any to build; warn
 
 loops: $(VENV)/.installed-dev ## compile the scheduler's loops, which else the processes of the tests do beside each other
 	pytest -n 0 -q tests/schedule/test_compiled.py
+
+launch: $(VENV)/.installed-dev ## the example in interpreters of its own, as users start it; tests start it as forks
+	pytest -n 0 -q -m slow tests/test_example.py -k as_users_start_it
 
 tests: $(VENV)/.installed-dev ## all tests but those marked slow
 	pytest

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +25,10 @@ def rank_pool() -> Iterator[Callable[[int], RankPool]]:
     yield pool
     for started in pools.values():
         started.close()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported is for ever: no collection has to look at it
 
 
 @pytest.fixture(autouse=True, scope="session")

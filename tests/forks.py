@@ -1,4 +1,4 @@
-"""Processes that start in a tenth of a second: forks of one process that has imported what tests need, and has run nothing.
+"""Processes that start in a tenth of a second: forks of one process that has imported what tests need, and has run no test.
 
 An import of hf_distca takes five seconds of a processor, which a fork does not pay. In all else a fork is as fresh as a new
 interpreter: it has the environment of whoever starts it, one thread, and it ends as a program does.
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +28,9 @@ PRELOADED = [
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "pytest",
+    "hypothesis",
+    "pydantic",  # for DeepSpeed
+    "loops",
 ]
 # A fork has the thread that calls it alone, so libraries may start none where these are imported.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
@@ -43,7 +47,8 @@ def start(function: Callable[..., object], *args: Any, daemon: bool = True, **ch
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with patch.dict(os.environ, ONE_THREAD):
+    paths = filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))  # `loops` is there
+    with patch.dict(os.environ, ONE_THREAD, PYTHONPATH=os.pathsep.join(paths)):  # a fork has that of whoever starts it
         forkserver.ensure_running()
     return context
 

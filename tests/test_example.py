@@ -43,20 +43,30 @@ def run_program(command: list[str], folder: Path, timeout: float) -> str:
     return output
 
 
-@pytest.mark.timeout(400)
-def test_the_example_trains_compares_and_draws(tmp_path: Path) -> None:
-    """As a user starts it, with accelerate's launcher; scripts like it start as forks."""
+def run_the_example(run: Callable[..., str], folder: Path) -> None:
     command = words_of(
         "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_long_documents.py"
     )
     small = ["--max_length", "4096", "--tokens_per_rank", "2048", "--max_steps", "2", "--comparison_batches", "1"]
-    data = ["--dataset_name", write_corpus(tmp_path / "corpus")]
-    output = run_program([*command, *small, *data, "--output_dir", "out"], tmp_path, 360)
+    data = ["--dataset_name", write_corpus(folder / "corpus")]
+    output = run([*command, *small, *data, "--output_dir", "out"], folder, timeout=360)
     for text in ("balancing off", "balancing on", "dealt", "attention imbalance, measured", "distca/imbalance_estimated_after"):
         assert text in output
     for picture in ("balance.png", "global_batch.png"):
-        assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "out" / "model.safetensors").exists()
+        assert (folder / "out" / picture).read_bytes().startswith(b"\x89PNG")
+    assert (folder / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.timeout(400)
+def test_the_example_trains_compares_and_draws(tmp_path: Path) -> None:
+    run_the_example(scripts.run, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_example_as_users_start_it(tmp_path: Path) -> None:
+    """With accelerate's launcher, which takes three interpreters: `make` has a target for it."""
+    run_the_example(run_program, tmp_path)
 
 
 # The other scripts, by what their launch command ends with: what makes them small, and what they write.

@@ -20,6 +20,7 @@ def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     datasets = pytest.importorskip("datasets", reason="needs the extra 'examples'")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.1)  # 5 s, each time a stream is not read to its end
     rng = np.random.default_rng(0)
     documents = [rng.integers(3, 50, length) for length in (700, 40, 3, 90, 300, 12)]
     datasets.Dataset.from_dict({"tokens": documents}).to_parquet("documents.parquet")

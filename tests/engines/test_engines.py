@@ -33,7 +33,6 @@ QUICK = [
     Case("ZeRO-3", "non-reentrant", ping_pong=True),
     Case("ZeRO-2", precision="mixed"),
     Case("DDP, Trainer", ping_pong=True, ranks=4),
-    Case("FSDP2, transformers", ranks=4),
 ]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -76,6 +77,25 @@ def _warm(rank_pool: Callable[[int], RankPool]) -> None:
     rank_pool(3)(warms_up)
 
 
+Waiting = Callable[..., list[Any]]
+
+
+def alone(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What two ranks of their own give."""
+    with closing(RankPool(2)) as pool:
+        if function is not makes_no_group:
+            pool(warms_up)
+        return pool(function, *args)
+
+
+@pytest.fixture(scope="module")
+def waiting() -> Iterator[Waiting]:
+    """Runs two ranks of which one waits until its time is over: the first to be asked for, and all others beside it."""
+    with ThreadPoolExecutor(len(WAITING)) as threads:
+        started = {case: threads.submit(alone, *case) for case in WAITING}
+        yield lambda *case: started[case].result() if case in started else alone(*case)
+
+
 def skips_a_forward(rank: int) -> Found:
     configure()
     model = llama()
@@ -83,8 +103,8 @@ def skips_a_forward(rank: int) -> Found:
     return outcome(lambda: step(model, rank)) if rank == 0 else ("", "", 0.0)
 
 
-def test_a_rank_that_skips_a_forward(rank_pool: Callable[[int], RankPool]) -> None:
-    waited, _ = rank_pool(2)(skips_a_forward)
+def test_a_rank_that_skips_a_forward(waiting: Waiting) -> None:
+    waited, _ = waiting(skips_a_forward)
     check_desync(
         waited,
         f"rank 0 waited up to {TIMEOUT:g} s for ranks (0, 1) while planning micro-batch 2",
@@ -103,8 +123,8 @@ def has_fewer_layers(rank: int, ping_pong: bool, fewer: int) -> Found:
     ("fewer", "ping_pong"),
     [(0, False), (1, True), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, True), (1, False)))],
 )
-def test_a_rank_with_fewer_layers(rank_pool: Callable[[int], RankPool], ping_pong: bool, fewer: int) -> None:
-    results = rank_pool(2)(has_fewer_layers, ping_pong, fewer)
+def test_a_rank_with_fewer_layers(waiting: Waiting, ping_pong: bool, fewer: int) -> None:
+    results = waiting(has_fewer_layers, ping_pong, fewer)
     for rank, found in enumerate(results):
         check_desync(found, f"rank {rank} waited up to")
     more, less = results[1 - fewer], results[fewer]
@@ -122,8 +142,8 @@ def skips_a_backward(rank: int) -> Found:
     return outcome(lambda: step(model, rank))
 
 
-def test_a_rank_that_skips_a_backward(rank_pool: Callable[[int], RankPool]) -> None:
-    results = rank_pool(2)(skips_a_backward)
+def test_a_rank_that_skips_a_backward(waiting: Waiting) -> None:
+    results = waiting(skips_a_backward)
     check_desync(results[0], "of layer 1 of micro-batch 1", "rank 1 waited in vain while planning micro-batch 2")
     check_desync(results[1], "while planning micro-batch 2", "rank 0 waited in vain", "in backward of layer 1 of micro-batch 1")
 
@@ -198,8 +218,8 @@ def sleeps(rank: int) -> Found:
     return outcome(lambda: step(model, rank))
 
 
-def test_a_rank_that_sleeps(rank_pool: Callable[[int], RankPool]) -> None:
-    awake, asleep = rank_pool(2)(sleeps)
+def test_a_rank_that_sleeps(waiting: Waiting) -> None:
+    awake, asleep = waiting(sleeps)
     check_desync(awake, "rank 0 waited", "of layer 1 of micro-batch 1", "rank 1 is silent")
     check_desync(asleep, "of layer 1 of micro-batch 1", "rank 0 waited in vain", within=TIMEOUT + 1 + SLACK)
 
@@ -242,8 +262,8 @@ def evaluates(rank: int) -> list[Found]:
     return [alone, outcome(lambda: step(model, rank))]
 
 
-def test_a_rank_that_evaluates(rank_pool: Callable[[int], RankPool]) -> None:
-    (trains,), (alone, late) = rank_pool(2)(evaluates)
+def test_a_rank_that_evaluates(waiting: Waiting) -> None:
+    (trains,), (alone, late) = waiting(evaluates)
     check_desync(trains, "while planning micro-batch 1", "rank 1 is silent")
     assert alone[0] == "", "evaluation needs nobody else"
     check_desync(late, "rank 0 waited in vain while planning micro-batch 1", within=SLACK)
@@ -277,10 +297,18 @@ def makes_no_group(rank: int) -> Found:
     return outcome(lambda: current_session().group) if rank == 0 else ("", "", 0.0)
 
 
-def test_a_rank_that_never_trains() -> None:
-    pool = RankPool(2)  # of its own: ranks that disagree about the groups they made can make no other
-    try:
-        error = f"rank 0 waited up to {TIMEOUT:g} s for ranks (0, 1) while making their attention group"
-        check_desync(pool(makes_no_group)[0], error)
-    finally:
-        pool.close()
+def test_a_rank_that_never_trains(waiting: Waiting) -> None:
+    error = f"rank 0 waited up to {TIMEOUT:g} s for ranks (0, 1) while making their attention group"
+    check_desync(waiting(makes_no_group)[0], error)
+
+
+# In the default run: what ends only with a timeout. They take no processor meanwhile.
+WAITING = [
+    (skips_a_forward,),
+    (has_fewer_layers, False, 0),
+    (has_fewer_layers, True, 1),
+    (skips_a_backward,),
+    (sleeps,),
+    (evaluates,),
+    (makes_no_group,),
+]

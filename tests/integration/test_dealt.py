@@ -6,6 +6,8 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -87,6 +89,7 @@ def loss_of(model: Any, targets: torch.Tensor, number: int, **batch: Any) -> tor
     return torch.nn.functional.cross_entropy(logits, targets[0], reduction="sum") / sum(n - 1 for n in BATCHES[number])
 
 
+@cache
 def alone(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of the whole global batches in one process under sdpa, and the sum of their gradients."""
     model, losses = model_for(kind, "sdpa"), []
@@ -125,12 +128,25 @@ def together(rank: int, ranks: int, kind: str, changes: dict[str, Any]) -> tuple
     return sums.tolist(), gradients(model), planning, int(figures.get("distca/imbalance_measured_after", 0) > 0)
 
 
-@pytest.mark.parametrize("changes", [{}, {"ping_pong": True}, {"balance": False}], ids=["whole", "ping-pong", "unbalanced"])
-@pytest.mark.parametrize("kind", ["full", "windows"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_shares_train_as_one_process_does(
-    rank_pool: Callable[[int], RankPool], ranks: int, kind: str, changes: dict[str, Any]
-) -> None:
+CHANGES: dict[str, dict[str, Any]] = {"whole": {}, "ping-pong": {"ping_pong": True}, "unbalanced": {"balance": False}}
+# All of two ranks; of more, what passes through the most: both ways of running, with both kinds of layers.
+DEFAULT = {
+    *product((2,), ("full", "windows"), CHANGES),
+    (3, "windows", "ping-pong"),
+    (4, "windows", "ping-pong"),
+    (4, "full", "whole"),
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "change"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in DEFAULT))
+        for case in product((2, 3, 4), ("full", "windows"), CHANGES)
+    ],
+)
+def test_shares_train_as_one_process_does(rank_pool: Callable[[int], RankPool], ranks: int, kind: str, change: str) -> None:
+    changes = CHANGES[change]
     losses, grads = alone(kind)
     for same_losses, same_grads, planning, measured in rank_pool(ranks)(together, ranks, kind, changes):
         assert same_losses == pytest.approx(losses, rel=1e-12)

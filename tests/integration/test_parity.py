@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def summed_loss(logits: torch.Tensor, tokens: torch.Tensor, start: int, end: int
     return cross_entropy(logits[: last - start], tokens[start + 1 : last + 1], reduction="sum")
 
 
-def oracle(documents: list[int], key_value_heads: int, dtype: torch.dtype) -> tuple[float, dict, dict]:
+@cache
+def oracle(documents: tuple[int, ...], key_value_heads: int, dtype: torch.dtype) -> tuple[float, dict, dict]:
     """Loss, logits per document and gradient per parameter, each document alone.
 
     Under sdpa, because eager rounds its softmax to float32.
@@ -116,7 +118,7 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def check(pool: RankPool, parts: list[Parts], heads: int, dtype: torch.dtype, kernel: str, tolerance: float) -> None:
-    documents = sorted({d for rank in parts for d, _, _ in rank})
+    documents = tuple(sorted({d for rank in parts for d, _, _ in rank}))
     loss, logits, grads = oracle(documents, heads, torch.float64)
     results = pool(balanced, parts, heads, dtype, kernel)
     for rank, (total, pieces, rank_grads, _) in enumerate(results):
@@ -134,8 +136,11 @@ def test_float64(rank_pool: Callable[[int], RankPool], world: int, placement: st
     check(rank_pool(world), placements(world)[placement], 2, torch.float64, "reference", 1e-9)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+# How many key heads there are is a matter of the kernel and of what is sent: an odd number of ranks changes nothing about it.
+@pytest.mark.parametrize(
+    ("world", "heads"),
+    [pytest.param(n, heads, marks=[pytest.mark.slow] * (n == 3 and heads != 2)) for n in (1, 2, 3, 4) for heads in (1, 2, 4)],
+)
 def test_float32(rank_pool: Callable[[int], RankPool], world: int, heads: int) -> None:
     for parts in placements(world).values():
         check(rank_pool(world), parts, heads, torch.float32, "cpu", 1e-5)

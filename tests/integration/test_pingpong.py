@@ -85,7 +85,7 @@ def step(rank: int, placement: str, reentrant: bool | None, use_cache: bool, **s
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("reentrant", "use_cache"), [(None, False), (None, True), (True, False), (False, False)])
 def test_halves_are_exact(rank_pool: Callable[[int], RankPool], placement: str, reentrant: bool | None, use_cache: bool) -> None:
-    documents = sorted(d for rows in PLACEMENTS[placement] for row in rows for d in row)
+    documents = tuple(sorted(d for rows in PLACEMENTS[placement] for row in rows for d in row))
     loss, logits, grads = oracle(documents, 2, torch.float64)
     results = rank_pool(3)(step, placement, reentrant, use_cache)
     for total, pieces, rank_grads, _, _ in results:
@@ -110,7 +110,7 @@ def test_a_bound_of_transient_bytes_changes_the_exchanges_and_not_the_numbers(
     rank_pool: Callable[[int], RankPool], ping_pong: bool
 ) -> None:
     pool = rank_pool(3)
-    loss, _, grads = oracle([0, 3, 1, 2, 4, 5, 6], 2, torch.float64)
+    loss, _, grads = oracle(tuple(range(7)), 2, torch.float64)
     free = pool(bounded_step, None, ping_pong, None)[0][3]
     bounded = []
     for reentrant in (None, False):

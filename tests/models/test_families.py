@@ -1,6 +1,6 @@
 """Every causal-LM type of transformers: proven equal, or refused by name.
 
-A run takes one of each variant and a quarter of the others, another one each day, so that every type runs in four days; with
+A run takes one of each variant and an eighth of the others, another one each day, so that every type runs in eight days; with
 `-m "slow or not slow"` all run, also on two ranks.
 """
 
@@ -17,6 +17,7 @@ from compare import alone, documents, forward, quiet, run
 from cut import CUT, LENGTHS, WHOLE, over_ranks, share
 from generate import page, table_of
 from measure import Result, measure
+from mutations import MUTATIONS, mutated
 from tiny import MODEL_TYPES, build
 from two_ranks import check_two_ranks
 
@@ -130,3 +131,59 @@ def test_two_ranks_equal_each_document_alone(model_type: str, rank_pool: Callabl
 @pytest.mark.parametrize("model_type", in_turn(sorted(PING_PONG), FAST))
 def test_halves_on_two_ranks_equal_each_document_alone(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     check_two_ranks(rank_pool(2), model_type, ping_pong=True)
+
+
+# The proof notices faults: each of them, put into the library, makes the comparison fail that passes without it.
+FAULTS_ON_ONE_RANK = {
+    "window one key too wide": "mistral",
+    "window one key too narrow": "mistral",
+    "chunk one token too long": "llama4_text",
+    "scale wrong by 1 %": "llama",
+    "softcap dropped": "gemma2",
+    "sink dropped": "gpt_oss",
+    "gradient of the sink dropped": "gpt_oss",
+    "documents of a row leak": "llama",
+}
+FAULTS_ON_TWO_RANKS = {
+    "documents leak over ranks": "llama",
+    "dk of one copy lost": "llama",
+    "dv of one copy lost": "llama",
+    "scale wrong by 1 %": "deepseek_v3",
+    "window one key too wide": "mistral",
+    "gradient of the sink dropped": "gpt_oss",
+}
+FAULTS_BETWEEN_HALVES = {
+    "second half without the keys of the first": "llama",
+    "gradient of the keys handed over lost": "llama",
+}
+
+
+def test_every_fault_is_tried() -> None:
+    assert {*FAULTS_ON_ONE_RANK, *FAULTS_ON_TWO_RANKS, *FAULTS_BETWEEN_HALVES} == set(MUTATIONS)
+
+
+@pytest.mark.parametrize("mutation", FAULTS_ON_ONE_RANK)
+def test_a_fault_on_one_rank_is_noticed(mutation: str) -> None:
+    model_type = FAULTS_ON_ONE_RANK[mutation]
+    assert measure(model_type).status == "proven"
+    with mutated(mutation):
+        result = measure.__wrapped__(model_type)
+    assert result.status == "wrong", result
+
+
+@pytest.mark.parametrize("mutation", FAULTS_ON_TWO_RANKS)
+def test_a_fault_on_two_ranks_is_noticed(mutation: str, rank_pool: Callable[[int], RankPool]) -> None:
+    check_two_ranks(rank_pool(2), FAULTS_ON_TWO_RANKS[mutation])
+    with pytest.raises(AssertionError, match="differs by"):
+        check_two_ranks(rank_pool(2), FAULTS_ON_TWO_RANKS[mutation], mutation)
+
+
+@pytest.mark.parametrize("mutation", FAULTS_BETWEEN_HALVES)
+def test_a_fault_between_halves_is_noticed(mutation: str) -> None:
+    model_type = FAULTS_BETWEEN_HALVES[mutation]
+    assert measure(model_type).halves
+    with mutated(mutation):
+        result = measure.__wrapped__(model_type)
+    assert result.status == "proven"
+    assert not result.halves
+    assert max(result.differences.values()) > 1e-4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_core_attention import DIM, HEADS, KEY_HEADS, TILE, VALUE_DIM, random_case, run_plan, run_untagged
+from test_core_attention import DIM, HEADS, KEY_HEADS, TILE, VALUE_DIM, WORLDS, random_case, run_plan, run_untagged
 
 from hf_distca.kernels import Scores
 from hf_distca.runtime.route import Route
@@ -24,7 +24,7 @@ SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, 8)
 BOUNDS = [1, 10_000, 60_000, 200_000, 10**9]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, *WORLDS])
 def test_random_plans_in_waves_are_exact(rank_pool: Callable[[int], RankPool], world: int) -> None:
     pool = rank_pool(world)
 
