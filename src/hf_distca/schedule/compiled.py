@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Floats", "Ints", "array", "column", "compiled", "entry", "interpreted", "room"]
+__all__ = ["Floats", "Ints", "array", "column", "compiled", "entry", "interpreted", "room", "table"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 # What a `column` is to those who read it: an array of int64 or float64, or a list.
@@ -37,14 +37,17 @@ numba = _numba()
 # Divisions by zero are what numpy makes of them: without the check loops are a quarter faster. And columns are not counted as
 # they are handed on, which takes four times as long as all else; functions that make no arrays of their own need no count.
 _OPTIONS = {"error_model": "numpy", "_nrt": False}
+# What lets Python and C call a function takes a third of the time of compiling it, and is for entries alone.
+_INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 def compiled(function: F) -> F:
     """A function for other compiled ones. It reads and changes `column`s, numbers and named tuples of these, and makes no arrays.
+    A call from Python would end the process; `interpreted` is for those.
 
     Its arithmetic is IEEE double arithmetic in the order that is written, so that every machine finds the same figures.
     """
-    return function if numba is None else _made(function)
+    return function if numba is None else _made(function, **_INNER)
 
 
 def entry(function: F) -> F:
@@ -72,6 +75,11 @@ def column(values: npt.NDArray[Any]) -> Any:
 def room(rows: int, kind: Any = np.int64) -> Any:
     """A column of so many zeros."""
     return np.zeros(rows, dtype=kind) if numba is not None else [kind(0)] * rows
+
+
+def table(rows: int, columns: int) -> Any:
+    """So many rows of zeros, which compiled functions read as ``table[row][column]``."""
+    return np.zeros((rows, columns), dtype=np.int64) if numba is not None else [[0] * columns for _ in range(rows)]
 
 
 def array(values: Any, kind: Any = np.int64) -> npt.NDArray[Any]:
