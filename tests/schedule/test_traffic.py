@@ -17,7 +17,6 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import CATask, Plan
 from hf_distca.schedule.relief import relieve
-from hf_distca.schedule.traffic import KeyTraffic
 
 
 def check_tokens(plan: Plan) -> None:
@@ -26,7 +25,7 @@ def check_tokens(plan: Plan) -> None:
     tokens = ((runs.end - runs.start) * plan.layout.heads_of(runs.document))[away]
     ranks = plan.layout.world_size
     expected = [np.bincount(rank[away], weights=tokens, minlength=ranks) for rank in (runs.source, runs.server)]
-    np.testing.assert_array_equal(KeyTraffic.of(plan).tokens(ranks), expected)
+    np.testing.assert_array_equal(PlanLoad(plan, CostModel.analytic(SHAPE)).key_tokens, expected)
 
 
 @settings(max_examples=100, deadline=None)

@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Floats", "Ints", "array", "column", "compiled", "entry", "interpreted", "room", "table"]
+__all__ = ["Flags", "Floats", "Ints", "array", "column", "compiled", "entry", "handed", "interpreted", "room", "space", "table"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-# What a `column` is to those who read it: an array of int64 or float64, or a list.
+T = TypeVar("T", bound=tuple[Any, ...])
+# What a `column` is to those who read it: an array of int64, float64 or bool, or a view of one. A slice of it is no copy.
 Ints = list[int]
 Floats = list[float]
+Flags = list[bool]
 
 
 def _numba() -> Any:
@@ -37,17 +39,14 @@ numba = _numba()
 # Divisions by zero are what numpy makes of them: without the check loops are a quarter faster. And columns are not counted as
 # they are handed on, which takes four times as long as all else; functions that make no arrays of their own need no count.
 _OPTIONS = {"error_model": "numpy", "_nrt": False}
-# What lets Python and C call a function takes a third of the time of compiling it, and is for entries alone.
-_INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 def compiled(function: F) -> F:
     """A function for other compiled ones. It reads and changes `column`s, numbers and named tuples of these, and makes no arrays.
-    A call from Python would end the process; `interpreted` is for those.
 
     Its arithmetic is IEEE double arithmetic in the order that is written, so that every machine finds the same figures.
     """
-    return function if numba is None else _made(function, **_INNER)
+    return function if numba is None else _made(function)
 
 
 def entry(function: F) -> F:
@@ -66,15 +65,29 @@ def interpreted(function: F) -> F:
     return plain
 
 
-def column(values: npt.NDArray[Any]) -> Any:
-    """An array as compiled functions take it; a list, whose numbers Python reads faster, where nothing is compiled."""
+def column(values: Any) -> Any:
+    """An array as compiled functions take it; a view, whose numbers Python reads faster, where nothing is compiled."""
     # One form of arrays, for which functions are compiled once.
-    return np.ascontiguousarray(values) if numba is not None else values.tolist()
+    contiguous: Any = np.ascontiguousarray(values)
+    return contiguous if numba is not None else memoryview(contiguous)
+
+
+def handed(columns: T) -> T:
+    """A named tuple of contiguous arrays as compiled functions take it."""
+    return columns if numba is not None else type(columns)(*map(column, columns))
 
 
 def room(rows: int, kind: Any = np.int64) -> Any:
-    """A column of so many zeros."""
-    return np.zeros(rows, dtype=kind) if numba is not None else [kind(0)] * rows
+    """A column of so many zeros.
+
+    Handing columns over takes time: one that is sliced in a compiled function is better than ten.
+    """
+    return column(np.zeros(rows, dtype=kind))
+
+
+def space(rows: int | tuple[int, int], kind: Any = np.int64) -> Any:
+    """A column or table of so many numbers, whatever they are."""
+    return column(np.empty(rows, dtype=kind))
 
 
 def table(rows: int, columns: int) -> Any:

@@ -5,41 +5,7 @@ from __future__ import annotations
 from hf_distca.schedule.compiled import Floats, Ints, compiled
 from hf_distca.schedule.state import CAP, FLOOR, FREE, LOW, MEAN, Servers
 
-__all__ = ["change", "drop", "nearest", "server_for", "settle", "sort_heaviest"]
-
-
-@compiled
-def sort_heaviest(work: Floats, heaviest: Ints, scratch: Ints) -> None:
-    """Sort ranks, those with most work first: runs that are sorted already are merged two by two."""
-    count = len(heaviest)
-    while True:
-        runs, first = 0, 0
-        while first < count:
-            middle = _end_of_run(work, heaviest, first)
-            last = _end_of_run(work, heaviest, middle)
-            one, other = first, middle
-            for at in range(first, last):
-                if other == last or (one < middle and not _heavier(work, heaviest[other], heaviest[one])):
-                    scratch[at] = heaviest[one]
-                    one += 1
-                else:
-                    scratch[at] = heaviest[other]
-                    other += 1
-            runs, first = runs + 1, last
-        for at in range(count):
-            heaviest[at] = scratch[at]
-        if runs <= 1:
-            return
-
-
-@compiled
-def _end_of_run(work: Floats, heaviest: Ints, first: int) -> int:
-    """The first place from one on at which ranks are no longer in order."""
-    if first < len(heaviest):
-        first += 1
-    while first < len(heaviest) and _heavier(work, heaviest[first - 1], heaviest[first]):
-        first += 1
-    return first
+__all__ = ["change", "drop", "nearest", "server_for", "settle"]
 
 
 @compiled

@@ -12,25 +12,24 @@ where the moves start from, and makes a plan of them; the moves themselves are i
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-from hf_distca.schedule.compiled import array, column, room
+from hf_distca.schedule.begin import Costs, Goal, Room
+from hf_distca.schedule.compiled import array, column, room, space
 from hf_distca.schedule.heads import WHOLE, Heads
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.levels import Levels
-from hf_distca.schedule.moves import make_moves
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.prices import Price
 from hf_distca.schedule.ranks import ALIKE, Ranks
-from hf_distca.schedule.state import FREE, MOVES, PIECES, UNASKED, Fit, Holders, Pieces, Prices, Segments, Servers, State
-from hf_distca.schedule.tasks import Tasks, Untouched, tasks_of
+from hf_distca.schedule.state import Fit
+from hf_distca.schedule.tasks import MADE, moved_tasks
 
 __all__ = ["Greedy"]
 
 # Moves that there is room for at first: so many for each rank, and so many more. Most plans need one or two for each rank.
-_MOVES = (4, 256)
+_MOVES = (4, 64)
 _NO_BOUND = Fit(0, 0, 0)
 
 
@@ -57,101 +56,43 @@ class Greedy:
         heads: Heads = WHOLE,
     ) -> None:
         self.layout, self.own, self.price = layout, price, exchanged or price
-        self.fit, self.fills_all, self.ranks, self.heads = fit or _NO_BOUND, cap is None, ranks, heads
+        self.fit, self.ranks, self.heads = fit or _NO_BOUND, ranks, heads
         self.seconds = np.array(seconds, dtype=np.float64)
         self.speeds = ranks.each(len(seconds))
         mean = ranks.level(seconds)
         self.levels = Levels.of(seconds, self.speeds, mean, tolerance) if cap is None else Levels.below(cap)
         high = self.levels.high
         surplus = math.fsum((work - high) * speed for work, speed in zip(seconds, self.speeds, strict=True) if work > high)
-        self.total = np.array([surplus, ranks.work(seconds), 0.0, 0.0])
+        columns = column(self.seconds), column(np.array(self.speeds))
+        self.goal = Goal(*columns, self.levels, surplus, ranks.work(seconds), cap is None)
         # Numbers of a document and its head groups: the d-th document becomes d * parts.
         self.parts = 1 if heads.groups == 1 else heads.groups + 1
-        self.apart = np.zeros(len(layout.place), dtype=np.bool_) if self.parts == 1 else heads.documents[layout.place]
+        self.apart = np.zeros(len(layout.documents), dtype=np.bool_) if self.parts == 1 else heads.documents
 
     def plan(self) -> Plan:
         """Run and build the plan."""
-        each, more = _MOVES
-        moves = each * len(self.seconds) + more
-        while not make_moves(state := self._start(moves), *self._all(), self.fills_all):
-            moves *= 4
-        return self._build(state)
-
-    def _all(self) -> tuple[Any, Any, Any]:
-        """Segments whose keys several ranks need anyway, all ranks, and room for as many."""
-        spanning = self.layout.spans[self.layout.place] & (self.price.window == 0)
-        return column(spanning), column(np.arange(len(self.seconds))), room(len(self.seconds))
-
-    def _start(self, moves: int) -> State:
-        """The state before the first of so many moves."""
-        layout, ranks, heads = self.layout, len(self.seconds), self.heads
+        layout, groups, ranks = self.layout, self.heads.groups, len(self.seconds)
         # Of a document that may be split, each head group counts.
-        extra = (heads.groups - 1) * int(self.apart.sum())
+        segments = len(layout.place) + (groups - 1) * int(np.count_nonzero(self.apart[layout.place]))
         per_node = self.ranks.per_node or 0
-        free = np.lexsort((np.arange(ranks), self.seconds))
-        count = np.zeros(5, dtype=np.int64)
-        count[FREE] = np.searchsorted(self.seconds[free], self.levels.mean)
-        return State(
-            Prices(
-                price=self.price,
-                own=self.own,
-                group_price=self.price.of_group(heads.groups),
-                group_own=self.own.of_group(heads.groups),
-                exchanged=self.price is not self.own,
-                parts=self.parts,
-                fit=self.fit,
-                group_fit=self.fit.of_group(heads.groups),
-                per_node=per_node if self.own.near < 1 and per_node < ranks else 0,
-            ),
-            Segments(*map(column, (layout.offsets, layout.context, layout.place, layout.start, layout.end, self.apart))),
-            Servers(
-                work=column(self.seconds.copy()),
-                speed=column(np.array(self.speeds)),
-                free=column(free),
-                base=column(np.array(self.levels)),
-                level=column(np.array(self.levels)),
-                total=column(self.total.copy()),
-                counts=column(count),
-            ),
-            _pieces(ranks, len(layout.place) + extra + 2 * moves),
-            _holders(len(layout.documents) * self.parts, len(layout.place) + extra + moves),
-            (room(moves), room(moves), room(moves), room(moves), room(moves), room(moves)),
-        )
-
-    def _build(self, state: State) -> Plan:
-        """Tasks: untouched segments, what is left of the others, and what was moved."""
-        layout, groups = self.layout, self.heads.groups
-        count = state.servers.counts
-        made = np.array([part[: count[MOVES]] for part in state.moves], dtype=np.int64)
-        order, apart = np.lexsort(made[[2, 1, 0]]), room(len(layout.documents), bool)
-        rows = len(order) + int(count[PIECES]) + len(layout.place) + (groups - 1) * int(self.apart.sum())
-        tasks = Tasks(*(room(rows) for _ in Tasks._fields))
-        segments = Untouched(*map(column, (layout.documents, layout.rank, layout.queries)))
-        found = tasks_of(state, segments, column(order), apart, tasks)
-        split = array(apart, bool)
-        if split.any():
-            layout = layout.split(split, groups)
-        document, start, end, home, server = (array(part)[:found] for part in tasks)
+        near = per_node if self.own.near < 1 and per_node < ranks else 0
+        costs = Costs(self.price, self.own, self.fit, groups, self.price is not self.own, near)
+        each, more = _MOVES
+        moves, found = each * ranks + more, -1
+        while found < 0:
+            rows, numbers = 3 * moves + 2 * segments, len(layout.documents) * self.parts
+            split, made = room(len(layout.documents), bool), space(5 * rows)
+            found = moved_tasks(
+                layout.columns,
+                costs,
+                self.goal,
+                Room.of(moves, segments, numbers, ranks),
+                (column(self.apart), split),
+                (made, space(MADE * rows)),
+            )
+            moves *= 4
+        apart = array(split, bool)
+        if apart.any():
+            layout = layout.split(apart, groups)
+        document, start, end, home, server = array(made).reshape(5, -1)[:, :found]
         return Plan(layout, document, start, end, home, server, self.price.window or None)
-
-
-def _pieces(ranks: int, rows: int) -> Pieces:
-    """Room for so many pieces of so many ranks."""
-    return Pieces(
-        first=column(np.full(ranks, UNASKED)),
-        want=room(ranks, float),
-        start=room(rows),
-        end=room(rows),
-        number=room(rows),
-        segment=room(rows),
-        after=room(rows),
-        ratio=room(rows, float),
-        looked=room(rows),
-    )
-
-
-def _holders(numbers: int, rows: int) -> Holders:
-    """Room for so many holders of documents with so many numbers."""
-    table = 2 ** (2 * rows + 1).bit_length()
-    known = room(numbers, bool)
-    return Holders(room(rows), room(rows), room(rows), room(rows), known, room(numbers), room(numbers), room(table))

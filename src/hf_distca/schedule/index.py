@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.compiled import Ints, array, column, compiled, entry, room
+from hf_distca.schedule.compiled import Flags, Ints, array, column, compiled, entry, room
 
-__all__ = ["CONTEXT", "FINE", "GAP", "LARGEST", "OFFSETS", "SEGMENT", "Index", "IntArray", "Wrong", "index_of"]
+__all__ = [
+    "CONTEXT",
+    "FINE",
+    "GAP",
+    "LARGEST",
+    "OFFSETS",
+    "SEGMENT",
+    "BoolArray",
+    "IntArray",
+    "Segments",
+    "Summary",
+    "Wrong",
+    "index_of",
+    "split_of",
+]
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -28,21 +42,41 @@ class Wrong(NamedTuple):
     expected: int = 0
 
 
-class Index(NamedTuple):
-    """What `Layout` says of its segments and documents, under the same names."""
+class Segments(NamedTuple):
+    """A layout as compiled functions take it: columns of its segments and documents, under the names that `Layout` has.
 
-    rank: IntArray
+    Attributes:
+        order: the segments in order of document and position (`Layout.by_document`).
+        document, start, end, rank, token, place, queries: of each segment.
+        offsets, context: of each rank.
+        documents, spans, runs: of each document.
+    """
+
+    order: IntArray
+    document: IntArray
+    start: IntArray
     end: IntArray
+    rank: IntArray
     token: IntArray
-    queries: BoolArray
     place: IntArray
+    queries: BoolArray
+    offsets: IntArray
+    context: IntArray
     documents: IntArray
     spans: BoolArray
     runs: BoolArray
 
 
-def index_of(columns: tuple[IntArray, ...], order: IntArray, groups: int) -> tuple[Index, int, Wrong]:
-    """The index of a layout, its longest document, and what is wrong with its columns.
+class Summary(NamedTuple):
+    """Of a layout: how many documents it has, the length of the longest, and whether any lies in more than one run of tokens."""
+
+    documents: int = 0
+    longest: int = 0
+    scattered: bool = False
+
+
+def index_of(columns: tuple[IntArray, ...], order: IntArray, groups: int) -> tuple[Segments, Summary, Wrong]:
+    """A layout for compiled functions, as arrays, a summary of it, and what is wrong with its columns.
 
     Args:
         columns: document, start, length, offsets and context of the layout; the first three as long as the last offset says.
@@ -50,32 +84,62 @@ def index_of(columns: tuple[IntArray, ...], order: IntArray, groups: int) -> tup
         groups: head groups that documents are split in; 1 if none is.
     """
     rows = len(order)
-    rank, end, token, place, documents = (room(rows) for _ in range(5))
-    queries, spans, runs = (room(rows, bool) for _ in range(3))
-    filled = Index(rank, end, token, queries, place, documents, spans, runs)
     document, start, length, offsets, context = map(column, columns)
-    wrong, count, longest = _index(document, start, length, offsets, context, column(order), groups, filled)
-    documents, spans, runs = array(documents)[:count], array(spans, bool)[:count], array(runs, bool)[:count]
-    found = Index(array(rank), array(end), array(token), array(queries, bool), array(place), documents, spans, runs)
-    return found, longest, Wrong(*wrong)
+    numbers, flags = room(5 * rows), room(3 * rows, bool)
+    end, rank, token, place, documents = (numbers[at * rows : (at + 1) * rows] for at in range(5))
+    queries, spans, runs = (flags[at * rows : (at + 1) * rows] for at in range(3))
+    found = Segments(column(order), document, start, end, rank, token, place, queries, offsets, context, documents, spans, runs)
+    wrong, summary = _index(found, length, groups)
+    count = summary[0]
+    arrays: list[Any] = [np.asarray(one) for one in found]
+    arrays[-3:] = (one[:count] for one in arrays[-3:])
+    return Segments(*arrays), Summary(*summary), Wrong(*wrong)
+
+
+def split_of(segments: Segments, apart: BoolArray, scale: int, groups: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Columns of a layout in which some documents are split by heads: document, start, length and offsets.
+
+    Args:
+        segments: of the layout before.
+        apart: of each of its documents, whether it is to be split.
+        scale: by which its numbers are multiplied: 1 more than `groups`, or 1 if some documents are split already.
+        groups: in how many parts.
+    """
+    rows = len(segments.order) + (groups - 1) * int(np.count_nonzero(apart[np.asarray(segments.place)]))
+    made, offsets = room(3 * rows), room(len(segments.offsets))
+    _split(segments, column(apart), scale, groups, made, offsets)
+    document, start, length = array(made).reshape(3, rows)
+    return document, start, length, array(offsets)
 
 
 @entry
-def _index(
-    document: Ints, start: Ints, length: Ints, offsets: Ints, context: Ints, order: Ints, groups: int, index: Index
-) -> tuple[tuple[int, int, int], int, int]:
-    """Fill the index in; what is wrong, how many documents there are, and the length of the longest."""
-    wrong = _by_rank(document, start, length, offsets, context, groups, index)
+def _split(segments: Segments, apart: Flags, scale: int, groups: int, made: Ints, offsets: Ints) -> None:
+    """Fill the columns in, of document, start and length one after another."""
+    rows, count = len(made) // 3, 0
+    document, start, length = made[:rows], made[rows : 2 * rows], made[2 * rows :]
+    for rank in range(len(offsets) - 1):
+        for segment in range(segments.offsets[rank], segments.offsets[rank + 1]):
+            split = apart[segments.place[segment]]
+            for group in range(1 if split else 0, groups + 1 if split else 1):
+                document[count] = segments.document[segment] * scale + group
+                start[count], length[count] = segments.start[segment], segments.end[segment] - segments.start[segment]
+                count += 1
+        offsets[rank + 1] = count
+
+
+@entry
+def _index(index: Segments, length: Ints, groups: int) -> tuple[tuple[int, int, int], tuple[int, int, bool]]:
+    """Fill the index in; what is wrong, and a summary."""
+    wrong = _by_rank(index, length, groups)
     if wrong[0] != FINE:
-        return wrong, 0, 0
-    return _by_document(document, start, length, order, index)
+        return wrong, (0, 0, False)
+    return _by_document(index, length)
 
 
 @compiled
-def _by_rank(
-    document: Ints, start: Ints, length: Ints, offsets: Ints, context: Ints, groups: int, index: Index
-) -> tuple[int, int, int]:
+def _by_rank(index: Segments, length: Ints, groups: int) -> tuple[int, int, int]:
     """Go through the segments in the order of ranks and tokens; what is wrong."""
+    document, start, offsets, context = index.document, index.start, index.offsets, index.context
     for rank in range(len(offsets) - 1):
         first, last = offsets[rank], offsets[rank + 1]
         if not 0 <= first <= last <= len(start):
@@ -97,22 +161,22 @@ def _by_rank(
 
 
 @compiled
-def _by_document(document: Ints, start: Ints, length: Ints, order: Ints, index: Index) -> tuple[tuple[int, int, int], int, int]:
+def _by_document(index: Segments, length: Ints) -> tuple[tuple[int, int, int], tuple[int, int, bool]]:
     """Go through the segments in order of document and position, each of which has to start where the one before ends."""
-    count, longest, before = 0, 0, -1
-    for row in order:
+    document, count, longest, before, scattered = index.document, 0, 0, -1, False
+    for row in index.order:
         fresh = before < 0 or document[row] != document[before]
         expected = 0 if fresh else index.end[before]
-        if start[row] != expected:
-            return (GAP, row, expected), count, longest
+        if index.start[row] != expected:
+            return (GAP, row, expected), (count, longest, scattered)
         if fresh:
             index.documents[count], index.spans[count], index.runs[count] = document[row], False, True
             count += 1
         elif index.rank[row] != index.rank[before]:
-            index.spans[count - 1], index.runs[count - 1] = True, False
+            index.spans[count - 1], index.runs[count - 1], scattered = True, False, True
         elif index.token[row] != index.token[before] + length[before]:
-            index.runs[count - 1] = False
+            index.runs[count - 1], scattered = False, True
         index.place[row] = count - 1
         longest = max(longest, index.end[row])
         before = row
-    return (FINE, -1, 0), count, longest
+    return (FINE, -1, 0), (count, longest, scattered)

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import DistCAError, LayoutError
-from hf_distca.schedule.index import CONTEXT, FINE, OFFSETS, SEGMENT, Index, IntArray, Wrong, index_of
+from hf_distca.schedule.compiled import handed
+from hf_distca.schedule.index import CONTEXT, FINE, OFFSETS, SEGMENT, IntArray, Segments, Wrong, index_of, split_of
 
 __all__ = ["IntArray", "Layout", "Segment", "as_integers", "documents_from_positions", "lengths_from_cu_seqlens", "repeated"]
 
@@ -52,6 +53,7 @@ class Layout:
         context: how many segments of each rank are context; none if not given.
         groups: head groups that documents are split in, as `split` does; 1 if none is.
         longest: length of the longest document in tokens, 0 if there is none.
+        scattered: whether any document lies in more than one run of tokens, on several ranks or with a gap on one.
     """
 
     document: IntArray
@@ -61,7 +63,8 @@ class Layout:
     context: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     groups: int = 1
     longest: int = field(init=False, repr=False)
-    _index: Index = field(init=False, repr=False)
+    scattered: bool = field(init=False, repr=False)
+    _index: Segments = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not len(self.context):
@@ -72,11 +75,12 @@ class Layout:
         if len(self.context) != self.world_size:
             _refuse(self, Wrong(CONTEXT))
         columns = self.document, self.start, self.length, self.offsets, self.context
-        index, longest, wrong = index_of(columns, self.by_document, self.groups)
+        indexed, summary, wrong = index_of(columns, self.by_document, self.groups)
         if wrong.what != FINE:
             _refuse(self, wrong)
-        object.__setattr__(self, "_index", index)
-        object.__setattr__(self, "longest", longest)
+        object.__setattr__(self, "_index", indexed)
+        object.__setattr__(self, "longest", summary.longest)
+        object.__setattr__(self, "scattered", summary.scattered)
 
     @classmethod
     def from_segments(cls, ranks: Sequence[Sequence[tuple[int, int, int]]], context: Sequence[int] = ()) -> Layout:
@@ -136,11 +140,7 @@ class Layout:
         """
         if self.groups not in (1, groups) or self.context.any():
             raise LayoutError(f"a layout with {self.groups} head groups and context {self.context.tolist()} cannot be split.")
-        numbers = self.document if self.groups == groups else self.document * (groups + 1)
-        of_segment = apart[self.place]
-        row, part = repeated(of_segment, groups)
-        offsets = np.concatenate([[0], np.cumsum(np.where(of_segment, groups, 1))])[self.offsets]
-        return Layout(numbers[row] + part, self.start[row], self.length[row], offsets, groups=groups)
+        return Layout(*split_of(self.columns, apart, groups + 1 if self.groups == 1 else 1, groups), groups=groups)
 
     def heads_of(self, document: IntArray) -> npt.NDArray[np.float64]:
         """What part of the heads each of these documents of the layout has: 1, or of a head group ``1 / groups``."""
@@ -166,6 +166,11 @@ class Layout:
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.offsets) - 1
+
+    @property
+    def columns(self) -> Segments:
+        """All of it as compiled functions take it."""
+        return handed(self._index)
 
     @property
     def rank(self) -> IntArray:
@@ -227,11 +232,6 @@ class Layout:
     def runs(self) -> npt.NDArray[np.bool_]:
         """Of each of `documents`, whether it lies in one run of the tokens of one rank."""
         return self._index.runs
-
-    @cached_property
-    def scattered(self) -> bool:
-        """Whether any document lies in more than one run of tokens, on several ranks or with a gap on one."""
-        return not self.runs.all()
 
     def segments(self, rank: int) -> list[Segment]:
         """The segments of one rank in token order."""

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
+from hf_distca.schedule.ends import Ends, Link
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.nodes import NodeBytes, wire_seconds
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.relays import senders, sent_key_tokens
 from hf_distca.schedule.tally import Tally
-from hf_distca.schedule.traffic import KeyTraffic
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["PlanLoad", "PlanSummary", "imbalance", "summarize"]
@@ -26,7 +26,7 @@ EXCHANGES_PER_LAYER = 4
 # With relays: dispatch a second time, forward and backward, and gradients of keys to relays.
 RELAY_EXCHANGES = 3
 # What a `PlanLoad` keeps and relays do not change.
-_UNRELATED = {"pairs", "compute_seconds", "tally", "key_traffic", "wave_transfers"}
+_UNRELATED = {"pairs", "compute_seconds", "tally", "wave_transfers"}
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class PlanLoad:
             relays: keys that are passed on.
             sent: K/V tokens that each rank sends then.
         """
-        load = replace(self, plan=self.plan.with_relays(relays))
+        load = PlanLoad(self.plan.with_relays(relays), self.cost, self.waves, self.overlapped, self.ranks)
         vars(load).update({name: vars(self)[name] for name in _UNRELATED & vars(self).keys()})
-        vars(load)["key_tokens"] = sent, self.key_tokens[1]
+        vars(load)["key_tokens"] = np.array((sent, self.key_tokens[1]))
         return load
 
     @property
@@ -87,32 +87,27 @@ class PlanLoad:
         return self.ranks.taken(self.tally.seconds)
 
     @property
-    def query_tokens(self) -> tuple[FloatArray, FloatArray]:
-        """Query tokens that each rank sends and receives; of some of the heads they count in part, as everything here."""
-        return self.tally.sent, self.tally.received
+    def query_tokens(self) -> FloatArray:
+        """Query tokens that each rank sends and receives, shape (2, ranks); of some of the heads they count in part."""
+        return self.tally.queries
 
     @cached_property
     def tally(self) -> Tally:
-        """Compute of all ranks alike, and what queries they exchange."""
+        """What ranks that are all alike compute, and what they exchange without waves, relays and a window."""
         return Tally.of(self.plan, self.cost)
 
     @cached_property
-    def key_tokens(self) -> tuple[FloatArray, FloatArray]:
-        """K/V tokens that each rank sends and receives, each token once per destination."""
-        layout, relays = self._key_layout, self.plan.relays
+    def key_tokens(self) -> FloatArray:
+        """K/V tokens that each rank sends and receives, each token once per destination: shape (2, ranks)."""
+        relays = self.plan.relays
         if relays is None and self.plan.window is None and not self._in_waves:
-            return self.key_traffic.tokens(layout.world_size)
-        sides = []
+            return self.tally.keys
+        layout, sides = self._key_layout, []
         for keys in self.wave_transfers:
             came = keys.source != keys.server
             received = self._sum(keys.server[came], ((keys.end - keys.start) * layout.heads_of(keys.document))[came])
-            sides.append((sent_key_tokens(keys, relays, layout), received))
-        return np.sum([side[0] for side in sides], axis=0), np.sum([side[1] for side in sides], axis=0)
-
-    @cached_property
-    def key_traffic(self) -> KeyTraffic:
-        """Who needs how many keys, if there are no waves and there is no window."""
-        return KeyTraffic.of(self.plan)
+            sides.append(np.array((sent_key_tokens(keys, relays, layout), received)))
+        return np.asarray(np.sum(sides, axis=0))
 
     @property
     def _key_layout(self) -> Layout:
@@ -131,14 +126,10 @@ class PlanLoad:
         return [self.waves.plan.key_transfers(among=self.waves.number == wave) for wave in range(self.waves.count)]
 
     @cached_property
-    def exchange_bytes(self) -> tuple[FloatArray, FloatArray]:
-        """Bytes, forward and backward, that each rank exchanges as a home and as a server."""
+    def exchange_bytes(self) -> FloatArray:
+        """Bytes, forward and backward, that each rank exchanges as a home and as a server: shape (2, ranks)."""
         shape = self.cost.shape
-        sent, received = (
-            queries * shape.moved_query_bytes + keys * shape.moved_key_bytes
-            for queries, keys in zip(self.query_tokens, self.key_tokens, strict=True)
-        )
-        return sent, received
+        return np.asarray(self.query_tokens * shape.moved_query_bytes + self.key_tokens * shape.moved_key_bytes)
 
     @cached_property
     def node_bytes(self) -> NodeBytes:
@@ -155,29 +146,35 @@ class PlanLoad:
         return NodeBytes.of((source, server, amount), plan.layout.world_size, self.ranks.per_node or 1)
 
     @cached_property
-    def wire_seconds(self) -> tuple[FloatArray, FloatArray]:
-        """Seconds that each rank sends and receives, without the fixed part of exchanges; see `schedule.nodes` for two levels."""
-        if self.in_nodes:
-            return wire_seconds(self.node_bytes, self.cost, self.ranks)
-        sent, received = (
-            self.cost.transfer_seconds(queries, keys) for queries, keys in zip(self.query_tokens, self.key_tokens, strict=True)
-        )
-        return sent, received
-
-    @cached_property
-    def exchange_seconds(self) -> FloatArray:
-        """Seconds that each rank exchanges: the busier of its two roles, plus the fixed part of every exchange."""
+    def _ends(self) -> Ends:
+        """When ranks end."""
         if not self.plan.moved:
-            return np.zeros(self.plan.layout.world_size)
+            nothing, compute = np.zeros((3, self.plan.layout.world_size)), self.compute_seconds
+            return Ends(nothing[:2], nothing[2], float(compute.max(initial=0.0)))
         exchanges = EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count)
         exchanges += RELAY_EXCHANGES if self.plan.relays is not None else 0
-        return np.maximum(*self.wire_seconds) + exchanges * self.cost.exchange_seconds
+        if not self.in_nodes:
+            link = Link.of(self.cost, exchanges, self.overlapped)
+            return Ends.of(self.compute_seconds, self.query_tokens, self.key_tokens, link)
+        wire = np.array(wire_seconds(self.node_bytes, self.cost, self.ranks))
+        compute, exchange = self.compute_seconds, wire.max(axis=0) + exchanges * self.cost.exchange_seconds
+        ends = np.maximum(compute, exchange) if self.overlapped else compute + exchange
+        return Ends(wire, exchange, float(ends.max(initial=0.0)))
 
-    @cached_property
+    @property
+    def wire_seconds(self) -> FloatArray:
+        """Seconds that each rank sends and receives, without the fixed part of exchanges: shape (2, ranks)."""
+        return self._ends.wire
+
+    @property
+    def exchange_seconds(self) -> FloatArray:
+        """Seconds that each rank exchanges: the busier of its two roles, plus the fixed part of every exchange."""
+        return self._ends.exchange
+
+    @property
     def slowest_seconds(self) -> float:
         """Estimated seconds of the slowest rank: compute plus exchange, or plus what of the exchange is longer, if overlapped."""
-        compute, exchange = self.compute_seconds, self.exchange_seconds
-        return float((np.maximum(compute, exchange) if self.overlapped else compute + exchange).max(initial=0.0))
+        return self._ends.slowest
 
 
 def imbalance(values: FloatArray) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from hf_distca.schedule.compiled import Ints, compiled, entry
-from hf_distca.schedule.free import change, drop, nearest, server_for, settle, sort_heaviest
+from hf_distca.schedule.compiled import Ints, compiled
+from hf_distca.schedule.free import change, drop, nearest, server_for, settle
 from hf_distca.schedule.pieces import (
     add_piece,
     earlier,
@@ -14,23 +14,34 @@ from hf_distca.schedule.pieces import (
     furthest_of,
     least,
     next_piece,
-    numbers_of,
     take_out,
 )
 from hf_distca.schedule.slices import keys, seconds, slice_of
+from hf_distca.schedule.sorting import DOWN, sort
 from hf_distca.schedule.state import (
+    ABLE,
     ALL,
     CAP,
+    END,
     FLOOR,
     FREE,
     GROWN,
     HIGH,
     HOLDERS,
+    KEYS,
+    KNOWN,
+    LAST,
+    LOOKED,
     LOOKS,
     LOW,
     MOVES,
+    NEXT,
+    NUMBER,
     PIECES,
+    RANK,
+    SEGMENT,
     SHED,
+    START,
     SURPLUS,
     UNASKED,
     Fit,
@@ -55,38 +66,26 @@ _DONORS = 8
 _FAILURES = 4
 
 
-@entry
-def make_moves(state: State, spanning: list[bool], ranks: Ints, scratch: Ints, fills_all: bool) -> bool:
+@compiled
+def make_moves(state: State, ranks: Ints, scratch: Ints, fills_all: bool) -> bool:
     """All moves, from the state before the first of them.
 
     Args:
         state: what moves read and change.
-        spanning: segments whose keys several ranks need anyway.
-        ranks: all of them.
-        scratch: room for as many.
+        ranks, scratch: room for two numbers of each rank.
         fills_all: whether ranks that are too low take from others, after those that are too high have given.
 
     Returns:
         Whether the columns of the state were long enough for all moves.
     """
-    _hold_all(state, spanning)
-    sort_heaviest(state.servers.work, ranks, scratch)
+    work = state.servers.work
+    sort(ranks, scratch, work, work, DOWN)
     if not _unload(state, ranks):
         return False
     if not fills_all:
         return True
-    sort_heaviest(state.servers.work, ranks, scratch)
+    sort(ranks, scratch, work, work, DOWN)
     return _lift(state, ranks)
-
-
-@compiled
-def _hold_all(state: State, spanning: list[bool]) -> None:
-    """Note which keys the homes of these segments need anyway."""
-    for source in range(len(state.segments.offsets) - 1):
-        for segment in range(state.segments.offsets[source], state.segments.offsets[source + 1]):
-            if spanning[segment]:
-                for number in numbers_of(state.segments, segment, state.prices.parts):
-                    hold(state.holders, state.servers.counts, number, source, state.segments.end[segment])
 
 
 @compiled
@@ -197,14 +196,14 @@ def _cheapest(state: State, source: int, server: int, surplus: float, leeway: fl
         # No slice of the pieces behind moves a second for fewer bytes, or did when somebody looked.
         if piece < 0 or (best.piece >= 0 and p.ratio[piece] >= best.bytes_per_second):
             return best
-        p.looked[piece] = looks
-        number = p.number[piece]
-        if prices.parts > 1 and not holders.known[number]:
+        p.rows[piece, LOOKED] = looks
+        number = p.rows[piece, NUMBER]
+        if prices.parts > 1 and not holders.numbers[number, KNOWN]:
             # Groups of heads of the same rows, which follow each other, are as good as each other.
             document = number // prices.parts
-            if last_end == p.end[piece] and last_start == p.start[piece] and last_document == document:
+            if last_end == p.rows[piece, END] and last_start == p.rows[piece, START] and last_document == document:
                 continue
-            last_start, last_end, last_document = p.start[piece], p.end[piece], document
+            last_start, last_end, last_document = p.rows[piece, START], p.rows[piece, END], document
         # The server, one in the node of the source, and some, not too many, that hold keys of the document already.
         found, rank, holder = _nothing(), server, -1
         for turn in range(2 + _MOST_HOLDERS):
@@ -212,11 +211,11 @@ def _cheapest(state: State, source: int, server: int, surplus: float, leeway: fl
                 rank = near
             elif turn > 1:
                 holder = _next_able(holders, servers, number, holder)
-                if holder >= 0 and holders.rank[holder] == server:
+                if holder >= 0 and holders.rows[holder, RANK] == server:
                     holder = _next_able(holders, servers, number, holder)
                 if holder < 0:
                     break
-                rank = holders.rank[holder]
+                rank = holders.rows[holder, RANK]
             if rank >= 0:
                 move = _slice(state, source, piece, rank, surplus, leeway)
                 if _cheaper(p, move, found):
@@ -232,15 +231,15 @@ def _next_able(holders: Holders, servers: Servers, number: int, before: int) -> 
 
     Whoever has enough stays that way, and is left out from now on.
     """
-    at = holders.able[number] - 1 if before < 0 else holders.after[before]
-    while at >= 0 and servers.work[holders.rank[at]] >= servers.level[FLOOR]:
-        at = holders.after[at]
+    at: int = holders.numbers[number, ABLE] - 1 if before < 0 else holders.rows[before, NEXT]
+    while at >= 0 and servers.work[holders.rows[at, RANK]] >= servers.level[FLOOR]:
+        at = holders.rows[at, NEXT]
     if before < 0:
-        holders.able[number] = at + 1
+        holders.numbers[number, ABLE] = at + 1
     else:
-        holders.after[before] = at
+        holders.rows[before, NEXT] = at
     if at < 0:
-        holders.last[number] = before + 1
+        holders.numbers[number, LAST] = before + 1
     return at
 
 
@@ -248,7 +247,7 @@ def _next_able(holders: Holders, servers: Servers, number: int, before: int) -> 
 def _slice(state: State, source: int, piece: int, server: int, surplus: float, leeway: float) -> Move:
     """The cheapest slice of a piece for a server."""
     p, prices, holders, servers = state.pieces, state.prices, state.holders, state.servers
-    start, end, number = p.start[piece], p.end[piece], p.number[piece]
+    start, end, number = p.rows[piece, START], p.rows[piece, END], p.rows[piece, NUMBER]
     grouped = number % prices.parts > 0
     price, own = (prices.group_price, prices.group_own) if grouped else (prices.price, prices.own)
     level, work, speed = servers.level, servers.work[server], servers.speed[server]
@@ -266,7 +265,7 @@ def _slice(state: State, source: int, piece: int, server: int, surplus: float, l
     if want <= 0:
         return _nothing()  # levels fell since it was said to have room
     holder = holder_of(holders, number, server)
-    held = holders.keys[holder] if holder >= 0 else 0
+    held = holders.rows[holder, KEYS] if holder >= 0 else 0
     most = room if leeway else min(above, room)
     if whole <= want or (whole <= most and whole <= 1.1 * want):
         x, y = start, end
@@ -280,7 +279,7 @@ def _slice(state: State, source: int, piece: int, server: int, surplus: float, l
     shed = all_own - seconds(own, start, x) - seconds(own, y, end) - (price.row - own.row) * (y - x)
     if not 0 < shed <= (room if leeway else over) or added > room:
         return _nothing()
-    if x == start and y == end and holders.known[number]:
+    if x == start and y == end and holders.numbers[number, KNOWN]:
         needed -= _saved(state, source, piece)
     ratio = (price.query_bytes * (y - x) + price.key_bytes * needed) / shed
     if prices.per_node and source // prices.per_node == server // prices.per_node:
@@ -292,14 +291,15 @@ def _slice(state: State, source: int, piece: int, server: int, surplus: float, l
 def _saved(state: State, source: int, piece: int) -> int:
     """K/V tokens that the source no longer needs from others once the whole piece is gone."""
     segments, holders = state.segments, state.holders
-    number, end = state.pieces.number[piece], state.pieces.end[piece]
+    number: int = state.pieces.rows[piece, NUMBER]
+    end: int = state.pieces.rows[piece, END]
     holder = holder_of(holders, number, source)
-    if holder >= 0 and holders.keys[holder] > end:
+    if holder >= 0 and holders.rows[holder, KEYS] > end:
         return 0
     rest = furthest_of(state.pieces, source, number, piece)
     saved = end - rest
     for segment in range(segments.offsets[source], segments.offsets[source + 1]):
-        if segments.document[segment] == number // state.prices.parts:
+        if segments.place[segment] == number // state.prices.parts:
             saved -= max(0, min(segments.end[segment], end) - max(segments.start[segment], rest))
     return saved
 
@@ -309,9 +309,10 @@ def _apply(state: State, move: Move) -> bool:
     """Carry out a move; false if there is no room for it."""
     p, holders, servers, prices = state.pieces, state.holders, state.servers, state.prices
     count, level, total, source = servers.counts, servers.level, servers.total, move.source
-    if count[MOVES] == len(state.moves[0]) or count[PIECES] + 2 > len(p.start) or count[HOLDERS] == len(holders.rank):
+    if count[MOVES] == len(state.moves) or count[PIECES] + 2 > len(p.rows) or count[HOLDERS] == len(holders.rows):
         return False
-    start, end, number, segment = p.start[move.piece], p.end[move.piece], p.number[move.piece], p.segment[move.piece]
+    start, end = p.rows[move.piece, START], p.rows[move.piece, END]
+    number, segment = p.rows[move.piece, NUMBER], p.rows[move.piece, SEGMENT]
     take_out(p, source, move.piece)
     for first, last in ((start, move.start), (move.end, end)):
         if first < last:
@@ -321,12 +322,11 @@ def _apply(state: State, move: Move) -> bool:
         hold(holders, count, number, move.server, move.end)
         holder = holder_of(holders, number, source)
         if holder >= 0:
-            holders.keys[holder] = furthest_of(p, source, number, move.piece)
+            holders.rows[holder, KEYS] = furthest_of(p, source, number, move.piece)
     row = count[MOVES]
     count[MOVES] += 1
-    segments, numbers, starts, ends, homes, takers = state.moves
-    segments[row], numbers[row], starts[row], ends[row] = segment, number, move.start, move.end
-    homes[row], takers[row] = source, move.server
+    for place, value in enumerate((segment, number, move.start, move.end, source, move.server)):
+        state.moves[row, place] = value
     # A server reads keys that the home reads too, and starts a task more: moving adds work. The levels rise to where they will
     # be when all surplus is moved at the same rate.
     total[SHED] += move.shed

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from hf_distca.schedule.compiled import Floats, Ints, compiled, entry
-from hf_distca.schedule.free import sort_heaviest
-from hf_distca.schedule.traffic import first_need, needed
+from hf_distca.schedule.sorting import DOWN, UP, sort
+from hf_distca.schedule.traffic import first_need, needed, unpacked
 
 if TYPE_CHECKING:
-    from hf_distca.schedule.traffic import KeyTraffic
+    from hf_distca.schedule.traffic import Gathered, KeyTraffic
 
-__all__ = ["Passing", "Runs", "pass_on"]
+__all__ = ["Senders", "pass_on", "room_for"]
 
 
 # Places in `Passing.counts`: rows of `rank`, of `position`, and of all runs.
@@ -49,44 +49,93 @@ class Runs(NamedTuple):
     relay: Ints
 
 
+class Senders(NamedTuple):
+    """What ranks do if nobody passes anything on.
+
+    Attributes:
+        compute: seconds that each rank computes.
+        sent, received: seconds that it sends and receives.
+        tokens: keys that it sends.
+        each: seconds of sending one key.
+        overlapped: whether ranks compute meanwhile.
+        slowest: seconds of the slowest rank from which relays have to gain something.
+    """
+
+    compute: Floats
+    sent: Floats
+    received: Floats
+    tokens: Floats
+    each: float
+    overlapped: bool
+    slowest: float
+
+
+def room_for(traffic: Gathered, ranks: int) -> tuple[int, int, int]:
+    """How many integers and floating-point numbers `pass_on` needs room for, and how many runs there are at most."""
+    _, _, _, documents, segments, needs = traffic.sizes.tolist()
+    runs = needs + documents
+    return 2 * documents + 2 * (needs + 1) + 2 * (needs + 2 * segments + 2) + 3 + ranks + 10 * runs, 2 * ranks + documents, runs
+
+
 @entry
-def pass_on(
-    traffic: KeyTraffic,
-    passing: Passing,
-    documents: tuple[Ints, Floats, Ints],
-    each: float,
-    seconds: Floats,
-    unchanged: float,
-    tokens: Floats,
-    runs: Runs,
-) -> int:
+def pass_on(gathered: Gathered, senders: Senders, integers: Ints, floats: Floats, most: int) -> int:
     """Give documents relays that end together, each with what it has to do anyway; those with most to pass on first.
 
     Args:
-        traffic: who needs which keys.
-        passing: columns that are long enough for any document.
-        documents: those of the traffic from 0 on, and room for two numbers of each.
-        each: seconds of sending one key.
-        seconds: of each rank as a sender; they grow for relays and fall for the ranks that these relieve.
-        unchanged: seconds that relays cannot change. Only documents that a later rank sends get any.
-        tokens: that each rank sends, which change as `seconds` do.
-        runs: columns that are long enough.
+        gathered: who needs which keys.
+        senders: what ranks do. Only documents that a rank sends get relays which ends after what relays cannot change.
+        integers, floats: room, as long as `room_for` says. When this ends, the integers begin with columns of document, which is
+            its place in the layout, start, end and relay of `most` rows each, in order of document and start; the others with
+            the tokens that each rank sends.
+        most: runs at most.
 
     Returns:
         How many runs there are.
     """
-    order, amount, scratch = documents
-    for document in order:
+    traffic, ranks = unpacked(gathered), len(senders.compute)
+    tokens, seconds, amount = floats[:ranks], floats[ranks : 2 * ranks], floats[2 * ranks :]
+    unchanged = 0.0
+    for rank in range(ranks):
+        beside = 0.0 if senders.overlapped else senders.compute[rank]
+        unchanged = max(unchanged, beside + senders.received[rank])
+        seconds[rank], tokens[rank] = beside + senders.sent[rank], senders.tokens[rank]
+    if unchanged >= senders.slowest:
+        return 0
+    made, integers = _runs(integers[: 4 * most]), integers[4 * most :]
+    runs, integers = _runs(integers[: 4 * most]), integers[4 * most :]
+    documents, steps, needs = len(amount), gathered.sizes[5] + 2 * gathered.sizes[4] + 2, gathered.sizes[5] + 1
+    order, scratch, integers = integers[:documents], integers[documents : 2 * documents], integers[2 * documents :]
+    rank_, reach, integers = integers[:needs], integers[needs : 2 * needs], integers[2 * needs :]
+    position, more, integers = integers[:steps], integers[steps : 2 * steps], integers[2 * steps :]
+    passing = Passing(rank_, reach, position, more, integers[:3], integers[3 : 3 + ranks])
+    integers = integers[3 + ranks :]
+    passing.counts[RUNS] = 0
+    for rank in range(ranks):
+        passing.saved[rank] = 0
+    for document in range(documents):
         _look(traffic, passing, document)
         amount[document] = traffic.heads[document] * passing.more[passing.counts[STEPS] - 1]
-    sort_heaviest(amount, order, scratch)
+    sort(order, scratch, amount, amount, DOWN)
     for document in order:
         if not _late(traffic, document, seconds, unchanged):
             continue  # those who send it were relieved of others
         _look(traffic, passing, document)
         if passing.counts[ABLE] > 1:
-            _relay(traffic, passing, document, each * traffic.heads[document], seconds, tokens, runs)
-    return passing.counts[RUNS]
+            _relay(traffic, passing, document, senders.each * traffic.heads[document], seconds, tokens, runs)
+    count = int(passing.counts[RUNS])
+    order = integers[:count]
+    sort(order, integers[most:], runs.document, runs.start, UP)
+    for at in range(count):
+        row = order[at]
+        made.document[at], made.relay[at] = traffic.documents[runs.document[row]], runs.relay[row]
+        made.start[at], made.end[at] = runs.start[row], runs.end[row]
+    return count
+
+
+@compiled
+def _runs(columns: Ints) -> Runs:
+    rows = len(columns) // 4
+    return Runs(columns[:rows], columns[rows : 2 * rows], columns[2 * rows : 3 * rows], columns[3 * rows :])
 
 
 @compiled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_distca.schedule.compiled import Ints, compiled
 from hf_distca.schedule.slices import least_bytes, most_seconds
-from hf_distca.schedule.state import GONE, PIECES, Pieces, Prices, Segments, State
+from hf_distca.schedule.state import AFTER, END, GONE, LOOKED, NUMBER, PIECES, SEGMENT, START, Pieces, Prices, State, numbers_of
 
 __all__ = [
     "add_piece",
@@ -14,16 +14,8 @@ __all__ = [
     "furthest_of",
     "least",
     "next_piece",
-    "numbers_of",
     "take_out",
 ]
-
-
-@compiled
-def numbers_of(segments: Segments, segment: int, parts: int) -> range:
-    """The numbers that the document of a segment has: its own, or those of its head groups."""
-    first = segments.document[segment] * parts
-    return range(first + 1, first + parts) if segments.apart[segment] else range(first, first + 1)
 
 
 @compiled
@@ -32,7 +24,7 @@ def find_pieces(state: State, source: int) -> None:
     segments = state.segments
     state.pieces.first[source] = -1
     for segment in range(segments.offsets[source] + segments.context[source], segments.offsets[source + 1]):
-        for number in numbers_of(segments, segment, state.prices.parts):
+        for number in numbers_of(state, segment):
             add_piece(
                 state.pieces, state.servers.counts, source, (segments.start[segment], segments.end[segment], number, segment)
             )
@@ -44,8 +36,8 @@ def add_piece(p: Pieces, count: Ints, source: int, piece: tuple[int, int, int, i
     """A piece more: (start, end, number, segment)."""
     row = count[PIECES]
     count[PIECES] += 1
-    p.start[row], p.end[row], p.number[row], p.segment[row] = piece
-    p.after[row], p.looked[row] = p.first[source], 0
+    p.rows[row, START], p.rows[row, END], p.rows[row, NUMBER], p.rows[row, SEGMENT] = piece
+    p.rows[row, AFTER], p.rows[row, LOOKED] = p.first[source], 0
     p.first[source] = row
     return row
 
@@ -55,8 +47,8 @@ def forget(p: Pieces, prices: Prices, source: int) -> None:
     """Forget what slices of the pieces of a rank cost when they were last looked at."""
     at = p.first[source]
     while at >= 0:
-        p.ratio[at] = least(prices, p.number[at], p.end[at])
-        at = p.after[at]
+        p.ratio[at] = least(prices, p.rows[at, NUMBER], p.rows[at, END])
+        at = p.rows[at, AFTER]
 
 
 @compiled
@@ -70,8 +62,8 @@ def least(prices: Prices, number: int, end: int) -> float:
 @compiled
 def earlier(p: Pieces, one: int, other: int) -> bool:
     """Whether a piece comes before another that is as cheap: deeper rows first."""
-    a = (-p.end[one], p.start[one], p.number[one], p.segment[one])
-    return a < (-p.end[other], p.start[other], p.number[other], p.segment[other])
+    a = (-p.rows[one, END], p.rows[one, START], p.rows[one, NUMBER], p.rows[one, SEGMENT])
+    return a < (-p.rows[other, END], p.rows[other, START], p.rows[other, NUMBER], p.rows[other, SEGMENT])
 
 
 @compiled
@@ -79,11 +71,11 @@ def next_piece(p: Pieces, source: int, looks: int) -> int:
     """Of the pieces of a rank that were not looked at this time, the one that seems cheapest; -1 if there is none."""
     best, at = -1, p.first[source]
     while at >= 0:
-        if p.looked[at] != looks and (
+        if p.rows[at, LOOKED] != looks and (
             best < 0 or p.ratio[at] < p.ratio[best] or (p.ratio[at] == p.ratio[best] and earlier(p, at, best))
         ):
             best = at
-        at = p.after[at]
+        at = p.rows[at, AFTER]
     return best
 
 
@@ -92,9 +84,9 @@ def furthest_of(p: Pieces, source: int, number: int, but: int) -> int:
     """The last row of a document that a rank still computes, apart from one piece."""
     furthest, at = 0, p.first[source]
     while at >= 0:
-        if p.number[at] == number and at != but:
-            furthest = max(furthest, p.end[at])
-        at = p.after[at]
+        if p.rows[at, NUMBER] == number and at != but:
+            furthest = max(furthest, p.rows[at, END])
+        at = p.rows[at, AFTER]
     return furthest
 
 
@@ -103,9 +95,9 @@ def take_out(p: Pieces, source: int, piece: int) -> None:
     """Take a piece from those of its rank."""
     before, at = -1, p.first[source]
     while at != piece:
-        before, at = at, p.after[at]
+        before, at = at, p.rows[at, AFTER]
     if before < 0:
-        p.first[source] = p.after[piece]
+        p.first[source] = p.rows[piece, AFTER]
     else:
-        p.after[before] = p.after[piece]
-    p.segment[piece] = GONE
+        p.rows[before, AFTER] = p.rows[piece, AFTER]
+    p.rows[piece, SEGMENT] = GONE

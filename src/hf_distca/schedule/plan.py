@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
@@ -14,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import PlanError
-from hf_distca.schedule.coverage import EMPTY, FINE, OUTSIDE, SERVER, TOO_FEW, TOO_LONG, Wrong, coverage
+from hf_distca.schedule.compiled import handed
+from hf_distca.schedule.coverage import EMPTY, FINE, ORDER, OUTSIDE, SERVER, TOO_FEW, TOO_LONG, Tasks, Wrong, coverage
 from hf_distca.schedule.key_runs import key_runs
 from hf_distca.schedule.layout import IntArray, Layout, as_integers, repeated
 
@@ -70,6 +70,8 @@ class Plan:
         relays: keys that are passed on; None if every server gets all from the ranks that hold them. Not in the JSON, for they
             follow from the rest and from a cost model (`schedule.relief`).
         place: of each task, the place of its document among those of the layout.
+        moved: whether anything is exchanged: a query is moved, or the keys of a document do not lie in one run. A window that
+            ends at every border between runs would need no exchange, and is not looked for.
     """
 
     layout: Layout
@@ -81,26 +83,39 @@ class Plan:
     window: int | None = None
     relays: Relays | None = None
     place: IntArray = field(init=False, repr=False)
+    moved: bool = field(init=False, repr=False)
+    _tasks: Tasks = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise PlanError(f"window={self.window!r}: a query position sees at least itself, or pass None for no window.")
         if self.window is not None and self.layout.groups > 1:
             raise PlanError(f"window={self.window}: only documents of layers without a window can be split by heads.")
-        order = np.lexsort((self.start, self.document))
-        for column in CATask._fields:
-            object.__setattr__(self, column, np.asarray(getattr(self, column), dtype=np.int64)[order])
-        place, wrong = coverage(self.layout, tuple(getattr(self, column) for column in CATask._fields))
+        columns = tuple(np.ascontiguousarray(getattr(self, name), dtype=np.int64) for name in CATask._fields)
+        tasks, wrong = coverage(self.layout, columns)
+        if wrong.what == ORDER:
+            order = np.lexsort((columns[1], columns[0]))
+            tasks, wrong = coverage(self.layout, tuple(one[order] for one in columns))
+        object.__setattr__(self, "_tasks", tasks)
+        for name, one in zip(Tasks._fields, tasks, strict=True):
+            object.__setattr__(self, name, one)
         if wrong.what != FINE:
             _refuse(self, wrong)
-        object.__setattr__(self, "place", place)
+        object.__setattr__(self, "moved", wrong.row >= 0 or self.layout.scattered)
+
+    @property
+    def columns(self) -> Tasks:
+        """All tasks as compiled functions take them."""
+        return handed(self._tasks)
 
     @classmethod
     def local(cls, layout: Layout, window: int | None = None) -> Plan:
         """The plan that moves nothing: every rank computes its own segments."""
-        queries = layout.queries
-        rank = layout.rank[queries]
-        return cls(layout, layout.document[queries], layout.start[queries], layout.end[queries], rank, rank, window)
+        rows = layout.by_document
+        if layout.context.any():
+            rows = rows[layout.queries[rows]]
+        rank = layout.rank[rows]
+        return cls(layout, layout.document[rows], layout.start[rows], layout.end[rows], rank, rank, window)
 
     @classmethod
     def from_tasks(
@@ -122,9 +137,9 @@ class Plan:
 
     def with_relays(self, relays: Relays | None) -> Plan:
         """The plan with these relays. They are taken as they are."""
-        plan = copy(self)
+        plan = object.__new__(Plan)
+        vars(plan).update({**vars(self), "relays": relays})
         vars(plan).pop("digest", None)
-        object.__setattr__(plan, "relays", relays)
         return plan
 
     @property
@@ -144,14 +159,6 @@ class Plan:
         documents = self.layout.spans.copy()
         documents[self.place[self.home != self.server]] = True
         return documents[self.place]
-
-    @cached_property
-    def moved(self) -> bool:
-        """Whether anything is exchanged: a query is moved, or the keys of a document do not lie in one run.
-
-        A window that ends at every border between runs would need no exchange, and is not looked for.
-        """
-        return bool((self.home != self.server).any() or self.layout.scattered)
 
     def key_transfers(
         self, rank: int | None = None, among: npt.NDArray[np.bool_] | None = None, whole: Sequence[int] | IntArray = ()

@@ -57,13 +57,6 @@ class Price(NamedTuple):
         row, key = self.query_bytes / bytes_per_second, self.key_bytes / bytes_per_second
         return self._replace(row=self.row + row, key=self.key + key)
 
-    def of_group(self, groups: int) -> Self:
-        """The prices of one of so many head groups: a part of all but the task itself."""
-        row, key, pair = self.row / groups, self.key / groups, self.pair / groups
-        return self._replace(
-            row=row, key=key, pair=pair, query_bytes=self.query_bytes / groups, key_bytes=self.key_bytes / groups
-        )
-
     @property
     def least_bytes(self) -> float:
         """Fewest bytes exchanged for a moved query row: those of the row alone, where the server holds its keys.

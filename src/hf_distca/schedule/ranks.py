@@ -70,11 +70,13 @@ class Ranks:
     def work(self, taken: Sequence[float]) -> float:
         """Seconds of all work together, on ranks of speed 1, where each rank takes so many seconds for its part."""
         # fsum: what plain `sum` rounds to depends on the version of Python.
+        if self.speeds is None:
+            return math.fsum(taken)
         return math.fsum(one * speed for one, speed in zip(taken, self.each(len(taken)), strict=True))
 
     def level(self, taken: Sequence[float]) -> float:
         """What every rank would take if the same work were spread by speed: the mean if all are equally fast."""
-        return self.work(taken) / math.fsum(self.each(len(taken)))
+        return self.work(taken) / (len(taken) if self.speeds is None else math.fsum(self.speeds))
 
 
 ALIKE = Ranks()

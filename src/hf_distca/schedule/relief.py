@@ -8,13 +8,10 @@ document's relays end together, each with what it has to do anyway: water poured
 
 from __future__ import annotations
 
-import numpy as np
-
-from hf_distca.schedule.compiled import array, column, room
+from hf_distca.schedule.compiled import array, column, handed, space
 from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.passing import Passing, Runs, pass_on
+from hf_distca.schedule.passing import Senders, pass_on, room_for
 from hf_distca.schedule.plan import Relays
-from hf_distca.schedule.traffic import KeyTraffic
 
 __all__ = ["relieve"]
 
@@ -42,24 +39,17 @@ def relieve(load: PlanLoad) -> PlanLoad:
 
 def _relays(load: PlanLoad) -> PlanLoad | None:
     """The load with keys passed on, if any can be."""
-    traffic, layout = load.key_traffic, load.plan.layout
-    if not len(traffic.documents):
+    traffic, layout = load.tally.traffic, load.plan.layout
+    if not traffic.sizes[3]:
         return None
-    sent, received = load.wire_seconds
-    compute = load.compute_seconds
-    unchanged = float((received if load.overlapped else compute + received).max())
-    if unchanged >= load.slowest_seconds * (1 - _GAIN):
-        return None
-    seconds = column(sent.copy() if load.overlapped else compute + sent)
-    tokens, needs, segments = column(load.key_tokens[0].copy()), len(traffic.need), len(traffic.start)
-    runs = Runs(*(room(needs + len(traffic.documents)) for _ in Runs._fields))
-    steps = needs + 2 * segments + 2
-    passing = Passing(room(needs + 1), room(needs + 1), room(steps), room(steps), room(3), room(layout.world_size))
-    order = column(np.arange(len(traffic.documents))), room(len(traffic.documents), float), room(len(traffic.documents))
-    each = float(load.cost.transfer_seconds(0, 1))
-    count = pass_on(KeyTraffic(*map(column, traffic)), passing, order, each, seconds, unchanged, tokens, runs)
+    ranks, cost = layout.world_size, load.cost
+    each = cost.shape.moved_key_bytes / cost.exchange_bytes_per_second
+    limit = load.slowest_seconds * (1 - _GAIN)
+    compute, sent, received, keys = map(column, (load.compute_seconds, *load.wire_seconds, load.key_tokens[0]))
+    integers, floats, most = room_for(traffic, ranks)
+    made, tokens = space(integers), space(floats, float)
+    count = pass_on(handed(traffic), Senders(compute, sent, received, keys, each, load.overlapped, limit), made, tokens, most)
     if not count:
         return None
-    found = np.array([part[:count] for part in runs], dtype=np.int64)
-    found = found[:, np.lexsort(found[1::-1])]
-    return load.with_relays(Relays(layout.documents[traffic.documents[found[0]]], *found[1:]), array(tokens, float))
+    place, start, end, relay = array(made)[: 4 * most].reshape(4, most)[:, :count]
+    return load.with_relays(Relays(layout.documents[place], start, end, relay), array(tokens, float)[:ranks])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-from hf_distca.schedule.compiled import Floats, Ints, compiled
+from hf_distca.schedule.compiled import Flags, Floats, Ints, compiled
+from hf_distca.schedule.prices import Price
 
-if TYPE_CHECKING:
-    from hf_distca.schedule.prices import Price
-
-__all__ = ["Fit", "Holders", "Move", "Pieces", "Prices", "Segments", "Servers", "State", "hold", "holder_of"]
+__all__ = ["Fit", "Holders", "Move", "Pieces", "Placed", "Prices", "Servers", "State", "hold", "holder_of", "numbers_of"]
 
 # Places in `Servers.level`.
 FLOOR, LOW, MEAN, HIGH, CAP = range(5)
@@ -17,6 +15,11 @@ FLOOR, LOW, MEAN, HIGH, CAP = range(5)
 SURPLUS, ALL, SHED, GROWN = range(4)
 # Places in `Servers.counts`: ranks in `free`, pieces, holders, moves, and times that the cheapest slice was looked for.
 FREE, PIECES, HOLDERS, MOVES, LOOKS = range(5)
+# Places in `Pieces.rows`.
+START, END, NUMBER, SEGMENT, AFTER, LOOKED = range(6)
+# Places in `Holders.rows` and `Holders.numbers`.
+DOCUMENT, RANK, KEYS, NEXT = range(4)
+ABLE, LAST, KNOWN = range(3)
 # The segment of a piece that is no more.
 GONE = -1
 # The first piece of a rank that nobody has asked for any.
@@ -30,13 +33,9 @@ class Fit(NamedTuple):
     query: int
     key: int
 
-    def of_group(self, groups: int) -> Fit:
-        """That for one of so many head groups."""
-        return self._replace(query=self.query // groups, key=self.key // groups)
-
 
 class Prices(NamedTuple):
-    """What slices of documents, and of their head groups, cost.
+    """What slices of documents, and of their head groups, cost; see `prices_of`.
 
     Attributes:
         price, own: what slices cost their servers, and what their homes are rid of.
@@ -59,22 +58,11 @@ class Prices(NamedTuple):
     per_node: int
 
 
-class Segments(NamedTuple):
-    """Those of a layout, with documents by their place among all, and whether they may be split by heads."""
-
-    offsets: Ints
-    context: Ints
-    document: Ints
-    start: Ints
-    end: Ints
-    apart: list[bool]
-
-
 class Servers(NamedTuple):
     """What ranks have to do.
 
     Attributes:
-        work, speed: seconds of each rank, and its speed.
+        work, speed: seconds of each rank now, and its speed.
         free: ranks that may take work, emptiest first; `counts[FREE]` of them.
         base, level: levels to begin with, and now: at places `FLOOR` to `CAP`.
         total: sums of seconds, at places `SURPLUS` to `GROWN`.
@@ -96,23 +84,16 @@ class Pieces(NamedTuple):
     Attributes:
         first: the first piece of each rank; -1 if it has none, or `UNASKED`.
         want: what the last server wanted that asked each rank.
-        start, end: rows of each piece.
-        number, segment: of its document, and the row of the layout, or `GONE`.
-        after: the next piece of the same rank; -1 after the last.
+        rows: of each piece, at places `START` to `LOOKED`: its rows of the document, the number of the document, the row of the
+            layout, or `GONE`, the next piece of the same rank, -1 after the last, and `counts[LOOKS]` when it was looked at.
         ratio: bytes exchanged per second moved with a slice of it when it was last looked at, for a server that wanted about
             as much; infinite if there was none, or no more than it can be if nobody has looked.
-        looked: `counts[LOOKS]` when it was.
     """
 
     first: Ints
     want: Floats
-    start: Ints
-    end: Ints
-    number: Ints
-    segment: Ints
-    after: Ints
+    rows: Any
     ratio: Floats
-    looked: Ints
 
 
 class Holders(NamedTuple):
@@ -121,32 +102,46 @@ class Holders(NamedTuple):
     Empty for layers with a window: what a rank needs is no prefix then, and what two slices share is a window of keys at most.
 
     Attributes:
-        number, rank, keys: columns of (document, rank, n).
-        after: the next row of the same document whose rank may take work; -1 after the last.
-        known: of each document, whether it has any row.
-        able, last: of each document, the first and the last row whose rank may take work, counted from 1; 0 if there is none.
+        rows: at places `DOCUMENT` to `NEXT`: number of the document, rank, n, and the next row of the same document whose rank
+            may take work, -1 after the last.
+        numbers: of each document, at places `ABLE` to `KNOWN`: the first and the last row whose rank may take work, counted from
+            1, 0 if there is none, and whether it has any row.
         table: rows, counted from 1, by a hash of document and rank; its length is a power of two.
     """
 
-    number: Ints
-    rank: Ints
-    keys: Ints
-    after: Ints
-    known: list[bool]
-    able: Ints
-    last: Ints
+    rows: Any
+    numbers: Any
     table: Ints
 
 
+class Placed(NamedTuple):
+    """Segments of a layout: see `schedule.index.Segments`."""
+
+    offsets: Any
+    context: Any
+    place: Any
+    start: Any
+    end: Any
+
+
 class State(NamedTuple):
-    """Everything that the moves read and change; `moves` has columns of segment, document, start, end, home, server."""
+    """Everything that the moves read and change.
+
+    Attributes:
+        prices: of slices.
+        segments: of the layout.
+        apart: of each document of the layout, by place, whether it may be split by heads.
+        servers, pieces, holders: see there.
+        moves: rows of segment, document, start, end, home, server.
+    """
 
     prices: Prices
-    segments: Segments
+    segments: Placed
+    apart: Flags
     servers: Servers
     pieces: Pieces
     holders: Holders
-    moves: tuple[Ints, Ints, Ints, Ints, Ints, Ints]
+    moves: Any
 
 
 class Move(NamedTuple):
@@ -163,13 +158,21 @@ class Move(NamedTuple):
 
 
 @compiled
+def numbers_of(state: State, segment: int) -> range:
+    """The numbers that the document of a segment has: its own, or those of its head groups."""
+    place, parts = state.segments.place[segment], state.prices.parts
+    first = place * parts
+    return range(first + 1, first + parts) if state.apart[place] else range(first, first + 1)
+
+
+@compiled
 def holder_of(holders: Holders, number: int, rank: int) -> int:
     """The row of a document and a rank; -1 if there is none."""
     mask = len(holders.table) - 1
     at = (number * 40503 + rank * 30011) & mask
     while holders.table[at] != 0:
         row = holders.table[at] - 1
-        if holders.number[row] == number and holders.rank[row] == rank:
+        if holders.rows[row, DOCUMENT] == number and holders.rows[row, RANK] == rank:
             return row
         at = (at + 1) & mask
     return -1
@@ -180,17 +183,18 @@ def hold(holders: Holders, count: Ints, number: int, rank: int, needed: int) -> 
     """Note that a rank needs the first `needed` keys of a document."""
     row = holder_of(holders, number, rank)
     if row >= 0:
-        holders.keys[row] = max(holders.keys[row], needed)
+        holders.rows[row, KEYS] = max(holders.rows[row, KEYS], needed)
         return
     row = count[HOLDERS]
     count[HOLDERS] += 1
-    holders.number[row], holders.rank[row], holders.keys[row], holders.after[row] = number, rank, needed, -1
-    if holders.able[number] == 0:
-        holders.able[number] = row + 1
+    holders.rows[row, DOCUMENT], holders.rows[row, RANK] = number, rank
+    holders.rows[row, KEYS], holders.rows[row, NEXT] = needed, -1
+    if holders.numbers[number, ABLE] == 0:
+        holders.numbers[number, ABLE] = row + 1
     else:
-        holders.after[holders.last[number] - 1] = row
-    holders.last[number] = row + 1
-    holders.known[number] = True
+        holders.rows[holders.numbers[number, LAST] - 1, NEXT] = row
+    holders.numbers[number, LAST] = row + 1
+    holders.numbers[number, KNOWN] = 1
     mask = len(holders.table) - 1
     at = (number * 40503 + rank * 30011) & mask
     while holders.table[at] != 0:

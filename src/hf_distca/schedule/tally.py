@@ -1,24 +1,17 @@
-"""What ranks compute and which query rows they exchange, added up in one pass over tasks. All of it is compiled."""
+"""What ranks compute and exchange under a plan. All of it is compiled."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hf_distca.schedule.compiled import array, column, entry, room
-from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.compiled import Floats, Ints, array, compiled, entry, handed, room
+from hf_distca.schedule.cost import CostModel, FloatArray
+from hf_distca.schedule.coverage import Tasks
+from hf_distca.schedule.index import Segments
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.traffic import Gathered, count_tokens, gather, unpacked
 
 __all__ = ["Tally"]
-
-
-class _Tasks(NamedTuple):
-    """Columns of a plan, and what part of the heads each task computes."""
-
-    start: Any
-    end: Any
-    home: Any
-    server: Any
-    heads: Any
 
 
 class _Rates(NamedTuple):
@@ -34,16 +27,19 @@ class _Rates(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """Sums of every rank, in task order; columns of shape (ranks,).
+    """Sums of every rank, in task order. Queries and keys of some of the heads count in part.
 
     Attributes:
-        seconds: forward plus backward seconds of its tasks on a rank of speed 1.
-        sent, received: query rows that it sends as a home and receives as a server; of some of the heads they count in part.
+        seconds: forward plus backward seconds of its tasks on a rank of speed 1: shape (ranks,).
+        queries: query rows that it sends as a home, and that it receives as a server: shape (2, ranks).
+        keys: the same of K/V tokens, if nobody passes any on. Only of plans without a window.
+        traffic: who needs how many keys; as `keys`.
     """
 
-    seconds: Any
-    sent: Any
-    received: Any
+    seconds: FloatArray
+    queries: FloatArray
+    keys: FloatArray
+    traffic: Gathered
 
     @classmethod
     def of(cls, plan: Plan, cost: CostModel) -> Tally:
@@ -58,17 +54,32 @@ class Tally(NamedTuple):
             forward=(float(one.task_seconds), 1 / one.bytes_per_second, 1 / one.flops_per_second),
             backward=(float(other.task_seconds), 1 / other.bytes_per_second, 1 / other.flops_per_second),
         )
-        ranks = plan.layout.world_size
-        tally = cls(room(ranks, float), room(ranks, float), room(ranks, float))
-        _add_up(_Tasks(*map(column, (plan.start, plan.end, plan.home, plan.server, plan.heads))), rates, tally)
-        return cls(*(array(part, float) for part in tally))
+        layout, traffic = plan.layout, Gathered.room(plan)
+        sums = room(5 * layout.world_size, float)
+        _measure(layout.columns, plan.columns, layout.groups, rates, sums, handed(traffic), room(2 * layout.world_size))
+        rows = array(sums, float).reshape(5, -1)
+        return cls(rows[0], rows[1:3], rows[3:], traffic)
 
 
 @entry
-def _add_up(tasks: _Tasks, rates: _Rates, tally: Tally) -> None:
-    """`CostModel.seconds` of each task, in the same order of operations."""
+def _measure(
+    segments: Segments, tasks: Tasks, groups: int, rates: _Rates, sums: Floats, traffic: Gathered, scratch: Ints
+) -> None:
+    """Add all up. `sums` are seconds, queries and keys of a `Tally`; `scratch` is zeros, two for each rank."""
+    ranks = len(sums) // 5
+    _add_tasks(tasks, groups, rates, (sums[:ranks], sums[ranks : 2 * ranks], sums[2 * ranks : 3 * ranks]))
+    if rates.window == 0:
+        gather(segments, tasks, groups, traffic, scratch)
+        count_tokens(unpacked(traffic), sums[3 * ranks : 4 * ranks], sums[4 * ranks :])
+
+
+@compiled
+def _add_tasks(tasks: Tasks, groups: int, rates: _Rates, sums: tuple[Floats, Floats, Floats]) -> None:
+    """`CostModel.seconds` of each task, in the same order of operations, and what rows are moved."""
+    taken, sent, received = sums
     for row in range(len(tasks.start)):
-        end, heads, server = tasks.end[row], tasks.heads[row], tasks.server[row]
+        end, server = tasks.end[row], tasks.server[row]
+        heads = 1.0 if groups == 1 or tasks.document[row] % (groups + 1) == 0 else 1.0 / groups
         rows = end - tasks.start[row]
         tiled = -(-rows // rates.tile) * rates.tile
         if rates.window == 0:
@@ -84,7 +95,7 @@ def _add_up(tasks: _Tasks, rates: _Rates, tally: Tally) -> None:
         task, byte, flop = rates.forward
         seconds = task + moved * byte + flops * flop
         task, byte, flop = rates.backward
-        tally.seconds[server] += seconds + (task + moved * 2.0 * byte + flops * 2.5 * flop)
+        taken[server] += seconds + (task + moved * 2.0 * byte + flops * 2.5 * flop)
         if tasks.home[row] != server:
-            tally.sent[tasks.home[row]] += rows * heads
-            tally.received[server] += rows * heads
+            sent[tasks.home[row]] += rows * heads
+            received[server] += rows * heads

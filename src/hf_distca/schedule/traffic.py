@@ -8,32 +8,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from hf_distca.schedule.compiled import Ints, array, column, compiled, entry, room
-from hf_distca.schedule.cost import FloatArray
+import numpy as np
+
+from hf_distca.schedule.compiled import Floats, Ints, compiled
+from hf_distca.schedule.coverage import Tasks
+from hf_distca.schedule.index import Segments
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["KeyTraffic", "first_need", "needed"]
-
-
-class _Segments(NamedTuple):
-    """Those of a layout and, by place, its documents."""
-
-    order: Any
-    place: Any
-    start: Any
-    end: Any
-    rank: Any
-    documents: Any
-    spans: Any
-
-
-class _Tasks(NamedTuple):
-    """Columns of a plan."""
-
-    place: Any
-    end: Any
-    home: Any
-    server: Any
+__all__ = ["Gathered", "KeyTraffic", "count_tokens", "first_need", "gather", "needed", "unpacked"]
 
 
 class KeyTraffic(NamedTuple):
@@ -59,58 +41,55 @@ class KeyTraffic(NamedTuple):
     need: Any
     needs: Any
 
+
+class Gathered(NamedTuple):
+    """A `KeyTraffic` as it is handed over: all in two columns.
+
+    Attributes:
+        numbers, heads: see `unpacked`.
+        sizes: documents, segments and needs that there is room for, and how many there are.
+    """
+
+    numbers: Any
+    heads: Any
+    sizes: Any
+
     @classmethod
-    def of(cls, plan: Plan) -> KeyTraffic:
-        """That of a plan."""
+    def room(cls, plan: Plan) -> Gathered:
+        """Room for that of a plan; none if it has a window."""
         layout = plan.layout
-        most, rows, tasks, ranks = len(layout.documents), len(layout.document), len(plan.document), layout.world_size
-        documents, heads, segments, needs = room(most), room(most, float), room(most + 1), room(most + 1)
-        start, end, source, own = room(rows), room(rows), room(rows), room(rows)
-        server, need = room(tasks), room(tasks)
-        parts = layout.by_document, layout.place, layout.start, layout.end, layout.rank, layout.documents, layout.spans
-        found, held, asked = _gather(
-            _Segments(*map(column, parts)),
-            _Tasks(*map(column, (plan.place, plan.end, plan.home, plan.server))),
-            layout.groups,
-            cls(documents, heads, start, end, source, own, segments, server, need, needs),
-            (room(ranks), room(ranks)),
-        )
-        return cls(
-            documents=array(documents)[:found],
-            heads=array(heads, float)[:found],
-            start=array(start)[:held],
-            end=array(end)[:held],
-            source=array(source)[:held],
-            own=array(own)[:held],
-            segments=array(segments)[: found + 1],
-            server=array(server)[:asked],
-            need=array(need)[:asked],
-            needs=array(needs)[: found + 1],
-        )
-
-    def tokens(self, ranks: int) -> tuple[FloatArray, FloatArray]:
-        """K/V tokens that each rank sends and receives if nobody passes any on; those of a head group count in part."""
-        sent, received = room(ranks, float), room(ranks, float)
-        _count(KeyTraffic(*map(column, self)), sent, received)
-        return array(sent, float), array(received, float)
+        most = (len(layout.documents), len(layout.document), len(plan.document)) if plan.window is None else (0, 0, 0)
+        rows = 3 * most[0] + 2 + 4 * most[1] + 2 * most[2]
+        return cls(np.zeros(rows, dtype=np.int64), np.zeros(most[0]), np.array((*most, 0, 0, 0)))
 
 
-@entry
-def _gather(
-    segments: _Segments, tasks: _Tasks, groups: int, traffic: KeyTraffic, scratch: tuple[Ints, Ints]
-) -> tuple[int, int, int]:
+@compiled
+def unpacked(gathered: Gathered) -> KeyTraffic:
+    """The traffic in columns of their own, with as many documents as there are."""
+    numbers, heads, sizes = gathered
+    documents, segments, needs = sizes[0], sizes[1], sizes[2]
+    place, numbers = numbers[: sizes[3]], numbers[documents:]
+    first, numbers = numbers[: documents + 1], numbers[documents + 1 :]
+    asked, numbers = numbers[: documents + 1], numbers[documents + 1 :]
+    start, end, numbers = numbers[:segments], numbers[segments : 2 * segments], numbers[2 * segments :]
+    source, own, numbers = numbers[:segments], numbers[segments : 2 * segments], numbers[2 * segments :]
+    return KeyTraffic(place, heads, start, end, source, own, first, numbers[:needs], numbers[needs : 2 * needs], asked)
+
+
+@compiled
+def gather(segments: Segments, tasks: Tasks, groups: int, gathered: Gathered, scratch: Ints) -> None:
     """Fill the columns of a traffic in, document by document.
 
     Args:
         segments, tasks: of the plan, in order of document and position.
         groups: head groups of the layout.
-        traffic: columns that are long enough.
+        gathered: room for all.
         scratch: zeros, two for each rank.
-
-    Returns:
-        How many documents, segments and needs there are.
     """
-    asked, need = scratch
+    sizes, ranks = gathered.sizes, len(scratch) // 2
+    sizes[3] = sizes[0]
+    traffic = unpacked(gathered)
+    asked, need = scratch[:ranks], scratch[ranks:]
     documents = held = needs = at = 0
     row = 0
     while row < len(tasks.place):
@@ -145,12 +124,12 @@ def _gather(
             held += 1
             at += 1
     traffic.segments[documents], traffic.needs[documents] = held, needs
-    return documents, held, needs
+    sizes[3], sizes[4], sizes[5] = documents, held, needs
 
 
-@entry
-def _count(traffic: KeyTraffic, sent: Any, received: Any) -> None:
-    """Add what is sent and received of all documents."""
+@compiled
+def count_tokens(traffic: KeyTraffic, sent: Floats, received: Floats) -> None:
+    """Add the K/V tokens that each rank sends and receives if nobody passes any on; those of a head group count in part."""
     for document in range(len(traffic.documents)):
         heads, first, last = traffic.heads[document], traffic.needs[document], traffic.needs[document + 1]
         for row in range(first, last):
