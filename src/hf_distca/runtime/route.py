@@ -93,7 +93,10 @@ class Route:
         number = None if waves is None else waves.number
         numbers = _Numbers(share_of(plan, rank, number), groups)
         own, built = numbers.batch(), [numbers.wave(relayed)]
-        kept = numbers.wave(relayed=False) if numbers.left else None
+        kept = None
+        if numbers.left:
+            numbers.batch()  # none
+            kept = numbers.wave(relayed=False)
         for wave in range(1, 1 if waves is None else waves.count):
             numbers = _Numbers(share_of(plan, rank, number, wave), groups)
             numbers.batch()  # the same for every wave

@@ -31,7 +31,7 @@ from hf_distca.schedule.chains import (
 from hf_distca.schedule.compiled import Ints, array, column, compiled, entry, room
 from hf_distca.schedule.index import IntArray
 from hf_distca.schedule.share_keys import Rank, Relays, Segments, Span, add_keys, first_key
-from hf_distca.schedule.share_numbers import numbers_in, write_batch, write_wave
+from hf_distca.schedule.share_numbers import numbers_in, write_wave
 
 if TYPE_CHECKING:
     from hf_distca.schedule.plan import Plan
@@ -91,8 +91,6 @@ def _fill(segments: Segments, tasks: _Tasks, relays: Relays, one: Rank, book: Bo
                 emptied(book, chain)
         _go_through(segments, tasks, relays, one, book, kept)
         more = book.chains[CHAINS.kept][TOTAL] > 0
-        if not kept:
-            at = write_batch(one, book, KINDS.mine, out, at)
         at = write_wave(one, book, 1 if kept else one.hops, out, at)
         if full(book):
             return 0

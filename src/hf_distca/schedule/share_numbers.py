@@ -21,7 +21,7 @@ from hf_distca.schedule.chains import (
 from hf_distca.schedule.compiled import Ints, compiled
 from hf_distca.schedule.share_keys import Rank, first_key
 
-__all__ = ["numbers_in", "write_batch", "write_wave"]
+__all__ = ["numbers_in", "write_wave"]
 
 
 def numbers_in(ranks: int, records: int) -> int:
@@ -31,11 +31,12 @@ def numbers_in(ranks: int, records: int) -> int:
 
 @compiled
 def write_wave(one: Rank, book: Book, hops: int, out: Ints, at: int) -> int:
-    """Query rows to send and of this rank's own; keys to send, the pool and its way back; tasks; and the second hop, if any.
+    """Tasks on own tensors; query rows to send and of this rank's own; keys to send, pool and way back; tasks; any second hop.
 
     As all of these, it returns where the next number goes.
     """
     _number_sections(one, book)
+    at = _write_batch(one, book, KINDS.mine, out, at)
     at = _write_exchange(one, book, KINDS.queries, KINDS.homes, out, at)
     begin = at
     at = _write_runs(one, book, chain_of(KINDS.queries, one.ranks, one.rank), one.rank, out, at + 1)
@@ -43,7 +44,7 @@ def write_wave(one: Rank, book: Book, hops: int, out: Ints, at: int) -> int:
     at = _write_exchange(one, book, KINDS.keys, KINDS.came, out, at)
     at = _write_pieces(one, book, CHAINS.pool, out, at)
     at = _write_exchange(one, book, KINDS.came, KINDS.keys, out, at)
-    at = write_batch(one, book, KINDS.homes, out, at)
+    at = _write_batch(one, book, KINDS.homes, out, at)
     if hops > 1:
         at = _write_pieces(one, book, CHAINS.passed, out, at)
         at = _write_exchange(one, book, KINDS.passed_keys, KINDS.passed_came, out, at)
@@ -112,7 +113,7 @@ def _write_pieces(one: Rank, book: Book, chain: int, out: Ints, at: int) -> int:
 
 
 @compiled
-def write_batch(one: Rank, book: Book, kind: int, out: Ints, at: int) -> int:
+def _write_batch(one: Rank, book: Book, kind: int, out: Ints, at: int) -> int:
     """Tasks as first query row, query rows, first key, keys: on this rank's own tensors; or on pools, those of this rank first.
 
     Query rows of tasks on pools follow each other, the others lie where their tokens do.
