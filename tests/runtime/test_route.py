@@ -1,17 +1,26 @@
-"""Routes of all ranks of a plan fit together."""
+"""Routes of all ranks of a plan fit together, and bring every task what it needs."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_core_attention import random_case
+from some_relays import some_relays
+from test_core_attention import DIM, HEADS, KEY_HEADS, TILE, VALUE_DIM, random_case, split_case, whole_tasks
 
-from hf_distca.runtime.route import Route
+from hf_distca.kernels import TaskBatch
+from hf_distca.runtime import exchange as runtime
+from hf_distca.runtime.keys import Piece
+from hf_distca.runtime.route import Route, Wave
+from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
+from hf_distca.schedule.waves import Waves
 
 
 @settings(max_examples=100, deadline=None)
@@ -56,3 +65,107 @@ def test_a_local_plan_is_one_batch_of_whole_documents_in_token_order(rank: int) 
     assert len(route.waves[0].arrived) == 0
     assert list(route.own.query_length) == [[5, 1, 7], [3]][rank]
     assert list(route.own.query_start) == list(route.own.key_start)
+
+
+Rows = npt.NDArray[np.int64]
+
+
+def own_rows(layout: Layout, rank: int, context: bool) -> Rows:
+    """(document, position, head group) of the rows of a rank, of its queries or with `context` of its keys."""
+    rows: list[tuple[int, int, int]] = []
+    for at, segment in enumerate(layout.segments(rank)):
+        document, group = divmod(segment.document, layout.groups + 1) if layout.groups > 1 else (segment.document, 0)
+        if group > 1 or (not context and at < layout.context[rank]):
+            continue
+        rows += [(document, p, g) for p in range(segment.start, segment.end) for g in range(layout.groups)]
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def exchanged(rows: list[runtime.Rows], own: list[Rows]) -> list[list[Rows]]:
+    """What every rank gets of the others, one section for each that sends any."""
+    sent = [
+        {to: np.concatenate([cut(own[a], *run[1:]) for run in runs]) for to, runs in one.runs_by_rank.items()}
+        for a, one in enumerate(rows)
+    ]
+    for rank, one in enumerate(rows):
+        assert one.receive == {a: len(sent[a][rank]) for a in range(len(rows)) if rank in sent[a]}
+    return [[sent[a][rank] for a in one.receive] for rank, one in enumerate(rows)]
+
+
+def cut(rows: Rows, start: int, count: int, step: int = 1) -> Rows:
+    return rows[start : start + count * step : step][:count]
+
+
+def pooled(pieces: Iterable[Piece], own: Rows, sections: list[Rows]) -> Rows:
+    parts = [cut(own if piece.section is None else sections[piece.section], *piece[1:]) for piece in pieces]
+    return np.concatenate([own[:0], *parts])
+
+
+def check_wave(plan: Plan, waves: list[Wave], queries: list[Rows], keys: list[Rows]) -> list[Rows]:
+    """That every task finds its keys on its server, and every key comes once; the query rows that servers compute."""
+    came, got = exchanged([w.queries for w in waves], queries), exchanged([w.keys for w in waves], keys)
+    if waves[0].passing is not None:
+        passed = [pooled(w.passing.pieces, own, sections) for w, own, sections in zip(waves, keys, got, strict=True)]
+        more = exchanged([w.passing.keys for w in waves], passed)
+        got = [first + second for first, second in zip(got, more, strict=True)]
+    computed = []
+    for rank, wave in enumerate(waves):
+        query = np.concatenate([queries[rank][:0], *(cut(queries[rank], *run[1:]) for run in wave.own_queries), *came[rank]])
+        pool = pooled(wave.pool.pieces, keys[rank], got[rank])
+        assert len({tuple(row) for row in pool.tolist()}) == len(pool) == wave.pool.size, "no key comes twice"
+        computed.append(query)
+        check_batch(plan, wave.arrived, query, pool)
+        back = [pool[run.start : run.start + run.rows] for run in wave.pool.way_back.runs]
+        back += [] if wave.passing is None else [cut(pool, *run[1:3]) for run in wave.passing.way_back.runs]
+        assert np.concatenate([pool[:0], *back]).tolist() == np.concatenate([pool[:0], *got[rank]]).tolist()
+        if wave.passing is not None:
+            parts = [cut(pool, *run) for run in wave.passing.rows]
+            assert np.concatenate([pool[:0], *parts]).tolist() == passed[rank].tolist()
+    return computed
+
+
+def check_batch(plan: Plan, tasks: TaskBatch, query: Rows, pool: Rows) -> None:
+    for q, rows, k, count in zip(tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True):
+        (document, last, group), first = query[q + rows - 1], query[q, 1]
+        assert query[q : q + rows].tolist() == [[document, p, group] for p in range(first, last + 1)]
+        begin = 0 if plan.window is None else max(0, first - plan.window + 1)
+        assert pool[k : k + count].tolist() == [[document, p, group] for p in range(begin, last + 1)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.randoms(use_true_random=False),
+    st.integers(1, 6),
+    st.sampled_from([None, 1, 9, 40, "relays", "relays", "groups", "groups"]),
+    st.sampled_from([None, 1, 60_000]),
+)
+def test_every_task_finds_its_keys(random_: random.Random, world: int, kind: int | str | None, bound: int | None) -> None:
+    """Rows travel as numbers: windows, relays, head groups, waves."""
+    ranks, context, tasks = random_case(random_, world)
+    layout = Layout.from_segments(ranks, context if kind != "groups" else ())
+    if kind == "groups":
+        split, tasks = split_case(random_, world, whole_tasks(ranks))
+        layout = layout.split(np.isin(layout.documents, split), KEY_HEADS)
+    plan = Plan.from_tasks(layout, tasks, kind if isinstance(kind, int) else None)
+    waves = Waves.of(plan, AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, 8), TILE, bound)
+    if isinstance(kind, str) and bound is None:
+        waves = Waves(plan.with_relays(some_relays(random_, plan)), waves.number)
+    plan, layout = waves.plan, waves.plan.layout
+    routes = [Route.build(plan, rank, waves) for rank in range(world)]
+    queries, keys = ([own_rows(layout, rank, context) for rank in range(world)] for context in (False, True))
+    computed = [[] for _ in range(world)]
+    for each in zip(*(route.waves for route in routes), strict=True):
+        for found, rows in zip(computed, check_wave(plan, list(each), queries, keys), strict=True):
+            found += rows.tolist()
+    for rank, route in enumerate(routes):
+        if route.kept is not None:
+            kept = [cut(queries[rank], *run[1:]) for run in route.kept.own_queries]
+            computed[rank] += np.concatenate(kept).tolist()
+            check_batch(plan, route.kept.arrived, np.concatenate(kept), pooled(route.kept.pool.pieces, keys[rank], []))
+        for group in range(layout.groups):
+            own = queries[rank][group :: layout.groups], keys[rank][group :: layout.groups]
+            check_batch(plan, route.own, *own)
+            for start, rows in zip(route.own.query_start, route.own.query_length, strict=True):
+                computed[rank] += own[0][start : start + rows].tolist()
+    whole = [row for rows in queries for row in rows.tolist()]
+    assert sorted(row for rows in computed for row in rows) == sorted(whole), "every query is computed once"

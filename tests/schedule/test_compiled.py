@@ -1,4 +1,4 @@
-"""Plans do not depend on whether anything is compiled, nor on what was compiled before a change."""
+"""Plans and shares of them do not depend on whether anything is compiled, nor on what was compiled before a change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import hf_distca
 
 # Plans and layouts that pass through every compiled function: windows, bounds, head groups, relays, nodes, speeds, dealing.
 CODE = """
-import json, random, sys
+import hashlib, json, random, sys
 if sys.argv[1] == "interpreted":
     sys.modules["numba"] = None
 from dataclasses import replace
@@ -25,6 +25,8 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal, plan_dealt
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.ranks import Ranks
+from hf_distca.schedule.share import share_of
+from hf_distca.schedule.waves import Waves
 
 assert (compiled.numba is None) == (sys.argv[1] == "interpreted")
 shape = AttentionShape(32, 8, 128, 128, 2)
@@ -62,7 +64,13 @@ for _ in range(150):
     plans.append(balance(Layout.from_segments(rows[:ranks]), replace(cost, window=window), config))
 assert sum(plan.relays is not None for plan in plans[-150:]) > 10
 assert all((plan.home != plan.server).any() for plan in plans[:8])
-print(json.dumps([plan.digest for plan in plans]))
+shares = [share_of(plan, rank) for plan in plans for rank in range(plan.layout.world_size)]
+for plan in plans[-60:]:
+    waves = Waves.of(plan, shape, 128, 2**27, 4)
+    ranks, numbers = range(plan.layout.world_size), range(waves.count)
+    shares += [share_of(waves.plan, rank, waves.number, number) for rank in ranks for number in numbers]
+text = hashlib.sha256(json.dumps(shares).encode()).hexdigest()
+print(json.dumps([*(plan.digest for plan in plans), text]))
 """
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Flags", "Floats", "Ints", "array", "column", "compiled", "entry", "handed", "interpreted", "room", "space"]
+__all__ = ["Flags", "Floats", "Ints", "array", "column", "compiled", "entry", "handed", "interpreted", "room", "space", "table"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=tuple[Any, ...])
@@ -88,6 +88,11 @@ def room(rows: int, kind: Any = np.int64) -> Any:
 def space(rows: int | tuple[int, int], kind: Any = np.int64) -> Any:
     """A column or table of so many numbers, whatever they are."""
     return column(np.empty(rows, dtype=kind))
+
+
+def table(rows: int, columns: int) -> Any:
+    """So many rows of zeros, which compiled functions read as ``table[row][column]``."""
+    return np.zeros((rows, columns), dtype=np.int64) if numba is not None else [[0] * columns for _ in range(rows)]
 
 
 def array(values: Any, kind: Any = np.int64) -> npt.NDArray[Any]:

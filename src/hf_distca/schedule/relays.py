@@ -12,47 +12,16 @@ relay.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray, Layout
-from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
+from hf_distca.schedule.plan import KeyTransfers, Relays
 
-__all__ = ["Hops", "Sends", "only", "senders", "sent_key_tokens"]
-
-_NONE = np.zeros(0, dtype=np.int64)
-
-
-class Hops(NamedTuple):
-    """Key runs that one rank sends, receives or reads: from ranks that hold them, and from relays that pass them on.
-
-    Runs that the rank holds and needs itself are in the first. No run crosses the end of a segment.
-    """
-
-    first: KeyTransfers
-    second: KeyTransfers
-
-    @classmethod
-    def of(cls, plan: Plan, rank: int) -> Hops:
-        """Those of `rank` under `plan`."""
-        relays = plan.relays
-        if relays is None:
-            return cls(plan.key_transfers(rank), KeyTransfers(*[_NONE] * 5))
-        rows = plan.key_transfers(rank, whole=relays.document[relays.relay == rank])
-        spread, remote = np.isin(rows.document, relays.document), rows.source != rows.server
-        mine = (rows.source == rank) | (rows.server == rank)
-        got, relay = _cut(only(rows, spread & remote & (rows.server == rank)), relays)
-        direct = (relay < 0) | (relay == got.source) | (relay == rank)
-        held = only(rows, spread & remote & (rows.source == rank))
-        rest = only(rows, spread & remote & ~mine)
-        first = [only(rows, mine & ~(spread & remote)), only(got, direct)]
-        first += [_of_relay(held, relays, held.server), _of_relay(held, relays, held.source), _without_relay(held, relays)]
-        passed = _of_relay(rest, relays, np.full_like(rest.source, rank))
-        second = [only(got._replace(source=relay), ~direct), passed._replace(source=np.full_like(passed.source, rank))]
-        return cls(_joined(first), _joined(second))
+__all__ = ["Sends", "only", "senders", "sent_key_tokens"]
 
 
 class Sends:
@@ -150,20 +119,6 @@ def _cut(rows: KeyTransfers, relays: Relays) -> tuple[KeyTransfers, IntArray]:
     cut = cut._replace(start=np.maximum(cut.start, relays.start[run]), end=np.minimum(cut.end, relays.end[run]))
     rest = _without_relay(rows, relays)
     return _joined([cut, rest]), np.concatenate([relays.relay[run], np.full(len(rest.document), -1)])
-
-
-def _of_relay(rows: KeyTransfers, relays: Relays, relay: IntArray) -> KeyTransfers:
-    """The part of each row that has this relay."""
-    if not len(rows.document):
-        return rows
-    ranks = int(max(relays.relay.max(), relay.max())) + 1
-    order = np.lexsort((relays.relay, relays.document))
-    documents = np.unique(relays.document)
-    key = (np.searchsorted(documents, relays.document) * ranks + relays.relay)[order]
-    wanted = np.searchsorted(documents, rows.document) * ranks + relay
-    at = np.minimum(np.searchsorted(key, wanted), len(key) - 1)
-    run = order[at]
-    return _clipped(rows, np.where(key[at] == wanted, relays.start[run], rows.end), relays.end[run])
 
 
 def _without_relay(rows: KeyTransfers, relays: Relays) -> KeyTransfers:
