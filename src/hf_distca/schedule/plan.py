@@ -160,29 +160,16 @@ class Plan:
         documents[self.place[self.home != self.server]] = True
         return documents[self.place]
 
-    def key_transfers(
-        self, rank: int | None = None, among: npt.NDArray[np.bool_] | None = None, whole: Sequence[int] | IntArray = ()
-    ) -> KeyTransfers:
+    def key_transfers(self, among: npt.NDArray[np.bool_] | None = None) -> KeyTransfers:
         """K/V runs each server needs, each token once, cut where segments end. Runs the server holds itself included.
 
         Of a document, that is its longest prefix or, in a plan with a window, the union of what its tasks need. Rows of one
-        server are in order of document and start. With `rank`, only those that this rank sends or receives, and all of the
-        documents in `whole`; with `among`, only what the tasks need that it is true for.
+        server are in order of document and start. With `among`, only what the tasks need that it is true for.
         """
-        layout = self.layout
         tasks = np.arange(len(self.document)) if among is None else np.flatnonzero(among)
-        kept = np.zeros(len(layout.documents), dtype=np.bool_)
-        if len(whole):
-            kept[np.searchsorted(layout.documents, whole)] = True
-        if rank is not None:
-            mine = kept.copy()
-            mine[layout.place[layout.offsets[rank] : layout.offsets[rank + 1]]] = True
-            tasks = tasks[(self.server[tasks] == rank) | mine[self.place[tasks]]]
         # Tasks are in order of document and position, and never overlap: those of one server are in order of their ends.
         tasks = tasks[np.argsort(self.server[tasks], kind="stable")]
-        of_tasks = tuple(column[tasks] for column in (self.server, self.place, self.start, self.end))
-        of_layout = layout.by_document, layout.place, layout.start, layout.end, layout.rank, layout.document
-        return KeyTransfers(*key_runs(of_layout, of_tasks, self.window or 0, rank, kept))
+        return KeyTransfers(*key_runs(self.layout.columns, self.columns, tasks, self.window or 0))
 
     def to_json(self) -> str:
         """The plan and its layout as JSON: ``{"tasks": [[document, start, end, home, server], ...], "rank_segments": ...}``.

@@ -6,7 +6,7 @@ One pass goes through the documents and adds what concerns the rank to chains; t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,8 +29,9 @@ from hf_distca.schedule.chains import (
     put,
 )
 from hf_distca.schedule.compiled import Ints, array, column, compiled, entry, room
-from hf_distca.schedule.index import IntArray
-from hf_distca.schedule.share_keys import Rank, Relays, Segments, Span, add_keys, first_key
+from hf_distca.schedule.coverage import Tasks
+from hf_distca.schedule.index import IntArray, Segments
+from hf_distca.schedule.share_keys import Rank, Relays, Span, add_keys, first_key
 from hf_distca.schedule.share_numbers import numbers_in, write_wave
 
 if TYPE_CHECKING:
@@ -41,17 +42,6 @@ __all__ = ["share_of"]
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
 # Records that most ranks need no more than.
 _RECORDS = 256
-
-
-class _Tasks(NamedTuple):
-    """Columns of a plan, and the wave of each task."""
-
-    document: Ints
-    start: Ints
-    end: Ints
-    home: Ints
-    server: Ints
-    wave: Ints
 
 
 def share_of(plan: Plan, rank: int, waves: IntArray | None = None, wave: int = 0) -> list[int]:
@@ -68,9 +58,8 @@ def share_of(plan: Plan, rank: int, waves: IntArray | None = None, wave: int = 0
     ranks, hops = layout.world_size, 1 if relays is None else 2
     context = int(layout.length[first : first + layout.context[rank]].sum())
     one = Rank(rank, ranks, first, context, layout.groups, plan.window or 0, -1 if waves is None else wave, hops)
-    of_layout = layout.by_document, layout.document, layout.start, layout.end, layout.rank, layout.token
-    of_plan = plan.document, plan.start, plan.end, plan.home, plan.server, _NONE if waves is None else waves
-    columns = (Segments(*map(column, of_layout)), _Tasks(*map(column, of_plan)), Relays(*map(column, relays or (_NONE,) * 4)))
+    travels = column(_NONE if waves is None else waves)
+    columns = layout.columns, plan.columns, travels, Relays(*map(column, relays or (_NONE,) * 4))
     records = _RECORDS
     while True:
         out = room(numbers_in(ranks, records))
@@ -82,14 +71,14 @@ def share_of(plan: Plan, rank: int, waves: IntArray | None = None, wave: int = 0
 
 
 @entry
-def _fill(segments: Segments, tasks: _Tasks, relays: Relays, one: Rank, book: Book, out: Ints) -> int:
+def _fill(segments: Segments, tasks: Tasks, waves: Ints, relays: Relays, one: Rank, book: Book, out: Ints) -> int:
     """Write the numbers down; how many there are, or 0 if there is no room."""
     at = 0
     for kept in (False, True):
         if kept:
             for chain in range(len(book.chains)):
                 emptied(book, chain)
-        _go_through(segments, tasks, relays, one, book, kept)
+        _go_through(segments, tasks, waves, relays, one, book, kept)
         more = book.chains[CHAINS.kept][TOTAL] > 0
         at = write_wave(one, book, 1 if kept else one.hops, out, at)
         if full(book):
@@ -100,7 +89,7 @@ def _fill(segments: Segments, tasks: _Tasks, relays: Relays, one: Rank, book: Bo
 
 
 @compiled
-def _go_through(segments: Segments, tasks: _Tasks, relays: Relays, one: Rank, book: Book, kept: bool) -> None:
+def _go_through(segments: Segments, tasks: Tasks, waves: Ints, relays: Relays, one: Rank, book: Book, kept: bool) -> None:
     """Fill chains in: of a wave and of tasks on own tensors; or, if `kept`, of tasks of head groups on this rank's own keys."""
     task = at = relay = 0
     while task < len(tasks.document) and not full(book):
@@ -121,12 +110,12 @@ def _go_through(segments: Segments, tasks: _Tasks, relays: Relays, one: Rank, bo
             relay += 1
         if concerned:
             span = Span(document, first_task, task, first, at, first_relay, relay)
-            _look(segments, tasks, span, one, book, kept)
+            _look(segments, tasks, waves, span, one, book, kept)
             _add(segments, relays, span, one, book)
 
 
 @compiled
-def _look(segments: Segments, tasks: _Tasks, span: Span, one: Rank, book: Book, kept: bool) -> None:
+def _look(segments: Segments, tasks: Tasks, waves: Ints, span: Span, one: Rank, book: Book, kept: bool) -> None:
     """Find the tasks of a document that concern this rank, and which of its keys each server needs."""
     emptied(book, CHAINS.tasks)
     emptied(book, CHAINS.needs)
@@ -140,7 +129,7 @@ def _look(segments: Segments, tasks: _Tasks, span: Span, one: Rank, book: Book, 
                 run = segments.start[segments.order[at]]
         segment, first = segments.order[at], first_key(start, one.window)
         token = segments.token[segment] - segments.start[segment] if home == one.rank else 0
-        here, travels = home == server == one.rank and first >= run, one.wave < 0 or tasks.wave[row] == one.wave
+        here, travels = home == server == one.rank and first >= run, one.wave < 0 or waves[row] == one.wave
         if kept:
             if here and group:
                 _need(book, chain_of(KINDS.latest, one.ranks, server), server, first, end, before)
@@ -162,7 +151,7 @@ def _look(segments: Segments, tasks: _Tasks, span: Span, one: Rank, book: Book, 
 def _continues(segments: Segments, before: int, segment: int) -> bool:
     """Whether a segment lies on the rank of the one before it in its document, right behind it."""
     behind = segments.token[before] + segments.end[before] - segments.start[before]
-    return segments.rank[before] == segments.rank[segment] and behind == segments.token[segment]
+    return bool(segments.rank[before] == segments.rank[segment] and behind == segments.token[segment])
 
 
 @compiled

@@ -6,19 +6,9 @@ from typing import NamedTuple
 
 from hf_distca.schedule.chains import CHAINS, FIRST, KINDS, NEXT, OF, PLACE, ROWS, START, TOTAL, Book, chain_of, put
 from hf_distca.schedule.compiled import Ints, compiled
+from hf_distca.schedule.index import Segments
 
-__all__ = ["Rank", "Relays", "Segments", "Span", "add_keys", "first_key"]
-
-
-class Segments(NamedTuple):
-    """Those of a layout, and `order` by document and position."""
-
-    order: Ints
-    document: Ints
-    start: Ints
-    end: Ints
-    rank: Ints
-    token: Ints
+__all__ = ["Rank", "Relays", "Span", "add_keys", "first_key"]
 
 
 class Relays(NamedTuple):
