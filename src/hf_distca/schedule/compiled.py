@@ -2,7 +2,7 @@
 
 Most of the scheduler is numpy. What is compiled are loops in which each step depends on the last one, which take a Python
 interpreter a tenth of a second for 512 ranks; and what every plan goes through, for among few ranks it is the number of calls to
-numpy that takes the time. numba compiles these functions when they are first called, in some twenty seconds, and keeps what it
+numpy that takes the time. numba compiles these functions when they are first called, in half a minute, and keeps what it
 made beside the source or in the user's cache. Where numba cannot be imported they run as they are written, and make the same
 plans.
 """
