@@ -57,21 +57,19 @@ class Greedy:
     ) -> None:
         self.layout, self.own, self.price = layout, price, exchanged or price
         self.fit, self.ranks, self.heads = fit or _NO_BOUND, ranks, heads
-        self.seconds = np.array(seconds, dtype=np.float64)
-        self.speeds = ranks.each(len(seconds))
-        mean = ranks.level(seconds)
-        self.levels = Levels.of(seconds, self.speeds, mean, tolerance) if cap is None else Levels.below(cap)
-        high = self.levels.high
-        surplus = math.fsum((work - high) * speed for work, speed in zip(seconds, self.speeds, strict=True) if work > high)
-        columns = column(self.seconds), column(np.array(self.speeds))
-        self.goal = Goal(*columns, self.levels, surplus, ranks.work(seconds), cap is None)
+        speeds, mean = ranks.each(len(seconds)), ranks.level(seconds)
+        levels = Levels.of(seconds, speeds, mean, tolerance) if cap is None else Levels.below(cap)
+        high = levels.high
+        surplus = math.fsum((work - high) * speed for work, speed in zip(seconds, speeds, strict=True) if work > high)
+        work, speed = (column(np.array(one, dtype=np.float64)) for one in (seconds, speeds))
+        self.goal = Goal(work, speed, levels, surplus, ranks.work(seconds), cap is None)
         # Numbers of a document and its head groups: the d-th document becomes d * parts.
         self.parts = 1 if heads.groups == 1 else heads.groups + 1
         self.apart = np.zeros(len(layout.documents), dtype=np.bool_) if self.parts == 1 else heads.documents
 
     def plan(self) -> Plan:
         """Run and build the plan."""
-        layout, groups, ranks = self.layout, self.heads.groups, len(self.seconds)
+        layout, groups, ranks = self.layout, self.heads.groups, self.layout.world_size
         # Of a document that may be split, each head group counts.
         segments = len(layout.place) + (groups - 1) * int(np.count_nonzero(self.apart[layout.place]))
         per_node = self.ranks.per_node or 0

@@ -60,7 +60,7 @@ class Heads(NamedTuple):
         mean = float(seconds.mean())
         length = math.sqrt(_TYPICAL * mean * price.query_bytes / (price.key_bytes * price.pair))
         # More groups are more tasks; they are worth it where keys travel nearly as long as ranks compute.
-        travel = layout.longest * price.key_bytes / cost.exchange_bytes_per_second
+        travel = float(cost.transfer_seconds(0, layout.longest))
         groups = max(count for count in possible if count <= _USUAL)
         groups = next((count for count in possible if count > groups and travel / groups > _TRAVEL * mean), groups)
         long, given = np.zeros((2, len(layout.documents)), dtype=np.bool_)

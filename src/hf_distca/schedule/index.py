@@ -49,7 +49,7 @@ class Segments(NamedTuple):
         order: the segments in order of document and position (`Layout.by_document`).
         document, start, end, rank, token, place, queries: of each segment.
         offsets, context: of each rank.
-        documents, spans, runs: of each document.
+        documents, spans: of each document.
     """
 
     order: IntArray
@@ -64,15 +64,14 @@ class Segments(NamedTuple):
     context: IntArray
     documents: IntArray
     spans: BoolArray
-    runs: BoolArray
 
 
 class Summary(NamedTuple):
     """Of a layout: how many documents it has, the length of the longest, and whether any lies in more than one run of tokens."""
 
-    documents: int = 0
-    longest: int = 0
-    scattered: bool = False
+    documents: int
+    longest: int
+    scattered: bool
 
 
 def index_of(columns: tuple[IntArray, ...], order: IntArray, groups: int) -> tuple[Segments, Summary, Wrong]:
@@ -85,14 +84,14 @@ def index_of(columns: tuple[IntArray, ...], order: IntArray, groups: int) -> tup
     """
     rows = len(order)
     document, start, length, offsets, context = map(column, columns)
-    numbers, flags = room(5 * rows), room(3 * rows, bool)
+    numbers, flags = room(5 * rows), room(2 * rows, bool)
     end, rank, token, place, documents = (numbers[at * rows : (at + 1) * rows] for at in range(5))
-    queries, spans, runs = (flags[at * rows : (at + 1) * rows] for at in range(3))
-    found = Segments(column(order), document, start, end, rank, token, place, queries, offsets, context, documents, spans, runs)
+    queries, spans = flags[:rows], flags[rows:]
+    found = Segments(column(order), document, start, end, rank, token, place, queries, offsets, context, documents, spans)
     wrong, summary = _index(found, length, groups)
     count = summary[0]
     arrays: list[Any] = [np.asarray(one) for one in found]
-    arrays[-3:] = (one[:count] for one in arrays[-3:])
+    arrays[-2:] = (one[:count] for one in arrays[-2:])
     return Segments(*arrays), Summary(*summary), Wrong(*wrong)
 
 
@@ -170,12 +169,12 @@ def _by_document(index: Segments, length: Ints) -> tuple[tuple[int, int, int], t
         if index.start[row] != expected:
             return (GAP, row, expected), (count, longest, scattered)
         if fresh:
-            index.documents[count], index.spans[count], index.runs[count] = document[row], False, True
+            index.documents[count], index.spans[count] = document[row], False
             count += 1
         elif index.rank[row] != index.rank[before]:
-            index.spans[count - 1], index.runs[count - 1], scattered = True, False, True
+            index.spans[count - 1] = scattered = True
         elif index.token[row] != index.token[before] + length[before]:
-            index.runs[count - 1], scattered = False, True
+            scattered = True
         index.place[row] = count - 1
         longest = max(longest, index.end[row])
         before = row

@@ -8,7 +8,7 @@ from hf_distca.schedule.compiled import Ints, array, column, compiled, entry, ro
 from hf_distca.schedule.coverage import Tasks
 from hf_distca.schedule.index import IntArray, Segments
 
-__all__ = ["key_runs"]
+__all__ = ["first_key", "key_runs"]
 
 
 class _Runs(NamedTuple):
@@ -47,10 +47,10 @@ def _fill(segments: Segments, tasks: Tasks, order: Ints, window: int, begin: Int
     while next_ < len(order):
         row = order[next_]
         server, place, end = tasks.server[row], tasks.place[row], tasks.end[row]
-        start = _first_key(tasks, row, window)
+        start = first_key(tasks.start[row], window)
         next_ += 1
         while next_ < len(order) and tasks.server[order[next_]] == server and tasks.place[order[next_]] == place:
-            if _first_key(tasks, order[next_], window) > end:
+            if first_key(tasks.start[order[next_]], window) > end:
                 break
             end = tasks.end[order[next_]]
             next_ += 1
@@ -70,6 +70,6 @@ def _fill(segments: Segments, tasks: Tasks, order: Ints, window: int, begin: Int
 
 
 @compiled
-def _first_key(tasks: Tasks, row: int, window: int) -> int:
-    """The first key that a task needs."""
-    return 0 if window == 0 else max(tasks.start[row] - (window - 1), 0)
+def first_key(start: int, window: int) -> int:
+    """The first key that a task from `start` on needs; `window` is 0 for none."""
+    return 0 if window == 0 else max(start - (window - 1), 0)

@@ -150,10 +150,6 @@ class Layout:
         """Whether this document of the layout is none of the head groups of one."""
         return document % (self.groups + 1) == 0 or self.groups == 1
 
-    def groups_of(self, document: int) -> range:
-        """The head groups of a document with all heads, each a document of its own; none if it is a group or never split."""
-        return range(document + 1, document + 1 + self.groups) if self.groups > 1 and self.has_all_heads(document) else range(0)
-
     def unsplit(self, document: IntArray) -> IntArray:
         """The numbers that these documents of the layout had before it was split."""
         return document // (self.groups + 1) if self.groups > 1 else document
@@ -227,11 +223,6 @@ class Layout:
     def spanning(self) -> frozenset[int]:
         """Documents that lie on more than one rank."""
         return frozenset(self.documents[self.spans].tolist())
-
-    @property
-    def runs(self) -> npt.NDArray[np.bool_]:
-        """Of each of `documents`, whether it lies in one run of the tokens of one rank."""
-        return self._index.runs
 
     def segments(self, rank: int) -> list[Segment]:
         """The segments of one rank in token order."""

@@ -74,7 +74,7 @@ def room_for(traffic: Gathered, ranks: int) -> tuple[int, int, int]:
     """How many integers and floating-point numbers `pass_on` needs room for, and how many runs there are at most."""
     _, _, _, documents, segments, needs = traffic.sizes.tolist()
     runs = needs + documents
-    return 2 * documents + 2 * (needs + 1) + 2 * (needs + 2 * segments + 2) + 3 + ranks + 10 * runs, 2 * ranks + documents, runs
+    return 10 * runs + 2 * (needs + 1) + 2 * (needs + 2 * segments + 2) + 3 + ranks, 2 * ranks + documents, runs
 
 
 @entry
@@ -101,35 +101,39 @@ def pass_on(gathered: Gathered, senders: Senders, integers: Ints, floats: Floats
         seconds[rank], tokens[rank] = beside + senders.sent[rank], senders.tokens[rank]
     if unchanged >= senders.slowest:
         return 0
-    made, integers = _runs(integers[: 4 * most]), integers[4 * most :]
-    runs, integers = _runs(integers[: 4 * most]), integers[4 * most :]
-    documents, steps, needs = len(amount), gathered.sizes[5] + 2 * gathered.sizes[4] + 2, gathered.sizes[5] + 1
-    order, scratch, integers = integers[:documents], integers[documents : 2 * documents], integers[2 * documents :]
-    rank_, reach, integers = integers[:needs], integers[needs : 2 * needs], integers[2 * needs :]
-    position, more, integers = integers[:steps], integers[steps : 2 * steps], integers[2 * steps :]
-    passing = Passing(rank_, reach, position, more, integers[:3], integers[3 : 3 + ranks])
-    integers = integers[3 + ranks :]
-    passing.counts[RUNS] = 0
-    for rank in range(ranks):
-        passing.saved[rank] = 0
-    for document in range(documents):
+    made, runs, integers = _runs(integers[: 4 * most]), _runs(integers[4 * most : 8 * most]), integers[8 * most :]
+    order, scratch, integers = integers[:most], integers[most : 2 * most], integers[2 * most :]
+    passing = _passing(integers, ranks, gathered.sizes[5] + 2 * gathered.sizes[4] + 2, gathered.sizes[5] + 1)
+    documents = order[: len(amount)]
+    for document in range(len(documents)):
         _look(traffic, passing, document)
         amount[document] = traffic.heads[document] * passing.more[passing.counts[STEPS] - 1]
-    sort(order, scratch, amount, amount, DOWN)
-    for document in order:
+    sort(documents, scratch, amount, amount, DOWN)
+    for document in documents:
         if not _late(traffic, document, seconds, unchanged):
             continue  # those who send it were relieved of others
         _look(traffic, passing, document)
         if passing.counts[ABLE] > 1:
             _relay(traffic, passing, document, senders.each * traffic.heads[document], seconds, tokens, runs)
     count = int(passing.counts[RUNS])
-    order = integers[:count]
-    sort(order, integers[most:], runs.document, runs.start, UP)
+    sort(order[:count], scratch, runs.document, runs.start, UP)
     for at in range(count):
         row = order[at]
         made.document[at], made.relay[at] = traffic.documents[runs.document[row]], runs.relay[row]
         made.start[at], made.end[at] = runs.start[row], runs.end[row]
     return count
+
+
+@compiled
+def _passing(integers: Ints, ranks: int, steps: int, needs: int) -> Passing:
+    """Columns of so many rows, without any run so far."""
+    rank, reach, integers = integers[:needs], integers[needs : 2 * needs], integers[2 * needs :]
+    position, more, integers = integers[:steps], integers[steps : 2 * steps], integers[2 * steps :]
+    counts, saved = integers[:3], integers[3 : 3 + ranks]
+    counts[RUNS] = 0
+    for one in range(ranks):
+        saved[one] = 0
+    return Passing(rank, reach, position, more, counts, saved)
 
 
 @compiled

@@ -42,8 +42,7 @@ def _relays(load: PlanLoad) -> PlanLoad | None:
     traffic, layout = load.tally.traffic, load.plan.layout
     if not traffic.sizes[3]:
         return None
-    ranks, cost = layout.world_size, load.cost
-    each = cost.shape.moved_key_bytes / cost.exchange_bytes_per_second
+    ranks, each = layout.world_size, float(load.cost.transfer_seconds(0, 1))
     limit = load.slowest_seconds * (1 - _GAIN)
     compute, sent, received, keys = map(column, (load.compute_seconds, *load.wire_seconds, load.key_tokens[0]))
     integers, floats, most = room_for(traffic, ranks)

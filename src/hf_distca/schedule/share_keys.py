@@ -8,7 +8,7 @@ from hf_distca.schedule.chains import CHAINS, FIRST, KINDS, NEXT, OF, PLACE, ROW
 from hf_distca.schedule.compiled import Ints, compiled
 from hf_distca.schedule.index import Segments
 
-__all__ = ["Rank", "Relays", "Span", "add_keys", "first_key"]
+__all__ = ["Rank", "Relays", "Span", "add_keys"]
 
 
 class Relays(NamedTuple):
@@ -54,12 +54,6 @@ class Span(NamedTuple):
     last: int
     first_relay: int
     last_relay: int
-
-
-@compiled
-def first_key(start: int, window: int) -> int:
-    """The first key that a task needs; `window` is 0 for none."""
-    return 0 if window == 0 else max(start - (window - 1), 0)
 
 
 @compiled

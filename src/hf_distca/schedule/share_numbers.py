@@ -19,7 +19,8 @@ from hf_distca.schedule.chains import (
     put,
 )
 from hf_distca.schedule.compiled import Ints, compiled
-from hf_distca.schedule.share_keys import Rank, first_key
+from hf_distca.schedule.key_runs import first_key
+from hf_distca.schedule.share_keys import Rank
 
 __all__ = ["numbers_in", "write_wave"]
 
