@@ -7,11 +7,12 @@ exchange together, whether and how finely that pays.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.greedy import Greedy
+from hf_distca.schedule.greedy import Greedy, Tried
 from hf_distca.schedule.heads import WHOLE, Heads
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.levels import INNER_BAND
@@ -22,6 +23,7 @@ from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.relief import relieve
 from hf_distca.schedule.state import Fit
 from hf_distca.schedule.waves import TransientBytes, Waves
+from hf_distca.schedule.weigh import Scale
 
 __all__ = ["balance"]
 
@@ -74,21 +76,21 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     # A window that no document is longer than is none.
     if cost.window is not None and cost.window >= layout.longest:
         cost = replace(cost, window=None)
-    local = Plan.local(layout, cost.window)
     if not config.balance or layout.world_size < 2:
-        return local
-    price = Price.of(cost, config.tile)
+        return Plan.local(layout, cost.window)
     # A bound of transient bytes is kept by waves, which relays do not know.
     relayed = relayed and cost.window is None and config.max_transient_bytes is None
-    unmoved = _unmoved(local, cost, config, ranks, relayed)
+    tries = _Tries(layout, cost, config, ranks, Price.of(cost, config.tile), relayed)
+    unmoved = tries.unmoved()
     seconds = unmoved.compute_seconds.tolist()
     # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
-    if not price.pair or _within(seconds, ranks.level(seconds), config.tolerance) or _hopeless(price, unmoved, config):
+    price = tries.price
+    if not price.pair or _within(seconds, ranks.level(seconds), config.tolerance) or _hopeless(tries, unmoved):
         return unmoved.plan
-    heads = WHOLE
     if cost.window is None and cost.exchange_bytes_per_second < math.inf:
         heads = Heads.of(layout, price, cost, unmoved.compute_seconds, config.head_groups)
-    best = _fastest(layout, cost, price, unmoved, config, relayed, heads)
+        tries = replace(tries, heads=heads)
+    best = _fastest(tries, unmoved).plan
     if price.near == 1 or ranks.per_node in (None, 1):
         return best
     slowest = _load(best, cost, config, ranks, False).slowest_seconds
@@ -99,52 +101,100 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     return other if _load(other, cost, config, ranks, False).slowest_seconds < slowest else best
 
 
-def _fastest(
-    layout: Layout, cost: CostModel, price: Price, unmoved: PlanLoad, config: DistCAConfig, relayed: bool, heads: Heads
-) -> Plan:
-    """The plan with the earliest last rank that the greedy finds, coarse and fine; that of `unmoved` if none gains enough."""
-    bound, ranks = config.max_transient_bytes, unmoved.ranks
-    each = TransientBytes.of(cost.shape)
-    fit = None if bound is None else Fit(bound, each.query, each.key)
-    seconds = unmoved.compute_seconds.tolist()
-    best, fastest, before = unmoved.plan, unmoved.slowest_seconds, unmoved.slowest_seconds
+@dataclass(frozen=True)
+class _Tries:
+    """Plans for one layout that are made, and weighed, to see which has the earliest last rank.
+
+    Attributes:
+        layout, cost, config, ranks: as for `balance`.
+        price: of slices.
+        relayed: whether servers may pass keys on.
+        heads: documents that may be split.
+    """
+
+    layout: Layout
+    cost: CostModel
+    config: DistCAConfig
+    ranks: Ranks
+    price: Price
+    relayed: bool
+    heads: Heads = WHOLE
+
+    @property
+    def in_nodes(self) -> bool:
+        """Whether exchanges inside nodes take another time than those between them."""
+        return self.ranks.per_node is not None and self.cost.node_bytes_per_second is not None
+
+    @property
+    def weighed(self) -> bool:
+        """Whether tasks are weighed as soon as they are made; or else as a plan, by its load."""
+        return not self.in_nodes and self.cost.window is None and self.config.max_transient_bytes is None
+
+    @cached_property
+    def greedy(self) -> Greedy:
+        """The greedy that makes the tasks."""
+        bound, each = self.config.max_transient_bytes, TransientBytes.of(self.cost.shape)
+        fit = None if bound is None else Fit(bound, each.query, each.key)
+        overlapped = self.config.ping_pong
+        scale = Scale.of(self.layout, self.cost, overlapped=overlapped, relayed=self.relayed, weighs=self.weighed)
+        return Greedy(self.layout, self.price, self.ranks, scale, fit, self.heads)
+
+    def unmoved(self) -> Tried | PlanLoad:
+        """Nothing moves, but keys are passed on if that alone gains enough."""
+        least = self.config.min_gain
+        if self.weighed:
+            return self.greedy.still(least)
+        load = _load(Plan.local(self.layout, self.cost.window), self.cost, self.config, self.ranks, False)
+        return relieve(load, least) if self.relayed else load
+
+    def evened(
+        self, seconds: list[float], tolerance: float, cap: float | None = None, exchanged: Price | None = None
+    ) -> Tried | PlanLoad:
+        """What `Greedy.run` makes."""
+        tried = self.greedy.run(seconds, tolerance, cap, exchanged)
+        return tried if self.weighed else _load(tried.plan, self.cost, self.config, self.ranks, self.relayed)
+
+
+def _fastest(tries: _Tries, unmoved: Tried | PlanLoad) -> Tried | PlanLoad:
+    """The try with the earliest last rank that the greedy finds, coarse and fine; `unmoved` if none gains enough."""
+    cost, config, ranks, relayed = tries.cost, tries.config, tries.ranks, tries.relayed
+    seconds, before = unmoved.compute_seconds.tolist(), unmoved.slowest_seconds
+    best, fastest, enough = unmoved, before, config.min_gain * before
     mean, cap = ranks.level(seconds), max(seconds) / 2
     extreme = max(seconds) >= _EXTREME * mean
     wanted = max(config.tolerance, _FINEST)
     # One document that outweighs all others, and no relays: the fewer servers, the less its home has to send. Caps go down until
     # sending eats what they gain; only if they come near the mean, a fine balance may be better.
     while extreme and not relayed and cap > 2 * mean:
-        greedy = Greedy(layout, price, seconds, config.tolerance, fit, cap, ranks, heads=heads)
-        load = _load(greedy.plan(), cost, config, ranks, relayed)
-        slowest = load.slowest_seconds
+        tried = tries.evened(seconds, config.tolerance, cap)
+        slowest = tried.slowest_seconds
         if slowest >= fastest:
             return best
-        if before - slowest >= config.min_gain * before:
-            best, fastest = load.plan, slowest
+        if before - slowest >= enough:
+            best, fastest = tried, slowest
         cap /= _FINER_CAP
-    serial = not config.ping_pong and not unmoved.in_nodes and cost.exchange_bytes_per_second < math.inf
+    few = tries.layout.world_size <= _FEW
+    serial = not config.ping_pong and not tries.in_nodes and cost.exchange_bytes_per_second < math.inf
     if relayed and serial and not extreme:
         both = (unmoved.compute_seconds + unmoved.exchange_seconds).tolist()
-        exchanged = price.with_exchange(cost.exchange_bytes_per_second)
-        few = layout.world_size <= _FEW
-        greedy = Greedy(layout, price, both, wanted if few else max(wanted, _SERIAL), None, None, ranks, exchanged, heads)
-        load = _load(greedy.plan(), cost, config, ranks, relayed)
-        if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:
-            best, fastest = load.plan, load.slowest_seconds
+        exchanged = tries.price.with_exchange(cost.exchange_bytes_per_second)
+        tried = tries.evened(both, wanted if few else max(wanted, _SERIAL), exchanged=exchanged)
+        slowest = tried.slowest_seconds
+        if slowest < fastest and before - slowest >= enough:
+            best, fastest = tried, slowest
             if not few and fastest <= _EARLY * ranks.level(both):
                 return best
     # Among many ranks, coarser plans for compute alone hardly ever gain what one for both did not.
-    coarser = () if serial and relayed and layout.world_size > _FEW else tuple(t for t in _COARSER if t > wanted)
+    coarser = () if serial and relayed and not few else tuple(t for t in _COARSER if t > wanted)
     for tolerance in (wanted, *coarser):
-        greedy = Greedy(layout, price, seconds, tolerance, fit, ranks=ranks, heads=heads)
-        load = _load(greedy.plan(), cost, config, ranks, relayed)
-        if load.slowest_seconds < fastest and before - load.slowest_seconds >= config.min_gain * before:
-            best, fastest = load.plan, load.slowest_seconds
-        elif best is not unmoved.plan:
+        tried = tries.evened(seconds, tolerance)
+        slowest, compute = tried.slowest_seconds, tried.longest_compute
+        if slowest < fastest and before - slowest >= enough:
+            best, fastest = tried, slowest
+        elif best is not unmoved:
             break  # Coarser than one that helped, and no better.
-        compute = float(load.compute_seconds.max())
         # Moving less costs less exchange, but only where one that helped has something to save.
-        if best is not unmoved.plan and (before - fastest > (1 - _EATEN) * (before - compute) or load.slowest_seconds == compute):
+        if best is not unmoved and (before - fastest > (1 - _EATEN) * (before - compute) or slowest == compute):
             break
     return best
 
@@ -155,31 +205,21 @@ def _load(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks, relay
     return relieve(load) if relayed else load
 
 
-def _unmoved(local: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks, relayed: bool) -> PlanLoad:
-    """The load of the plan that moves nothing, with relays if they alone gain enough."""
-    load = _load(local, cost, config, ranks, False)
-    if not relayed:
-        return load
-    relieved = relieve(load)
-    gain = load.slowest_seconds - relieved.slowest_seconds
-    return relieved if gain > 0 and gain >= config.min_gain * load.slowest_seconds else load
-
-
-def _hopeless(price: Price, unmoved: PlanLoad, config: DistCAConfig) -> bool:
+def _hopeless(tries: _Tries, unmoved: Tried | PlanLoad) -> bool:
     """Whether no plan can gain enough: the greedy need not try. Common in narrow bands, and where documents were dealt."""
-    cost, ranks = unmoved.cost, unmoved.ranks
+    layout, cost, config, ranks, price = tries.layout, tries.cost, tries.config, tries.ranks, tries.price
     # A row may take longer to send than to compute, so that whoever gives work away ends later for it.
     least_bytes = price.least_bytes * (1.0 if ranks.per_node is None else price.near)
-    most = price.most_seconds(unmoved.plan.layout.longest) * cost.exchange_bytes_per_second
+    most = price.most_seconds(layout.longest) * cost.exchange_bytes_per_second
     if cost.window is not None and not config.ping_pong and least_bytes > most:
         return True
     # The slowest rank cannot end before the mean, and moving work seldom saves exchanges. Among many ranks, one ends where the
     # greedy stops.
     mean = ranks.level(unmoved.compute_seconds.tolist())
-    if unmoved.plan.layout.world_size > _FEW:
+    if layout.world_size > _FEW:
         mean *= 1 + INNER_BAND * config.tolerance
     if not config.ping_pong:
-        mean += math.fsum(unmoved.exchange_seconds.tolist()) / unmoved.plan.layout.world_size
+        mean += math.fsum(unmoved.exchange_seconds.tolist()) / layout.world_size
     return unmoved.slowest_seconds * (1 - config.min_gain) < mean
 
 

@@ -12,85 +12,136 @@ where the moves start from, and makes a plan of them; the moves themselves are i
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from hf_distca.schedule.begin import Costs, Goal, Room
-from hf_distca.schedule.compiled import array, column, room, space
+from hf_distca.schedule.compiled import array, column, room
+from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.heads import WHOLE, Heads
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.levels import Levels
-from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.plan import Plan, Relays
 from hf_distca.schedule.prices import Price
-from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.state import Fit
-from hf_distca.schedule.tasks import MADE, moved_tasks
+from hf_distca.schedule.trial import Made, try_moves
+from hf_distca.schedule.weigh import Scale
 
-__all__ = ["Greedy"]
+__all__ = ["Greedy", "Tried"]
 
 # Moves that there is room for at first: so many for each rank, and so many more. Most plans need one or two for each rank.
 _MOVES = (4, 64)
 _NO_BOUND = Fit(0, 0, 0)
 
 
+@dataclass(eq=False)
+class Tried:
+    """Tasks that the greedy made, before they are a plan, and what they weigh; all 0 if they were not weighed.
+
+    Attributes:
+        layout: the layout of the run.
+        split: of each of its documents, whether it is split by heads, and in how many groups.
+        window: of the plan.
+        made: columns of tasks and of runs that are passed on, and seconds of ranks.
+        tasks, runs: how many there are.
+        slowest_seconds: when the slowest rank ends.
+        longest_compute: seconds of the rank that computes longest.
+    """
+
+    layout: Layout
+    split: tuple[Any, int]
+    window: int | None
+    made: Made
+    tasks: int
+    runs: int
+    slowest_seconds: float
+    longest_compute: float
+
+    @cached_property
+    def plan(self) -> Plan:
+        """These tasks as a plan, which is checked like any other."""
+        apart, groups = array(self.split[0], bool), self.split[1]
+        layout = self.layout.split(apart, groups) if apart.any() else self.layout
+        document, start, end, home, server, _ = array(self.made.tasks).reshape(6, -1)[:, : self.tasks]
+        plan = Plan(layout, document, start, end, home, server, self.window)
+        if not self.runs:
+            return plan
+        return plan.with_relays(Relays(*array(self.made.passed).reshape(4, -1)[:, : self.runs]))
+
+    @property
+    def compute_seconds(self) -> FloatArray:
+        """Seconds that each rank computes."""
+        return array(self.made.seconds, float)[: self.layout.world_size]
+
+    @property
+    def exchange_seconds(self) -> FloatArray:
+        """Seconds that each rank exchanges: see `PlanLoad.exchange_seconds`."""
+        return array(self.made.seconds, float)[self.layout.world_size : 2 * self.layout.world_size]
+
+
 class Greedy:
-    """One run of the greedy for one tolerance. With `fit`, slices are only moved as far as they fit a server.
+    """Runs of the greedy for one layout. With `fit`, slices are only moved as far as they fit a server.
 
-    With `cap`, ranks above that many seconds come down to it, and `tolerance` is not read. With `exchanged`, prices that have
-    what a server receives in them, `seconds` are those of compute and exchange, and that is what is evened out. Documents of
-    `heads` are split if a slice of some of their heads is moved.
-
-    Seconds of ranks and levels are what a rank takes; those of slices and of what is still to move are of a rank of speed 1.
+    Documents of `heads` are split if a slice of some of their heads is moved. What comes of a run is weighed by `scale`.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        price: Price,
-        seconds: list[float],
-        tolerance: float,
-        fit: Fit | None = None,
-        cap: float | None = None,
-        ranks: Ranks = ALIKE,
-        exchanged: Price | None = None,
-        heads: Heads = WHOLE,
+        self, layout: Layout, price: Price, ranks: Ranks, scale: Scale, fit: Fit | None = None, heads: Heads = WHOLE
     ) -> None:
-        self.layout, self.own, self.price = layout, price, exchanged or price
-        self.fit, self.ranks, self.heads = fit or _NO_BOUND, ranks, heads
-        speeds, mean = ranks.each(len(seconds)), ranks.level(seconds)
+        self.layout, self.price, self.ranks, self.scale, self.fit = layout, price, ranks, scale, fit or _NO_BOUND
+        self._speeds = ranks.each(layout.world_size)
+        self._speed = column(np.array(self._speeds))
+        # Numbers of a document and its head groups: the d-th document becomes d * parts.
+        self._groups, documents = heads.groups, len(layout.documents)
+        self._parts = 1 if heads.groups == 1 else heads.groups + 1
+        apart = np.zeros(documents, dtype=np.bool_) if self._parts == 1 else heads.documents
+        self._apart = column(apart)
+        # Of a document that may be split, each head group counts.
+        self._segments = len(layout.place) + (heads.groups - 1) * int(np.count_nonzero(apart[layout.place]))
+        self._moves = 0
+        self._room: Room | None = None
+
+    def still(self, least: float) -> Tried:
+        """Nothing moves, but keys are passed on if that gains this part of the seconds of the slowest rank."""
+        seconds = np.zeros(self.layout.world_size)
+        goal = Goal(column(seconds), self._speed, Levels.still(), 0.0, 0.0, False)
+        return self._tried(goal, self.price, self.scale._replace(least=least), 0)
+
+    def run(self, seconds: list[float], tolerance: float, cap: float | None = None, exchanged: Price | None = None) -> Tried:
+        """Even out seconds of ranks to a tolerance.
+
+        Seconds of ranks and levels are what a rank takes; those of slices and of what is still to move are of a rank of speed 1.
+
+        Args:
+            seconds: what each rank takes; of compute, or with `exchanged` of compute and exchange.
+            tolerance: half the width of the tolerated band, as a part of the mean.
+            cap: if given, ranks above that many seconds come down to it, and `tolerance` is not read.
+            exchanged: prices that have what a server receives in them.
+        """
+        speeds, mean = self._speeds, self.ranks.level(seconds)
         levels = Levels.of(seconds, speeds, mean, tolerance) if cap is None else Levels.below(cap)
         high = levels.high
         surplus = math.fsum((work - high) * speed for work, speed in zip(seconds, speeds, strict=True) if work > high)
-        work, speed = (column(np.array(one, dtype=np.float64)) for one in (seconds, speeds))
-        self.goal = Goal(work, speed, levels, surplus, ranks.work(seconds), cap is None)
-        # Numbers of a document and its head groups: the d-th document becomes d * parts.
-        self.parts = 1 if heads.groups == 1 else heads.groups + 1
-        self.apart = np.zeros(len(layout.documents), dtype=np.bool_) if self.parts == 1 else heads.documents
-
-    def plan(self) -> Plan:
-        """Run and build the plan."""
-        layout, groups, ranks = self.layout, self.heads.groups, self.layout.world_size
-        # Of a document that may be split, each head group counts.
-        segments = len(layout.place) + (groups - 1) * int(np.count_nonzero(self.apart[layout.place]))
-        per_node = self.ranks.per_node or 0
-        near = per_node if self.own.near < 1 and per_node < ranks else 0
-        costs = Costs(self.price, self.own, self.fit, groups, self.price is not self.own, near)
+        goal = Goal(column(np.array(seconds)), self._speed, levels, surplus, self.ranks.work(seconds), cap is None)
         each, more = _MOVES
-        moves, found = each * ranks + more, -1
+        return self._tried(goal, exchanged or self.price, self.scale, each * len(seconds) + more)
+
+    def _tried(self, goal: Goal, price: Price, scale: Scale, moves: int) -> Tried:
+        layout, ranks, per_node = self.layout, self.layout.world_size, self.ranks.per_node or 0
+        near = per_node if self.price.near < 1 and per_node < ranks else 0
+        costs = Costs(price, self.price, self.fit, self._groups, price is not self.price, near)
+        found = -1
         while found < 0:
-            rows, numbers = 3 * moves + 2 * segments, len(layout.documents) * self.parts
-            split, made = room(len(layout.documents), bool), space(5 * rows)
-            found = moved_tasks(
-                layout.columns,
-                costs,
-                self.goal,
-                Room.of(moves, segments, numbers, ranks),
-                (column(self.apart), split),
-                (made, space(MADE * rows)),
-            )
-            moves *= 4
-        apart = array(split, bool)
-        if apart.any():
-            layout = layout.split(apart, groups)
-        document, start, end, home, server = array(made).reshape(5, -1)[:, :found]
-        return Plan(layout, document, start, end, home, server, self.price.window or None)
+            if self._moves < moves or self._room is None:
+                documents = len(layout.documents) * self._parts
+                self._room, self._moves = Room.of(moves, self._segments, documents, ranks), moves
+            made, split = Made.of(self._moves, self._segments, ranks), room(len(layout.documents), bool)
+            apart = (self._apart, split)
+            found, runs, slowest, compute = try_moves(layout.columns, costs, goal, self._room, scale, apart, made)
+            moves = 4 * self._moves
+        window = self.price.window or None
+        return Tried(layout, (split, self._groups), window, made, found, runs, slowest, compute)

@@ -44,6 +44,11 @@ class Levels(NamedTuple):
         """For few large slices: ranks above `cap` come down to it, and servers fill up to it, the others stay as they are."""
         return cls(0.9 * cap, 0.95 * cap, cap, 0.97 * cap, cap)
 
+    @classmethod
+    def still(cls) -> Levels:
+        """Nothing moves."""
+        return cls(-math.inf, -math.inf, -math.inf, math.inf, math.inf)
+
 
 def _fill(seconds: list[float], speeds: list[float], amount: float) -> float:
     """The level that `amount` poured over the lowest ranks reaches."""

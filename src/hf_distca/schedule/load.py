@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
-from hf_distca.schedule.ends import Ends, Link
+from hf_distca.schedule.ends import EXCHANGES_PER_LAYER, RELAY_EXCHANGES, Ends, Link
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.nodes import NodeBytes, wire_seconds
 from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
@@ -21,10 +21,6 @@ from hf_distca.schedule.waves import Waves
 
 __all__ = ["PlanLoad", "PlanSummary", "imbalance", "summarize"]
 
-# Dispatch and return, forward and backward: what a rank that exchanges anything waits for at least.
-EXCHANGES_PER_LAYER = 4
-# With relays: dispatch a second time, forward and backward, and gradients of keys to relays.
-RELAY_EXCHANGES = 3
 # What a `PlanLoad` keeps and relays do not change.
 _UNRELATED = {"pairs", "compute_seconds", "tally", "wave_transfers"}
 
@@ -85,6 +81,11 @@ class PlanLoad:
     def compute_seconds(self) -> FloatArray:
         """Forward plus backward seconds that each rank takes for its tasks."""
         return self.ranks.taken(self.tally.seconds)
+
+    @property
+    def longest_compute(self) -> float:
+        """Seconds of the rank that computes longest."""
+        return float(self.compute_seconds.max(initial=0.0))
 
     @property
     def query_tokens(self) -> FloatArray:

@@ -70,30 +70,27 @@ class Senders(NamedTuple):
     slowest: float
 
 
-def room_for(traffic: Gathered, ranks: int) -> tuple[int, int, int]:
-    """How many integers and floating-point numbers `pass_on` needs room for, and how many runs there are at most."""
-    _, _, _, documents, segments, needs = traffic.sizes.tolist()
+def room_for(documents: int, segments: int, needs: int, ranks: int) -> tuple[int, int, int]:
+    """How many runs there are at most for traffic of so many rows, and how many integers and floats `pass_on` needs room for."""
     runs = needs + documents
-    return 10 * runs + 2 * (needs + 1) + 2 * (needs + 2 * segments + 2) + 3 + ranks, 2 * ranks + documents, runs
+    return runs, 6 * runs + 2 * (needs + 1) + 2 * (needs + 2 * segments + 2) + 3 + ranks, 2 * ranks + documents
 
 
 @entry
-def pass_on(gathered: Gathered, senders: Senders, integers: Ints, floats: Floats, most: int) -> int:
+def pass_on(gathered: Gathered, senders: Senders, made: Ints, integers: Ints, floats: Floats) -> int:
     """Give documents relays that end together, each with what it has to do anyway; those with most to pass on first.
 
     Args:
         gathered: who needs which keys.
         senders: what ranks do. Only documents that a rank sends get relays which ends after what relays cannot change.
-        integers, floats: room, as long as `room_for` says. When this ends, the integers begin with columns of document, which is
-            its place in the layout, start, end and relay of `most` rows each, in order of document and start; the others with
-            the tokens that each rank sends.
-        most: runs at most.
+        made: columns of document, start, end and relay one after another, to be filled with runs in order of document and start.
+        integers, floats: room, as long as `room_for` says. When this ends, the floats begin with the tokens that each rank sends.
 
     Returns:
         How many runs there are.
     """
     traffic, ranks = unpacked(gathered), len(senders.compute)
-    tokens, seconds, amount = floats[:ranks], floats[ranks : 2 * ranks], floats[2 * ranks :]
+    tokens, seconds, amount = floats[:ranks], floats[ranks : 2 * ranks], floats[2 * ranks : 2 * ranks + gathered.sizes[3]]
     unchanged = 0.0
     for rank in range(ranks):
         beside = 0.0 if senders.overlapped else senders.compute[rank]
@@ -101,7 +98,8 @@ def pass_on(gathered: Gathered, senders: Senders, integers: Ints, floats: Floats
         seconds[rank], tokens[rank] = beside + senders.sent[rank], senders.tokens[rank]
     if unchanged >= senders.slowest:
         return 0
-    made, runs, integers = _runs(integers[: 4 * most]), _runs(integers[4 * most : 8 * most]), integers[8 * most :]
+    most = len(made) // 4
+    passed, runs, integers = _runs(made), _runs(integers[: 4 * most]), integers[4 * most :]
     order, scratch, integers = integers[:most], integers[most : 2 * most], integers[2 * most :]
     passing = _passing(integers, ranks, gathered.sizes[5] + 2 * gathered.sizes[4] + 2, gathered.sizes[5] + 1)
     documents = order[: len(amount)]
@@ -119,8 +117,8 @@ def pass_on(gathered: Gathered, senders: Senders, integers: Ints, floats: Floats
     sort(order[:count], scratch, runs.document, runs.start, UP)
     for at in range(count):
         row = order[at]
-        made.document[at], made.relay[at] = traffic.documents[runs.document[row]], runs.relay[row]
-        made.start[at], made.end[at] = runs.start[row], runs.end[row]
+        passed.document[at], passed.relay[at] = traffic.documents[runs.document[row]], runs.relay[row]
+        passed.start[at], passed.end[at] = runs.start[row], runs.end[row]
     return count
 
 

@@ -11,10 +11,10 @@ from hf_distca.schedule.index import Segments
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.traffic import Gathered, count_tokens, gather, unpacked
 
-__all__ = ["Tally"]
+__all__ = ["Rates", "Tally", "measure"]
 
 
-class _Rates(NamedTuple):
+class Rates(NamedTuple):
     """A cost model in numbers; a rate is here the seconds of one byte or flop."""
 
     window: int
@@ -24,6 +24,20 @@ class _Rates(NamedTuple):
     pair_flops: float
     forward: tuple[float, float, float]
     backward: tuple[float, float, float]
+
+    @classmethod
+    def of(cls, cost: CostModel) -> Rates:
+        """Those of a cost model."""
+        shape, (one, other) = cost.shape, (cost.forward, cost.backward)
+        return cls(
+            window=cost.window or 0,
+            tile=cost.tile,
+            row_bytes=shape.query_bytes + shape.output_bytes,
+            key_bytes=shape.key_value_bytes,
+            pair_flops=float(shape.pair_flops),
+            forward=(float(one.task_seconds), 1 / one.bytes_per_second, 1 / one.flops_per_second),
+            backward=(float(other.task_seconds), 1 / other.bytes_per_second, 1 / other.flops_per_second),
+        )
 
 
 class Tally(NamedTuple):
@@ -44,27 +58,15 @@ class Tally(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, cost: CostModel) -> Tally:
         """Those of a plan under a cost model, whose window is the plan's."""
-        shape, (one, other) = cost.shape, (cost.forward, cost.backward)
-        rates = _Rates(
-            window=cost.window or 0,
-            tile=cost.tile,
-            row_bytes=shape.query_bytes + shape.output_bytes,
-            key_bytes=shape.key_value_bytes,
-            pair_flops=float(shape.pair_flops),
-            forward=(float(one.task_seconds), 1 / one.bytes_per_second, 1 / one.flops_per_second),
-            backward=(float(other.task_seconds), 1 / other.bytes_per_second, 1 / other.flops_per_second),
-        )
         layout, traffic = plan.layout, Gathered.room(plan)
         sums = room(5 * layout.world_size, float)
-        _measure(layout.columns, plan.columns, layout.groups, rates, sums, handed(traffic), room(2 * layout.world_size))
+        measure(layout.columns, plan.columns, layout.groups, Rates.of(cost), sums, handed(traffic), room(2 * layout.world_size))
         rows = array(sums, float).reshape(5, -1)
         return cls(rows[0], rows[1:3], rows[3:], traffic)
 
 
 @entry
-def _measure(
-    segments: Segments, tasks: Tasks, groups: int, rates: _Rates, sums: Floats, traffic: Gathered, scratch: Ints
-) -> None:
+def measure(segments: Segments, tasks: Tasks, groups: int, rates: Rates, sums: Floats, traffic: Gathered, scratch: Ints) -> None:
     """Add all up. `sums` are seconds, queries and keys of a `Tally`; `scratch` is zeros, two for each rank."""
     ranks = len(sums) // 5
     _add_tasks(tasks, groups, rates, (sums[:ranks], sums[ranks : 2 * ranks], sums[2 * ranks : 3 * ranks]))
@@ -74,7 +76,7 @@ def _measure(
 
 
 @compiled
-def _add_tasks(tasks: Tasks, groups: int, rates: _Rates, sums: tuple[Floats, Floats, Floats]) -> None:
+def _add_tasks(tasks: Tasks, groups: int, rates: Rates, sums: tuple[Floats, Floats, Floats]) -> None:
     """`CostModel.seconds` of each task, in the same order of operations, and what rows are moved."""
     taken, sent, received = sums
     for row in range(len(tasks.start)):

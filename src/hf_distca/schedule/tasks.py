@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from hf_distca.schedule.begin import Costs, Goal, Room, begin
-from hf_distca.schedule.compiled import Flags, Ints, compiled, entry
+from hf_distca.schedule.compiled import Flags, Ints, compiled
 from hf_distca.schedule.moves import make_moves
 from hf_distca.schedule.sorting import UP, sort
 from hf_distca.schedule.state import END, GONE, MOVES, NUMBER, PIECES, SEGMENT, START, UNASKED, State
@@ -13,10 +13,11 @@ from hf_distca.schedule.state import END, GONE, MOVES, NUMBER, PIECES, SEGMENT, 
 if TYPE_CHECKING:
     from hf_distca.schedule.index import IntArray, Segments
 
-__all__ = ["MADE", "moved_tasks"]
+__all__ = ["MADE", "PLAN", "moved_tasks"]
 
-# Columns of tasks: those of a plan, the segment, which is -1 where a home keeps its rows, and two to sort them by.
-PLAN, MADE = 5, 8
+# Columns of tasks: those of `coverage.Tasks`; and before they are sorted those of a task, the segment, which is -1 where a home
+# keeps its rows, and two to sort them by.
+PLAN, MADE = 6, 8
 
 
 class _Tasks(NamedTuple):
@@ -30,7 +31,7 @@ class _Tasks(NamedTuple):
     segment: Ints
 
 
-@entry
+@compiled
 def moved_tasks(
     segments: Segments,
     costs: Costs,
@@ -45,12 +46,12 @@ def moved_tasks(
         segments, costs, goal, room: as for `begin`.
         apart: of each document, whether it may be split by heads, and false. The latter becomes true for those of which a head
             group was moved; of others, whose groups all stayed together, the first stands for all.
-        made: columns of document, start, end, home and server one after another, to be filled with tasks in order of document and
-            start. And room for `MADE` times as many rows.
+        made: columns of `coverage.Tasks` one after another, to be filled with tasks in order of document and start. And room for
+            `MADE` times as many rows, or more.
 
     Returns:
         How many tasks there are; -1 if the columns were not long enough for all moves. If any document was split, numbers are
-        those of the layout that is split so.
+        those of the layout that is split so; places are those of this one.
     """
     ranks, (out, scratch) = len(goal.seconds), made
     state = begin(costs, segments, apart[0], goal, room)
@@ -67,7 +68,7 @@ def moved_tasks(
     )
     count = _kept(state, segments, apart[1], tasks, _moved(state, apart[1], tasks))
     order = scratch[6 * rows : 6 * rows + count]
-    sort(order, scratch[7 * rows :], tasks.number, tasks.start, UP)
+    sort(order, scratch[7 * rows : 8 * rows], tasks.number, tasks.start, UP)
     return _written(state.prices.parts, segments.documents, apart[1], tasks, order, out)
 
 
@@ -116,12 +117,13 @@ def _kept(state: State, segments: Segments, split: Flags, tasks: _Tasks, count: 
 def _written(parts: int, documents: IntArray, split: Flags, tasks: _Tasks, order: Ints, out: Ints) -> int:
     """Write tasks out in this order. Slices of a segment for one server that follow each other are one task."""
     rows, count = len(out) // PLAN, 0
-    document, start, end, home, server = (
+    document, start, end, home, server, place = (
         out[:rows],
         out[rows : 2 * rows],
         out[2 * rows : 3 * rows],
         out[3 * rows : 4 * rows],
-        out[4 * rows :],
+        out[4 * rows : 5 * rows],
+        out[5 * rows :],
     )
     scale = 1
     for flag in split:
@@ -135,7 +137,7 @@ def _written(parts: int, documents: IntArray, split: Flags, tasks: _Tasks, order
             number = tasks.number[row]
             document[count] = documents[number // parts] * scale + (number % parts if scale > 1 else 0)
             start[count], end[count] = tasks.start[row], tasks.end[row]
-            home[count], server[count] = tasks.home[row], tasks.server[row]
+            home[count], server[count], place[count] = tasks.home[row], tasks.server[row], number // parts
             count += 1
         before = row
     return count

@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_distca.schedule.compiled import Floats, Ints, compiled
+from hf_distca.schedule.compiled import Floats, Ints, compiled, interpreted
 from hf_distca.schedule.coverage import Tasks
 from hf_distca.schedule.index import Segments
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["Gathered", "KeyTraffic", "count_tokens", "first_need", "gather", "needed", "unpacked"]
+__all__ = ["Gathered", "KeyTraffic", "count_tokens", "first_need", "gather", "needed", "numbers_for", "unpacked"]
 
 
 class KeyTraffic(NamedTuple):
     """The documents of a plan without a window that are exchanged: on several ranks, or moved in part.
 
     Attributes:
-        documents: their places among those of the layout.
+        documents: their numbers.
         heads: what part of the heads each is.
         start, end, source: segments, in order of document and position; those of the d-th document from `segments[d]` to
             `segments[d + 1]`.
@@ -59,8 +59,13 @@ class Gathered(NamedTuple):
         """Room for that of a plan; none if it has a window."""
         layout = plan.layout
         most = (len(layout.documents), len(layout.document), len(plan.document)) if plan.window is None else (0, 0, 0)
-        rows = 3 * most[0] + 2 + 4 * most[1] + 2 * most[2]
-        return cls(np.zeros(rows, dtype=np.int64), np.zeros(most[0]), np.array((*most, 0, 0, 0)))
+        return cls(np.zeros(interpreted(numbers_for)(*most), dtype=np.int64), np.zeros(most[0]), np.array((*most, 0, 0, 0)))
+
+
+@compiled
+def numbers_for(documents: int, segments: int, needs: int) -> int:
+    """How many numbers a traffic has with so many rows."""
+    return 3 * documents + 2 + 4 * segments + 2 * needs
 
 
 @compiled
@@ -68,12 +73,12 @@ def unpacked(gathered: Gathered) -> KeyTraffic:
     """The traffic in columns of their own, with as many documents as there are."""
     numbers, heads, sizes = gathered
     documents, segments, needs = sizes[0], sizes[1], sizes[2]
-    place, numbers = numbers[: sizes[3]], numbers[documents:]
+    exchanged, numbers = numbers[: sizes[3]], numbers[documents:]
     first, numbers = numbers[: documents + 1], numbers[documents + 1 :]
     asked, numbers = numbers[: documents + 1], numbers[documents + 1 :]
     start, end, numbers = numbers[:segments], numbers[segments : 2 * segments], numbers[2 * segments :]
     source, own, numbers = numbers[:segments], numbers[segments : 2 * segments], numbers[2 * segments :]
-    return KeyTraffic(place, heads, start, end, source, own, first, numbers[:needs], numbers[needs : 2 * needs], asked)
+    return KeyTraffic(exchanged, heads, start, end, source, own, first, numbers[:needs], numbers[needs : 2 * needs], asked)
 
 
 @compiled
@@ -81,8 +86,9 @@ def gather(segments: Segments, tasks: Tasks, groups: int, gathered: Gathered, sc
     """Fill the columns of a traffic in, document by document.
 
     Args:
-        segments, tasks: of the plan, in order of document and position.
-        groups: head groups of the layout.
+        segments: of the layout, or of the one before documents were split by heads, where their groups have one place.
+        tasks: in order of document and position.
+        groups: head groups that documents are split in; 1 if none is.
         gathered: room for all.
         scratch: zeros, two for each rank.
     """
@@ -93,14 +99,14 @@ def gather(segments: Segments, tasks: Tasks, groups: int, gathered: Gathered, sc
     documents = held = needs = at = 0
     row = 0
     while row < len(tasks.place):
-        first, place, exchanged = row, tasks.place[row], segments.spans[tasks.place[row]]
-        while row < len(tasks.place) and tasks.place[row] == place:
+        first, number, place, exchanged = row, tasks.document[row], tasks.place[row], segments.spans[tasks.place[row]]
+        while row < len(tasks.place) and tasks.document[row] == number:
             exchanged = exchanged or tasks.home[row] != tasks.server[row]
             row += 1
         if not exchanged:
             continue
-        traffic.documents[documents], traffic.segments[documents], traffic.needs[documents] = place, held, needs
-        traffic.heads[documents] = 1.0 if groups == 1 or segments.documents[place] % (groups + 1) == 0 else 1.0 / groups
+        traffic.documents[documents], traffic.segments[documents], traffic.needs[documents] = number, held, needs
+        traffic.heads[documents] = 1.0 if groups == 1 or number % (groups + 1) == 0 else 1.0 / groups
         documents += 1
         # The last task of a server needs most. Those that need fewer keys come first.
         begin = needs
@@ -116,13 +122,14 @@ def gather(segments: Segments, tasks: Tasks, groups: int, gathered: Gathered, sc
             traffic.need[one], traffic.need[other] = traffic.need[other], traffic.need[one]
         while segments.place[segments.order[at]] < place:
             at += 1
-        while at < len(segments.order) and segments.place[segments.order[at]] == place:
-            segment = segments.order[at]
+        following = at
+        while following < len(segments.order) and segments.place[segments.order[following]] == place:
+            segment = segments.order[following]
             rank = segments.rank[segment]
             traffic.start[held], traffic.end[held], traffic.source[held] = segments.start[segment], segments.end[segment], rank
             traffic.own[held] = need[rank] if asked[rank] == documents else 0
             held += 1
-            at += 1
+            following += 1
     traffic.segments[documents], traffic.needs[documents] = held, needs
     sizes[3], sizes[4], sizes[5] = documents, held, needs
 
