@@ -7,13 +7,13 @@ exchange together, whether and how finely that pays.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from typing import NamedTuple, Self
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.greedy import Greedy, Tried
-from hf_distca.schedule.heads import WHOLE, Heads
+from hf_distca.schedule.heads import Heads
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.levels import INNER_BAND
 from hf_distca.schedule.load import PlanLoad
@@ -78,18 +78,15 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
         cost = replace(cost, window=None)
     if not config.balance or layout.world_size < 2:
         return Plan.local(layout, cost.window)
-    # A bound of transient bytes is kept by waves, which relays do not know.
-    relayed = relayed and cost.window is None and config.max_transient_bytes is None
-    tries = _Tries(layout, cost, config, ranks, Price.of(cost, config.tile), relayed)
-    unmoved = tries.unmoved()
+    tries = _Tries.of(layout, cost, config, ranks, relayed)
+    unmoved, price = tries.unmoved(), tries.greedy.price
     seconds = unmoved.compute_seconds.tolist()
     # Without a cost per pair, attention is as long as its tokens are many: there is nothing that moving could gain.
-    price = tries.price
     if not price.pair or _within(seconds, ranks.level(seconds), config.tolerance) or _hopeless(tries, unmoved):
         return unmoved.plan
     if cost.window is None and cost.exchange_bytes_per_second < math.inf:
         heads = Heads.of(layout, price, cost, unmoved.compute_seconds, config.head_groups)
-        tries = replace(tries, heads=heads)
+        tries = tries._replace(greedy=tries.greedy.splitting(heads))
     best = _fastest(tries, unmoved).plan
     if price.near == 1 or ranks.per_node in (None, 1):
         return best
@@ -101,48 +98,40 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     return other if _load(other, cost, config, ranks, False).slowest_seconds < slowest else best
 
 
-@dataclass(frozen=True)
-class _Tries:
+class _Tries(NamedTuple):
     """Plans for one layout that are made, and weighed, to see which has the earliest last rank.
 
     Attributes:
         layout, cost, config, ranks: as for `balance`.
-        price: of slices.
         relayed: whether servers may pass keys on.
-        heads: documents that may be split.
+        greedy: makes the tasks. It weighs them, too, unless that takes a plan.
     """
 
     layout: Layout
     cost: CostModel
     config: DistCAConfig
     ranks: Ranks
-    price: Price
     relayed: bool
-    heads: Heads = WHOLE
+    greedy: Greedy
 
-    @property
-    def in_nodes(self) -> bool:
-        """Whether exchanges inside nodes take another time than those between them."""
-        return self.ranks.per_node is not None and self.cost.node_bytes_per_second is not None
-
-    @property
-    def weighed(self) -> bool:
-        """Whether tasks are weighed as soon as they are made; or else as a plan, by its load."""
-        return not self.in_nodes and self.cost.window is None and self.config.max_transient_bytes is None
-
-    @cached_property
-    def greedy(self) -> Greedy:
-        """The greedy that makes the tasks."""
-        bound, each = self.config.max_transient_bytes, TransientBytes.of(self.cost.shape)
-        fit = None if bound is None else Fit(bound, each.query, each.key)
-        overlapped = self.config.ping_pong
-        scale = Scale.of(self.layout, self.cost, overlapped=overlapped, relayed=self.relayed, weighs=self.weighed)
-        return Greedy(self.layout, self.price, self.ranks, scale, fit, self.heads)
+    @classmethod
+    def of(cls, layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks, relayed: bool) -> Self:
+        """Those that `balance` asks for. A bound of transient bytes is kept by waves, which relays do not know."""
+        bound, fit = config.max_transient_bytes, None
+        relayed = relayed and cost.window is None and bound is None
+        if bound is not None:
+            each = TransientBytes.of(cost.shape)
+            fit = Fit(bound, each.query, each.key)
+        in_nodes = ranks.per_node is not None and cost.node_bytes_per_second is not None
+        weighs = not in_nodes and cost.window is None and bound is None
+        scale = Scale.of(layout, cost, overlapped=config.ping_pong, relayed=relayed, weighs=weighs)
+        greedy = Greedy(layout, Price.of(cost, config.tile), ranks, scale, fit)
+        return cls(layout, cost, config, ranks, relayed, greedy)
 
     def unmoved(self) -> Tried | PlanLoad:
         """Nothing moves, but keys are passed on if that alone gains enough."""
         least = self.config.min_gain
-        if self.weighed:
+        if self.greedy.scale.weighs:
             return self.greedy.still(least)
         load = _load(Plan.local(self.layout, self.cost.window), self.cost, self.config, self.ranks, False)
         return relieve(load, least) if self.relayed else load
@@ -152,12 +141,12 @@ class _Tries:
     ) -> Tried | PlanLoad:
         """What `Greedy.run` makes."""
         tried = self.greedy.run(seconds, tolerance, cap, exchanged)
-        return tried if self.weighed else _load(tried.plan, self.cost, self.config, self.ranks, self.relayed)
+        return tried if self.greedy.scale.weighs else _load(tried.plan, self.cost, self.config, self.ranks, self.relayed)
 
 
 def _fastest(tries: _Tries, unmoved: Tried | PlanLoad) -> Tried | PlanLoad:
     """The try with the earliest last rank that the greedy finds, coarse and fine; `unmoved` if none gains enough."""
-    cost, config, ranks, relayed = tries.cost, tries.config, tries.ranks, tries.relayed
+    layout, cost, config, ranks, relayed, greedy = tries
     seconds, before = unmoved.compute_seconds.tolist(), unmoved.slowest_seconds
     best, fastest, enough = unmoved, before, config.min_gain * before
     mean, cap = ranks.level(seconds), max(seconds) / 2
@@ -173,11 +162,12 @@ def _fastest(tries: _Tries, unmoved: Tried | PlanLoad) -> Tried | PlanLoad:
         if before - slowest >= enough:
             best, fastest = tried, slowest
         cap /= _FINER_CAP
-    few = tries.layout.world_size <= _FEW
-    serial = not config.ping_pong and not tries.in_nodes and cost.exchange_bytes_per_second < math.inf
+    few = layout.world_size <= _FEW
+    in_nodes = ranks.per_node is not None and cost.node_bytes_per_second is not None
+    serial = not config.ping_pong and not in_nodes and cost.exchange_bytes_per_second < math.inf
     if relayed and serial and not extreme:
         both = (unmoved.compute_seconds + unmoved.exchange_seconds).tolist()
-        exchanged = tries.price.with_exchange(cost.exchange_bytes_per_second)
+        exchanged = greedy.price.with_exchange(cost.exchange_bytes_per_second)
         tried = tries.evened(both, wanted if few else max(wanted, _SERIAL), exchanged=exchanged)
         slowest = tried.slowest_seconds
         if slowest < fastest and before - slowest >= enough:
@@ -207,7 +197,8 @@ def _load(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks, relay
 
 def _hopeless(tries: _Tries, unmoved: Tried | PlanLoad) -> bool:
     """Whether no plan can gain enough: the greedy need not try. Common in narrow bands, and where documents were dealt."""
-    layout, cost, config, ranks, price = tries.layout, tries.cost, tries.config, tries.ranks, tries.price
+    layout, cost, config, ranks, _, greedy = tries
+    price = greedy.price
     # A row may take longer to send than to compute, so that whoever gives work away ends later for it.
     least_bytes = price.least_bytes * (1.0 if ranks.per_node is None else price.near)
     most = price.most_seconds(layout.longest) * cost.exchange_bytes_per_second

@@ -18,7 +18,21 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Flags", "Floats", "Ints", "array", "column", "compiled", "entry", "handed", "interpreted", "room", "space", "table"]
+__all__ = [
+    "Flags",
+    "Floats",
+    "Ints",
+    "array",
+    "column",
+    "compiled",
+    "entry",
+    "handed",
+    "inlined",
+    "interpreted",
+    "room",
+    "space",
+    "table",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=tuple[Any, ...])
@@ -47,6 +61,14 @@ def compiled(function: F) -> F:
     Its arithmetic is IEEE double arithmetic in the order that is written, so that every machine finds the same figures.
     """
     return function if numba is None else _made(function)
+
+
+def inlined(function: F) -> F:
+    """A compiled function that becomes part of those that call it, for one in a loop that reads little of much that it is handed.
+
+    A named tuple of columns is handed over number by number, in which a call may take longer than what is called.
+    """
+    return function if numba is None else _made(function, forceinline=True)
 
 
 def entry(function: F) -> F:

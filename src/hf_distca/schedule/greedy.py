@@ -105,6 +105,10 @@ class Greedy:
         self._moves = 0
         self._room: Room | None = None
 
+    def splitting(self, heads: Heads) -> Greedy:
+        """The same greedy, which may split these documents by heads."""
+        return Greedy(self.layout, self.price, self.ranks, self.scale, self.fit, heads)
+
     def still(self, least: float) -> Tried:
         """Nothing moves, but keys are passed on if that gains this part of the seconds of the slowest rank."""
         seconds = np.zeros(self.layout.world_size)

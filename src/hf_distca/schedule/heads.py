@@ -57,10 +57,10 @@ class Heads(NamedTuple):
             return WHOLE
         # A slice of F seconds at position y has F / (p * y) rows. Its bytes of queries are as many as those of keys if
         # q * F / (p * y) = kv * y.
-        mean = float(seconds.mean())
+        mean = float(seconds.sum()) / len(seconds)
         length = math.sqrt(_TYPICAL * mean * price.query_bytes / (price.key_bytes * price.pair))
         # More groups are more tasks; they are worth it where keys travel nearly as long as ranks compute.
-        travel = float(cost.transfer_seconds(0, layout.longest))
+        travel = layout.longest * cost.shape.moved_key_bytes / cost.exchange_bytes_per_second
         groups = max(count for count in possible if count <= _USUAL)
         groups = next((count for count in possible if count > groups and travel / groups > _TRAVEL * mean), groups)
         long, given = np.zeros((2, len(layout.documents)), dtype=np.bool_)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hf_distca.schedule.compiled import Ints, compiled
+from hf_distca.schedule.compiled import Ints, compiled, inlined
 from hf_distca.schedule.free import change, drop, nearest, server_for, settle
 from hf_distca.schedule.pieces import (
     add_piece,
@@ -161,7 +161,7 @@ def _nothing() -> Move:
     return Move(math.inf, -1, -1, -1, 0, 0, 0.0, 0.0)
 
 
-@compiled
+@inlined
 def _cheaper(p: Pieces, one: Move, other: Move) -> bool:
     """Whether a move exchanges fewer bytes per second moved; if they are equal, the order of servers and of rows decides."""
     if one.piece < 0 or other.piece < 0:
@@ -225,7 +225,7 @@ def _cheapest(state: State, source: int, server: int, surplus: float, leeway: fl
             best = found
 
 
-@compiled
+@inlined
 def _next_able(holders: Holders, servers: Servers, number: int, before: int) -> int:
     """Of those that hold keys of a document, the next row whose rank may take work, after the one before; -1 if there is none.
 
@@ -243,7 +243,7 @@ def _next_able(holders: Holders, servers: Servers, number: int, before: int) -> 
     return at
 
 
-@compiled
+@inlined
 def _slice(state: State, source: int, piece: int, server: int, surplus: float, leeway: float) -> Move:
     """The cheapest slice of a piece for a server."""
     p, prices, holders, servers = state.pieces, state.prices, state.holders, state.servers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_distca.schedule.compiled import Ints, compiled
+from hf_distca.schedule.compiled import Ints, compiled, inlined
 from hf_distca.schedule.slices import least_bytes, most_seconds
 from hf_distca.schedule.state import AFTER, END, GONE, LOOKED, NUMBER, PIECES, SEGMENT, START, Pieces, Prices, State, numbers_of
 
@@ -66,7 +66,7 @@ def earlier(p: Pieces, one: int, other: int) -> bool:
     return a < (-p.rows[other, END], p.rows[other, START], p.rows[other, NUMBER], p.rows[other, SEGMENT])
 
 
-@compiled
+@inlined
 def next_piece(p: Pieces, source: int, looks: int) -> int:
     """Of the pieces of a rank that were not looked at this time, the one that seems cheapest; -1 if there is none."""
     best, at = -1, p.first[source]
