@@ -61,8 +61,10 @@ for _ in range(150):
     config = DistCAConfig(
         ping_pong=random_.random() < 0.5, min_gain=0.0, tolerance=random_.choice((0.0, 0.05)), tile=random_.choice((1, 128))
     )
-    plans.append(balance(Layout.from_segments(rows[:ranks]), replace(cost, window=window), config))
+    speeds = random_.choice((None, tuple(random_.choice((0.5, 1.0, 1.3)) for _ in range(ranks))))
+    plans.append(balance(Layout.from_segments(rows[:ranks]), replace(cost, window=window), config, Ranks(speeds=speeds)))
 assert sum(plan.relays is not None for plan in plans[-150:]) > 10
+assert sum(plan.layout.groups > 1 for plan in plans[-150:]) > 10
 assert all((plan.home != plan.server).any() for plan in plans[:8])
 shares = [share_of(plan, rank) for plan in plans for rank in range(plan.layout.world_size)]
 for plan in plans[-60:]:
