@@ -13,7 +13,7 @@ from hf_distca.schedule.pieces import (
     forget,
     furthest_of,
     least,
-    next_piece,
+    next_pieces,
     take_out,
 )
 from hf_distca.schedule.slices import keys, seconds, slice_of
@@ -189,10 +189,10 @@ def _cheapest(state: State, source: int, server: int, surplus: float, leeway: fl
         forget(p, prices, source)
     servers.counts[LOOKS] += 1
     looks, near = servers.counts[LOOKS], nearest(servers, prices.per_node, source, server)
-    best = _nothing()
+    best, following = _nothing(), -1
     last_start, last_end, last_document = -1, -1, -1
     while True:
-        piece = next_piece(p, source, looks)
+        piece, following = (following, -1) if following >= 0 else next_pieces(p, source, looks)
         # No slice of the pieces behind moves a second for fewer bytes, or did when somebody looked.
         if piece < 0 or (best.piece >= 0 and p.ratio[piece] >= best.bytes_per_second):
             return best

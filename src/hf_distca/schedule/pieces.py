@@ -13,7 +13,7 @@ __all__ = [
     "forget",
     "furthest_of",
     "least",
-    "next_piece",
+    "next_pieces",
     "take_out",
 ]
 
@@ -67,16 +67,22 @@ def earlier(p: Pieces, one: int, other: int) -> bool:
 
 
 @inlined
-def next_piece(p: Pieces, source: int, looks: int) -> int:
-    """Of the pieces of a rank that were not looked at this time, the one that seems cheapest; -1 if there is none."""
-    best, at = -1, p.first[source]
+def next_pieces(p: Pieces, source: int, looks: int) -> tuple[int, int]:
+    """Of the pieces of a rank that were not looked at this time, the two that seem cheapest; -1 if there is none."""
+    best, second, at = -1, -1, p.first[source]
     while at >= 0:
-        if p.rows[at, LOOKED] != looks and (
-            best < 0 or p.ratio[at] < p.ratio[best] or (p.ratio[at] == p.ratio[best] and earlier(p, at, best))
-        ):
-            best = at
+        if p.rows[at, LOOKED] != looks:
+            if best < 0 or _seems_cheaper(p, at, best):
+                best, second = at, best
+            elif second < 0 or _seems_cheaper(p, at, second):
+                second = at
         at = p.rows[at, AFTER]
-    return best
+    return best, second
+
+
+@inlined
+def _seems_cheaper(p: Pieces, one: int, other: int) -> bool:
+    return p.ratio[one] < p.ratio[other] or (p.ratio[one] == p.ratio[other] and earlier(p, one, other))
 
 
 @compiled
