@@ -88,6 +88,16 @@ def test_what_is_weighed_has_head_groups_and_relays() -> None:
     check(tried, scale, Ranks(), COST)
 
 
+def test_numbers_of_any_kind_are_compiled_for_once() -> None:
+    """What is whole in a configuration, a cost model or speeds is a float where it is read; else all would be compiled again."""
+    pytest.importorskip("numba")
+    balance(UNEVEN, COST, DistCAConfig())
+    before = len(greedy_module.try_moves.signatures)  # type: ignore[attr-defined]
+    cost = replace(COST, exchange_bytes_per_second=4 * 10**10, exchange_seconds=0)
+    balance(UNEVEN, cost, DistCAConfig(min_gain=0, tolerance=0), Ranks(speeds=(1, 2, 1, 1, 1, 1, 1, 1)))
+    assert len(greedy_module.try_moves.signatures) == before  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(("ping_pong", "runs"), [(True, 1), (False, 2)])
 def test_one_plan_is_built_for_few_ranks(monkeypatch: pytest.MonkeyPatch, ping_pong: bool, runs: int) -> None:
     """Building a plan, its layout and its load takes longer than finding and weighing the tasks of one."""

@@ -122,8 +122,7 @@ class _Tries(NamedTuple):
         if bound is not None:
             each = TransientBytes.of(cost.shape)
             fit = Fit(bound, each.query, each.key)
-        in_nodes = ranks.per_node is not None and cost.node_bytes_per_second is not None
-        weighs = not in_nodes and cost.window is None and bound is None
+        weighs = not ranks.in_nodes(cost) and cost.window is None and bound is None
         scale = Scale.of(layout, cost, overlapped=config.ping_pong, relayed=relayed, weighs=weighs)
         greedy = Greedy(layout, Price.of(cost, config.tile), ranks, scale, fit)
         return cls(layout, cost, config, ranks, relayed, greedy)
@@ -163,8 +162,7 @@ def _fastest(tries: _Tries, unmoved: Tried | PlanLoad) -> Tried | PlanLoad:
             best, fastest = tried, slowest
         cap /= _FINER_CAP
     few = layout.world_size <= _FEW
-    in_nodes = ranks.per_node is not None and cost.node_bytes_per_second is not None
-    serial = not config.ping_pong and not in_nodes and cost.exchange_bytes_per_second < math.inf
+    serial = not config.ping_pong and not ranks.in_nodes(cost) and cost.exchange_bytes_per_second < math.inf
     if relayed and serial and not extreme:
         both = (unmoved.compute_seconds + unmoved.exchange_seconds).tolist()
         exchanged = greedy.price.with_exchange(cost.exchange_bytes_per_second)

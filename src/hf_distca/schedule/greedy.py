@@ -66,11 +66,12 @@ class Tried:
         """These tasks as a plan, which is checked like any other."""
         apart, groups = array(self.split[0], bool), self.split[1]
         layout = self.layout.split(apart, groups) if apart.any() else self.layout
-        document, start, end, home, server, _ = array(self.made.tasks).reshape(6, -1)[:, : self.tasks]
+        # Copies: what they were made in is much larger.
+        document, start, end, home, server = array(self.made.tasks).reshape(6, -1)[:5, : self.tasks].copy()
         plan = Plan(layout, document, start, end, home, server, self.window)
         if not self.runs:
             return plan
-        return plan.with_relays(Relays(*array(self.made.passed).reshape(4, -1)[:, : self.runs]))
+        return plan.with_relays(Relays(*array(self.made.passed).reshape(4, -1)[:, : self.runs].copy()))
 
     @property
     def compute_seconds(self) -> FloatArray:
@@ -94,7 +95,7 @@ class Greedy:
     ) -> None:
         self.layout, self.price, self.ranks, self.scale, self.fit = layout, price, ranks, scale, fit or _NO_BOUND
         self._speeds = ranks.each(layout.world_size)
-        self._speed = column(np.array(self._speeds))
+        self._speed = column(np.array(self._speeds, dtype=np.float64))
         # Numbers of a document and its head groups: the d-th document becomes d * parts.
         self._groups, documents = heads.groups, len(layout.documents)
         self._parts = 1 if heads.groups == 1 else heads.groups + 1
@@ -113,7 +114,7 @@ class Greedy:
         """Nothing moves, but keys are passed on if that gains this part of the seconds of the slowest rank."""
         seconds = np.zeros(self.layout.world_size)
         goal = Goal(column(seconds), self._speed, Levels.still(), 0.0, 0.0, False)
-        return self._tried(goal, self.price, self.scale._replace(least=least), 0)
+        return self._tried(goal, self.price, self.scale._replace(least=float(least)), 0)
 
     def run(self, seconds: list[float], tolerance: float, cap: float | None = None, exchanged: Price | None = None) -> Tried:
         """Even out seconds of ranks to a tolerance.

@@ -65,7 +65,7 @@ class PlanLoad:
     @property
     def in_nodes(self) -> bool:
         """Whether exchanges inside nodes take another time than those between them."""
-        return self.ranks.per_node is not None and self.cost.node_bytes_per_second is not None
+        return self.ranks.in_nodes(self.cost)
 
     def _sum(self, rank: IntArray, weights: npt.NDArray[Any]) -> FloatArray:
         # bincount of nothing counts in integers, whatever the weights are.

@@ -59,6 +59,10 @@ class Ranks:
         same = self.per_node in (None, 1) or cost.node_bytes_per_second is None
         return replace(self, per_node=None) if same else self
 
+    def in_nodes(self, cost: CostModel) -> bool:
+        """Whether exchanges inside nodes take another time than those between them."""
+        return self.per_node is not None and cost.node_bytes_per_second is not None
+
     def each(self, count: int) -> list[float]:
         """The speed of each of so many ranks."""
         return [1.0] * count if self.speeds is None else list(self.speeds)
