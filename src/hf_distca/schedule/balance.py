@@ -1,7 +1,8 @@
 """`balance`: which attention server computes which query rows.
 
 `Greedy` evens out the estimated compute seconds of the ranks for as few bytes as it can; `balance` decides, by compute and
-exchange together, whether and how finely that pays.
+exchange together, whether and how finely that pays. What is tried is weighed as it is made (`schedule.trial`), and only what is
+kept becomes a `Plan`; but in nodes, with a window, or with a bound of transient bytes, it is the `PlanLoad` of a plan that counts.
 """
 
 from __future__ import annotations

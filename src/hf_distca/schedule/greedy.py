@@ -6,7 +6,8 @@ exchanged per second of work moved. Since the emptiest servers take the largest 
 busiest sender, sends its keys to as few servers as can be.
 
 Every rank computes the plan for itself, so everything here is plain IEEE double arithmetic in a fixed order. This module says
-where the moves start from, and makes a plan of them; the moves themselves are in `schedule.moves`.
+where the moves start from, and makes a plan of those that are kept; the moves themselves are in `schedule.moves`, and what comes
+of them is weighed in the same call (`schedule.trial`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hf_distca.schedule.plan import Plan, Relays
 from hf_distca.schedule.prices import Price
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.state import Fit
+from hf_distca.schedule.tasks import PLAN
 from hf_distca.schedule.trial import Made, try_moves
 from hf_distca.schedule.weigh import Scale
 
@@ -67,7 +69,7 @@ class Tried:
         apart, groups = array(self.split[0], bool), self.split[1]
         layout = self.layout.split(apart, groups) if apart.any() else self.layout
         # Copies: what they were made in is much larger.
-        document, start, end, home, server = array(self.made.tasks).reshape(6, -1)[:5, : self.tasks].copy()
+        document, start, end, home, server = array(self.made.tasks).reshape(PLAN, -1)[:5, : self.tasks].copy()
         plan = Plan(layout, document, start, end, home, server, self.window)
         if not self.runs:
             return plan
