@@ -2,7 +2,7 @@
 
 `Greedy` evens out the estimated compute seconds of the ranks for as few bytes as it can; `balance` decides, by compute and
 exchange together, whether and how finely that pays. What is tried is weighed as it is made (`schedule.trial`), and only what is
-kept becomes a `Plan`; but in nodes, with a window, or with a bound of transient bytes, it is the `PlanLoad` of a plan that counts.
+kept becomes a `Plan`; but in nodes, with a window, or with a bound of transient bytes, the `PlanLoad` of a plan is what counts.
 """
 
 from __future__ import annotations
