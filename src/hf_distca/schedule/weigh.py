@@ -134,20 +134,39 @@ def weigh(
     slowest = ends_of(compute, queries, keys, scale.link, ends)
     runs = 0
     if scale.relayed and may_gain(ranks, slowest, largest, scale.link.overlapped):
-        link, sent = scale.link, keys[:ranks]
-        each = link.key_bytes / link.bytes_per_second
-        senders = Senders(compute, ends[:ranks], ends[ranks : 2 * ranks], sent, each, link.overlapped, late_from(slowest))
-        runs = pass_on(gathered, senders, passed, numbers, floats)
-        for rank in range(ranks if runs else 0):
-            sent[rank] = floats[rank]
-        relieved = ends_of(compute, queries, keys, _with_relays(link), later) if runs else slowest
-        if pays(slowest, relieved, scale.least):
-            slowest, ends = relieved, later
-        else:
-            runs = 0
+        sides = (compute, queries, keys, ends)
+        runs, slowest = _relieved(gathered, sides, scale, slowest, passed, (numbers, floats), later)
     for rank in range(ranks):
-        exchange[rank] = ends[2 * ranks + rank]
+        exchange[rank] = later[2 * ranks + rank] if runs else ends[2 * ranks + rank]
     return runs, slowest, largest
+
+
+@compiled
+def _relieved(
+    gathered: Gathered,
+    sides: tuple[Floats, Floats, Floats, Floats],
+    scale: Scale,
+    slowest: float,
+    passed: Ints,
+    room: tuple[Ints, Floats],
+    later: Floats,
+) -> tuple[int, float]:
+    """Pass keys on if that pays: how many runs, and when the slowest rank ends then.
+
+    `sides` are the seconds that ranks compute, the queries and keys that they send and receive, and when they end, as `ends_of`
+    says; `later` is when they do with what is passed on. The keys that are sent are those of the latter then.
+    """
+    (compute, queries, keys, ends), link, ranks = sides, scale.link, len(sides[0])
+    each = link.key_bytes / link.bytes_per_second
+    sent, received, tokens = ends[:ranks], ends[ranks : 2 * ranks], keys[:ranks]
+    senders = Senders(compute, sent, received, tokens, each, link.overlapped, late_from(slowest))
+    runs = pass_on(gathered, senders, passed, room[0], room[1])
+    if not runs:
+        return 0, slowest
+    for rank in range(ranks):
+        tokens[rank] = room[1][rank]
+    relieved = ends_of(compute, queries, keys, _with_relays(link), later)
+    return (runs, relieved) if pays(slowest, relieved, scale.least) else (0, slowest)
 
 
 @compiled
