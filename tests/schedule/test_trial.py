@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import layouts
+from layouts import deal, layouts
 from test_scheduler import SHAPE
 
 from hf_distca.config import DistCAConfig
@@ -119,3 +119,13 @@ def test_one_plan_is_built_for_few_ranks(monkeypatch: pytest.MonkeyPatch, ping_p
     assert plan.layout.groups > 1
     # What nothing moves weighs, and each run; and of the last one the plan and the layout with documents that are split.
     assert calls == {"try_moves": 1 + runs, "Plan": 1, "Layout": 1}
+
+
+def test_relays_are_poured_to_an_end() -> None:
+    """What sums round to made two numbers of relays take turns for ever."""
+    long, short = "head and tail", "in order"
+    documents = [(7119, 3, 4, long), (5098, 1, 1, long), (82, 4, 2, short), (16854, 4, 1, short), (17, 1, 1, short)]
+    documents += [(294, 3, 3, short), (5431, 3, 4, long), (220, 3, 1, short), (5329, 2, 1, short), (161, 0, 3, long)]
+    documents += [(45, 0, 1, long), (68, 0, 1, long), (56, 4, 1, long)]
+    plan = balance(deal(5, documents), replace(COST, node_bytes_per_second=None), DistCAConfig(ping_pong=True, tile=16))
+    assert (plan.home != plan.server).any()

@@ -275,7 +275,8 @@ def _poured(passing: Passing, each: float, end: int, seconds: Floats) -> float:
             if before < 0 or work < level:
                 total += work
                 count += 1
-        if count == before or count == 0:
+        # Fewer each time; as many or, by what sums round to, more than before are all.
+        if count == 0 or 0 <= before <= count:
             return level
         level, before = total / count, count
 
