@@ -62,8 +62,8 @@ class Recorder:
             self.events.append(Event(now - self._from, tuple(sends), tuple(waits)))
             self._from = now
 
-    def _exchange(self, method: Any, this: Any, received: Any, sent: Any, coming: Any, going: Any, name: Any = None) -> Any:
-        transfer = method(this, received, sent, coming, going, name)
+    def _exchange(self, method: Any, this: Any, received: Any, sent: Any, coming: Any, going: Any, *more: Any) -> Any:
+        transfer = method(this, received, sent, coming, going, *more)
         what = transfer.doing  # names step, tick and call, and the same on all ranks
         self._expect(transfer, [(what, source, self.rank) for source, size in coming.items() if size and source != self.rank])
         self._note(sends=[(what, self.rank, to) for to, size in going.items() if size and to != self.rank])

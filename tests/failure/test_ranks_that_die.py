@@ -64,11 +64,11 @@ def run(doom: str, culprit: int) -> tuple[dict[int, tuple[str, float]], list[int
     return found, codes
 
 
-def check_survivors(found: dict[int, tuple[str, float]], culprit: int) -> None:
+def check_survivors(found: dict[int, tuple[str, float]], culprit: int, layers: str = "0") -> None:
     assert sorted(found) == [rank for rank in range(WORLD) if rank != culprit]
     for rank, (message, seconds) in found.items():
         assert f"rank {rank} waited up to {TIMEOUT:g} s for ranks (0, 1, 2)" in message
-        assert "of layer 0 of micro-batch 2" in message
+        assert any(f"of layer {layer} of micro-batch 2" in message for layer in layers)
         assert "last together when comparing plans of micro-batch 2" in message
         assert seconds < TIMEOUT / 2, "a connection that closes needs no timeout"
 
@@ -82,7 +82,7 @@ def test_a_rank_that_dies_between_a_dispatch_and_its_return() -> None:
 
 def test_a_rank_that_raises_and_ends() -> None:
     found, codes = run("raises", 0)
-    check_survivors(found, 0)
+    check_survivors(found, 0, layers="01")  # one that has served rank 0 has gone on to the next
     for message, _ in found.values():
         assert "rank 0 raised ZeroDivisionError while computing layer 0 of micro-batch 2: division by zero" in message
     assert codes == [1, 0, 0]

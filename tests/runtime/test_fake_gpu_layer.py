@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -42,6 +42,7 @@ class Peers:
     """A channel to ranks whose messages are there at once, of the sizes that are awaited."""
 
     messages: list[tuple[int, int]] = field(default_factory=list)
+    over_gloo: ClassVar[bool] = False
 
     def start(
         self,
@@ -50,6 +51,7 @@ class Peers:
         receive_bytes: Mapping[int, int],
         send_bytes: Mapping[int, int],
         name: str | None = None,
+        expected: None = None,
     ) -> Peers:
         for message, sizes in ((received, receive_bytes), (sent, send_bytes)):
             assert (message.device, message.dtype) == (CUDA, torch.uint8)

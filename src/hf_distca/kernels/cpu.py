@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -76,10 +76,33 @@ class _Task(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What a batch of tasks becomes, for one window and number of numbers in a row of q."""
+    """What a batch of tasks becomes, for one window and number of numbers in a row of q.
+
+    Attributes:
+        documents, tasks: what is computed.
+        uncovered: query rows that no task has, those behind the last task until the end of the pool.
+    """
 
     documents: list[Documents]
     tasks: list[_Task]
+    uncovered: list[slice]
+
+    @classmethod
+    def of(cls, tasks: TaskBatch, scores: Scores, numbers: int) -> Self:
+        """That of a batch, with so many numbers in a row of q."""
+        documents, others = short_documents(tasks, scores, numbers)
+        end, uncovered = 0, []
+        for start, rows in sorted(zip(tasks.query_start, tasks.query_length, strict=True)):
+            uncovered += [slice(end, start)] if start > end else []
+            end = start + rows
+        return cls(documents, list(_each(others, scores)), [*uncovered, slice(end, None)])
+
+    def room(self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Room for what tasks give for each of the rows of a query pool, which is of this shape; 0 where there is no task."""
+        made = rows.new_empty((len(rows), *shape), dtype=dtype)
+        for one in self.uncovered:
+            made[one].zero_()
+        return made
 
     def only_call(self, rows: int, keys: int) -> Rows | None:
         """The rows of the only call, if it is one of whole documents that are all there is in pools of so many rows and keys."""
@@ -123,9 +146,8 @@ class CpuKernel:
         if whole is not None:
             o_BHTD, lse_BHT = _FORWARD(*map(whole.take, padded), 0.0, True, attn_mask=None, scale=scores.scale)
             return _tokens_first(o_BHTD, value_width).contiguous(), _tokens_first(lse_BHT).contiguous()
-        allocate = torch.empty if tasks.rows == q_THD.shape[0] else torch.zeros
-        o_THV = allocate((*q_THD.shape[:2], value_width), dtype=q_THD.dtype)
-        lse_TH = allocate(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
+        o_THV = work.room(q_THD, q_THD.shape[1], value_width)
+        lse_TH = work.room(q_THD, q_THD.shape[1], dtype=accumulation_dtype(q_THD.dtype))
         for documents in work.documents:
             o_BHTD, lse_BHT = _FORWARD(*documents.take(*padded), 0.0, True, attn_mask=None, scale=scores.scale)
             documents.queries.put(o_THV, o_BHTD[..., :value_width])
@@ -165,8 +187,8 @@ class CpuKernel:
         dtype = key_gradient_dtype(tasks, k_TKD.dtype)
         # A key is in several blocks of a window, so its gradient is a sum even where no task shares it.
         summed = dtype if scores.window is None else accumulation_dtype(dtype)
-        dtypes = q_THD.dtype, summed, summed
-        sums = [torch.zeros((*x.shape[:2], width), dtype=wanted) for x, wanted in zip(padded, dtypes, strict=True)]
+        sums = [work.room(q_THD, q_THD.shape[1], width)]
+        sums += [torch.zeros((*x.shape[:2], width), dtype=summed) for x in padded[1:]]
         for documents in work.documents:
             _backward_documents(sums, padded, outputs, documents, scores, add=tasks.shares_keys)
         pools, grads = (_Pools(*map(_heads_first, three)) for three in (padded, sums))
@@ -179,8 +201,7 @@ class CpuKernel:
     def _work_of(self, tasks: TaskBatch, scores: Scores, q_THD: torch.Tensor) -> _Work:
         found, case = self._work.setdefault(tasks, {}), (scores.window, q_THD.shape[1] * q_THD.shape[2])
         if case not in found:
-            documents, others = short_documents(tasks, scores, case[1])
-            found[case] = _Work(documents, list(_each(others, scores)))
+            found[case] = _Work.of(tasks, scores, case[1])
         return found[case]
 
 
@@ -274,12 +295,12 @@ def _backward_documents(
 
 
 def _backward_task(grads: _Pools, pools: _Pools, saved: _Saved, task: _Task, scores: Scores) -> None:
-    """Add the gradients of one task to those of the pools."""
+    """Put the gradients of one task's queries to those of the pools, and add those of its keys."""
     q_BHTD, dq_BHTD = (x.narrow(2, task.row, task.rows) for x in (pools.q_BHTD, grads.q_BHTD))
     do_BHTD, o_BHTD, lse_BHT = (x.narrow(2, task.row, task.rows) for x in saved)
-    for start, length, causal, mask in _parts(task, scores, q_BHTD.dtype):
+    for number, (start, length, causal, mask) in enumerate(_parts(task, scores, q_BHTD.dtype)):
         k_BKTD, v_BKTD = (x.narrow(2, start, length) for x in pools[1:])
         dq, dk, dv = _BACKWARD(do_BHTD, q_BHTD, k_BKTD, v_BKTD, o_BHTD, lse_BHT, 0.0, causal, attn_mask=mask, scale=scores.scale)
-        dq_BHTD.add_(dq)
+        (dq_BHTD.add_ if number else dq_BHTD.copy_)(dq)
         grads.k_BKTD.narrow(2, start, length).add_(dk)
         grads.v_BKTD.narrow(2, start, length).add_(dv)

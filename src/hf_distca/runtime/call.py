@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from hf_distca.borrowed import copy_each
-from hf_distca.runtime.exchange import Landed, Part, Pending, Run, joined, launch, part_of
+from hf_distca.runtime.exchange import Expected, Landed, Part, Pending, Run, expect, joined, launch, part_of
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.keys import Passing
 from hf_distca.runtime.outputs import LayerOutputs
@@ -92,6 +92,7 @@ class Call:
         self.returned: Held[Pending] = Held()
         self.passed: Held[tuple[Pending, torch.Tensor, list[tuple[torch.Tensor, torch.dtype]]]] = Held()
         self._no_keys: list[torch.Tensor] = []
+        self._expected: Expected | None = None
 
     @property
     def exchanges(self) -> bool:
@@ -131,6 +132,8 @@ class Call:
         self.dispatch.put(self._launch(wave, parts, "dispatch"))
         if wave.passing is not None:
             self._no_keys = [t.new_empty((0, *t.shape[1:])) for t in own.key_rows]
+        elif not self.route.bounded:
+            self._expected = self._expect_return(wave, own)
 
     def pass_on(self, passing: Passing) -> None:
         """Wait for a dispatch, and send the keys on that this rank is the relay of."""
@@ -155,7 +158,14 @@ class Call:
         parts = [Part(t.contiguous(), wave.queries.way_back) for t in queries]
         parts += [Part(t.contiguous(), wave.pool.way_back) for t in keys]
         self.server.meter.count(returns=1)
-        self.returned.put(self._launch(wave, parts, "return"))
+        expected, self._expected = self._expected, None
+        self.returned.put(self._launch(wave, parts, "return", expected=expected))
+
+    def _expect_return(self, wave: Wave, own: Operands | Saved) -> Expected | None:
+        """Be ready for the return before this rank computes its own tasks."""
+        queries, keys = own.answer_bytes
+        parts = [(wave.queries.way_back, size) for size in queries] + [(wave.pool.way_back, size) for size in keys]
+        return expect(self.group.data, parts, own.q_THD.device, wave.formats, "return")
 
     def attend_own(self, own: Operands) -> Outputs:
         """Run this rank's own tasks, which wait for no message. Returns the outputs of all its tokens, in rows of head groups."""
@@ -224,10 +234,12 @@ class Call:
             sums = (_sum_copies(total, sections, wave) for total, sections in zip(grads[1:], copies, strict=True))
             return Grads(grads.dq_THD, *sums)
 
-    def _launch(self, wave: Wave, parts: Sequence[Part], name: str, said: str | None = None) -> Pending:
+    def _launch(
+        self, wave: Wave, parts: Sequence[Part], name: str, said: str | None = None, expected: Expected | None = None
+    ) -> Pending:
         tracer, meter = self.server.tracer, self.server.meter
         with tracer.span("pack"), meter.exchanging(parts[0].tensor.device):
-            pending = launch(self.group.data, parts, wave.formats, said or name)
+            pending = launch(self.group.data, parts, wave.formats, said or name, expected)
         meter.count(sent_bytes=pending.sent_bytes)
         pending.watch(tracer, name, meter)
         return pending

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -32,10 +33,9 @@ class _Sum:
 
     value: int = 0
 
-    def add(self, text: str) -> int:
-        """Take in a text. Returns the checksum of it alone."""
-        self.value = zlib.crc32(text.encode(), self.value)
-        return zlib.crc32(text.encode())
+    def add(self, text: str, number: int) -> None:
+        """Take in a text and a number."""
+        self.value = _checksum(text, number, self.value)
 
 
 @dataclass(eq=False)
@@ -76,6 +76,22 @@ class Channel:
         """What is launched from now on belongs to backward; in a recompute nothing was launched in forward."""
         self.launched = max(self.launched, self.forward or 0)
 
+    def expect(self, received: torch.Tensor, receive_bytes: Mapping[int, int], name: str | None = None) -> Transfer:
+        """Start to receive the messages of the exchange that is launched next.
+
+        A message travels once its receiver is ready for it. Ranks that are ready before they compute have it when they are done.
+        Only over gloo: elsewhere an exchange is one operation.
+
+        Args:
+            received, receive_bytes, name: as for `start`.
+
+        Returns:
+            What `start` is to go on with.
+        """
+        transfer = self._begun(received, *self._named(name))
+        self._add(transfer, self._receives(transfer, receive_bytes))
+        return transfer
+
     def start(
         self,
         received: torch.Tensor,
@@ -83,6 +99,7 @@ class Channel:
         receive_bytes: Mapping[int, int],
         send_bytes: Mapping[int, int],
         name: str | None = None,
+        expected: Transfer | None = None,
     ) -> Transfer:
         """Start to send and to receive messages, which lie one after another in `sent` and `received`, both uint8.
 
@@ -90,24 +107,48 @@ class Channel:
             received, sent: the messages of all ranks, in the order of ranks.
             receive_bytes, send_bytes: size of the message by rank, in the order of ranks; those without one may be left out.
             name: what the exchange is, for errors; by default dispatches and returns take turns.
+            expected: what `expect` made for the same `received`.
         """
+        doing, tag = self._named(name)
+        self._sum.add(doing, self.launched)
+        if expected is not None and expected.tag != tag:
+            raise RuntimeError(f"{expected.doing} was expected next, and not {doing}")
+        transfer = expected or self._begun(received, doing, tag)
+        self.launched += 1
+        transfer.deadline, transfer.sent = self._deadline(), sent.to("cpu", copy=True) if self._staged(sent) else sent
+        if not self.over_gloo:
+            self._add(transfer, self._all_to_all(transfer, receive_bytes, send_bytes))
+            return transfer
+        if expected is None:
+            self._add(transfer, self._receives(transfer, receive_bytes))
+        self._add(transfer, self._sends(transfer, receive_bytes, send_bytes))
+        return transfer
+
+    def _named(self, name: str | None) -> tuple[str, int]:
+        """What is launched next, in words and as a tag."""
         kind = name or ("dispatch" if self.launched % 2 == 0 else "return")
         direction = "" if self.forward is None else " in forward" if self.launched < self.forward else " in backward"
         doing = f"waiting for the {kind}{direction} of {self.place}"
-        tag = self._sum.add(f"{doing} {self.launched}") >> 1
-        self.launched += 1
-        deadline = time.monotonic() + self.timeout_seconds - patience(self.timeout_seconds)
+        return doing, _checksum(doing, self.launched) >> 1
+
+    def _begun(self, received: torch.Tensor, doing: str, tag: int) -> Transfer:
         landing = None
         if self._staged(received):
-            landing, received, sent = received, torch.empty(received.shape, dtype=received.dtype), sent.to("cpu", copy=True)
-        transfer = Transfer(self, [], (received, sent), doing, deadline, landing)
+            landing, received = received, torch.empty(received.shape, dtype=received.dtype)
+        transfer = Transfer(self, [], received, doing, tag, self._deadline(), landing)
         self.watch.under_way.add(transfer)
+        return transfer
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.timeout_seconds - patience(self.timeout_seconds)
+
+    def _add(self, transfer: Transfer, works: Iterator[dist.Work | None]) -> None:
+        """Start one message after another: if a rank has left, those that were started before must be seen through."""
         try:
-            for work in self._works(received, sent, receive_bytes, send_bytes, tag):
+            for work in works:
                 transfer.works.append(work)
         except RuntimeError as error:
-            raise self.watch.give_up(doing, error) from error
-        return transfer
+            raise self.watch.give_up(transfer.doing, error) from error
 
     @property
     def over_gloo(self) -> bool:
@@ -117,28 +158,27 @@ class Channel:
     def _staged(self, message: torch.Tensor) -> bool:
         return self.over_gloo and message.device.type != "cpu"
 
-    def _works(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        receive_bytes: Mapping[int, int],
-        send_bytes: Mapping[int, int],
-        tag: int,
+    def _all_to_all(
+        self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> Iterator[dist.Work | None]:
-        """Start one message after another: if a rank has left, those that were started before must be seen through."""
         group = self.process_group
-        if not self.over_gloo:
-            arriving, leaving = ([sizes.get(rank, 0) for rank in range(group.size())] for sizes in (receive_bytes, send_bytes))
-            yield dist.all_to_all_single(received, sent, arriving, leaving, group=group, async_op=True)
-            return
-        own, incoming, outgoing = group.rank(), _messages(received, receive_bytes), _messages(sent, send_bytes)
-        if own in outgoing:
-            incoming.pop(own).copy_(outgoing.pop(own))
-        for rank in sorted({*incoming, *outgoing}):
-            if rank in incoming:
-                yield dist.irecv(incoming[rank], group=group, group_src=rank, tag=tag)
-            if rank in outgoing:
-                yield dist.isend(outgoing[rank], group=group, group_dst=rank, tag=tag)
+        arriving, leaving = ([sizes.get(rank, 0) for rank in range(group.size())] for sizes in (receive_bytes, send_bytes))
+        yield dist.all_to_all_single(transfer.received, transfer.sent, arriving, leaving, group=group, async_op=True)
+
+    def _receives(self, transfer: Transfer, sizes: Mapping[int, int]) -> Iterator[dist.Work | None]:
+        for rank, message in _messages(transfer.received, sizes).items():
+            if rank != self.process_group.rank():
+                yield dist.irecv(message, group=self.process_group, group_src=rank, tag=transfer.tag)
+
+    def _sends(
+        self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
+    ) -> Iterator[dist.Work | None]:
+        own = self.process_group.rank()
+        for rank, message in _messages(transfer.sent, send_bytes).items():
+            if rank == own:
+                _messages(transfer.received, receive_bytes)[own].copy_(message)
+            else:
+                yield dist.isend(message, group=self.process_group, group_dst=rank, tag=transfer.tag)
 
 
 @dataclass(eq=False)
@@ -147,10 +187,12 @@ class Transfer:
 
     channel: Channel
     works: list[dist.Work | None]
-    buffers: tuple[torch.Tensor, torch.Tensor]
+    received: torch.Tensor
     doing: str
+    tag: int
     deadline: float
     landing: torch.Tensor | None = None
+    sent: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
 
     def wait(self) -> None:
         """Wait until all has arrived and left; on CUDA only the current stream waits.
@@ -169,7 +211,7 @@ class Transfer:
         except RuntimeError as error:
             raise self.channel.watch.give_up(self.doing, error) from error
         if self.landing is not None:
-            self.landing.copy_(self.buffers[0])
+            self.landing.copy_(self.received)
 
     def see_through(self, deadline: float) -> None:
         """Wait without hope: gloo loses messages whose buffers go, and waits of other ranks, while messages are half-way."""
@@ -182,6 +224,10 @@ class Transfer:
     def __del__(self) -> None:
         if self.works:  # after an exception nobody waits
             self.see_through(self.channel.watch.deadline())
+
+
+def _checksum(text: str, number: int, before: int = 0) -> int:
+    return zlib.crc32(f"{text} {number}".encode(), before)
 
 
 def _messages(buffer: torch.Tensor, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:

@@ -26,7 +26,21 @@ from hf_distca.runtime.channel import Channel, Transfer
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.trace import Mark, Tracer
 
-__all__ = ["Format", "Formats", "Landed", "Part", "Pending", "Rows", "Run", "joined", "launch", "part_of"]
+__all__ = [
+    "Expected",
+    "Format",
+    "Formats",
+    "Landed",
+    "Part",
+    "Pending",
+    "Rows",
+    "Run",
+    "expect",
+    "joined",
+    "launch",
+    "part_of",
+    "row_bytes",
+]
 
 _ALIGNMENT = 16
 
@@ -216,7 +230,41 @@ class Landed:
         return first[:cut] + [one + other for one, other in zip(first[cut:], more, strict=True)]
 
 
-def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | None = None, name: str | None = None) -> Pending:
+class Expected(NamedTuple):
+    """What an exchange brings that is yet to be launched, on its way from now on."""
+
+    transfer: Transfer
+    received: torch.Tensor
+    form: Format
+
+
+def expect(
+    channel: Channel | None, parts: Sequence[tuple[Rows, int]], device: torch.device, formats: Formats, name: str
+) -> Expected | None:
+    """Be ready for what the exchange brings that is launched next; see `Channel.expect`.
+
+    Args:
+        channel, formats, name: as for `launch`.
+        parts: rows of each part, and bytes of a row.
+        device: of the parts.
+
+    Returns:
+        What `launch` is to go on with. None if nothing comes, or where an exchange is one operation.
+    """
+    form = _format(tuple(parts), formats)
+    if channel is None or not channel.over_gloo or not form.receive:
+        return None
+    received = torch.empty(sum(form.receive.values()), dtype=torch.uint8, device=device)
+    return Expected(channel.expect(received, form.receive, name), received, form)
+
+
+def launch(
+    channel: Channel | None,
+    parts: Sequence[Part],
+    formats: Formats | None = None,
+    name: str | None = None,
+    expected: Expected | None = None,
+) -> Pending:
     """Start an exchange. Every rank of the channel must launch the same exchanges in the same order; None is a group of one.
 
     The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive nothing.
@@ -226,18 +274,29 @@ def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | No
         parts: what travels.
         formats: formats made before for parts with these rows; a new one is added.
         name: what the exchange is, for errors.
+        expected: what `expect` made for it.
     """
-    key = tuple((part.rows, _row_bytes(part.tensor)) for part in parts)
-    form = None if formats is None else formats.get(key)
-    if form is None:
-        form = Format.of(key)
-        if formats is not None:
-            formats[key] = form
+    form = _format(tuple((part.rows, row_bytes(part.tensor)) for part in parts), formats)
     sent = _pack([part.tensor for part in parts], form.pieces)
     if channel is None:
         return Pending(None, parts, form, sent, sent)
-    received = sent.new_empty(sum(form.receive.values()))
-    return Pending(channel.start(received, sent, form.receive, form.send, name), parts, form, sent, received)
+    if expected is None:
+        received, transfer = sent.new_empty(sum(form.receive.values())), None
+    else:
+        transfer, received, foreseen = expected
+        if foreseen is not form:
+            raise RuntimeError(f"messages of {foreseen.receive} bytes by rank were expected, and are of {form.receive}")
+    return Pending(channel.start(received, sent, form.receive, form.send, name, transfer), parts, form, sent, received)
+
+
+def _format(parts: tuple[tuple[Rows, int], ...], formats: Formats | None) -> Format:
+    """The format of parts, made once."""
+    form = None if formats is None else formats.get(parts)
+    if form is None:
+        form = Format.of(parts)
+        if formats is not None:
+            formats[parts] = form
+    return form
 
 
 def part_of(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch.Tensor:
@@ -252,7 +311,8 @@ def joined(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     return torch.cat(list(pieces)) if pieces else like.new_empty((0, *like.shape[1:]))
 
 
-def _row_bytes(tensor: torch.Tensor) -> int:
+def row_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of one of its rows."""
     return math.prod(tensor.shape[1:]) * tensor.element_size()
 
 

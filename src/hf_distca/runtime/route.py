@@ -66,6 +66,7 @@ class Route:
         exchanges: whether any rank moves anything; false means that no rank sends or receives.
         groups: head groups that the tokens of waves are split in, 1 if none.
         kept: tasks on head groups that this rank runs on pools of its own rows, for which it waits for nothing.
+        bounded: whether there is a bound of transient bytes, so that messages have no room before they are due.
     """
 
     own: TaskBatch
@@ -73,6 +74,7 @@ class Route:
     exchanges: bool
     groups: int = 1
     kept: Wave | None = None
+    bounded: bool = False
 
     @property
     def passes_on(self) -> bool:
@@ -101,7 +103,7 @@ class Route:
             numbers = _Numbers(share_of(plan, rank, number, wave), groups)
             numbers.batch()  # the same for every wave
             built.append(numbers.wave(relayed))
-        return cls(own, tuple(built), plan.moved, groups, kept)
+        return cls(own, tuple(built), plan.moved, groups, kept, waves is not None and waves.bytes is not None)
 
 
 class _Numbers:

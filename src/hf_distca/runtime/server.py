@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from hf_distca.kernels.base import Kernel, Scores, TaskBatch
-from hf_distca.runtime.exchange import Landed, Pending, joined, part_of
+from hf_distca.runtime.exchange import Landed, Pending, joined, part_of, row_bytes
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Wave
 from hf_distca.runtime.trace import Tracer
@@ -34,6 +34,12 @@ class Operands(NamedTuple):
     def key_rows(self) -> Sequence[torch.Tensor]:
         """Those with a row for each key."""
         return self[1:]
+
+    @property
+    def answer_bytes(self) -> tuple[list[int], list[int]]:
+        """Bytes of a row of what tasks give for them: with a row for each query, and for each key."""
+        rows, lse = self.q_THD.shape[1], torch.promote_types(self.q_THD.dtype, torch.float32)
+        return [rows * self.v_TKV.shape[2] * self.q_THD.itemsize, rows * lse.itemsize], []
 
 
 class Outputs(NamedTuple):
@@ -62,6 +68,11 @@ class Saved(NamedTuple):
     def key_rows(self) -> Sequence[torch.Tensor]:
         """Those with a row for each key."""
         return self[4:]
+
+    @property
+    def answer_bytes(self) -> tuple[list[int], list[int]]:
+        """As of `Operands`: gradients, in the dtypes of what they are for."""
+        return [row_bytes(self.q_THD)], [row_bytes(tensor) for tensor in self.key_rows]
 
 
 class Grads(NamedTuple):
