@@ -9,8 +9,8 @@ to be given again took 0.2 s of a step.
 
 Beside them stands the ideal: in every tick the attention of all stages is spread over them, for nothing, so that all end as
 early as can be with the linear work that each has; or, where processes share cores, at least the work of the tick over the number
-of cores. Work is processor time of micro-batches that each stage runs by itself. The share gained is what sharing takes off 1F1B
-over what the ideal does.
+of cores. Work is what the micro-batches took in the steps of 1F1B, in processor time, with the messages between stages. The share
+gained is what sharing takes off 1F1B over what the ideal does.
 
 Sizes: in a layer of the default model a document of about 1500 tokens takes as long in attention as in all else, on a CPU core.
 For an 8B model on an H100 that is a document of about 26 thousand tokens by the simulator's rates. So 16384 tokens here stand for
@@ -35,6 +35,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -133,12 +135,11 @@ class Steps:
         # Each schedule has a stage object of its own, and both have the same module.
         self.stage = split(LlamaForCausalLM(config).train(), mesh)
         self.shared = Schedule(self.stage, arguments.micro_batches, loss_of)
-        self.classic = Schedule1F1B(self._classic_stage(mesh, shape), arguments.micro_batches, loss_of)
+        classic_stage = self._classic_stage(mesh, shape)
+        self.classic, self.chunks = Schedule1F1B(classic_stage, arguments.micro_batches, loss_of), Chunks(classic_stage)
         self.batches, self.recorder = batches(arguments), Recorder(rank)
 
-    def _classic_stage(self, mesh: Any, shape: tuple[int, ...]) -> Any:
-        from torch.distributed.pipelining import PipelineStage
-
+    def _classic_stage(self, mesh: Any, shape: tuple[int, ...]) -> PipelineStage:
         hidden = torch.empty(shape, device="meta", requires_grad=True)
         tokens = torch.empty(shape[:2], dtype=torch.long, device="meta")
         logits = torch.empty((*shape[:2], VOCABULARY), device="meta", requires_grad=True)
@@ -146,8 +147,8 @@ class Steps:
         here = self.stage.stage_index, self.stage.num_stages, self.stage.device
         return PipelineStage(self.stage.submod, *here, input_args=inputs, output_args=outputs, group=mesh.get_group())
 
-    def step(self, lengths: str, mode: str) -> tuple[float, list[Event]]:
-        """Seconds until all stages are done, and what this one did."""
+    def step(self, lengths: str, mode: str) -> tuple[float, list[Event], list[list[float]]]:
+        """Seconds until all stages are done, what this one did, and what its micro-batches took in 1F1B."""
         ids, positions = self.batches[lengths]
         # Under 1F1B stages are in different micro-batches and must not wait for each other: a module that evaluates is alone.
         self.stage.submod.train(mode != "1f1b")
@@ -157,30 +158,43 @@ class Steps:
         self.recorder.start()
         with hf_distca.balancing(mode == "shared"):
             schedule.step(ids, position_ids=positions, target=ids, return_outputs=False)
-        events = self.recorder.stop()
+        events, work = self.recorder.stop(), self.chunks.take()
         dist.barrier()
         seconds = time.perf_counter() - started
         self.stage.submod.zero_grad()
-        return seconds, events
+        return seconds, events, work
 
-    def work(self, lengths: str) -> list[list[float]]:
-        """Of each micro-batch: processor seconds of linear layers and of attention, forward and then backward."""
-        self.stage.submod.eval()
-        counts, found = current_session().meter, []
-        for ids, positions in zip(*self.batches[lengths], strict=True):
-            hidden = torch.randn(1, len(ids), self.stage.submod.model.config.hidden_size, requires_grad=True)
-            clock, attention = [time.process_time()], [counts.seconds]
-            out = self.stage.submod(ids[None] if self.stage.is_first else hidden, position_ids=positions[None])
-            loss = loss_of(out, ids) if self.stage.is_last else out.sum()
-            clock.append(time.process_time())
-            attention.append(counts.seconds)
-            loss.backward()
-            clock.append(time.process_time())
-            attention.append(counts.seconds)
-            both = [(b - a, d - c) for a, b, c, d in zip(clock, clock[1:], attention, attention[1:], strict=False)]
-            found.append([number for all_, kernel in both for number in (max(all_ - kernel, 0.0), min(kernel, all_))])
-        self.stage.submod.zero_grad()
-        return found
+
+class Chunks:
+    """Notes what each micro-batch takes in 1F1B: processor time, from where it begins until the next one does.
+
+    That is its layers and loss, and the messages between stages that come with it.
+    """
+
+    def __init__(self, stage: PipelineStage) -> None:
+        self.marks: list[tuple[bool, int, float, float]] = []
+        for name in ("forward_one_chunk", "backward_one_chunk"):
+            setattr(stage, name, self._noted(getattr(stage, name), backward=name == "backward_one_chunk"))
+
+    def _noted(self, run: Callable[..., Any], *, backward: bool) -> Callable[..., Any]:
+        def noted(micro_batch: int, *args: Any, **more: Any) -> Any:
+            self.marks.append((backward, micro_batch, *self._clocks()))
+            return run(micro_batch, *args, **more)
+
+        return noted
+
+    @staticmethod
+    def _clocks() -> tuple[float, float]:
+        return time.process_time(), current_session().meter.seconds
+
+    def take(self) -> list[list[float]]:
+        """Of each micro-batch: seconds of linear layers and of attention, forward and then backward."""
+        marks, self.marks = [*self.marks, (False, -1, *self._clocks())], []
+        found: dict[tuple[int, bool], list[float]] = {}
+        for (backward, at, all_, kernel), (_, _, all_after, kernel_after) in pairwise(marks):
+            attention = kernel_after - kernel
+            found[at, backward] = [max(all_after - all_ - attention, 0.0), attention]
+        return [found[at, False] + found[at, True] for at in range(len(found) // 2)]
 
 
 def ideal(work: list[list[list[float]]], cores: int) -> float:
@@ -268,14 +282,15 @@ def run(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     for round_ in tqdm(range(arguments.rounds), desc="rounds", file=sys.stderr, disable=rank > 0):
         for lengths in steps.batches:
             for mode in modes[:: 1 if round_ % 2 == 0 else -1]:
-                taken, events = steps.step(lengths, mode)
+                taken, events, work = steps.step(lengths, mode)
                 seconds[lengths][mode].append(taken)
                 if mode == "shared":
                     paths[lengths]["shared"].append(replay(of_all(events)))
-            every = of_all(steps.work(lengths))
-            ideals[lengths].append(ideal(every, cores))
-            paths[lengths]["1f1b"].append(classic(every))
-            paths[lengths]["ideal"].append(ideal(every, arguments.stages))
+                else:
+                    every = of_all(work)
+                    ideals[lengths].append(ideal(every, cores))
+                    paths[lengths]["1f1b"].append(classic(every))
+                    paths[lengths]["ideal"].append(ideal(every, arguments.stages))
         predictions.measure()
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(summary(arguments, seconds, ideals, paths, predictions)))
@@ -360,10 +375,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=2, help="processes, one a stage (default: %(default)s)")
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=24576, help="of a micro-batch (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers of the whole model (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=2, help="query heads of 64; half as many key/value heads")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each mode (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each mode (default: %(default)s)")
     add_json_option(parser)
     arguments = parser.parse_args()
     if arguments.tokens < 64 or arguments.layers < arguments.stages or min(arguments.stages, arguments.rounds) < 1:
