@@ -13,9 +13,9 @@ of cores. Work is what the micro-batches took in the steps of 1F1B, in processor
 gained is what sharing takes off 1F1B over what the ideal does.
 
 Sizes: in a layer of the default model a document of about 1500 tokens takes as long in attention as in all else, on a CPU core.
-For an 8B model on an H100 that is a document of about 26 thousand tokens by the simulator's rates. So 16384 tokens here stand for
-280 thousand there, and the longest document has two thirds of them. Fewer tokens leave less to be gained, which exchanges and
-planning then eat.
+For an 8B model on an H100 that is a document of about 26 thousand tokens by the simulator's rates. So 24576 tokens here stand for
+420 thousand there, and the longest document has two thirds of them. Documents are those of micro-batches of 65536 tokens, made
+shorter in proportion. Fewer tokens leave less to be gained, which exchanges and planning then eat.
 
 A second table is for machines with less than a core for each stage, or with others on them: processor time along the critical
 path. Of shared ticks it is replayed from what every stage took between its messages in the real run (`replay.py`); of 1F1B and

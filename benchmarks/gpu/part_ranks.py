@@ -20,7 +20,8 @@ from gpu_models import Packed, stack
 from gpu_setting import Setting, seconds_of
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.exchange import Part, Rows, launch
+from hf_distca.runtime.exchange import Part, launch
+from hf_distca.runtime.format import Rows
 from hf_distca.runtime.watch import Watch
 from hf_distca.schedule.cost import AttentionShape, CostModel
 

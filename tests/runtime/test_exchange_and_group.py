@@ -15,7 +15,8 @@ from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.runtime.call import Call, Inputs
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.core_attention import core_attention
-from hf_distca.runtime.exchange import Part, Rows, launch
+from hf_distca.runtime.exchange import Part, launch
+from hf_distca.runtime.format import Rows
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route

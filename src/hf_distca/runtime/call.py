@@ -11,7 +11,8 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from hf_distca.borrowed import copy_each
-from hf_distca.runtime.exchange import Expected, Landed, Part, Pending, Run, expect, joined, launch, part_of
+from hf_distca.runtime.exchange import Expected, Landed, Part, Pending, expect, joined, launch, part_of
+from hf_distca.runtime.format import Run
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.keys import Passing
 from hf_distca.runtime.outputs import LayerOutputs

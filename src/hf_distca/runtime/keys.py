@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from hf_distca.runtime.exchange import Rows, joined, part_of
+from hf_distca.runtime.exchange import joined, part_of
+from hf_distca.runtime.format import Rows
 
 __all__ = ["KeyPool", "Passing", "Piece"]
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import repeat
 
 from hf_distca.kernels.base import TaskBatch
-from hf_distca.runtime.exchange import Formats, Rows, Run
+from hf_distca.runtime.format import Formats, Rows, Run
 from hf_distca.runtime.keys import KeyPool, Passing, Piece
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.share import share_of
