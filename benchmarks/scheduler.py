@@ -93,9 +93,9 @@ def slowest(layout: Layout, *, overlapped: bool) -> dict[str, Any]:
 
 
 def processor_seconds(layout: Layout, cost: CostModel, config: DistCAConfig) -> tuple[Plan, float]:
-    """A plan, and the least seconds of three of making it and a route."""
-    found = []
-    for _ in range(3):
+    """A plan, and the least seconds of making it and a route: of three times, or of as many as take 50 ms together."""
+    found: list[float] = []
+    while len(found) < 3 or sum(found) < 0.05:
         fresh = Layout(layout.document, layout.start, layout.length, layout.offsets)
         begin = time.process_time()
         plan = balance(fresh, cost, config)
