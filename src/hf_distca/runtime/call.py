@@ -127,7 +127,7 @@ class Call:
             self.kept.drop()
 
     def launch_dispatch(self, wave: Wave, own: Operands | Saved) -> None:
-        """Send rows of this rank's own to the servers of a wave."""
+        """Send rows of this rank's own to the servers of a wave, and be ready for what comes back."""
         parts = [Part(t, wave.queries) for t in own.query_rows] + [Part(t, wave.keys) for t in own.key_rows]
         self.server.meter.count(dispatches=1)
         self.dispatch.put(self._launch(wave, parts, "dispatch"))
