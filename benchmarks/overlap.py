@@ -44,7 +44,7 @@ class Never:
 @contextmanager
 def exchanges(seconds: float | None) -> Iterator[None]:
     """Let every exchange take `seconds` at least, or send nothing if None."""
-    original = Channel.start
+    original, expect = Channel.start, Channel.expect
 
     def start(channel: Channel, received: torch.Tensor, *args: Any) -> Late | Never:
         if seconds is None:
@@ -52,7 +52,10 @@ def exchanges(seconds: float | None) -> Iterator[None]:
             return Never()
         return Late(original(channel, received, *args), time.perf_counter() + seconds)
 
-    with patch.object(Channel, "start", start):
+    def expected(channel: Channel, *args: Any) -> Any:
+        return Never() if seconds is None else expect(channel, *args)
+
+    with patch.object(Channel, "start", start), patch.object(Channel, "expect", expected):
         yield
 
 

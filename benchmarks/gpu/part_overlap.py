@@ -45,6 +45,8 @@ class Exchange:
         seconds: of all messages since they were set to 0.
     """
 
+    over_gloo = False
+
     def __init__(self, device: torch.device) -> None:
         self.device, self.seconds_per_byte, self.seconds = device, 0.0, 0.0
         self._free = 0.0  # when the link has done what it was given, by the clock of a CPU
@@ -60,7 +62,7 @@ class Exchange:
         """A call's exchanges of backward follow."""
 
     def start(
-        self, received: torch.Tensor, sent: torch.Tensor, _: Mapping[int, int], __: Mapping[int, int], ___: str | None = None
+        self, received: torch.Tensor, sent: torch.Tensor, _: Mapping[int, int], __: Mapping[int, int], *___: str | None
     ) -> Any:
         """Start a message, which is what is sent."""
         seconds = sent.numel() * self.seconds_per_byte
