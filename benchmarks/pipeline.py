@@ -17,6 +17,10 @@ For an 8B model on an H100 that is a document of about 26 thousand tokens by the
 420 thousand there, and the longest document has two thirds of them. Documents are those of micro-batches of 65536 tokens, made
 shorter in proportion. Fewer tokens leave less to be gained, which exchanges and planning then eat.
 
+With fewer cores than stages the clock measures the cores. `--core-share 0.45` gives every stage 0.45 of a core, however little
+the others do: four slower cores out of two. Seconds are then those of the clock times the share, as measured, so seconds of a
+whole core.
+
 A second table is for machines with less than a core for each stage, or with others on them: processor time along the critical
 path. Of shared ticks it is replayed from what every stage took between its messages in the real run (`replay.py`); of 1F1B and
 the ideal it is simulated from the work of micro-batches, with a core for every stage and messages for nothing. It is the least of
@@ -35,7 +39,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -54,6 +58,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
+from core_share import core_shares, join, used
 from hf_distca.integration.session import current_session
 from hf_distca.pipeline import Schedule, split
 from hf_distca.pipeline.pace import turnout
@@ -266,7 +271,7 @@ class _ProcessorClock:
     perf_counter = staticmethod(time.process_time)
 
 
-def run(rank: int, arguments: argparse.Namespace, folder: str) -> None:
+def run(rank: int, arguments: argparse.Namespace, folder: str, groups: Sequence[Path]) -> None:
     torch.set_num_threads(1)
     keep_memory()
     meter.time = _ProcessorClock
@@ -276,14 +281,18 @@ def run(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     seconds: dict[str, dict[str, list[float]]] = {lengths: {mode: [] for mode in modes} for lengths in steps.batches}
     paths = {lengths: {name: list[float]() for name in ("1f1b", "shared", "ideal")} for lengths in steps.batches}
     ideals: dict[str, list[float]] = {lengths: [] for lengths in steps.batches}
-    cores, predictions = min(arguments.stages, os.cpu_count() or 1), Predictions(arguments)
+    cores, share, predictions = min(arguments.stages, os.cpu_count() or 1), 1.0, Predictions(arguments)
+    if groups:
+        join(groups[rank])
+        dist.barrier()
+        cores, share = arguments.stages, statistics.mean(of_all(used()))
     for mode in ("1f1b", *["shared"] * WARM_UP):  # the first steps pay for buffers and connections
         steps.step("long tail", mode)
     for round_ in tqdm(range(arguments.rounds), desc="rounds", file=sys.stderr, disable=rank > 0):
         for lengths in steps.batches:
             for mode in modes[:: 1 if round_ % 2 == 0 else -1]:
                 taken, events, work = steps.step(lengths, mode)
-                seconds[lengths][mode].append(taken)
+                seconds[lengths][mode].append(taken * share)
                 if mode == "shared":
                     paths[lengths]["shared"].append(replay(of_all(events)))
                 else:
@@ -293,7 +302,8 @@ def run(rank: int, arguments: argparse.Namespace, folder: str) -> None:
                     paths[lengths]["ideal"].append(ideal(every, arguments.stages))
         predictions.measure()
     if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(summary(arguments, seconds, ideals, paths, predictions)))
+        result = {**summary(arguments, seconds, ideals, paths, predictions), "core_share": share}
+        Path(folder, "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -348,8 +358,9 @@ def summary(
 def show(result: dict[str, Any]) -> None:
     stages, rounds = (result["run"][name] for name in ("stages", "rounds"))
     names = {"1f1b": "1F1B", "shared": "shared", "ideal": "ideal"}
+    of_a_core = f" with {result['core_share']:.3f} of a core each, times that" if result["core_share"] < 1 else ""
     titles = {
-        "seconds": f"seconds of a step, {stages} stages, medians of {rounds} rounds",
+        "seconds": f"seconds of a step, {stages} stages{of_a_core}, medians of {rounds} rounds",
         "critical_path": f"processor seconds along the critical path, {stages} stages, least of {rounds} rounds",
     }
     for key, title in titles.items():
@@ -379,12 +390,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="decoder layers of the whole model (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=2, help="query heads of 64; half as many key/value heads")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each mode (default: %(default)s)")
+    parser.add_argument("--core-share", type=float, default=1.0, help="of a core, for each stage (default: all of it)")
     add_json_option(parser)
     arguments = parser.parse_args()
     if arguments.tokens < 64 or arguments.layers < arguments.stages or min(arguments.stages, arguments.rounds) < 1:
         parser.error("give at least 64 tokens, one round, one stage and a layer for each stage")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (arguments, folder), nprocs=arguments.stages)
+    if not 0.01 <= arguments.core_share <= 1:
+        parser.error(f"--core-share is {arguments.core_share}: give a part of a core, from 0.01 to 1")
+    slower = arguments.core_share < 1
+    with tempfile.TemporaryDirectory() as folder, core_shares(arguments.stages * slower, arguments.core_share) as groups:
+        mp.spawn(run, (arguments, folder, groups), nprocs=arguments.stages)
         put_out(json.loads(Path(folder, "result.json").read_text()), arguments.json, show)
 
 
