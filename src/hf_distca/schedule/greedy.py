@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hf_distca.schedule.begin import Costs, Goal, Room
-from hf_distca.schedule.compiled import array, column, room
+from hf_distca.schedule.compiled import Ints, array, column, room
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.heads import WHOLE, Heads
 from hf_distca.schedule.layout import Layout
@@ -107,6 +107,7 @@ class Greedy:
         self._segments = len(layout.place) + (heads.groups - 1) * int(np.count_nonzero(apart[layout.place]))
         self._moves = 0
         self._room: Room | None = None
+        self._scratch: Ints | None = None
 
     def splitting(self, heads: Heads) -> Greedy:
         """The same greedy, which may split these documents by heads."""
@@ -146,7 +147,8 @@ class Greedy:
             if self._moves < moves or self._room is None:
                 documents = len(layout.documents) * self._parts
                 self._room, self._moves = Room.of(moves, self._segments, documents, ranks), moves
-            made, split = Made.of(self._moves, self._segments, ranks), room(len(layout.documents), bool)
+            made = Made.of(self._moves, self._segments, ranks, self._scratch)
+            self._scratch, split = made.scratch, room(len(layout.documents), bool)
             apart = (self._apart, split)
             found, runs, slowest, compute = try_moves(layout.columns, costs, goal, self._room, scale, apart, made)
             moves = 4 * self._moves

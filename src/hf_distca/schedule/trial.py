@@ -26,25 +26,26 @@ class Made(NamedTuple):
     Attributes:
         tasks: columns of a `Tasks` one after another.
         passed: columns of `Relays` one after another.
-        numbers: room for other numbers.
+        scratch: room for other numbers, which are of no use afterwards.
         seconds: those that each rank computes and exchanges, and room for other numbers.
         segments: of the layout at most; each head group counts.
     """
 
     tasks: Any
     passed: Ints
-    numbers: Ints
+    scratch: Ints
     seconds: Floats
     segments: int
 
     @classmethod
-    def of(cls, moves: int, segments: int, ranks: int) -> Self:
-        """Room for so many moves, of so many segments on so many ranks."""
+    def of(cls, moves: int, segments: int, ranks: int, scratch: Ints | None = None) -> Self:
+        """Room for so many moves, of so many segments on so many ranks; with the scratch of another, if it is large enough."""
         rows = 3 * moves + 2 * segments
         runs, integers, floats = room_to_weigh(rows, segments, ranks)
-        numbers = space(PLAN * rows + 4 * runs + max(MADE * rows, integers))
-        tasks, passed = PLAN * rows, PLAN * rows + 4 * runs
-        return cls(numbers[:tasks], numbers[tasks:passed], numbers[passed:], space(floats, float), segments)
+        kept, needed = space(PLAN * rows + 4 * runs), max(MADE * rows, integers)
+        if scratch is None or len(scratch) < needed:
+            scratch = space(needed)
+        return cls(kept[: PLAN * rows], kept[PLAN * rows :], scratch, space(floats, float), segments)
 
 
 @entry
@@ -62,7 +63,7 @@ def try_moves(
         How many tasks there are, -1 if there was no room for all moves; how many runs of keys are passed on; when the slowest
         rank ends, and how long the one that computes most does it. If nothing is weighed, the last three are 0.
     """
-    count = moved_tasks(segments, costs, goal, room, apart, (made.tasks, made.numbers))
+    count = moved_tasks(segments, costs, goal, room, apart, (made.tasks, made.scratch))
     if count < 0 or not scale.weighs:
         return count, 0, 0.0, 0.0
     rows, groups = len(made.tasks) // PLAN, scale.groups
@@ -76,6 +77,6 @@ def try_moves(
     )
     for split in apart[1]:
         groups = costs.groups if split else groups
-    room_left = (made.numbers, made.seconds)
+    room_left = (made.scratch, made.seconds)
     runs, slowest, compute = weigh(segments, tasks, groups, goal.speed, scale, made.passed, room_left, made.segments)
     return count, runs, slowest, compute
