@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from test_parity import PAIRS, model_for
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaForCausalLM
 
 import hf_distca
 from hf_distca.integration import session as session_module
@@ -18,6 +21,7 @@ from hf_distca.integration.session import current_session
 from live_bytes import LiveBytes
 from ranks import RankPool
 from recorded import counted_planning
+from tiny_runs import tiny_llama
 
 LAYERS = 2
 
@@ -73,6 +77,29 @@ def test_a_training_forward_without_gradients_keeps_nothing() -> None:
     training, evaluating = bytes_after_layers(training=True), bytes_after_layers(training=False)
     assert training == evaluating
     assert len(training) == LAYERS
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["documents", "positions"])
+@pytest.mark.parametrize("rope", ["default", "dynamic"])
+def test_a_step_keeps_nothing_of_the_one_before(rope: str, given: bool) -> None:
+    """What asks the call stack must not keep it: a frame that it looked at, or what that frame had in hand then."""
+    hf_distca.configure()
+    config = tiny_llama("distca").config
+    config.rope_parameters = {"rope_type": rope, "rope_theta": 10_000.0, "factor": 4.0}
+    model, inputs = LlamaForCausalLM(config).train(), batch(40, 24)
+    if not given:
+        inputs.pop("distca_documents")
+    gc.collect()
+    gc.disable()
+    logits: list[weakref.ref[torch.Tensor]] = []
+    try:
+        for _ in range(3):
+            out = model(**inputs, use_cache=False)
+            out.loss.backward()
+            logits.append(weakref.ref(out.logits))
+            assert sum(one() is not None for one in logits) == 1
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -12,6 +12,9 @@ Read against transformers 5.23.0. Each question has its public way beside it, an
 - Whether a forward is one of `generate`: no public way. A model in training mode can generate, too.
 
 Where a frame is not found, as under another version or compiled, the answer is None or False and nothing fails here.
+
+Before Python 3.13, reading the variables of a frame leaves a copy of them on it until its function returns. So they are read of
+frames that end soon, and of none of those that look: a loop whose variables were read would keep the logits of its last step.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ class MaskCall:
 
     def __init__(self) -> None:
         masking = create_causal_mask.__module__
-        self._creator = next((frame for frame in _callers() if frame.f_globals.get("__name__") == masking), None)
+        frames = _callers(inspect.currentframe())
+        self._creator = next((frame for frame in frames if frame.f_globals.get("__name__") == masking), None)
 
     @property
     def position_ids(self) -> torch.Tensor | None:
@@ -64,7 +68,7 @@ class MaskCall:
     @property
     def generating(self) -> bool:
         """Whether `generate` led here."""
-        return any(frame.f_code is _generate() for frame in _callers(self._creator))
+        return any(frame.f_code is _generate() for frame in _callers(self._creator or inspect.currentframe()))
 
     def models(self) -> Iterator[PreTrainedModel]:
         """The models whose forwards led here, from the inside out."""
@@ -73,7 +77,7 @@ class MaskCall:
 
 
 def given_documents(frame: FrameType | None = None) -> Any:
-    """What the innermost model that has it, above a frame, was given as ``distca_documents``; None if none was."""
+    """What the innermost model that has it, above a frame or the caller, was given as ``distca_documents``; None if none was."""
     for model in _of_models(frame):
         for value in model.f_locals.values():
             if isinstance(value, dict) and value.get("distca_documents") is not None:
@@ -85,7 +89,7 @@ def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
     """The handler that is calling a callback."""
     from transformers.trainer_callback import CallbackHandler
 
-    for frame in _callers():
+    for frame in _callers(_above(inspect.currentframe())):
         handler = frame.f_locals.get("self")
         if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
             return handler
@@ -94,7 +98,7 @@ def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
 
 def calling_trainer(callback: TrainerCallback) -> Trainer | None:
     """The Trainer in which a callback is called."""
-    for frame in _callers():
+    for frame in _callers(_above(inspect.currentframe())):
         trainer = frame.f_locals.get("self")
         if callback in getattr(getattr(trainer, "callback_handler", None), "callbacks", ()):
             return cast("Trainer", trainer)
@@ -109,15 +113,20 @@ def _generate() -> CodeType:
     return code
 
 
-def _of_models(frame: FrameType | None = None) -> Iterator[FrameType]:
-    for one in _callers(frame):
-        if isinstance(one.f_locals.get("self"), PreTrainedModel):
+def _of_models(frame: FrameType | None) -> Iterator[FrameType]:
+    """The forwards of models that led to a frame, or here, from the inside out."""
+    for one in _callers(frame or inspect.currentframe()):
+        # What torch.compile resumes is named after what it compiled.
+        if "forward" in one.f_code.co_name and isinstance(one.f_locals.get("self"), PreTrainedModel):
             yield one
 
 
-def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:
-    """A frame, the one that asks by default, and those that called it, from the inside out."""
-    frame = frame or inspect.currentframe()
+def _above(frame: FrameType | None) -> FrameType | None:
+    return None if frame is None else frame.f_back
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those that called it, from the inside out."""
     while frame is not None:
         yield frame
         frame = frame.f_back
