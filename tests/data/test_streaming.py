@@ -67,12 +67,10 @@ def test_with_workers_batches_come_in_order(workers: int, plain: bool) -> None:
             how["multiprocessing_context"] = "fork"
         loader = DataLoader(mine, collate_fn=PackingCollator(), **how)
         found[0].append([unbatched(batch) for batch in loader])
-        if not workers:
-            mine.set_epoch(1)
-            found[1].append([unbatched(batch) for batch in loader])
+        mine.set_epoch(1)
+        found[1].append([unbatched(batch) for batch in loader])
     check_epoch(found[0], Stream().rows)
-    if not workers:
-        check_epoch(found[1], Stream().rows[::-1], epoch=1)
+    check_epoch(found[1], Stream().rows[::-1], epoch=1)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

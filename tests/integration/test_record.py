@@ -107,6 +107,16 @@ def test_rank_0_writes_what_the_log_says_and_more(rank_pool: Callable[[int], Ran
         np.testing.assert_allclose(seconds, plan.per_rank.estimated_after, rtol=2e-3)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_worst_plan_is_of_its_step_however_late_it_is_written(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, ahead: bool
+) -> None:
+    rank_pool(2)(train, str(tmp_path), True, ahead, {"logging_steps": 10, "max_steps": 10})
+    plans = [(row.step, row.micro_batch) for row in rows(tmp_path) if isinstance(row, PlanRow)]
+    assert plans[:2] == [(1, 1), (4, 4)]
+    assert all(step == micro_batch for step, micro_batch in plans)
+
+
 def test_a_record_costs_no_collective_and_no_operation(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
     """A host sync would be an operation of torch: there are exactly as many with a record as without."""
     without, kept = (rank_pool(2)(train, str(tmp_path), record, False, {}) for record in (False, "all"))

@@ -59,6 +59,9 @@ class StreamedShares(torch.utils.data.IterableDataset[Mapping[str, Any]]):
     def set_epoch(self, epoch: int) -> None:
         """Go to another epoch: here, and in workers that run already."""
         self._epoch.number = epoch
+        self._tell_documents(epoch)
+
+    def _tell_documents(self, epoch: int) -> None:
         if hasattr(self.documents, "set_epoch"):
             self.documents.set_epoch(epoch)
 
@@ -67,6 +70,8 @@ class StreamedShares(torch.utils.data.IterableDataset[Mapping[str, Any]]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         divided = splits_itself(self.documents)
         epoch = self.epoch
+        if info is not None:  # the documents of a worker that runs already are a copy, which was told nothing
+            self._tell_documents(epoch)
         for number, pieces in enumerate(self._global_batches()):
             if not divided and number % workers != worker:
                 continue

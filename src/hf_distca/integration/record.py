@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
@@ -41,6 +42,8 @@ _TRAINING = (
 )
 # Plans of the worst micro-batches are written up to this many bytes: some hundred steps of 8 ranks, some of 512.
 _MOST_PLAN_BYTES = 1_000_000
+# Steps of which it is known which micro-batches they have: the measurements of one come some steps later, never so many.
+_MOST_STEPS = 64
 
 
 class Recorder(logging.Handler):
@@ -56,9 +59,9 @@ class Recorder(logging.Handler):
         super().__init__(logging.WARNING)
         self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
         self._began = session.planner.number
-        self._steps: list[tuple[int, int]] = [(0, 1)]  # (first micro-batch, step), the newest last
+        self._steps = deque([(0, 1)], maxlen=_MOST_STEPS)  # (first micro-batch, step), the newest last
         self._tally, self._ranks = Tally(), np.zeros((len(fields(PerRank)), 0))
-        self._worst: tuple[float, Counted] | None = None
+        self._worst: tuple[float, int, Counted] | None = None  # seconds by the mean, step, and what was counted
         self._plan_bytes = 0
         self._plans = 0
         self._failed = False
@@ -84,7 +87,7 @@ class Recorder(logging.Handler):
 
     def enter(self, step: int) -> None:
         """What is planned from now on is of this step, from 1."""
-        self._steps = [*self._steps[-2:], (self._session.planner.next_number, step)]
+        self._steps.append((self._session.planner.next_number, step))
 
     def write(self, step: int, loss: object = None) -> None:
         """Write what was counted since the last time, after `step` steps, and the loss if it is a number."""
@@ -94,7 +97,7 @@ class Recorder(logging.Handler):
         ranks, self._ranks = self._ranks, np.zeros_like(self._ranks)
         rows: list[Row] = []
         if self._worst is not None:
-            rows.append(self._plan_row(self._worst[1]))
+            rows.append(self._plan_row(*self._worst[1:]))
             self._worst = None
         number = loss if isinstance(loss, float) and math.isfinite(loss) else None
         rows.append(StepsRow(step, asdict(tally), _per_rank(ranks), number, list(self._session.kernels)))
@@ -122,14 +125,14 @@ class Recorder(logging.Handler):
         ranks = _by_rank(counted.measurements)
         self._ranks = ranks if not self._ranks.size else self._ranks + ranks
         before = counted.tally.estimated_before / max(counted.tally.estimated_mean, 1e-30)
-        if self._every_plan or not self._plans:
-            self._write([self._plan_row(counted)])
-        elif self._plan_bytes < _MOST_PLAN_BYTES and (self._worst is None or before > self._worst[0]):
-            self._worst = before, counted
-
-    def _plan_row(self, counted: Counted) -> PlanRow:
-        self._plans += 1
         step = next((step for first, step in reversed(self._steps) if first <= counted.number), self._steps[0][1])
+        if self._every_plan or not self._plans:
+            self._write([self._plan_row(step, counted)])
+        elif self._plan_bytes < _MOST_PLAN_BYTES and (self._worst is None or before > self._worst[0]):
+            self._worst = before, step, counted
+
+    def _plan_row(self, step: int, counted: Counted) -> PlanRow:
+        self._plans += 1
         parts = [
             PlanPart(json.loads(one.estimate.plan.to_json()), one.estimate.seconds.tolist())
             for one in counted.measurements
