@@ -123,6 +123,8 @@ def report(rank: int, how: str) -> tuple[list[dict[str, Any]], list[dict[str, An
     with patch.object(ours, "calling_handler", side_effect=ours.calling_handler) as looked:
         trainer.train()
     assert looked.called == (how == "late"), "the mixin asks nobody who called"
+    ours_left = [one for one in trainer.callback_handler.callbacks if isinstance(one, hf_distca.DistCACallback)]
+    assert all(one.reports for one in ours_left), "it may be given to another Trainer"
     return trainer.state.log_history, reporter.seen, names, [type(one).__name__ for one in trainer.callback_handler.callbacks]
 
 

@@ -43,9 +43,9 @@ class DistCATrainerMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does."""
-        for callback in self.callback_handler.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, DistCACallback):
-                callback.reports = False
+        ours = [one for one in self.callback_handler.callbacks if isinstance(one, DistCACallback)]  # type: ignore[attr-defined]
+        for callback in ours:
+            callback.reports = False
         self._figures = None
         callbacks, last = self.callback_handler.callbacks, _LastRow(self)  # type: ignore[attr-defined]
         callbacks.insert(0, last)  # reporters close their files at the end
@@ -53,6 +53,8 @@ class DistCATrainerMixin:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
             callbacks.remove(last)
+            for callback in ours:  # it may be given to another Trainer
+                callback.reports = True
             self._forget()  # worker processes end with their iterator
 
     def get_train_dataloader(self) -> Any:

@@ -48,7 +48,8 @@ class DistCACallback(TrainerCallback):
     TensorBoard, W&B and trackio show them with the ``train/`` that transformers puts before the names of all training logs:
     ``train/distca/imbalance_measured_after``. They hold the figures of rank 0.
 
-    It works best in ``Trainer(callbacks=[...])``. Added later, its settings hold from the first event that it sees. In a Trainer
+    All ranks have it or none: before the first step it meets the others, to agree on the group. It works best in
+    ``Trainer(callbacks=[...])``. Added later, its settings hold from the first event that it sees. In a Trainer
     that has `DistCATrainerMixin`, that logs the figures; any other calls reporters in an order which this callback changes, so
     that it comes before them.
 

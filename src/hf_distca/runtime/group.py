@@ -137,7 +137,8 @@ class AttentionGroup:
         except RuntimeError as error:
             raise DistCADesyncError(
                 f"rank {own} waited up to {timeout_seconds:g} s for ranks {ranks} while making their attention group, and not "
-                f"all came ({error}). Every rank must run a training forward: look at the logs of the other ranks."
+                f"all came ({error}). Every rank must come here, by a training forward, hf_distca.prepare or a "
+                "DistCACallback that all of them have: look at the logs of the other ranks."
             ) from error
         watch = Watch(ranks, ranks.index(own), timeout_seconds, (data, control))
         per_node = ranks_per_node(nodes)
