@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_distca.schedule.compiled import Ints, compiled
 
-__all__ = ["DOWN", "UP", "sort"]
+__all__ = ["DOWN", "UP", "sort", "sort_in_groups"]
 
 # Least first, or most first.
 UP, DOWN = 1, -1
@@ -22,9 +22,42 @@ def sort(order: Ints, scratch: Ints, first: Any, second: Any, way: int) -> None:
         first, second: columns to sort by, the first one up or down.
         way: `UP` or `DOWN`.
     """
-    count = len(order)
-    for row in range(count):
+    for row in range(len(order)):
         order[row] = row
+    _merge(order, scratch, first, second, way)
+
+
+@compiled
+def sort_in_groups(order: Ints, scratch: Ints, ends: Ints, first: Any, second: Any, width: int) -> None:
+    """Sort rows 0, 1, ..., least first, as `sort` does: sooner where they come in no order, and few of them in each group.
+
+    Args:
+        order, scratch, first, second: as for `sort`.
+        ends: room for an integer of each group.
+        width: row r is in group ``first[r] // width``.
+    """
+    for group in range(len(ends)):
+        ends[group] = 0
+    for row in range(len(order)):
+        ends[first[row] // width] += 1
+    begin = 0
+    for group in range(len(ends)):
+        ends[group], begin = begin, begin + ends[group]
+    for row in range(len(order)):
+        group = first[row] // width
+        order[ends[group]] = row
+        ends[group] += 1
+    begin = 0
+    for end in ends:
+        if end > begin + 1:
+            _merge(order[begin:end], scratch[begin:end], first, second, UP)
+        begin = end
+
+
+@compiled
+def _merge(order: Ints, scratch: Ints, first: Any, second: Any, way: int) -> None:
+    """Sort rows that come in some order."""
+    count = len(order)
     while True:
         runs, begin = 0, 0
         while begin < count:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hf_distca.schedule.begin import Costs, Goal, Room, begin
 from hf_distca.schedule.compiled import Flags, Ints, compiled
 from hf_distca.schedule.moves import make_moves
-from hf_distca.schedule.sorting import UP, sort
+from hf_distca.schedule.sorting import sort_in_groups
 from hf_distca.schedule.state import END, GONE, MOVES, NUMBER, PIECES, SEGMENT, START, UNASKED, State
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ def moved_tasks(
     )
     count = _kept(state, segments, apart[1], tasks, _moved(state, apart[1], tasks))
     order = scratch[6 * rows : 6 * rows + count]
-    sort(order, scratch[7 * rows : 8 * rows], tasks.number, tasks.start, UP)
+    # Dealt documents lie on ranks in no order. The result has room to count them in, until it is written.
+    ends = out[: len(segments.documents)]
+    sort_in_groups(order, scratch[7 * rows : 8 * rows], ends, tasks.number, tasks.start, state.prices.parts)
     return _written(state.prices.parts, segments.documents, apart[1], tasks, order, out)
 
 
