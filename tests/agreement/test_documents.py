@@ -44,3 +44,44 @@ def test_rows_behind_padding_may_begin_anywhere() -> None:
     for positions in (None, torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])):
         found = read_documents(2, 4, position_ids=positions, padding=padding, training=True)
         assert found.rows[:, 2].tolist() == [2, 4]
+
+
+PADDING = torch.tensor([[True] * 6 + [False] * 2])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kept"),
+    [((3, 3, 2), [3, 3]), ((3, 5), [3, 3]), ((3, 3), [3, 3])],
+    ids=["padding as a document", "padding in a document", "padding left out"],
+)
+@pytest.mark.parametrize("given", ["packed", "cu_seq_lens"])
+def test_documents_that_are_given_decide_beside_padding(given: str, lengths: tuple[int, ...], kept: list[int]) -> None:
+    ahead = PlansAhead()
+    packed, bounds = PackedDocuments(lengths, ahead=ahead), torch.tensor([0, *lengths]).cumsum(0)
+    found = read_documents(1, 8, **{given: packed if given == "packed" else bounds}, padding=PADDING)
+    assert found.rows.tolist() == [[-1, 0, length] for length in kept]
+    assert found.keep is not None
+    assert found.keep.tolist() == list(range(6))
+    assert given != "packed" or found.ahead is ahead
+
+
+def test_padding_may_be_anywhere_in_documents() -> None:
+    padding = torch.tensor([[False, True, True, False], [True, False, True, True]])
+    found = read_documents(2, 4, packed=PackedDocuments((3, 1, 4)), padding=padding)
+    assert found.rows[:, 2].tolist() == [2, 3]
+    assert found.keep is not None
+    assert found.keep.tolist() == [1, 2, 4, 6, 7]
+
+
+def test_documents_that_do_not_fit_the_padding_are_refused() -> None:
+    with pytest.raises(hf_distca.LayoutError, match=r"have 7 tokens and the batch has 1 x 8, 6 of them not padding: .* cover"):
+        read_documents(1, 8, packed=PackedDocuments((3, 4)), padding=PADDING)
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (3, 3)])
+def test_padding_in_documents_that_go_on_elsewhere_is_refused(lengths: tuple[int, int]) -> None:
+    """Other ranks know how many tokens of a document are here, and count them."""
+    packed = PackedDocuments(lengths, (4, 0), (0, 1))
+    with pytest.raises(hf_distca.LayoutError, match=r"2 of the 1 x 8 tokens .* padding by attention_mask.*leave attention_mask"):
+        read_documents(1, 8, packed=packed, padding=PADDING)
+    assert read_documents(1, 8, packed=PackedDocuments((3, 5), (4, 0), (0, 1)), padding=PADDING | True).spans

@@ -87,6 +87,18 @@ def test_cu_seq_lens_and_packed_documents_say_the_same_as_positions() -> None:
         torch.testing.assert_close(model(input_ids=ids, position_ids=positions, use_cache=False, **extra).logits, by_positions)
 
 
+@pytest.mark.parametrize("given", ["distca_documents", "cu_seq_lens_q"])
+def test_documents_stay_apart_beside_padding(given: str) -> None:
+    """Without position ids the model counts the whole row, which would make it one document."""
+    model, ids = model_for("distca").train(), tokens(1, 8)
+    lengths = {"distca_documents": hf_distca.PackedDocuments((3, 3, 2)), "cu_seq_lens_q": torch.tensor([0, 3, 6, 8])}
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
+    out = model(input_ids=ids, attention_mask=mask, use_cache=False, **{given: lengths[given]}).logits
+    for start in (0, 3):
+        alone = model(input_ids=ids[:, start : start + 3], use_cache=False).logits
+        torch.testing.assert_close(out[:, start : start + 3], alone, rtol=1e-4, atol=1e-5)
+
+
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
 VARIANTS = {
     "llama": {},

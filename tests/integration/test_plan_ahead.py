@@ -109,6 +109,28 @@ def test_a_batch_changed_after_planning_is_refused(rank_pool: Callable[[int], Ra
     assert "rank 1 raised LayoutError" in waits
 
 
+def padded(rank: int, ahead: bool) -> tuple[list[float], int]:
+    """Losses of two steps in which the mask of rank 1 has zeros, and the rows exchanged for planning in the second."""
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, ping_pong=True, timeout_seconds=5))
+    model, losses = model_for("halves", "distca"), []
+    for step in range(2):
+        made = batches(rank, step)
+        for batch in made[rank:]:
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][0, -3 * rank :] = 1 - rank
+        with counted_planning() as gather:
+            for batch in hf_distca.plan_ahead(made) if ahead else made:
+                losses.append(model(**batch, use_cache=False).loss)
+                losses[-1].backward()
+    return [loss.item() for loss in losses], len(gather)
+
+
+def test_padding_is_planned_ahead(rank_pool: Callable[[int], RankPool]) -> None:
+    lazily, ahead = (rank_pool(2)(padded, planned, timeout=60) for planned in (False, True))
+    assert [losses for losses, _ in ahead] == [losses for losses, _ in lazily]
+    assert [gathers for _, gathers in ahead] == [2, 2]
+
+
 def unequal(rank: int) -> str:
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=5))
     model = model_for("full", "distca")

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_dealt import model_for, settings
+from test_loaders import jamba
 from transformers import Trainer
 
 import hf_distca
+from hf_distca.integration.loaders import check_sharing
 from ranks import RankPool
 from recorded import counted_planning
 from tiny_runs import documents, losses, make_trainer
@@ -25,8 +27,10 @@ def drawn(rank: int, form: str) -> list[dict[str, Any]]:
     made = []
     for number, lengths in enumerate(LENGTHS[rank]):
         texts = documents(*lengths, seed=10 * rank + number)
-        if form == "packed":
+        if form != "padded":
             made.append(hf_distca.PackingCollator()([{"documents": texts}]))
+            if form == "filled up":
+                made[-1] = filled_up(made[-1])
             continue
         longest = max(lengths)  # padded on the left, as some tokenizers do
         ids, mask = (torch.zeros((len(texts), longest), dtype=torch.long) for _ in range(2))
@@ -34,6 +38,17 @@ def drawn(rank: int, form: str) -> list[dict[str, Any]]:
             ids[row, longest - len(text) :], mask[row, longest - len(text) :] = torch.tensor(text), 1
         made.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
     return made
+
+
+def filled_up(batch: dict[str, Any]) -> dict[str, Any]:
+    """A packed batch with padding at its end, which only the documents and the mask tell of."""
+    ids, labels, packed = batch["input_ids"], batch["labels"], batch["distca_documents"]
+    return {
+        "input_ids": torch.nn.functional.pad(ids, (0, 5)),
+        "labels": torch.nn.functional.pad(labels, (0, 5), value=-100),
+        "attention_mask": torch.nn.functional.pad(torch.ones_like(ids), (0, 5)),
+        "distca_documents": hf_distca.PackedDocuments((*packed.lengths, 5)),
+    }
 
 
 def summed(model: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -64,7 +79,7 @@ def train(rank: int, ranks: int, form: str, ping_pong: bool) -> tuple[float, dic
     return total.item(), grads, [batch["input_ids"].numel() for batch in batches], planning
 
 
-@pytest.mark.parametrize(("form", "ping_pong"), [("packed", False), ("padded", False), ("packed", True)])
+@pytest.mark.parametrize(("form", "ping_pong"), [("packed", False), ("padded", False), ("filled up", False), ("packed", True)])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shared_tokens_train_as_the_batches_that_were_drawn(
     rank_pool: Callable[[int], RankPool], ranks: int, form: str, ping_pong: bool
@@ -114,6 +129,60 @@ def test_a_trainer_shares_the_tokens_that_its_ranks_draw(rank_pool: Callable[[in
     shared, plain = (rank_pool(2)(under_the_trainer, kind) for kind in ("shared", "plain"))
     assert shared[0] == pytest.approx(plain[0], rel=1e-5)
     assert len(shared[0]) == 6
+
+
+def refused(rank: int, implementation: str, arguments: dict[str, Any], attributes: dict[str, Any]) -> tuple[str, int, bool]:
+    trainer = make_trainer(
+        implementation,
+        [{"documents": documents(20, 12)}] * 2,
+        kind=SharingTrainer,
+        eval_dataset=[{"documents": documents(20)}] * 2,
+        max_steps=1,
+        **arguments,
+    )
+    for name, value in attributes.items():
+        setattr(trainer, name, value)
+    with pytest.raises(hf_distca.UnsupportedError) as caught:
+        trainer.train()
+    # Evaluation shares nothing.
+    return str(caught.value), trainer.state.global_step, trainer.evaluate()["eval_loss"] != 0
+
+
+def named_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    return outputs.logits.sum()
+
+
+REFUSED: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], str]] = {
+    "smoothing": (("distca", {"label_smoothing_factor": 0.1}, {}), "label_smoothing_factor=0.1 shifts `labels`, which lack"),
+    "own mean": (("distca", {"average_tokens_across_devices": False}, {}), "Set average_tokens_across_devices=True."),
+    "loss of labels": (("distca", {}, {"compute_loss_func": named_loss}), "compute_loss_func=named_loss gets `labels`"),
+    "loss that is a mean": (("distca", {}, {"model_accepts_loss_kwargs": False}), "the loss of LlamaForCausalLM is a mean"),
+    "sdpa": (("sdpa", {}, {}), "no more than one rank. Load the model with it, or leave shares_tokens out."),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_trainer_that_needs_whole_documents_shares_no_tokens(rank_pool: Callable[[int], RankPool], name: str) -> None:
+    """As of a data set of shares, it would train on something else in silence."""
+    given, said = REFUSED[name]
+    for error, steps, evaluates in rank_pool(2)(refused, *given):
+        assert error.startswith("shares_tokens = True, which deals what 2 ranks have drawn among them, and ")
+        assert said in error
+        assert steps == 0
+        assert evaluates
+
+
+def test_a_model_that_needs_whole_documents_shares_no_tokens() -> None:
+    trainer = make_trainer("distca", [], kind=SharingTrainer, model=jamba(), max_steps=1)
+    with pytest.raises(hf_distca.UnsupportedError, match=r"jamba models need whole documents: .* whole, leave shares_tokens out"):
+        check_sharing(trainer, 2)
+    check_sharing(trainer, 1)
+
+
+def test_a_rank_alone_trains_with_any_loss() -> None:
+    rows = [{"documents": documents(20, 12)}]
+    trainer = make_trainer("distca", rows, kind=SharingTrainer, max_steps=1, label_smoothing_factor=0.1)
+    assert trainer.train().training_loss > 0
 
 
 def wrong(rank: int, what: str) -> str:

@@ -190,14 +190,14 @@ def read_documents(
     """The documents of a (batch_size, length) batch.
 
     The first of `packed`, `cu_seq_lens` and `position_ids` that is given decides; without any, each row is one document.
-    `padding` is a (batch_size, length) bool mask, true for tokens. Copies from the device at most once. A row that begins in the
-    middle of a document is refused in `training` unless documents may span ranks.
+    `padding` is a (batch_size, length) bool mask, true for tokens; the lengths given may count padding or leave it out. Copies
+    from the device at most once. A row that begins in the middle of a document is refused in `training` unless documents may span
+    ranks.
 
     Raises:
         LayoutError: if what is given describes no documents, or not those of such a batch.
         UnsupportedError: if there are several position axes, or a row that another tool has cut.
     """
-    total = batch_size * length
     if packed is not None and not isinstance(packed, PackedDocuments):
         raise LayoutError(f"distca_documents is of {type(packed)}: put a PackedDocuments into the batch.")
     if padding is not None and (padding.shape != (batch_size, length) or padding.dtype != torch.bool):
@@ -206,14 +206,7 @@ def read_documents(
             "attention_mask must be 1 for tokens and 0 for padding, one number for each token."
         )
     if packed is not None or (cu_seq_lens is not None and not span_ranks):
-        local = _from_lengths(packed, cu_seq_lens)
-        if padding is None or bool(padding.all()):
-            if (tokens := int(local.rows[:, 2].sum())) != total:
-                raise LayoutError(
-                    f"the documents have {tokens} tokens and the batch has {batch_size} x {length}: "
-                    "distca_documents or cu_seq_lens_q must cover the batch, row after row."
-                )
-            return local
+        return _without_padding(_from_lengths(packed, cu_seq_lens), batch_size, length, padding)
     return _from_positions(batch_size, length, position_ids, padding, span_ranks, training)
 
 
@@ -225,6 +218,30 @@ def _from_lengths(packed: PackedDocuments | None, cu_seq_lens: torch.Tensor | No
     documents, starts = packed.documents or (-1,) * count, packed.starts or (0,) * count
     rows = np.array([documents, starts, packed.lengths], dtype=np.int64).reshape(3, count).T
     return Documents(rows[rows[:, 2] > 0], packed.documents is not None, ahead=packed.ahead, dealt=packed.dealt)
+
+
+def _without_padding(local: Documents, batch_size: int, length: int, padding: torch.Tensor | None) -> Documents:
+    """The tokens of `local` that are not padding. Its lengths cover all tokens of the batch, or just these."""
+    tokens, total = int(local.rows[:, 2].sum()), batch_size * length
+    valid = np.ones(total, dtype=np.bool_) if padding is None else padding.reshape(-1).cpu().numpy()
+    real = int(valid.sum())
+    if tokens not in (total, real):
+        raise LayoutError(
+            f"the documents have {tokens} tokens and the batch has {batch_size} x {length}, {real} of them not padding: "
+            "distca_documents or cu_seq_lens_q must cover the batch, row after row, with all its padding or without."
+        )
+    if real == total:
+        return local
+    if local.spans:  # other ranks count on the tokens that are given
+        raise LayoutError(
+            f"{total - real} of the {batch_size} x {length} tokens are padding by attention_mask, and the documents may go on on "
+            "other ranks (PackedDocuments with starts): leave attention_mask out, and give padding as a document of its own."
+        )
+    rows = local.rows.copy()
+    if tokens == total:
+        before = np.concatenate([[0], np.cumsum(valid)])  # tokens in front of each
+        rows[:, 2] = np.diff(before[np.cumsum(rows[:, 2])], prepend=0)
+    return replace(local, rows=rows[rows[:, 2] > 0], keep=np.flatnonzero(valid))
 
 
 def _from_bounds(cu_seq_lens: torch.Tensor) -> list[int]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import torch
+
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import PackedDocuments, PlansAhead, read_documents
 from hf_distca.agreement.planned import Planning, Request
@@ -86,8 +88,7 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
     first = session.planner.next_number + after
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
     with session.group.reporting(f"planning {place}"):
-        shapes = [batch["input_ids"].shape for batch in batches]
-        requests = [_requests(shape, one, keys, session.config.tile) for shape, one in zip(shapes, documents, strict=True)]
+        requests = [_requests(batch, one, keys, session.config.tile) for batch, one in zip(batches, documents, strict=True)]
         planning = session.planner.begin(list(chain.from_iterable(requests)), session.group, place, beside=beside)
     return Announced(list(batches), documents, keys, planning)
 
@@ -104,9 +105,12 @@ def _documents(batches: Sequence[Any]) -> list[PackedDocuments] | None:
     return found if found and len(found) == len(batches) else None
 
 
-def _requests(shape: tuple[int, int], documents: PackedDocuments, keys: Sequence[PlanKey], tile: int) -> list[Request]:
-    """The documents of a batch of (batch, length) tokens, as the attention of each key will find them."""
-    whole = read_documents(*shape, packed=documents)
+def _requests(batch: Mapping[str, Any], documents: PackedDocuments, keys: Sequence[PlanKey], tile: int) -> list[Request]:
+    """The documents of a batch, as the attention of each key will find them."""
+    shape: tuple[int, int] = batch["input_ids"].shape
+    mask = batch.get("attention_mask")
+    padding = mask.bool() if isinstance(mask, torch.Tensor) else None
+    whole = read_documents(*shape, packed=documents, padding=padding)
     chunked = {chunk: whole.in_chunks(chunk) for chunk in {key.chunk for key in keys}}
     nano = {chunk: cut(*shape, chunked[chunk], tile)[2] for chunk in {key.chunk for key in keys if key.nano}}
     return [(nano[key.chunk][key.nano - 1] if key.nano else chunked[key.chunk], key) for key in keys]

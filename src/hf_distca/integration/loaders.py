@@ -22,7 +22,7 @@ from hf_distca.integration.shares import shares_of
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["check_loader", "check_shares"]
+__all__ = ["check_loader", "check_shares", "check_sharing"]
 
 Wrong = Iterator[str]  # what is wrong, and what to set
 
@@ -85,10 +85,30 @@ def check_shares(
     for wrong in (
         *_wrong_reading(loader, readers, groups),
         *_wrong_loss(args, trainer, ranks),
-        *_wrong_model(model, ranks),
+        *_wrong_model(model, ranks, "make the shares for one rank", "Pack whole documents with PackingCollator instead"),
         *_wrong_evaluation(evaluating, ranks),
     ):
         raise UnsupportedError(f"a data set of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}, and {wrong}")
+
+
+def check_sharing(trainer: Trainer, ranks: int) -> None:
+    """Refuse a Trainer that would not train on what `share_tokens` deals as it would on what its ranks have drawn.
+
+    Args:
+        trainer: about to train.
+        ranks: of the attention group; one alone keeps what it has drawn.
+
+    Raises:
+        UnsupportedError: says what was seen, and what to set.
+    """
+    if ranks == 1:
+        return
+    whole = "leave shares_tokens out"
+    for wrong in (
+        *_wrong_loss(trainer.args, trainer, ranks),
+        *_wrong_model(trainer.model, ranks, whole, f"To keep them whole, {whole}"),
+    ):
+        raise UnsupportedError(f"shares_tokens = True, which deals what {ranks} ranks have drawn among them, and {wrong}")
 
 
 def _wrong_reading(loader: Any, readers: int, groups: bool) -> Wrong:
@@ -189,19 +209,19 @@ def _wrong_loss(args: TrainingArguments | None, trainer: Trainer | None, ranks: 
         )
 
 
-def _wrong_model(model: torch.nn.Module | None, ranks: int) -> Wrong:
-    """What makes a model compute something else of a document that is cut."""
+def _wrong_model(model: torch.nn.Module | None, ranks: int, alone: str, whole: str) -> Wrong:
+    """What makes a model compute something else of a document that is cut; `alone` and `whole` say how to have none cut."""
     if model is None or ranks == 1:
         return
     configs = distca_configs(model)
     if not configs:
         yield (
             f'no part of {type(model).__name__} has attn_implementation="distca": other attention sees no more than one rank. '
-            "Load the model with it, or make the shares for one rank."
+            f"Load the model with it, or {alone}."
         )
     for config in configs:
         if (why := why_whole(config.model_type)) is not None:
-            yield f"{config.model_type} models need whole documents: {why}. Pack whole documents with PackingCollator instead."
+            yield f"{config.model_type} models need whole documents: {why}. {whole}."
     for part in model.modules():
         for adapter in _adapters(part):
             yield f"{adapter} puts virtual tokens in front of the tokens of every rank. Use another adapter, such as LoRA."

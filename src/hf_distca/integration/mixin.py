@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_distca.integration.ahead import Announced, announce, have_documents
 from hf_distca.integration.figures import Reading
-from hf_distca.integration.loaders import check_loader, check_shares
+from hf_distca.integration.loaders import check_loader, check_shares, check_sharing
 from hf_distca.integration.session import current_session
 from hf_distca.integration.share_tokens import share_tokens
 from hf_distca.integration.trainer import DistCACallback, before_the_last_row
@@ -32,7 +32,8 @@ class DistCATrainerMixin:
 
     Attributes:
         shares_tokens: deal the micro-batches of every step anew among the ranks, by `share_tokens`, instead of planning ahead.
-            Set it in your class where the loader must stay as it is.
+            Set it in your class where the loader must stay as it is. Losses and models for which documents must be whole are
+            refused before the first step.
     """
 
     shares_tokens: bool = False
@@ -71,7 +72,10 @@ class DistCATrainerMixin:
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of the next optimizer step, planned, and what the Trainer returns beside them."""
-        if self._figures is None:
+        if self._figures is None:  # the first of this training: settings are known, and nothing has been drawn
+            if self.shares_tokens:
+                trainer: Any = self
+                check_sharing(trainer, current_session().group.size)
             self._figures = Reading.from_now()
         if epoch_iterator is not self._iterator:
             self._forget()
