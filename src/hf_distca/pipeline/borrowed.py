@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
@@ -51,7 +52,14 @@ class OneStageSchedule(PipelineScheduleSingle):
         """Make the buffers in which hidden states arrive: at the first step, and `again` where their shapes have changed."""
         if again:
             self._stage_forward_initialized = self._stage_backward_initialized = False
+        # torch drops the gradients of FSDP's modules then, those of earlier steps as well. They are of sharded weights.
+        for module in self.stage.submod.modules():
+            if again and isinstance(module, FSDPModule):
+                module.reshard()
+        kept = [(weight, weight.grad) for weight in self.stage.submod.parameters()]
         self._initialize_stage(args, {})  # type: ignore[no-untyped-call]
+        for weight, grad in kept:
+            weight.grad = grad
 
     def add_loss(self, output: Any, targets: Sequence[Any] | None, at: int, loss_kwargs: dict[str, Any] | None) -> None:
         """On the last stage, compute the loss of a micro-batch."""

@@ -1,0 +1,78 @@
+"""Steps of other shapes, evaluations and other schedules between the steps of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from staged import Case, batch, configure, loss_for, model_for
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from hf_distca.pipeline import Schedule, Stage, split
+from ranks import RankPool
+
+EXACT = 1e-9
+TOKENS = (96, 48, 96)  # of the micro-batches of each step
+
+
+def stacked(case: Case, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first tokens of all micro-batches."""
+    mine = [batch(case, number) for number in range(case.micro_batches)]
+    ids, positions, targets = (torch.cat(each)[:, :tokens] for each in zip(*mine, strict=True))
+    return ids, positions, targets
+
+
+def gradients_in_one_process(case: Case) -> dict[str, torch.Tensor]:
+    """Of all steps together, each document alone."""
+    model, loss = model_for(case, "sdpa"), loss_for(case)
+    for tokens in TOKENS:
+        for ids, positions, targets in zip(*(one.split(1) for one in stacked(case, tokens)), strict=True):
+            lengths = (positions[0] == 0).nonzero()[:, 0].diff(append=torch.tensor([tokens])).tolist()
+            logits = [model(input_ids=one, use_cache=False).logits for one in ids.split(lengths, 1)]
+            loss(torch.cat(logits, 1), targets).backward()
+    return {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def stage_of(case: Case, *, sharded: bool) -> Stage:
+    mesh = init_device_mesh("cpu", (1, case.stages), mesh_dim_names=("dp_shard", "pp"))
+    stage = split(model_for(case, "distca"), mesh["pp"])
+    if sharded:
+        for layer in stage.submod.model.model.layers:
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh["dp_shard"])
+        fully_shard(stage.submod, mesh=mesh["dp_shard"])
+    return stage
+
+
+def gradients_of(stage: Stage) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, weight in stage.submod.model.named_parameters():
+        found[name] = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
+    return found
+
+
+def accumulated(rank: int, case: Case, sharded: bool) -> dict[str, torch.Tensor]:
+    """Gradients of steps that differ in shape, with evaluations in between."""
+    configure(case)
+    stage = stage_of(case, sharded=sharded)
+    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    for tokens in TOKENS:
+        ids, positions, targets = stacked(case, tokens)
+        with torch.no_grad():
+            schedule.eval(ids, position_ids=positions, target=targets)
+        schedule.step(ids, position_ids=positions, target=targets)
+    return gradients_of(stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
+def test_gradients_outlast_other_shapes_and_evaluations(rank_pool: Callable[[int], RankPool], sharded: bool) -> None:
+    case = Case(tied=True)
+    wanted = gradients_in_one_process(case)
+    wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
+    for own in rank_pool(2)(accumulated, case, sharded):
+        for name, gradient in own.items():
+            assert (gradient - wanted[name]).norm() <= EXACT * wanted[name].norm(), name
