@@ -54,25 +54,32 @@ def gradients_of(stage: Stage) -> dict[str, torch.Tensor]:
     return found
 
 
-def accumulated(rank: int, case: Case, sharded: bool) -> dict[str, torch.Tensor]:
-    """Gradients of steps that differ in shape, with evaluations in between."""
+def accumulated(rank: int, case: Case, sharded: bool, evaluated: str) -> dict[str, torch.Tensor]:
+    """Gradients of steps that differ in shape, with evaluations in between, by a schedule of their own or not."""
     configure(case)
     stage = stage_of(case, sharded=sharded)
     schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    other = Schedule(stage, 1)
     for tokens in TOKENS:
         ids, positions, targets = stacked(case, tokens)
         with torch.no_grad():
-            schedule.eval(ids, position_ids=positions, target=targets)
+            if evaluated == "another schedule":
+                other.step(ids[:1], position_ids=positions[:1])
+            else:
+                schedule.eval(ids, position_ids=positions, target=targets)
         schedule.step(ids, position_ids=positions, target=targets)
     return gradients_of(stage)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("evaluated", ["the schedule", "another schedule"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
-def test_gradients_outlast_other_shapes_and_evaluations(rank_pool: Callable[[int], RankPool], sharded: bool) -> None:
+def test_gradients_outlast_other_shapes_and_evaluations(
+    rank_pool: Callable[[int], RankPool], sharded: bool, evaluated: str
+) -> None:
     case = Case(tied=True)
     wanted = gradients_in_one_process(case)
     wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
-    for own in rank_pool(2)(accumulated, case, sharded):
+    for own in rank_pool(2)(accumulated, case, sharded, evaluated):
         for name, gradient in own.items():
             assert (gradient - wanted[name]).norm() <= EXACT * wanted[name].norm(), name

@@ -48,13 +48,12 @@ class OneStageSchedule(PipelineScheduleSingle):
             more: ``return_outputs`` and ``loss_kwargs``, as for torch's `step`.
         """
 
-    def connect(self, args: tuple[Any, ...], *, again: bool) -> None:
-        """Make the buffers in which hidden states arrive: at the first step, and `again` where their shapes have changed."""
-        if again:
-            self._stage_forward_initialized = self._stage_backward_initialized = False
+    def connect(self, args: tuple[Any, ...]) -> None:
+        """Make the buffers in which hidden states arrive."""
+        self._stage_forward_initialized = self._stage_backward_initialized = False
         # torch drops the gradients of FSDP's modules then, those of earlier steps as well. They are of sharded weights.
         for module in self.stage.submod.modules():
-            if again and isinstance(module, FSDPModule):
+            if isinstance(module, FSDPModule):
                 module.reshard()
         kept = [(weight, weight.grad) for weight in self.stage.submod.parameters()]
         self._initialize_stage(args, {})  # type: ignore[no-untyped-call]

@@ -58,7 +58,6 @@ class Schedule(OneStageSchedule):
         self._pipeline_stage, self._session = stage, current_session()
         self._crew: Crew | None = None
         self._given: Sequence[PackedDocuments] | None = None
-        self._shape: tuple[int, ...] | None = None
         self._steps = 0
         config = self._session.config
         # What a user's own model says is meant as it is.
@@ -128,23 +127,23 @@ class Schedule(OneStageSchedule):
         return [_read(own, more) for own, more in zip(args, kwargs, strict=True)]
 
     def _connect(self, crew: Crew, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> None:
-        """Tell torch what travels between stages; again where micro-batches have another shape than before."""
+        """Tell torch what travels between stages; again where it was told of other micro-batches last."""
         shapes = {_shape(own, more) for own, more in zip(args, kwargs, strict=True)}
         if len(shapes) > 1:
             raise LayoutError(f"micro-batches of shapes {sorted(shapes)}: all of a step must have one.")
-        shape = (*shapes.pop(), int(self.trains))
-        again, self._shape = self._shape != shape, shape
-        if again:
-            config = stage_model(self._pipeline_stage).model.config.get_text_config(decoder=True)
-            width = (*shape[:2], config.hidden_size)
-            tokens = torch.empty(shape[:2], dtype=torch.long, device="meta")
-            inputs = torch.empty(width, dtype=crew.arriving, device="meta", requires_grad=True)
-            outputs = torch.empty(
-                (*shape[:2], config.vocab_size) if self.stage.is_last else width, dtype=crew.leaving, device="meta"
-            )
-            self._pipeline_stage.expect(tokens if self.stage.is_first else inputs, outputs.requires_grad_())
-            self._pipeline_stage.has_backward = self.trains
-        self.connect(args[0], again=again)
+        stage, shape = self._pipeline_stage, shapes.pop()
+        wanted = (shape, self.micro_batches, self.trains, crew.arriving, crew.leaving)
+        if stage.connected == wanted:
+            return
+        config = stage_model(stage).model.config.get_text_config(decoder=True)
+        width = (*shape, config.hidden_size)
+        tokens = torch.empty(shape, dtype=torch.long, device="meta")
+        inputs = torch.empty(width, dtype=crew.arriving, device="meta", requires_grad=True)
+        outputs = torch.empty((*shape, config.vocab_size) if stage.is_last else width, dtype=crew.leaving, device="meta")
+        stage.expect(tokens if stage.is_first else inputs, outputs.requires_grad_())
+        stage.has_backward = self.trains
+        self.connect(args[0])
+        stage.connected = wanted
 
     def _plan(self, crew: Crew, documents: Sequence[Documents], order: Sequence[Tick], name: str) -> StepPlans:
         """Plan all ticks: from one announcement, or from what shares of dealt batches know, for which no rank waits."""
