@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from staged import Case, batch, configure, loss_for, model_for
+from staged import Case, batch, configure, in_one_process, loss_for, model_for
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -83,3 +83,29 @@ def test_gradients_outlast_other_shapes_and_evaluations(
     for own in rank_pool(2)(accumulated, case, sharded, evaluated):
         for name, gradient in own.items():
             assert (gradient - wanted[name]).norm() <= EXACT * wanted[name].norm(), name
+
+
+def moved(rank: int, case: Case) -> dict[str, torch.Tensor]:
+    """Gradients of a stage that was split on one device and then moved to another."""
+    configure(case)
+    mesh = init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))
+    model = model_for(case, "distca")
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    stage = split(model_for(case, "distca").to("meta"), mesh)
+    assert stage.device.type == "meta"
+    stage.submod.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, tensor in (*stage.submod.model.named_parameters(), *stage.submod.model.named_buffers()):
+            tensor.copy_(values[name])
+    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    ids, positions, targets = stacked(case, case.tokens)
+    schedule.step(ids, position_ids=positions, target=targets)
+    return gradients_of(stage)
+
+
+def test_a_stage_is_where_its_weights_are(rank_pool: Callable[[int], RankPool]) -> None:
+    case = Case(layers=2, micro_batches=2)
+    _, gradients = in_one_process(case, "sdpa")
+    for own in rank_pool(2)(moved, case):
+        for name, gradient in own.items():
+            assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name

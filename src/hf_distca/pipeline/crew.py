@@ -68,6 +68,7 @@ def meet(stage: Stage, session: Session) -> Crew:
     """
     group = AttentionGroup.of(_members(stage, session), timeout_seconds=session.config.timeout_seconds)
     conductor = Conductor(session)
+    stage.follow()
     with group.reporting(f"looking at the attention of stage {stage.stage_index}"):
         leaving = _learn(stage, session, conductor)
     kinds = conductor.learned or []

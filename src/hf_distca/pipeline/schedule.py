@@ -132,7 +132,7 @@ class Schedule(OneStageSchedule):
         if len(shapes) > 1:
             raise LayoutError(f"micro-batches of shapes {sorted(shapes)}: all of a step must have one.")
         stage, shape = self._pipeline_stage, shapes.pop()
-        wanted = (shape, self.micro_batches, self.trains, crew.arriving, crew.leaving)
+        wanted = (shape, self.micro_batches, self.trains, crew.arriving, crew.leaving, crew.seat.device)
         if stage.connected == wanted:
             return
         config = stage_model(stage).model.config.get_text_config(decoder=True)

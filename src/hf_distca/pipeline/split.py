@@ -165,6 +165,12 @@ class Stage(PipelineStage):
         self.mesh = mesh
         self.connected: tuple[Hashable, ...] | None = None
 
+    def follow(self) -> torch.device:
+        """Be on the device of the weights, which may have moved since the model was split."""
+        weight = next(self.submod.parameters(), None)
+        self.device = self.device if weight is None else weight.device
+        return self.device
+
     def expect(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
         """Say what shapes and dtypes travel, so that torch need not find out by a forward and backward of its own.
 
@@ -174,7 +180,13 @@ class Stage(PipelineStage):
         """
         self.connected = None
         super().__init__(
-            self.submod, self.stage_index, self.num_stages, self.device, input_args=inputs, output_args=outputs, group=self.group
+            self.submod,
+            self.stage_index,
+            self.num_stages,
+            self.follow(),
+            input_args=inputs,
+            output_args=outputs,
+            group=self.group,
         )
 
 
