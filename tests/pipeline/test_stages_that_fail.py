@@ -58,6 +58,45 @@ def test_stages_with_different_documents(rank_pool: Callable[[int], RankPool]) -
         assert seconds < TIMEOUT + SLACK
 
 
+def differing(rank: int, what: str) -> tuple[str, str, float]:
+    """As `failing`, in the second step: stage 1 has micro-batches of another shape, or evaluates."""
+    configure(CASE)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    schedule = Schedule(split(model_for(CASE, "distca"), mesh), CASE.micro_batches, loss_for(CASE), scale_grads=False)
+    mine = [batch(CASE, number) for number in range(CASE.micro_batches)]
+    ids, positions, targets = (torch.cat(each) for each in zip(*mine, strict=True))
+    if what == "batch":  # documents of as many tokens in either shape
+        positions = (torch.arange(CASE.tokens) % (CASE.tokens // 2)).repeat(CASE.micro_batches, 1)
+    schedule.step(ids, position_ids=positions, target=targets)
+    run = schedule.eval if rank == 1 and what == "evaluates" else schedule.step
+    if rank == 1 and what == "tokens":
+        ids, positions, targets = (one[:, : CASE.tokens // 2] for one in (ids, positions, targets))
+    if rank == 1 and what == "batch":
+        ids, positions, targets = (one.view(2 * CASE.micro_batches, -1) for one in (ids, positions, targets))
+    started = time.monotonic()
+    try:
+        run(ids, position_ids=positions, target=targets)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("tokens", "ranks 0 and 1 are stages of one copy of the model and have different documents in micro-batch 0"),
+        ("batch", "ranks 0 and 1 are stages of one copy of the model and have micro-batches of shapes (1, 96) and (2, 48)"),
+        ("evaluates", "ranks have different runs (1 with a backward, 0 without) in step 2, 3 micro-batches in 2 stages"),
+    ],
+)
+def test_stages_that_differ_in_a_later_step(rank_pool: Callable[[int], RankPool], what: str, said: str) -> None:
+    for name, text, seconds in rank_pool(2)(differing, what):
+        assert name == "DistCADesyncError"
+        assert said in text
+        assert seconds < TIMEOUT
+
+
 @pytest.mark.slow
 def test_a_stage_that_raises(rank_pool: Callable[[int], RankPool]) -> None:
     """The third forward of stage 1 is the second one of the step: of micro-batch 1, in the third forward tick."""

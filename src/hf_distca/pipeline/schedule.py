@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from hf_distca.agreement.announce import check_equal
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
 from hf_distca.errors import ConfigError, DistCADesyncError, LayoutError, UnsupportedError
@@ -23,6 +24,7 @@ from hf_distca.pipeline.split import Stage
 from hf_distca.pipeline.step import Step, TickFigures
 from hf_distca.pipeline.ticks import Tick, ticks
 from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.layout import IntArray
 
 __all__ = ["Schedule"]
 
@@ -92,11 +94,12 @@ class Schedule(OneStageSchedule):
         order = ticks(self.stage.num_stages, self.micro_batches, backward=self.trains)
         name = f"step {self._steps}"
         with crew.group.reporting(f"reading the documents of {name}"):
-            documents = self._documents(args, kwargs)
-            self._connect(crew, args, kwargs)
+            documents, shape = self._documents(args, kwargs), _one_shape(args, kwargs)
         if learns(self._steps - 1):
             self._learn_pace(crew)
-        plans = self._plan(crew, documents, order, name)
+        plans = self._plan(crew, documents, shape, order, name)
+        with crew.group.reporting(f"connecting the stages of {name}"):
+            self._connect(crew, args[0], shape)
 
         def forward(at: int) -> None:
             output = self.stage.forward_one_chunk(at, args[at], kwargs[at], save_forward_output=more["return_outputs"])
@@ -126,12 +129,9 @@ class Schedule(OneStageSchedule):
                 one["distca_documents"] = packed
         return [_read(own, more) for own, more in zip(args, kwargs, strict=True)]
 
-    def _connect(self, crew: Crew, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> None:
+    def _connect(self, crew: Crew, first: tuple[Any, ...], shape: tuple[int, int]) -> None:
         """Tell torch what travels between stages; again where it was told of other micro-batches last."""
-        shapes = {_shape(own, more) for own, more in zip(args, kwargs, strict=True)}
-        if len(shapes) > 1:
-            raise LayoutError(f"micro-batches of shapes {sorted(shapes)}: all of a step must have one.")
-        stage, shape = self._pipeline_stage, shapes.pop()
+        stage = self._pipeline_stage
         wanted = (shape, self.micro_batches, self.trains, crew.arriving, crew.leaving, crew.seat.device)
         if stage.connected == wanted:
             return
@@ -142,10 +142,12 @@ class Schedule(OneStageSchedule):
         outputs = torch.empty((*shape, config.vocab_size) if stage.is_last else width, dtype=crew.leaving, device="meta")
         stage.expect(tokens if stage.is_first else inputs, outputs.requires_grad_())
         stage.has_backward = self.trains
-        self.connect(args[0])
+        self.connect(first)
         stage.connected = wanted
 
-    def _plan(self, crew: Crew, documents: Sequence[Documents], order: Sequence[Tick], name: str) -> StepPlans:
+    def _plan(
+        self, crew: Crew, documents: Sequence[Documents], shape: tuple[int, int], order: Sequence[Tick], name: str
+    ) -> StepPlans:
         """Plan all ticks: from one announcement, or from what shares of dealt batches know, for which no rank waits."""
         planner, group, keys = self._session.planner, crew.group, crew.keys
         shares = [one.dealt for one in documents if one.dealt is not None]
@@ -164,8 +166,9 @@ class Schedule(OneStageSchedule):
             digest = plans.make(order)
         if dealt:
             planner.meet(group, place, keys, [*shares[0].batch, group.rank, digest])
-        elif not group.same(np.array([digest], dtype=np.int64), doing=f"comparing plans of {place}"):
-            raise DistCADesyncError(f"ranks have different plans for {place}: use one version of hf_distca and numpy.")
+        else:
+            own = np.array([self.trains, *shape, digest], dtype=np.int64)
+            _check_alike(np.stack(group.gather(own, doing=f"comparing plans of {place}")), crew, place)
         return plans
 
     def _learn_pace(self, crew: Crew) -> None:
@@ -206,6 +209,14 @@ def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
     raise ConfigError("Schedule.step needs position_ids on every stage, (micro-batches, tokens): documents are read from them.")
 
 
+def _one_shape(args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """(batch, tokens) of every micro-batch."""
+    shapes = {_shape(own, more) for own, more in zip(args, kwargs, strict=True)}
+    if len(shapes) > 1:
+        raise LayoutError(f"micro-batches of shapes {sorted(shapes)}: all of a step must have one.")
+    return shapes.pop()
+
+
 def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Documents:
     batch, tokens = _shape(args, kwargs)
     padding, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -243,6 +254,28 @@ def _check_lanes(documents: Sequence[Sequence[Documents]], crew: Crew) -> None:
                     f"different documents in micro-batch {at}, of {tokens[0]} and {tokens[1]} tokens. Give all stages of a "
                     "copy the same position_ids."
                 )
+
+
+def _check_alike(rows: IntArray, crew: Crew, place: str) -> None:
+    """Raises `DistCADesyncError` if ranks do not run the same with micro-batches of one shape in each copy of the model.
+
+    Args:
+        rows: of each rank, whether there is a backward, the batch and tokens of a micro-batch, and a digest of all plans.
+        crew: the ranks.
+        place: for the error.
+    """
+    same = "call Schedule.step on all of them, or Schedule.eval"
+    check_equal(crew.group, rows[:, 0], "runs (1 with a backward, 0 without)", place, same)
+    lanes = crew.pipeline.lanes
+    for rank, lane in enumerate(lanes):
+        first = lanes.index(lane)
+        if (rows[rank, 1:3] != rows[first, 1:3]).any():
+            one, other = (tuple(rows[each, 1:3].tolist()) for each in (first, rank))
+            raise DistCADesyncError(
+                f"ranks {crew.group.ranks[first]} and {crew.group.ranks[rank]} are stages of one copy of the model and have "
+                f"micro-batches of shapes {one} and {other} in {place}. Give all stages of a copy the same position_ids."
+            )
+    check_equal(crew.group, rows[:, 3], "plans (as digests)", place, "use one version of hf_distca and numpy")
 
 
 def _take_gradient(weight: torch.nn.Parameter) -> torch.Tensor | None:
