@@ -115,6 +115,38 @@ def test_a_stage_that_sleeps(rank_pool: Callable[[int], RankPool]) -> None:
     assert seconds < TIMEOUT + SLACK
 
 
+def frozen(rank: int, when: str) -> tuple[str, str, float]:
+    """As `failing`, with an embedding that is tied to the head and frozen on the first stage alone."""
+    configure(CASE)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "pp"))  # a wait in vain breaks the group of stages
+    stage = split(model_for(CASE._replace(tied=True), "distca"), mesh["pp"])
+    schedule = Schedule(stage, CASE.micro_batches, loss_for(CASE), scale_grads=False)
+    mine = [batch(CASE, number) for number in range(CASE.micro_batches)]
+    ids, positions, targets = (torch.cat(each) for each in zip(*mine, strict=True))
+    if when == "later":
+        schedule.step(ids, position_ids=positions, target=targets)
+    for weight in stage.submod.model.get_input_embeddings().parameters():
+        weight.requires_grad_(False)
+    started = time.monotonic()
+    try:
+        schedule.step(ids, position_ids=positions, target=targets)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", time.monotonic() - started
+
+
+@pytest.mark.slow
+def test_a_tied_embedding_that_one_stage_froze(rank_pool: Callable[[int], RankPool]) -> None:
+    for name, text, seconds in rank_pool(2)(frozen, "first"):
+        assert name == "ConfigError"
+        assert "only one of them is trained: rank 0 (stage 0): frozen, rank 1 (stage 1): trained" in text
+        assert seconds < TIMEOUT
+    _, (name, text, seconds) = rank_pool(2)(frozen, "later")
+    assert name == "DistCADesyncError"
+    assert "while adding the gradients of the tied embedding in step 2" in text
+    assert seconds < TIMEOUT + SLACK
+
+
 def test_what_stages_cannot_do_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
     rank_pool(2)(refusals)
 

@@ -21,8 +21,9 @@ from hf_distca.pipeline.crew import Crew, meet, stage_model
 from hf_distca.pipeline.pace import Estimate, Pace, learns, row
 from hf_distca.pipeline.plans import StepPlans, documents_of_shares, documents_of_stated
 from hf_distca.pipeline.split import Stage
-from hf_distca.pipeline.step import Step, TickFigures
+from hf_distca.pipeline.step import Mail, Step, TickFigures
 from hf_distca.pipeline.ticks import Tick, ticks
+from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import IntArray
 
@@ -110,7 +111,7 @@ class Schedule(OneStageSchedule):
 
         self._session.conductor = crew.conductor
         try:
-            with self._tied_gradients():
+            with self._tied_gradients(crew.group, name):
                 self.figures = Step(self, crew, plans, order, documents, forward, backward).run()
                 if self.trains:
                     self.stage.perform_reduce_grad(self.micro_batches if self.scale_grads else 1)
@@ -180,7 +181,7 @@ class Schedule(OneStageSchedule):
         self._estimates = []
 
     @contextmanager
-    def _tied_gradients(self) -> Iterator[None]:
+    def _tied_gradients(self, group: AttentionGroup, name: str) -> Iterator[None]:
         """Give both copies of a tied weight the sum of the gradients that they get inside; before, they have the same ones."""
         weight = stage_model(self._pipeline_stage).tied_weight if self.trains else None
         if weight is None:
@@ -189,9 +190,14 @@ class Schedule(OneStageSchedule):
         before = _take_gradient(weight)
         yield
         found = _take_gradient(weight)
-        if found is not None:
-            _sum_with(found, 0 if self.stage.is_last else self.stage.num_stages - 1, self.stage.group)
-            weight.grad = found if before is None else found.add_(before)
+        if found is None:
+            weight.grad = before
+            return
+        with group.reporting(doing := f"adding the gradients of the tied embedding in {name}"):
+            mail, theirs = _traded(found, 0 if self.stage.is_last else self.stage.num_stages - 1, self.stage.group)
+            mail.wait(group, doing)
+        _local(found).add_(theirs)
+        weight.grad = found if before is None else found.add_(before)
 
 
 def _check_settings(session: Session) -> None:
@@ -283,14 +289,16 @@ def _take_gradient(weight: torch.nn.Parameter) -> torch.Tensor | None:
     return found
 
 
-def _sum_with(grad: torch.Tensor, stage: int, group: dist.ProcessGroup | None) -> None:
-    """Add the gradient that another stage has of its copy, and the other way round."""
-    own = grad.to_local() if isinstance(grad, DTensor) else grad
+def _traded(grad: torch.Tensor, stage: int, group: dist.ProcessGroup | None) -> tuple[Mail, torch.Tensor]:
+    """What brings the gradient that another stage has of its copy, and the other way round, and where it arrives."""
+    own = _local(grad)
     theirs = torch.empty_like(own)
     ops = [
         dist.P2POp(dist.isend, own, group=group, group_peer=stage),
         dist.P2POp(dist.irecv, theirs, group=group, group_peer=stage),
     ]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    own += theirs
+    return Mail(ops), theirs
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
