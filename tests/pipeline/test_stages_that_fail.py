@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from staged import Case, batch, configure, loss_for, model_for
 from torch.distributed.device_mesh import init_device_mesh
 
+import forks
 import hf_distca
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.pipeline import Schedule, split
+from hf_distca.pipeline.step import Mail
+from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
 
 TIMEOUT = 4.0
@@ -145,6 +152,31 @@ def test_a_tied_embedding_that_one_stage_froze(rank_pool: Callable[[int], RankPo
     assert name == "DistCADesyncError"
     assert "while adding the gradients of the tied embedding in step 2" in text
     assert seconds < TIMEOUT + SLACK
+
+
+def in_vain(rank: int, store: Path, pipe: Connection) -> None:
+    """Wait for a message that the other rank does not send, in a world as `init_device_mesh` makes it: of no backend."""
+    dist.init_process_group(store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
+    if rank == 0:
+        started = time.monotonic()
+        mail = Mail([dist.P2POp(dist.irecv, torch.empty(1), group=dist.group.WORLD, group_peer=1)])
+        with pytest.raises(RuntimeError):
+            mail.wait(AttentionGroup(timeout_seconds=1.0), "waiting")
+        pipe.send((dist.get_backend(), time.monotonic() - started))
+    time.sleep(60)  # until it is killed
+
+
+def test_waits_are_bounded_in_a_world_without_a_backend(tmp_path: Path) -> None:
+    ours, theirs = Pipe()
+    ranks = [forks.start(in_vain, rank, tmp_path / "store", theirs) for rank in range(2)]
+    arrived = ours.poll(60)
+    backend, seconds = ours.recv() if arrived else ("", 0.0)
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    assert arrived
+    assert backend == "undefined"
+    assert seconds < SLACK
 
 
 def test_what_stages_cannot_do_is_refused(rank_pool: Callable[[int], RankPool]) -> None:

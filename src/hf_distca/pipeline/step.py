@@ -177,7 +177,7 @@ class Mail:
             raise error if group.watch is None else group.watch.give_up(doing, error) from error
 
     def _wait(self, seconds: float) -> None:
-        bound = bool(self._ops) and dist.get_backend(self._ops[0].group) == "gloo"
+        bound = bool(self._ops) and self._ops[0].group.name() == "gloo"
         while self._works:
             work = self._works.pop(0)  # to be waited for once only
             if bound:
