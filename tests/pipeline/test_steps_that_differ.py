@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from staged import Case, batch, configure, in_one_process, loss_for, model_for
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -83,6 +86,38 @@ def test_gradients_outlast_other_shapes_and_evaluations(
     for own in rank_pool(2)(accumulated, case, sharded, evaluated):
         for name, gradient in own.items():
             assert (gradient - wanted[name]).norm() <= EXACT * wanted[name].norm(), name
+
+
+def messages(rank: int, case: Case) -> list[list[str]]:
+    """What was begun in the group of the stages in each of two steps: collectives, and messages between some."""
+    configure(case)
+    mesh = init_device_mesh("cpu", (1, case.stages), mesh_dim_names=("dp_replicate", "pp"))["pp"]
+    stage = split(model_for(case, "distca"), mesh)
+    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+    ids, positions, targets = stacked(case, case.tokens)
+    reduce, trade, found = dist.all_reduce, dist.batch_isend_irecv, list[list[str]]()
+
+    def reducing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("group") is mesh.get_group():
+            found[-1].append("all")
+        return reduce(tensor, *args, **kwargs)
+
+    def trading(ops: list[dist.P2POp]) -> Any:
+        found[-1].append("some")
+        return trade(ops)
+
+    with patch.object(dist, "all_reduce", reducing), patch.object(dist, "batch_isend_irecv", trading):
+        for _ in range(2):
+            found.append([])
+            schedule.step(ids, position_ids=positions, target=targets)
+    return found
+
+
+@pytest.mark.slow
+def test_all_stages_take_part_in_the_first_message(rank_pool: Callable[[int], RankPool]) -> None:
+    for first, second in rank_pool(3)(messages, Case(stages=3, layers=3, micro_batches=2)):
+        assert first == ["all", *second]
+        assert set(second) == {"some"}
 
 
 def moved(rank: int, case: Case) -> dict[str, torch.Tensor]:

@@ -87,6 +87,9 @@ def meet(stage: Stage, session: Session) -> Crew:
     ]
     rows = group.gather(np.array([*header, *numbers], dtype=np.int64), doing="meeting the other pipeline stages")
     pipeline = _pipeline(rows, group, stage.device.type)
+    with group.reporting("connecting the pipeline stages"):
+        # NCCL asks that all ranks take part if messages between some are the first thing in a group. All are here now.
+        dist.all_reduce(torch.zeros(1, device=stage.device), group=stage.group)
     conductor.seat = Seat(session, group, stage.device)
     before = max(pipeline.stage - 1, 0)
     arriving = next(DTYPES[int(row[3])] for row in rows if row[0] == before)
