@@ -306,21 +306,6 @@ def test_dealt_batches_equal_one_process(rank_pool: Callable[[int], RankPool]) -
             assert (gradient - gradients[name]).norm() <= EXACT * gradients[name].norm(), name
 
 
-def shapes_change(rank: int, case: Case) -> None:
-    configure(case)
-    mesh = init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))
-    stage = split(model_for(case, "distca"), mesh)
-    schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
-    ids, positions, targets = stacked(case, 0)
-    for tokens in (96, 48, 96):
-        schedule.step(ids[:, :tokens], position_ids=positions[:, :tokens], target=targets[:, :tokens])
-
-
-@pytest.mark.slow
-def test_steps_may_have_other_shapes(rank_pool: Callable[[int], RankPool]) -> None:
-    rank_pool(2)(shapes_change, Case())
-
-
 @pytest.mark.slow
 def test_without_balancing_nothing_is_exchanged(rank_pool: Callable[[int], RankPool]) -> None:
     case = Case(settings=(("balance", False),))

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from staged import Case, batch, configure, loss_for, model_for
 from torch.distributed.device_mesh import init_device_mesh
 
+import forks
 import hf_distca
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.pipeline import Schedule, split
+from hf_distca.pipeline.step import Mail
+from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
 
 TIMEOUT = 4.0
@@ -58,6 +65,45 @@ def test_stages_with_different_documents(rank_pool: Callable[[int], RankPool]) -
         assert seconds < TIMEOUT + SLACK
 
 
+def differing(rank: int, what: str) -> tuple[str, str, float]:
+    """As `failing`, in the second step: stage 1 has micro-batches of another shape, or evaluates."""
+    configure(CASE)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    schedule = Schedule(split(model_for(CASE, "distca"), mesh), CASE.micro_batches, loss_for(CASE), scale_grads=False)
+    mine = [batch(CASE, number) for number in range(CASE.micro_batches)]
+    ids, positions, targets = (torch.cat(each) for each in zip(*mine, strict=True))
+    if what == "batch":  # documents of as many tokens in either shape
+        positions = (torch.arange(CASE.tokens) % (CASE.tokens // 2)).repeat(CASE.micro_batches, 1)
+    schedule.step(ids, position_ids=positions, target=targets)
+    run = schedule.eval if rank == 1 and what == "evaluates" else schedule.step
+    if rank == 1 and what == "tokens":
+        ids, positions, targets = (one[:, : CASE.tokens // 2] for one in (ids, positions, targets))
+    if rank == 1 and what == "batch":
+        ids, positions, targets = (one.view(2 * CASE.micro_batches, -1) for one in (ids, positions, targets))
+    started = time.monotonic()
+    try:
+        run(ids, position_ids=positions, target=targets)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("tokens", "ranks 0 and 1 are stages of one copy of the model and have different documents in micro-batch 0"),
+        ("batch", "ranks 0 and 1 are stages of one copy of the model and have micro-batches of shapes (1, 96) and (2, 48)"),
+        ("evaluates", "ranks have different runs (1 with a backward, 0 without) in step 2, 3 micro-batches in 2 stages"),
+    ],
+)
+def test_stages_that_differ_in_a_later_step(rank_pool: Callable[[int], RankPool], what: str, said: str) -> None:
+    for name, text, seconds in rank_pool(2)(differing, what):
+        assert name == "DistCADesyncError"
+        assert said in text
+        assert seconds < TIMEOUT
+
+
 @pytest.mark.slow
 def test_a_stage_that_raises(rank_pool: Callable[[int], RankPool]) -> None:
     """The third forward of stage 1 is the second one of the step: of micro-batch 1, in the third forward tick."""
@@ -74,6 +120,63 @@ def test_a_stage_that_sleeps(rank_pool: Callable[[int], RankPool]) -> None:
     assert "rank 1 is silent" in text
     assert "attention call 0 of forward tick 3 (micro-batch 2 on stage 0, micro-batch 1 on stage 1) of step 1" in text
     assert seconds < TIMEOUT + SLACK
+
+
+def frozen(rank: int, when: str) -> tuple[str, str, float]:
+    """As `failing`, with an embedding that is tied to the head and frozen on the first stage alone."""
+    configure(CASE)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "pp"))  # a wait in vain breaks the group of stages
+    stage = split(model_for(CASE._replace(tied=True), "distca"), mesh["pp"])
+    schedule = Schedule(stage, CASE.micro_batches, loss_for(CASE), scale_grads=False)
+    mine = [batch(CASE, number) for number in range(CASE.micro_batches)]
+    ids, positions, targets = (torch.cat(each) for each in zip(*mine, strict=True))
+    if when == "later":
+        schedule.step(ids, position_ids=positions, target=targets)
+    for weight in stage.submod.model.get_input_embeddings().parameters():
+        weight.requires_grad_(False)
+    started = time.monotonic()
+    try:
+        schedule.step(ids, position_ids=positions, target=targets)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", time.monotonic() - started
+
+
+@pytest.mark.slow
+def test_a_tied_embedding_that_one_stage_froze(rank_pool: Callable[[int], RankPool]) -> None:
+    for name, text, seconds in rank_pool(2)(frozen, "first"):
+        assert name == "ConfigError"
+        assert "only one of them is trained: rank 0 (stage 0): frozen, rank 1 (stage 1): trained" in text
+        assert seconds < TIMEOUT
+    _, (name, text, seconds) = rank_pool(2)(frozen, "later")
+    assert name == "DistCADesyncError"
+    assert "while adding the gradients of the tied embedding in step 2" in text
+    assert seconds < TIMEOUT + SLACK
+
+
+def in_vain(rank: int, store: Path, pipe: Connection) -> None:
+    """Wait for a message that the other rank does not send, in a world as `init_device_mesh` makes it: of no backend."""
+    dist.init_process_group(store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
+    if rank == 0:
+        started = time.monotonic()
+        mail = Mail([dist.P2POp(dist.irecv, torch.empty(1), group=dist.group.WORLD, group_peer=1)])
+        with pytest.raises(RuntimeError):
+            mail.wait(AttentionGroup(timeout_seconds=1.0), "waiting")
+        pipe.send((dist.get_backend(), time.monotonic() - started))
+    time.sleep(60)  # until it is killed
+
+
+def test_waits_are_bounded_in_a_world_without_a_backend(tmp_path: Path) -> None:
+    ours, theirs = Pipe()
+    ranks = [forks.start(in_vain, rank, tmp_path / "store", theirs) for rank in range(2)]
+    arrived = ours.poll(60)
+    backend, seconds = ours.recv() if arrived else ("", 0.0)
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    assert arrived
+    assert backend == "undefined"
+    assert seconds < SLACK
 
 
 def test_what_stages_cannot_do_is_refused(rank_pool: Callable[[int], RankPool]) -> None:

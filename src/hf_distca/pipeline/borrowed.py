@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from hf_distca.errors import UnsupportedError
@@ -47,11 +49,22 @@ class OneStageSchedule(PipelineScheduleSingle):
             more: ``return_outputs`` and ``loss_kwargs``, as for torch's `step`.
         """
 
-    def connect(self, args: tuple[Any, ...], *, again: bool) -> None:
-        """Make the buffers in which hidden states arrive: at the first step, and `again` where their shapes have changed."""
-        if again:
-            self._stage_forward_initialized = self._stage_backward_initialized = False
+    def connect(self, args: tuple[Any, ...]) -> None:
+        """Make the buffers in which hidden states arrive. No stage waits for another."""
+        self._stage_forward_initialized = self._stage_backward_initialized = False
+        # torch drops the gradients of FSDP's modules then, those of earlier steps as well. They are of sharded weights.
+        for module in self.stage.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        kept = [(weight, weight.grad) for weight in self.stage.submod.parameters()]
         self._initialize_stage(args, {})  # type: ignore[no-untyped-call]
+        for weight, grad in kept:
+            weight.grad = grad
+
+    def _warmup_p2p(self, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
+        """Every stage says what travels: there is nothing to vote on, for which stages would wait without a bound."""
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
 
     def add_loss(self, output: Any, targets: Sequence[Any] | None, at: int, loss_kwargs: dict[str, Any] | None) -> None:
         """On the last stage, compute the loss of a micro-batch."""

@@ -27,8 +27,9 @@ from hf_distca.schedule.layout import IntArray
 
 __all__ = ["Crew", "meet", "stage_model"]
 
+_NO_COPY = -1  # of a tied weight
 _TOKENS = 16  # of the forward in which a stage's kinds of attention are found
-_HEADER = 6
+_HEADER = 7
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,7 @@ def meet(stage: Stage, session: Session) -> Crew:
     """
     group = AttentionGroup.of(_members(stage, session), timeout_seconds=session.config.timeout_seconds)
     conductor = Conductor(session)
+    stage.follow()
     with group.reporting(f"looking at the attention of stage {stage.stage_index}"):
         leaving = _learn(stage, session, conductor)
     kinds = conductor.learned or []
@@ -80,10 +82,14 @@ def meet(stage: Stage, session: Session) -> Crew:
         lane,
         DTYPES.index(leaving),
         int(stage_model(stage).model.training),
+        _tied(stage),
         len(kinds),
     ]
     rows = group.gather(np.array([*header, *numbers], dtype=np.int64), doing="meeting the other pipeline stages")
     pipeline = _pipeline(rows, group, stage.device.type)
+    with group.reporting("connecting the pipeline stages"):
+        # NCCL asks that all ranks take part if messages between some are the first thing in a group. All are here now.
+        dist.all_reduce(torch.zeros(1, device=stage.device), group=stage.group)
     conductor.seat = Seat(session, group, stage.device)
     before = max(pipeline.stage - 1, 0)
     arriving = next(DTYPES[int(row[3])] for row in rows if row[0] == before)
@@ -133,6 +139,12 @@ def _learn(stage: Stage, session: Session, conductor: Conductor) -> torch.dtype:
     return dtype
 
 
+def _tied(stage: Stage) -> int:
+    """Whether this stage's copy of a tied weight is trained."""
+    weight = stage_model(stage).tied_weight
+    return _NO_COPY if weight is None else int(weight.requires_grad)
+
+
 def _pipeline(rows: Sequence[IntArray], group: AttentionGroup, device: str) -> Pipeline:
     """What the rows of all ranks say together."""
     stages, lanes = (tuple(int(row[column]) for row in rows) for column in (0, 2))
@@ -146,9 +158,19 @@ def _pipeline(rows: Sequence[IntArray], group: AttentionGroup, device: str) -> P
         )
     if len({int(row[4]) for row in rows}) > 1:
         raise DistCADesyncError("some stages are in training mode and others in evaluation mode: call train() or eval() on all.")
+    if len({int(row[5]) for row in rows} - {_NO_COPY}) > 1:
+        held = ", ".join(
+            f"rank {rank} (stage {row[0]}): {'trained' if row[5] else 'frozen'}"
+            for rank, row in zip(group.ranks, rows, strict=True)
+            if row[5] != _NO_COPY
+        )
+        raise ConfigError(
+            "embedding and head are one weight, of which the first and the last stage have a copy, and only one of them is "
+            f"trained: {held}. Freeze it before split, or stage.submod.tied_weight on both stages."
+        )
     kinds: dict[int, list[Kind]] = {}
     for rank, stage, row in zip(group.ranks, stages, rows, strict=True):
-        own = [Kind.from_row(one.tolist(), device) for one in row[_HEADER:].reshape(int(row[5]), -1)] if row[5] else []
+        own = [Kind.from_row(one.tolist(), device) for one in row[_HEADER:].reshape(int(row[6]), -1)] if row[6] else []
         if kinds.setdefault(stage, own) != own:
             raise DistCADesyncError(
                 f"rank {rank} has other attention on stage {stage} than other copies of it: give all one model."

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from hf_distca.agreement.announce import check_equal
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
 from hf_distca.errors import ConfigError, DistCADesyncError, LayoutError, UnsupportedError
@@ -20,9 +21,11 @@ from hf_distca.pipeline.crew import Crew, meet, stage_model
 from hf_distca.pipeline.pace import Estimate, Pace, learns, row
 from hf_distca.pipeline.plans import StepPlans, documents_of_shares, documents_of_stated
 from hf_distca.pipeline.split import Stage
-from hf_distca.pipeline.step import Step, TickFigures
+from hf_distca.pipeline.step import Mail, Step, TickFigures
 from hf_distca.pipeline.ticks import Tick, ticks
+from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.layout import IntArray
 
 __all__ = ["Schedule"]
 
@@ -58,7 +61,6 @@ class Schedule(OneStageSchedule):
         self._pipeline_stage, self._session = stage, current_session()
         self._crew: Crew | None = None
         self._given: Sequence[PackedDocuments] | None = None
-        self._shape: tuple[int, ...] | None = None
         self._steps = 0
         config = self._session.config
         # What a user's own model says is meant as it is.
@@ -93,11 +95,12 @@ class Schedule(OneStageSchedule):
         order = ticks(self.stage.num_stages, self.micro_batches, backward=self.trains)
         name = f"step {self._steps}"
         with crew.group.reporting(f"reading the documents of {name}"):
-            documents = self._documents(args, kwargs)
-            self._connect(crew, args, kwargs)
+            documents, shape = self._documents(args, kwargs), _one_shape(args, kwargs)
         if learns(self._steps - 1):
             self._learn_pace(crew)
-        plans = self._plan(crew, documents, order, name)
+        plans = self._plan(crew, documents, shape, order, name)
+        with crew.group.reporting(f"connecting the stages of {name}"):
+            self._connect(crew, args[0], shape)
 
         def forward(at: int) -> None:
             output = self.stage.forward_one_chunk(at, args[at], kwargs[at], save_forward_output=more["return_outputs"])
@@ -108,7 +111,7 @@ class Schedule(OneStageSchedule):
 
         self._session.conductor = crew.conductor
         try:
-            with self._tied_gradients():
+            with self._tied_gradients(crew.group, name):
                 self.figures = Step(self, crew, plans, order, documents, forward, backward).run()
                 if self.trains:
                     self.stage.perform_reduce_grad(self.micro_batches if self.scale_grads else 1)
@@ -127,26 +130,25 @@ class Schedule(OneStageSchedule):
                 one["distca_documents"] = packed
         return [_read(own, more) for own, more in zip(args, kwargs, strict=True)]
 
-    def _connect(self, crew: Crew, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> None:
-        """Tell torch what travels between stages; again where micro-batches have another shape than before."""
-        shapes = {_shape(own, more) for own, more in zip(args, kwargs, strict=True)}
-        if len(shapes) > 1:
-            raise LayoutError(f"micro-batches of shapes {sorted(shapes)}: all of a step must have one.")
-        shape = (*shapes.pop(), int(self.trains))
-        again, self._shape = self._shape != shape, shape
-        if again:
-            config = stage_model(self._pipeline_stage).model.config.get_text_config(decoder=True)
-            width = (*shape[:2], config.hidden_size)
-            tokens = torch.empty(shape[:2], dtype=torch.long, device="meta")
-            inputs = torch.empty(width, dtype=crew.arriving, device="meta", requires_grad=True)
-            outputs = torch.empty(
-                (*shape[:2], config.vocab_size) if self.stage.is_last else width, dtype=crew.leaving, device="meta"
-            )
-            self._pipeline_stage.expect(tokens if self.stage.is_first else inputs, outputs.requires_grad_())
-            self._pipeline_stage.has_backward = self.trains
-        self.connect(args[0], again=again)
+    def _connect(self, crew: Crew, first: tuple[Any, ...], shape: tuple[int, int]) -> None:
+        """Tell torch what travels between stages; again where it was told of other micro-batches last."""
+        stage = self._pipeline_stage
+        wanted = (shape, self.micro_batches, self.trains, crew.arriving, crew.leaving, crew.seat.device)
+        if stage.connected == wanted:
+            return
+        config = stage_model(stage).model.config.get_text_config(decoder=True)
+        width = (*shape, config.hidden_size)
+        tokens = torch.empty(shape, dtype=torch.long, device="meta")
+        inputs = torch.empty(width, dtype=crew.arriving, device="meta", requires_grad=True)
+        outputs = torch.empty((*shape, config.vocab_size) if stage.is_last else width, dtype=crew.leaving, device="meta")
+        stage.expect(tokens if stage.is_first else inputs, outputs.requires_grad_())
+        stage.has_backward = self.trains
+        self.connect(first)
+        stage.connected = wanted
 
-    def _plan(self, crew: Crew, documents: Sequence[Documents], order: Sequence[Tick], name: str) -> StepPlans:
+    def _plan(
+        self, crew: Crew, documents: Sequence[Documents], shape: tuple[int, int], order: Sequence[Tick], name: str
+    ) -> StepPlans:
         """Plan all ticks: from one announcement, or from what shares of dealt batches know, for which no rank waits."""
         planner, group, keys = self._session.planner, crew.group, crew.keys
         shares = [one.dealt for one in documents if one.dealt is not None]
@@ -165,8 +167,9 @@ class Schedule(OneStageSchedule):
             digest = plans.make(order)
         if dealt:
             planner.meet(group, place, keys, [*shares[0].batch, group.rank, digest])
-        elif not group.same(np.array([digest], dtype=np.int64), doing=f"comparing plans of {place}"):
-            raise DistCADesyncError(f"ranks have different plans for {place}: use one version of hf_distca and numpy.")
+        else:
+            own = np.array([self.trains, *shape, digest], dtype=np.int64)
+            _check_alike(np.stack(group.gather(own, doing=f"comparing plans of {place}")), crew, place)
         return plans
 
     def _learn_pace(self, crew: Crew) -> None:
@@ -178,7 +181,7 @@ class Schedule(OneStageSchedule):
         self._estimates = []
 
     @contextmanager
-    def _tied_gradients(self) -> Iterator[None]:
+    def _tied_gradients(self, group: AttentionGroup, name: str) -> Iterator[None]:
         """Give both copies of a tied weight the sum of the gradients that they get inside; before, they have the same ones."""
         weight = stage_model(self._pipeline_stage).tied_weight if self.trains else None
         if weight is None:
@@ -187,9 +190,14 @@ class Schedule(OneStageSchedule):
         before = _take_gradient(weight)
         yield
         found = _take_gradient(weight)
-        if found is not None:
-            _sum_with(found, 0 if self.stage.is_last else self.stage.num_stages - 1, self.stage.group)
-            weight.grad = found if before is None else found.add_(before)
+        if found is None:
+            weight.grad = before
+            return
+        with group.reporting(doing := f"adding the gradients of the tied embedding in {name}"):
+            mail, theirs = _traded(found, 0 if self.stage.is_last else self.stage.num_stages - 1, self.stage.group)
+            mail.wait(group, doing)
+        _local(found).add_(theirs)
+        weight.grad = found if before is None else found.add_(before)
 
 
 def _check_settings(session: Session) -> None:
@@ -205,6 +213,14 @@ def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
         if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2:
             return int(tensor.shape[0]), int(tensor.shape[1])
     raise ConfigError("Schedule.step needs position_ids on every stage, (micro-batches, tokens): documents are read from them.")
+
+
+def _one_shape(args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """(batch, tokens) of every micro-batch."""
+    shapes = {_shape(own, more) for own, more in zip(args, kwargs, strict=True)}
+    if len(shapes) > 1:
+        raise LayoutError(f"micro-batches of shapes {sorted(shapes)}: all of a step must have one.")
+    return shapes.pop()
 
 
 def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Documents:
@@ -246,19 +262,43 @@ def _check_lanes(documents: Sequence[Sequence[Documents]], crew: Crew) -> None:
                 )
 
 
+def _check_alike(rows: IntArray, crew: Crew, place: str) -> None:
+    """Raises `DistCADesyncError` if ranks do not run the same with micro-batches of one shape in each copy of the model.
+
+    Args:
+        rows: of each rank, whether there is a backward, the batch and tokens of a micro-batch, and a digest of all plans.
+        crew: the ranks.
+        place: for the error.
+    """
+    same = "call Schedule.step on all of them, or Schedule.eval"
+    check_equal(crew.group, rows[:, 0], "runs (1 with a backward, 0 without)", place, same)
+    lanes = crew.pipeline.lanes
+    for rank, lane in enumerate(lanes):
+        first = lanes.index(lane)
+        if (rows[rank, 1:3] != rows[first, 1:3]).any():
+            one, other = (tuple(rows[each, 1:3].tolist()) for each in (first, rank))
+            raise DistCADesyncError(
+                f"ranks {crew.group.ranks[first]} and {crew.group.ranks[rank]} are stages of one copy of the model and have "
+                f"micro-batches of shapes {one} and {other} in {place}. Give all stages of a copy the same position_ids."
+            )
+    check_equal(crew.group, rows[:, 3], "plans (as digests)", place, "use one version of hf_distca and numpy")
+
+
 def _take_gradient(weight: torch.nn.Parameter) -> torch.Tensor | None:
     found, weight.grad = weight.grad, None
     return found
 
 
-def _sum_with(grad: torch.Tensor, stage: int, group: dist.ProcessGroup | None) -> None:
-    """Add the gradient that another stage has of its copy, and the other way round."""
-    own = grad.to_local() if isinstance(grad, DTensor) else grad
+def _traded(grad: torch.Tensor, stage: int, group: dist.ProcessGroup | None) -> tuple[Mail, torch.Tensor]:
+    """What brings the gradient that another stage has of its copy, and the other way round, and where it arrives."""
+    own = _local(grad)
     theirs = torch.empty_like(own)
     ops = [
         dist.P2POp(dist.isend, own, group=group, group_peer=stage),
         dist.P2POp(dist.irecv, theirs, group=group, group_peer=stage),
     ]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    own += theirs
+    return Mail(ops), theirs
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad

@@ -7,7 +7,7 @@ the layers and to hidden states behind them happens on every stage; only on the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -157,11 +157,19 @@ class Stage(PipelineStage):
 
     Attributes:
         mesh: the pipeline dimension of the device mesh, whose ranks have the stages.
+        connected: for which micro-batches torch has been told what travels; several schedules may have one stage.
     """
 
     def __init__(self, model: StageModel, device: torch.device, mesh: DeviceMesh) -> None:
         super().__init__(model, model.stage, model.stages, device, group=mesh.get_group())
         self.mesh = mesh
+        self.connected: tuple[Hashable, ...] | None = None
+
+    def follow(self) -> torch.device:
+        """Be on the device of the weights, which may have moved since the model was split."""
+        weight = next(self.submod.parameters(), None)
+        self.device = self.device if weight is None else weight.device
+        return self.device
 
     def expect(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
         """Say what shapes and dtypes travel, so that torch need not find out by a forward and backward of its own.
@@ -170,8 +178,15 @@ class Stage(PipelineStage):
             inputs: of one micro-batch, of the device "meta".
             outputs: likewise.
         """
+        self.connected = None
         super().__init__(
-            self.submod, self.stage_index, self.num_stages, self.device, input_args=inputs, output_args=outputs, group=self.group
+            self.submod,
+            self.stage_index,
+            self.num_stages,
+            self.follow(),
+            input_args=inputs,
+            output_args=outputs,
+            group=self.group,
         )
 
 

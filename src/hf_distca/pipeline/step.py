@@ -18,13 +18,14 @@ from hf_distca.pipeline.crew import Crew
 from hf_distca.pipeline.pace import Before
 from hf_distca.pipeline.plans import StepPlans
 from hf_distca.pipeline.ticks import Tick
+from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.watch import patience
 
 if TYPE_CHECKING:
     from hf_distca.pipeline.schedule import Schedule
 
-__all__ = ["Step", "TickFigures"]
+__all__ = ["Mail", "Step", "TickFigures"]
 
 _Ops = Callable[[int], list[dist.P2POp]]  # of a micro-batch
 
@@ -153,12 +154,8 @@ class Step:
             self._arriving[tick.backward, coming] = self._last
 
     def _wait(self, mail: Mail, doing: str) -> None:
-        group = self._crew.group
-        try:
-            with self._crew.seat.stopwatch.mail():
-                mail.wait(group.timeout_seconds - patience(group.timeout_seconds))
-        except RuntimeError as error:
-            raise error if group.watch is None else group.watch.give_up(doing, error) from error
+        with self._crew.seat.stopwatch.mail():
+            mail.wait(self._crew.group, doing)
 
 
 class Mail:
@@ -168,9 +165,19 @@ class Mail:
         self._ops = list(ops)  # what is sent must stay until it has left
         self._works = dist.batch_isend_irecv(self._ops) if ops else []
 
-    def wait(self, seconds: float) -> None:
-        """Wait until all have arrived and left; over gloo no longer than so many seconds."""
-        bound = bool(self._ops) and dist.get_backend(self._ops[0].group) == "gloo"
+    def wait(self, group: AttentionGroup, doing: str) -> None:
+        """Wait until all have arrived and left; over gloo no longer than the ranks of the group wait for each other.
+
+        Raises:
+            DistCADesyncError: if they do not in time.
+        """
+        try:
+            self._wait(group.timeout_seconds - patience(group.timeout_seconds))
+        except RuntimeError as error:
+            raise error if group.watch is None else group.watch.give_up(doing, error) from error
+
+    def _wait(self, seconds: float) -> None:
+        bound = bool(self._ops) and self._ops[0].group.name() == "gloo"
         while self._works:
             work = self._works.pop(0)  # to be waited for once only
             if bound:
