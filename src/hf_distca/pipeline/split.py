@@ -191,7 +191,7 @@ def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | N
 
     Raises:
         UnsupportedError: if models of this kind cannot be split; says why.
-        ConfigError: if the mesh has several dimensions, or the layers are not those of the model.
+        ConfigError: if the mesh has several dimensions, the attention is not distca's, or the layers are not those of the model.
     """
     if mesh.ndim != 1:
         raise ConfigError(f'split() got a mesh of {mesh.ndim} dimensions: give it the one of the stages, mesh["pp"].')
