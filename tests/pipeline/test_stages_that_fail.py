@@ -10,6 +10,7 @@ import pytest
 import torch
 from staged import Case, batch, configure, loss_for, model_for
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import hf_distca
 from hf_distca.errors import ConfigError, UnsupportedError
@@ -87,6 +88,10 @@ def refusals(rank: int) -> None:
     with pytest.raises(UnsupportedError, match="set ping_pong=False"):
         Schedule(stage, 2)
     configure(Case())
+    sharded = model_for(Case(layers=2), "distca")
+    fully_shard(sharded, mesh=mesh)
+    with pytest.raises(ConfigError, match=r"DDP or FSDP have wrapped.* split it first, then wrap stage\.submod"):
+        split(sharded, mesh)
     with pytest.raises(ConfigError, match=r"give it the stage that hf_distca.pipeline.split made"):
         Schedule(stage.submod, 2)  # type: ignore[arg-type]
     schedule = Schedule(stage, 2, loss_for(Case()))

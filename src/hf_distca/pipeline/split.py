@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_distca.errors import ConfigError, UnsupportedError
@@ -187,19 +189,26 @@ def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | N
         layers: how many layers each stage gets; by default as even as can be by what a token costs, head and embedding counted.
 
     Returns:
-        The stage of this rank; ``stage.submod.model`` is the model with its own weights alone, to be wrapped by DDP or FSDP.
+        The stage of this rank. ``stage.submod`` is to be wrapped by DDP or FSDP; ``stage.submod.model``, the model with the
+        stage's weights alone, is not: stages but the last one run parts of it.
 
     Raises:
         UnsupportedError: if models of this kind cannot be split; says why.
-        ConfigError: if the mesh has several dimensions, the attention is not distca's, or the layers are not those of the model.
+        ConfigError: if the mesh has several dimensions, the attention is not distca's, the layers are not those of the model, or
+            DDP or FSDP have wrapped it already.
     """
     if mesh.ndim != 1:
         raise ConfigError(f'split() got a mesh of {mesh.ndim} dimensions: give it the one of the stages, mesh["pp"].')
-    model = without_peft(model)
+    given, model = model, without_peft(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"split() got a {type(model).__name__}: give it the model of transformers itself, and wrap the module of the stage "
             "that it returns."
+        )
+    if any(isinstance(part, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)) for part in given.modules()):
+        raise ConfigError(
+            f"split() got a {type(model).__name__} that DDP or FSDP have wrapped, with the weights of other stages: split it "
+            "first, then wrap stage.submod."
         )
     check_split(model)
     stages = dist.get_world_size(mesh.get_group())
