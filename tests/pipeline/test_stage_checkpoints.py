@@ -13,6 +13,7 @@ from staged import Case, batch, configure, loss_for, model_for
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
+from hf_distca.errors import ConfigError
 from hf_distca.pipeline import Schedule, from_pretrained, save_pretrained, split
 from ranks import RankPool
 
@@ -89,6 +90,24 @@ def test_a_checkpoint_takes_the_place_of_another(rank_pool: Callable[[int], Rank
         (tmp_path / f".stage-{stage}").mkdir()
     rank_pool(2)(saved, case, tmp_path, True)
     assert len(load_file(tmp_path / "adapter_model.safetensors")) == 4
+
+
+def loaded(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "pp"))
+    stage = from_pretrained(str(folder), mesh["pp"], subfolder="inner")
+    assert stage.submod.model.config.num_hidden_layers == 4
+    with pytest.raises(ConfigError, match="mesh of 2 dimensions"):
+        from_pretrained(str(folder), mesh)
+    with pytest.raises(ConfigError, match=r"layers=\[1, 1, 2\] are for 3 stages, and the mesh has 2 ranks"):
+        from_pretrained(str(folder / "inner"), mesh["pp"], layers=[1, 1, 2])
+
+
+def test_stages_are_loaded_from_where_transformers_would_and_checked(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    model_for(Case(layers=2), "sdpa").save_pretrained(tmp_path)
+    model_for(Case(layers=4), "sdpa").save_pretrained(tmp_path / "inner")
+    rank_pool(2)(loaded, tmp_path)
 
 
 @pytest.mark.slow

@@ -25,6 +25,12 @@ from hf_distca.pipeline.parts import Parts, embedding_of, head_of, layers_of_sta
 
 __all__ = ["Stage", "StageModel", "from_pretrained", "split"]
 
+# Arguments of transformers that say where a checkpoint is, and so its config.
+_WHERE = (
+    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token"),
+    "trust_remote_code",
+)
+
 
 class Absent(torch.nn.Module):
     """In the place of a module that is on another stage."""
@@ -197,8 +203,7 @@ def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | N
         ConfigError: if the mesh has several dimensions, the attention is not distca's, the layers are not those of the model, or
             DDP or FSDP have wrapped it already.
     """
-    if mesh.ndim != 1:
-        raise ConfigError(f'split() got a mesh of {mesh.ndim} dimensions: give it the one of the stages, mesh["pp"].')
+    _check_mesh(mesh)
     given, model = model, without_peft(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
@@ -211,12 +216,7 @@ def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | N
             "first, then wrap stage.submod."
         )
     check_split(model)
-    stages = dist.get_world_size(mesh.get_group())
-    if layers is None:
-        layers = layers_of_stages(Parts.of(model).costs(model), stages)
-    if len(layers) != stages:
-        raise ConfigError(f"layers={list(layers)} are for {len(layers)} stages, and the mesh has {stages} ranks.")
-    part = StageModel(model, mesh.get_local_rank(), layers)
+    part = StageModel(model, mesh.get_local_rank(), _layers(model, mesh, layers))
     weight = next(part.parameters(), None)
     return Stage(part, torch.device(mesh.device_type) if weight is None else weight.device, mesh)
 
@@ -233,14 +233,16 @@ def from_pretrained(name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None
     Raises:
         UnsupportedError, ConfigError: as `split`.
     """
+    _check_mesh(mesh)
     implementation = kwargs.pop("attn_implementation", "distca")
-    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(name)
+    where = {key: value for key, value in kwargs.items() if key in _WHERE}
+    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(name, **where)
     with torch.device("meta"):
         auto: Any = AutoModelForCausalLM
         whole = auto.from_config(config, attn_implementation=implementation)
     check_split(whole)
-    stages, stage = dist.get_world_size(mesh.get_group()), mesh.get_local_rank()
-    layers = layers or layers_of_stages(Parts.of(whole).costs(whole), stages)
+    layers = _layers(whole, mesh, layers)
+    stages, stage = len(layers), mesh.get_local_rank()
     base, tied = type(whole), Parts.of(whole).tied
     kept: list[StageModel] = []
 
@@ -261,6 +263,21 @@ def from_pretrained(name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None
     if head is not None and any(weight.is_meta for weight in head.parameters()):
         raise UnsupportedError(f"the tied head of {name} was not loaded: use `split` on the whole model.")
     return Stage(part, next(model.parameters()).device, mesh)
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise ConfigError(f'split() got a mesh of {mesh.ndim} dimensions: give it the one of the stages, mesh["pp"].')
+
+
+def _layers(model: PreTrainedModel, mesh: DeviceMesh, layers: Sequence[int] | None) -> Sequence[int]:
+    """How many layers each stage gets."""
+    stages = dist.get_world_size(mesh.get_group())
+    if layers is None:
+        layers = layers_of_stages(Parts.of(model).costs(model), stages)
+    if len(layers) != stages:
+        raise ConfigError(f"layers={list(layers)} are for {len(layers)} stages, and the mesh has {stages} ranks.")
+    return layers
 
 
 def _tensor(value: Any) -> torch.Tensor:
