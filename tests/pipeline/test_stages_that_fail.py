@@ -87,6 +87,11 @@ def refusals(rank: int) -> None:
     stage = split(model_for(Case(layers=2), "distca"), mesh)
     with pytest.raises(UnsupportedError, match="set ping_pong=False"):
         Schedule(stage, 2)
+    for setting, why in (("group_size", 1), "leave it out"), (("documents_span_ranks", True), "distca_documents with numbers"):
+        configure(Case(settings=(setting,)))
+        schedule = Schedule(stage, 2, loss_for(Case()))
+        with pytest.raises(UnsupportedError, match=rf"{setting[0]}={setting[1]}.*{why}"):
+            schedule.step(torch.zeros(2, 8, dtype=torch.long), target=torch.zeros(2, 8, dtype=torch.long))
     configure(Case())
     sharded = model_for(Case(layers=2), "distca")
     fully_shard(sharded, mesh=mesh)
