@@ -1,6 +1,6 @@
 """Which model families can be split into stages: those that were split and compared with the whole model.
 
-tests/pipeline/test_families.py splits a tiny model of every proven family and holds the list.
+tests/pipeline/test_split.py splits a tiny model of every proven family and holds the list.
 """
 
 from __future__ import annotations
