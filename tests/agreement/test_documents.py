@@ -31,6 +31,12 @@ def test_packed_documents_are_values_that_travel_to_workers_and_back() -> None:
     assert packed.planned(PlansAhead()) == packed
 
 
+def test_packed_documents_without_a_number_of_each_are_refused() -> None:
+    with pytest.raises(hf_distca.LayoutError, match=r"starts=\(\), documents=\(\)\): give starts and documents for each"):
+        PackedDocuments([3], [], [])
+    assert PackedDocuments([], [], []).lengths == ()
+
+
 def test_a_training_row_that_another_tool_has_cut_is_refused() -> None:
     positions = torch.cat([torch.arange(5, 9), torch.arange(4)])[None]
     with pytest.raises(hf_distca.UnsupportedError, match=r"row 0 .* begins at position 5.*documents_span_ranks=True"):

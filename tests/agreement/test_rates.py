@@ -242,6 +242,14 @@ def test_all_ranks_learn_the_same_from_the_same() -> None:
     assert made[0][0].forward.flops_per_second == pytest.approx(TRUE.forward.flops_per_second / 2, rel=0.02)
 
 
+def test_a_group_of_another_size_is_learned_from_by_itself() -> None:
+    rates = Rates()
+    for ranks in [RANKS] * 5 + [RANKS // 2] * 5:
+        one, none = np.full(ranks, 6.0), np.zeros(ranks)
+        rates.learn(KEY, Observation(np.ones((ranks, 3)), one if ranks < RANKS else one / 2, none, none, one, none))
+    assert rates.cost(KEY, TRUE).forward.flops_per_second == pytest.approx(TRUE.forward.flops_per_second / 2, rel=0.02)
+
+
 def test_one_stall_changes_nothing() -> None:
     rates = Rates()
     for number in range(16):

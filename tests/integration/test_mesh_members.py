@@ -91,6 +91,14 @@ def test_other_dimensions_are_refused_by_name(rank_pool: Callable[[int], RankPoo
         assert f'the device mesh has a dimension "{name}" of 2 ranks' in message
 
 
+def members_with_stages(rank: int) -> tuple[int, ...]:
+    return data_parallel_group(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "stage")), also="stage").ranks
+
+
+def test_the_dimension_of_the_stages_may_have_any_name(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(4)(members_with_stages) == [(0, 1, 2, 3)] * 4
+
+
 @contextmanager
 def accelerated(sizes: dict[str, int]) -> Iterator[None]:
     """A process that accelerate has set up, with its mesh, as for accelerators: accelerate refuses meshes of CPUs."""

@@ -76,6 +76,11 @@ def test_losses_of_routers_are_refused() -> None:
         check_split(model)
 
 
+def test_other_attention_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'has attn_implementation="sdpa".* load the model with attn_implementation="distca"'):
+        split(build("llama", "sdpa", torch.float32), Mock(ndim=1))
+
+
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="got a Linear: give it the model of transformers itself"):
         split(torch.nn.Linear(1, 1), Mock(ndim=1))

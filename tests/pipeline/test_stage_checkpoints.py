@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from staged import Case, batch, configure, loss_for, model_for
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
+from hf_distca.errors import ConfigError
 from hf_distca.pipeline import Schedule, from_pretrained, save_pretrained, split
 from ranks import RankPool
 
@@ -56,6 +59,55 @@ def test_a_checkpoint_of_stages_is_one_of_the_model(rank_pool: Callable[[int], R
     case = Case(micro_batches=2, tied=True, layers=2)
     rank_pool(2)(trained, case, tmp_path)
     compare(tmp_path, case)
+
+
+def saved(rank: int, case: Case, folder: Path, adapter: bool) -> None:
+    """A model in stages as it was made, saved."""
+    model: Any = model_for(case, "distca")
+    if adapter:
+        from peft import LoraConfig
+
+        model.add_adapter(LoraConfig(r=2, target_modules=["down_proj"]))
+    save_pretrained(split(model, init_device_mesh("cpu", (case.stages,), mesh_dim_names=("pp",))), folder)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_takes_the_place_of_another(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """Of one in one file, of one in more shards, and of saves that were killed."""
+    case, old = Case(layers=2), {"old": torch.zeros(1)}
+    for name in ("model.safetensors", "model-00003-of-00003.safetensors", "model-of-mine.safetensors"):
+        save_file(old, tmp_path / name)
+    (tmp_path / ".stage-1").mkdir()
+    save_file(old, tmp_path / ".stage-1" / "adapter_model.safetensors")
+    rank_pool(2)(saved, case, tmp_path, False)
+    found = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert found == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model-of-mine.safetensors"]
+    plain, info = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa", output_loading_info=True)
+    assert not any(info.values())
+    wanted = model_for(case, "sdpa").state_dict()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in plain.state_dict().items())
+    for stage in range(2):
+        (tmp_path / f".stage-{stage}").mkdir()
+    rank_pool(2)(saved, case, tmp_path, True)
+    assert len(load_file(tmp_path / "adapter_model.safetensors")) == 4
+
+
+def loaded(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "pp"))
+    stage = from_pretrained(str(folder), mesh["pp"], subfolder="inner")
+    assert stage.submod.model.config.num_hidden_layers == 4
+    with pytest.raises(ConfigError, match="mesh of 2 dimensions"):
+        from_pretrained(str(folder), mesh)
+    with pytest.raises(ConfigError, match=r"layers=\[1, 1, 2\] are for 3 stages, and the mesh has 2 ranks"):
+        from_pretrained(str(folder / "inner"), mesh["pp"], layers=[1, 1, 2])
+
+
+def test_stages_are_loaded_from_where_transformers_would_and_checked(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    model_for(Case(layers=2), "sdpa").save_pretrained(tmp_path)
+    model_for(Case(layers=4), "sdpa").save_pretrained(tmp_path / "inner")
+    rank_pool(2)(loaded, tmp_path)
 
 
 @pytest.mark.slow

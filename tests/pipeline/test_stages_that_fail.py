@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from staged import Case, batch, configure, loss_for, model_for
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import forks
 import hf_distca
@@ -189,7 +190,16 @@ def refusals(rank: int) -> None:
     stage = split(model_for(Case(layers=2), "distca"), mesh)
     with pytest.raises(UnsupportedError, match="set ping_pong=False"):
         Schedule(stage, 2)
+    for setting, why in (("group_size", 1), "leave it out"), (("documents_span_ranks", True), "distca_documents with numbers"):
+        configure(Case(settings=(setting,)))
+        schedule = Schedule(stage, 2, loss_for(Case()))
+        with pytest.raises(UnsupportedError, match=rf"{setting[0]}={setting[1]}.*{why}"):
+            schedule.step(torch.zeros(2, 8, dtype=torch.long), target=torch.zeros(2, 8, dtype=torch.long))
     configure(Case())
+    sharded = model_for(Case(layers=2), "distca")
+    fully_shard(sharded, mesh=mesh)
+    with pytest.raises(ConfigError, match=r"DDP or FSDP have wrapped.* split it first, then wrap stage\.submod"):
+        split(sharded, mesh)
     with pytest.raises(ConfigError, match=r"give it the stage that hf_distca.pipeline.split made"):
         Schedule(stage.submod, 2)  # type: ignore[arg-type]
     schedule = Schedule(stage, 2, loss_for(Case()))

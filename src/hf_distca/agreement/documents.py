@@ -76,7 +76,7 @@ class PackedDocuments(metaclass=_Explained):
         self.documents = None if documents is None else _counts(documents, "documents")
         self.ahead, self.dealt = ahead or PlansAhead(), dealt
         spans = (self.starts, self.documents)
-        if (self.starts is None) != (self.documents is None) or any(s and len(s) != len(self.lengths) for s in spans):
+        if (self.starts is None) != (self.documents is None) or any(s is not None and len(s) != len(self.lengths) for s in spans):
             raise LayoutError(f"{self}: give starts and documents for each of the lengths, or neither.")
 
     def planned(self, ahead: PlansAhead) -> PackedDocuments:

@@ -191,8 +191,9 @@ class Rates:
         if self.ranks.speeds is not None and len(self.ranks.speeds) != len(one.kernel):
             self.ranks = ALIKE
         fitted.new.append(one)
-        if len(fitted.new) >= _ENOUGH and self._off(fitted):
-            self._fit(fitted)
+        alike = [other for other in fitted.new if len(other.kernel) == len(one.kernel)]  # of as many ranks
+        if len(alike) >= _ENOUGH and self._off(fitted.correction, alike):
+            self._fit(fitted, alike)
         self._learn_exchange(fitted, one)
 
     def take_changes(self) -> list[str]:
@@ -200,19 +201,18 @@ class Rates:
         changes, self.changes = self.changes, []
         return changes
 
-    def _off(self, fitted: _Fitted) -> bool:
+    def _off(self, correction: Correction, observations: Sequence[Observation]) -> bool:
         """Whether estimates are so far from what was measured that rates are worth a change."""
-        estimated = [self.ranks.taken(_seconds(one.parts, fitted.correction.kernel)) for one in fitted.new]
-        ratios = [float(mine.max() / max(one.kernel.max(), 1e-12)) for mine, one in zip(estimated, fitted.new, strict=True)]
+        estimated = [self.ranks.taken(_seconds(one.parts, correction.kernel)) for one in observations]
+        ratios = [float(mine.max() / max(one.kernel.max(), 1e-12)) for mine, one in zip(estimated, observations, strict=True)]
         if abs(math.log(max(float(np.median(ratios)), 1e-12))) > _OFF:
             return True
-        speeds = _speeds(estimated, fitted.new)
+        speeds = _speeds(estimated, observations)
         return bool(np.abs(np.log(speeds)).max() > _SPEED_OFF)
 
-    def _fit(self, fitted: _Fitted) -> None:
+    def _fit(self, fitted: _Fitted, observations: Sequence[Observation]) -> None:
         before, ranks_before = fitted.correction, self.ranks
-        count = len(fitted.new[0].kernel)
-        observations = [one for one in fitted.new if len(one.kernel) == count]
+        count = len(observations[0].kernel)
         speeds = np.array(self.ranks.each(count))
         factors = before.kernel
         for _ in range(3):  # what is a rank's and what is the kernel's tell each other apart in turns

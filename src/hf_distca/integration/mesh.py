@@ -77,7 +77,7 @@ def data_parallel_group(mesh: DeviceMesh, also: str | None = None) -> Members:
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     part = mesh
     if sizes.keys() & {*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS, *_SEQUENCE_DIMENSIONS}:
-        _check_dimensions(sizes)
+        _check_dimensions({name: size for name, size in sizes.items() if name != also})
         data = tuple(name for name, size in sizes.items() if size > 1 and (name in _DATA_DIMENSIONS or name == also))
         if not data:
             return Members((dist.get_rank(),), dist.get_backend())

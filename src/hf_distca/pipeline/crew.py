@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_distca.agreement.announce import PlanKey
+from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, DistCADesyncError, UnsupportedError
 from hf_distca.integration.mesh import data_parallel_group
 from hf_distca.integration.session import Session
@@ -65,9 +66,10 @@ def meet(stage: Stage, session: Session) -> Crew:
 
     Raises:
         ConfigError, DistCADesyncError: if the ranks are not the stages of copies of one model.
-        UnsupportedError: if attention is computed in a way that stages cannot share.
+        UnsupportedError: if attention is computed in a way that stages cannot share, or settings ask for what they cannot do.
     """
     group = AttentionGroup.of(_members(stage, session), timeout_seconds=session.config.timeout_seconds)
+    _check_settings(session.config, group)
     conductor = Conductor(session)
     stage.follow()
     with group.reporting(f"looking at the attention of stage {stage.stage_index}"):
@@ -98,6 +100,19 @@ def meet(stage: Stage, session: Session) -> Crew:
         for kind in dict.fromkeys(turn.kind for turn in pipeline.turns):
             session.learn_cost(kind.key, kind.nothing(stage.device).q_THD, group)
     return crew
+
+
+def _check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
+    if config.group_size not in (None, group.size):
+        raise UnsupportedError(
+            f"group_size={config.group_size}, but all stages of all copies of a model share attention, {group.size} ranks here: "
+            "leave it out of DistCAConfig, or give configure() the group of the ranks with all stages of some copies."
+        )
+    if config.documents_span_ranks:
+        raise UnsupportedError(
+            "documents_span_ranks=True: stages do not read from position_ids which document goes on where. Leave it out of "
+            "DistCAConfig, and give Schedule.step distca_documents with numbers (shares of hf_distca.document_shares)."
+        )
 
 
 def stage_model(stage: Stage) -> StageModel:

@@ -1,14 +1,15 @@
 """Which model families can be split into stages: those that were split and compared with the whole model.
 
-tests/pipeline/test_families.py splits a tiny model of every proven family and holds the list.
+tests/pipeline/test_split.py splits a tiny model of every proven family and holds the list.
 """
 
 from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from hf_distca.errors import UnsupportedError
+from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.families import check_family, check_layerdrop
+from hf_distca.integration.prepare import distca_configs
 
 __all__ = ["SPLIT", "check_split"]
 
@@ -31,10 +32,17 @@ def check_split(model: PreTrainedModel) -> None:
     """Refuse a model that is not known to be the same in stages.
 
     Raises:
+        ConfigError: if it has other attention than distca's, which knows nothing of stages.
         UnsupportedError: says why.
     """
     config = model.config
     check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
+    if not distca_configs(model):
+        name = getattr(config, "_attn_implementation", None)
+        raise ConfigError(
+            f'{type(model).__name__} has attn_implementation="{name}", whose attention stages cannot share: load the model with '
+            'attn_implementation="distca".'
+        )
     check_layerdrop(config)
     why = None
     if config.model_type not in SPLIT:

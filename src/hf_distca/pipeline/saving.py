@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from hf_distca.pipeline.split import Stage, StageModel
 
 __all__ = ["save_pretrained"]
 
-_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+_INDEX = f"{_WHOLE}.index.json"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _ADAPTER = "adapter_model.safetensors"
 
 
@@ -28,6 +31,7 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     """Save the model of all stages as transformers would save the whole one: `from_pretrained` loads it without hf_distca.
 
     All ranks must call it, with a directory that all of them see. The first copy of the model writes, each stage its own weights.
+    A checkpoint that is there is replaced.
 
     Args:
         stage: of this rank.
@@ -47,6 +51,8 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
     part = into / f".stage-{model.stage}"
     if _writes(stage):
         into.mkdir(parents=True, exist_ok=True)
+        if part.exists():  # of a save that was killed
+            shutil.rmtree(part)
         (_write_adapter if adapted else _write)(model.model, part, weights, kwargs)
     dist.barrier()
     if _writes(stage) and model.is_first:
@@ -114,6 +120,9 @@ def _merge(into: Path, parts: list[Path]) -> None:
         shard.replace(into / name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (into / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for file in list(into.iterdir()):  # weights of an earlier checkpoint: transformers prefers one file to an index
+        if file.name == _WHOLE or (_SHARD.fullmatch(file.name) and file.name not in weight_map.values()):
+            file.unlink()
     for file in parts[0].iterdir():
         if file.suffix != ".safetensors" and file.name != _INDEX:
             file.replace(into / file.name)

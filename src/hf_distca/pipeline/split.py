@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_distca.errors import ConfigError, UnsupportedError
@@ -22,6 +24,12 @@ from hf_distca.pipeline.families import check_split
 from hf_distca.pipeline.parts import Parts, embedding_of, head_of, layers_of_stages
 
 __all__ = ["Stage", "StageModel", "from_pretrained", "split"]
+
+# Arguments of transformers that say where a checkpoint is, and so its config.
+_WHERE = (
+    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token"),
+    "trust_remote_code",
+)
 
 
 class Absent(torch.nn.Module):
@@ -202,27 +210,28 @@ def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | N
         layers: how many layers each stage gets; by default as even as can be by what a token costs, head and embedding counted.
 
     Returns:
-        The stage of this rank; ``stage.submod.model`` is the model with its own weights alone, to be wrapped by DDP or FSDP.
+        The stage of this rank. ``stage.submod`` is to be wrapped by DDP or FSDP; ``stage.submod.model``, the model with the
+        stage's weights alone, is not: stages but the last one run parts of it.
 
     Raises:
         UnsupportedError: if models of this kind cannot be split; says why.
-        ConfigError: if the mesh has several dimensions, or the layers are not those of the model.
+        ConfigError: if the mesh has several dimensions, the attention is not distca's, the layers are not those of the model, or
+            DDP or FSDP have wrapped it already.
     """
-    if mesh.ndim != 1:
-        raise ConfigError(f'split() got a mesh of {mesh.ndim} dimensions: give it the one of the stages, mesh["pp"].')
-    model = without_peft(model)
+    _check_mesh(mesh)
+    given, model = model, without_peft(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"split() got a {type(model).__name__}: give it the model of transformers itself, and wrap the module of the stage "
             "that it returns."
         )
+    if any(isinstance(part, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)) for part in given.modules()):
+        raise ConfigError(
+            f"split() got a {type(model).__name__} that DDP or FSDP have wrapped, with the weights of other stages: split it "
+            "first, then wrap stage.submod."
+        )
     check_split(model)
-    stages = dist.get_world_size(mesh.get_group())
-    if layers is None:
-        layers = layers_of_stages(Parts.of(model).costs(model), stages)
-    if len(layers) != stages:
-        raise ConfigError(f"layers={list(layers)} are for {len(layers)} stages, and the mesh has {stages} ranks.")
-    part = StageModel(model, mesh.get_local_rank(), layers)
+    part = StageModel(model, mesh.get_local_rank(), _layers(model, mesh, layers))
     weight = next(part.parameters(), None)
     return Stage(part, torch.device(mesh.device_type) if weight is None else weight.device, mesh)
 
@@ -239,14 +248,16 @@ def from_pretrained(name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None
     Raises:
         UnsupportedError, ConfigError: as `split`.
     """
+    _check_mesh(mesh)
     implementation = kwargs.pop("attn_implementation", "distca")
-    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(name)
+    where = {key: value for key, value in kwargs.items() if key in _WHERE}
+    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(name, **where)
     with torch.device("meta"):
         auto: Any = AutoModelForCausalLM
         whole = auto.from_config(config, attn_implementation=implementation)
     check_split(whole)
-    stages, stage = dist.get_world_size(mesh.get_group()), mesh.get_local_rank()
-    layers = layers or layers_of_stages(Parts.of(whole).costs(whole), stages)
+    layers = _layers(whole, mesh, layers)
+    stages, stage = len(layers), mesh.get_local_rank()
     base, tied = type(whole), Parts.of(whole).tied
     kept: list[StageModel] = []
 
@@ -267,6 +278,21 @@ def from_pretrained(name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None
     if head is not None and any(weight.is_meta for weight in head.parameters()):
         raise UnsupportedError(f"the tied head of {name} was not loaded: use `split` on the whole model.")
     return Stage(part, next(model.parameters()).device, mesh)
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise ConfigError(f'split() got a mesh of {mesh.ndim} dimensions: give it the one of the stages, mesh["pp"].')
+
+
+def _layers(model: PreTrainedModel, mesh: DeviceMesh, layers: Sequence[int] | None) -> Sequence[int]:
+    """How many layers each stage gets."""
+    stages = dist.get_world_size(mesh.get_group())
+    if layers is None:
+        layers = layers_of_stages(Parts.of(model).costs(model), stages)
+    if len(layers) != stages:
+        raise ConfigError(f"layers={list(layers)} are for {len(layers)} stages, and the mesh has {stages} ranks.")
+    return layers
 
 
 def _tensor(value: Any) -> torch.Tensor:
