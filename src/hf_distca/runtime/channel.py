@@ -134,7 +134,7 @@ class Channel:
     def _begun(self, received: torch.Tensor, doing: str, tag: int) -> Transfer:
         landing = None
         if self._staged(received):
-            landing, received = received, torch.empty(received.shape, dtype=received.dtype)
+            landing, received = received, torch.empty(received.shape, dtype=received.dtype, device="cpu")
         transfer = Transfer(self, [], received, doing, tag, self._deadline(), landing)
         self.watch.under_way.add(transfer)
         return transfer
@@ -192,7 +192,7 @@ class Transfer:
     tag: int
     deadline: float
     landing: torch.Tensor | None = None
-    sent: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
+    sent: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8, device="cpu"))
 
     def wait(self) -> None:
         """Wait until all has arrived and left; on CUDA only the current stream waits.
