@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import logging
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -168,7 +168,7 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
     """It is checked once a case; whether there is a window, and a softcap, makes a case."""
     checked: list[tuple[str, Scores]] = []
 
-    def wrong(kernel: Kernel, device: torch.device, dtype: torch.dtype, width: int, value: int, scores: Scores) -> str | None:
+    def wrong(kernel: Kernel, device: Any, dtype: torch.dtype, width: int, value: int, scores: Scores, ratio: int) -> str | None:
         checked.append((kernel.name, scores))
         return "its results on cuda:0 are wrong: dq by 0.3" if (kernel.name, scores.window) == ("flash_attn_3", None) else None
 
@@ -186,6 +186,27 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
         select_kernel("flash_attn_3", CUDA, torch.bfloat16, 64, 64, PLAIN)
     assert select_kernel("reference", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "reference"
     assert len(checked) == 3
+
+
+@pytest.mark.usefixtures("_one_hopper")
+def test_a_ratio_of_heads_and_deterministic_algorithms_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels have other code for them: one that is wrong for a ratio is passed over where a model has that ratio."""
+    checked: list[int] = []
+
+    def wrong(kernel: Kernel, device: Any, dtype: Any, width: int, value: int, scores: Scores, ratio: int) -> str | None:
+        checked.append(ratio)
+        return "wrong" if (kernel.name, ratio) == ("flash_attn", 8) else None
+
+    def chosen(ratio: int) -> str:
+        return select_kernel("auto", CUDA, torch.bfloat16, 64, 64, PLAIN, ratio=ratio).name
+
+    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8, 3))
+    monkeypatch.setattr(kernels, "wrong", wrong)
+    assert [chosen(ratio) for ratio in (1, 4, 8, 1, 4, 8)] == ["flash_attn", "flash_attn", "cuda"] * 2
+    assert checked == [1, 4, 8, 8], "the last one with the kernel 'cuda'"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert [chosen(1), chosen(1)] == ["flash_attn"] * 2
+    assert checked == [1, 4, 8, 8, 1]
 
 
 @pytest.mark.usefixtures("_new_log")

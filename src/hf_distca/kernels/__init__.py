@@ -49,6 +49,7 @@ def select_kernel(
     scores: Scores,
     *,
     first: str | None = None,
+    ratio: int = 2,
 ) -> Kernel:
     """The kernel to run, the same object for the same kernel each time.
 
@@ -60,6 +61,7 @@ def select_kernel(
         value_head_dim: of v and the output.
         scores: scale, window and softcap.
         first: with "auto", the kernel to look at before all others.
+        ratio: query heads for each key/value head.
 
     Raises:
         KernelError: if the named kernel, or with "auto" every kernel, does not support the case or, on a GPU, computes it
@@ -73,7 +75,7 @@ def select_kernel(
     refused: list[str] = []
     for candidate in candidates:
         kernel = _made(candidate)
-        reason = why_not(kernel, device, dtype, head_dim, value_head_dim, scores)
+        reason = why_not(kernel, device, dtype, head_dim, value_head_dim, scores, ratio)
         if reason is None:
             _announce(kernel.name, device, dtype, scores, refused)
             return kernel
@@ -84,14 +86,16 @@ def select_kernel(
     raise KernelError(f'Kernel {name!r} cannot run {case}: {reason}. Set kernel="auto" to use what runs there.')
 
 
-def runnable(device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores) -> list[Kernel]:
+def runnable(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores, ratio: int = 2
+) -> list[Kernel]:
     """The fast kernels of a device that run a case, in the order in which "auto" looks at them."""
     kernels = [_made(kind) for kind, where in _KERNELS if where == device.type]
-    return [kernel for kernel in kernels if why_not(kernel, device, dtype, head_dim, value_head_dim, scores) is None]
+    return [kernel for kernel in kernels if why_not(kernel, device, dtype, head_dim, value_head_dim, scores, ratio) is None]
 
 
 def why_not(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores, ratio: int = 2
 ) -> str | None:
     """Why a kernel cannot run a case, or must not because it computes it wrongly on that GPU; None if it can.
 
@@ -100,19 +104,21 @@ def why_not(
     reason = kernel.unsupported(device, dtype, head_dim, value_head_dim, scores)
     if reason is not None or device.type != "cuda" or kernel.name == ReferenceKernel.name:
         return reason
-    case = (kernel.name, device, dtype, head_dim, value_head_dim, scores.window is None, scores.softcap is None)
+    # Kernels have other code for each of these, for ratios of heads and deterministic algorithms above all in backward.
+    shape = (head_dim, value_head_dim, ratio, scores.window is None, scores.softcap is None)
+    case = (kernel.name, device, dtype, *shape, torch.are_deterministic_algorithms_enabled())
     if case not in _checked:
-        _checked[case] = wrong(kernel, device, dtype, head_dim, value_head_dim, scores)
+        _checked[case] = wrong(kernel, device, dtype, head_dim, value_head_dim, scores, ratio)
     return _checked[case]
 
 
 def survey(
-    device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores, ratio: int = 2
 ) -> list[tuple[str, str | None]]:
     """What "auto" looks at for a case, in this order: each kernel's name, and why it cannot run, None for the one it takes."""
     found: list[tuple[str, str | None]] = []
     for kernel in (_made(kind) for kind, where in _KERNELS if where in (device.type, None)):
-        found.append((kernel.name, why_not(kernel, device, dtype, head_dim, value_head_dim, scores)))
+        found.append((kernel.name, why_not(kernel, device, dtype, head_dim, value_head_dim, scores, ratio)))
         if found[-1][1] is None:
             break
     return found
