@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -87,6 +88,19 @@ def test_flash_attn_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attn, "_installed", lambda: None)
     with pytest.raises(KernelError, match=r"flash-attn is not installed: pip install flash-attn"):
         select_kernel("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
+
+
+def test_flash_attn_4_alone_is_no_flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its package has `flash_attn.cute` and nothing above it, which Python takes for a namespace."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    flash_attn._installed.cache_clear()
+    try:
+        with pytest.raises(KernelError, match="the package flash-attn is not installed: pip install flash-attn"):
+            select_kernel("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
+    finally:
+        flash_attn._installed.cache_clear()
 
 
 @pytest.mark.usefixtures("_one_hopper")
