@@ -148,6 +148,22 @@ def test_says_what_flash_attention_3_would_do(caplog: pytest.LogCaptureFixture, 
     assert active.endswith(", which is FA3 since torch.nn.attention.activate_flash_attention_impl was called")
 
 
+@pytest.mark.usefixtures("_one_hopper", "_new_log")
+@pytest.mark.parametrize("case", ["named", "slower", "wrong"])
+def test_says_nothing_of_flash_attention_3_where_it_would_not_be_taken(
+    case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
+    if case != "named":
+        monkeypatch.setattr(flash_attn_3, "_interface", object)
+    if case == "wrong":
+        monkeypatch.setattr(kernels, "wrong", lambda kernel, *case: "wrong" if kernel.name == "flash_attn_3" else None)
+    with caplog.at_level(logging.INFO, logger="hf_distca"):
+        name, first = ("cuda", None) if case == "named" else ("auto", "cuda" if case == "slower" else None)
+        assert select_kernel(name, CUDA, torch.bfloat16, 64, 64, PLAIN, first=first).name == "cuda"
+    assert "is made for this GPU" not in caplog.text
+
+
 @pytest.mark.usefixtures("_one_hopper")
 def test_newer_flash_attentions_come_first_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8, 3))

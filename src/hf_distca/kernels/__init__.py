@@ -14,7 +14,7 @@ from hf_distca.kernels.check import wrong
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.cuda import CudaKernel
 from hf_distca.kernels.flash_attn import FlashAttnKernel
-from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel
+from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel, import_error
 from hf_distca.kernels.flash_attn_4 import FlashAttn4Kernel
 from hf_distca.kernels.reference import ReferenceKernel
 
@@ -77,7 +77,7 @@ def select_kernel(
         kernel = _made(candidate)
         reason = why_not(kernel, device, dtype, head_dim, value_head_dim, scores, ratio)
         if reason is None:
-            _announce(kernel.name, device, dtype, scores, refused)
+            _announce(kernel.name, device, dtype, scores, refused, automatic=name == "auto")
             return kernel
         refused.append(f"{kernel.name}: {reason}")
     case = f"{dtype} tensors on {device}{_extras(scores)}, with head dim {head_dim} and value head dim {value_head_dim}"
@@ -129,7 +129,9 @@ def _made(kind: type[Kernel]) -> Kernel:
     return kind()
 
 
-def _announce(name: str, device: torch.device, dtype: torch.dtype, scores: Scores, refused: list[str]) -> None:
+def _announce(
+    name: str, device: torch.device, dtype: torch.dtype, scores: Scores, refused: list[str], *, automatic: bool
+) -> None:
     """Say once which kernel runs; as a warning where "auto" found none of the fast ones of a GPU."""
     case = (name, device.type, dtype, _extras(scores))
     if case in _said:
@@ -140,7 +142,7 @@ def _announce(name: str, device: torch.device, dtype: torch.dtype, scores: Score
     if name == "reference" and refused and device.type == "cuda":
         _logger.warning("%s, far slower than flash attention%s.%s", message, why, _way_out(dtype, scores))
     else:
-        _logger.info("%s%s%s", message, why, _faster(name, device))
+        _logger.info("%s%s%s", message, why, _faster(name, device, automatic))
 
 
 def _extras(scores: Scores) -> str:
@@ -159,11 +161,12 @@ def _way_out(dtype: torch.dtype, scores: Scores) -> str:
     return f" To speed it up, {' and '.join(ways)}." if ways else ""
 
 
-def _faster(name: str, device: torch.device) -> str:
+def _faster(name: str, device: torch.device, automatic: bool) -> str:
     """What torch's own kernel runs in place of flash-attention 2, or what is made for the GPU; "" for all others."""
     if name != "cuda" or torch.version.hip is not None:
         return ""
     if (active := torch.nn.attention.current_flash_attention_impl()) is not None:
         return f", which is {active} since torch.nn.attention.activate_flash_attention_impl was called"
-    hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return "; FlashAttention 3 (flash_attn_interface) is made for this GPU, and is taken where it is installed" if hopper else ""
+    if not automatic or torch.cuda.get_device_capability(device)[0] != 9 or import_error() is None:
+        return ""
+    return "; FlashAttention 3 (flash_attn_interface) is made for this GPU, and is taken where it is installed"
