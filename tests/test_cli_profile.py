@@ -59,6 +59,20 @@ def test_ranks_of_a_launcher_time_their_exchanges(rank_pool: Callable[[int], Ran
     assert Profile.from_json(first).between is None
 
 
+def exchanges_of_nodes(rank: int) -> str | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        patch.setenv("GROUP_RANK", str(rank))
+        return exchanges(rank)
+
+
+def test_nodes_are_told_apart_as_in_training(rank_pool: Callable[[int], RankPool]) -> None:
+    """Also those that have one host's name, by the number that a launcher gave them."""
+    profile = Profile.from_json(rank_pool(2)(exchanges_of_nodes)[0])
+    assert profile.inside is None
+    assert profile.between is not None
+
+
 @pytest.mark.slow
 def test_ranks_are_started_where_asked(tmp_path: Path) -> None:
     program = "from hf_distca.cli import app\nif __name__ == '__main__':\n    app()\n"

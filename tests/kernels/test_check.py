@@ -36,6 +36,22 @@ class Changed(StrictVarlenOp):
         return self.results(*super().backward(do, q, k, v, o, lse, sequences, self.changed(scores)))
 
 
+class Dense(StrictVarlenOp):
+    """Takes rows to lie one after another, whatever the strides are."""
+
+    def forward(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
+        q = q.as_strided(q.shape, (q[0].numel(), q.shape[2], 1), q.storage_offset())
+        return super().forward(q, k, v, sequences, scores)
+
+
+class WrongRatio(StrictVarlenOp):
+    """Wrong where so many query heads share a key head."""
+
+    def forward(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
+        o, lse = super().forward(q, k, v, sequences, scores)
+        return o * (2 if q.shape[1] == 8 * k.shape[1] else 1), lse
+
+
 class TopLeft(StrictVarlenOp):
     """The first row of a slice sees the first key: the alignment of other libraries' causal masks."""
 
@@ -84,6 +100,7 @@ def test_right_kernels_pass(dtype: torch.dtype, widths: tuple[int, int], scores:
         (Changed(lambda scores: replace(scores, window=None)), WINDOW, {"o", "lse", "dq", "dk", "dv"}),
         (Changed(next_window), WINDOW, {"o", "dq", "dk", "dv"}),
         (Changed(lambda scores: replace(scores, softcap=None)), SOFTCAP, {"o", "dq"}),
+        (Dense(), PLAIN, {"o", "dq", "dk", "dv"}),
         (Changed(results=one_row_off), PLAIN, {"o", "dq", "dk", "dv"}),
         (Changed(results=not_a_number), PLAIN, {"lse", "dv"}),
     ],
@@ -94,6 +111,12 @@ def test_wrong_kernels_are_found(op: StrictVarlenOp, scores: Scores, named: set[
     assert reason.startswith("its results on cpu are wrong: ")
     found = {phrase.split(" by ")[0] for phrase in reason.split(": ", 1)[1].split(" (")[0].split(", ")}
     assert named <= found
+
+
+def test_each_ratio_of_heads_is_other_code() -> None:
+    kernel = VarlenKernel(WrongRatio())
+    found = {ratio: wrong(kernel, CPU, torch.bfloat16, 64, 64, PLAIN, ratio) for ratio in (1, 2, 5, 8)}
+    assert [ratio for ratio, reason in found.items() if reason is not None] == [8]
 
 
 def test_what_a_kernel_raises_is_the_reason() -> None:

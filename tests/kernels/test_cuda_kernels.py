@@ -9,6 +9,8 @@ from dense_attention import CASES, PLAIN, SCORES, SHAPES, exact, plain, random_p
 from hf_distca.kernels import Kernel, Scores
 from hf_distca.kernels.cuda import CudaKernel
 from hf_distca.kernels.flash_attn import FlashAttnKernel
+from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel
+from hf_distca.kernels.flash_attn_4 import FlashAttn4Kernel
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -16,7 +18,7 @@ if not torch.cuda.is_available():
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture(params=[CudaKernel, FlashAttnKernel])
+@pytest.fixture(params=[CudaKernel, FlashAttnKernel, FlashAttn3Kernel, FlashAttn4Kernel])
 def kernel(request: pytest.FixtureRequest) -> Kernel:
     made: Kernel = request.param()
     reason = made.unsupported(CUDA, torch.bfloat16, 64, 64, PLAIN)

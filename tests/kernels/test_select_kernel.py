@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import logging
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -89,6 +90,19 @@ def test_flash_attn_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         select_kernel("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
 
 
+def test_flash_attn_4_alone_is_no_flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its package has `flash_attn.cute` and nothing above it, which Python takes for a namespace."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    flash_attn._installed.cache_clear()
+    try:
+        with pytest.raises(KernelError, match="the package flash-attn is not installed: pip install flash-attn"):
+            select_kernel("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
+    finally:
+        flash_attn._installed.cache_clear()
+
+
 @pytest.mark.usefixtures("_one_hopper")
 def test_flash_attention_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flash_attention_unsupported(CUDA, torch.bfloat16, 256, 256) is None
@@ -134,6 +148,22 @@ def test_says_what_flash_attention_3_would_do(caplog: pytest.LogCaptureFixture, 
     assert active.endswith(", which is FA3 since torch.nn.attention.activate_flash_attention_impl was called")
 
 
+@pytest.mark.usefixtures("_one_hopper", "_new_log")
+@pytest.mark.parametrize("case", ["named", "slower", "wrong"])
+def test_says_nothing_of_flash_attention_3_where_it_would_not_be_taken(
+    case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
+    if case != "named":
+        monkeypatch.setattr(flash_attn_3, "_interface", object)
+    if case == "wrong":
+        monkeypatch.setattr(kernels, "wrong", lambda kernel, *case: "wrong" if kernel.name == "flash_attn_3" else None)
+    with caplog.at_level(logging.INFO, logger="hf_distca"):
+        name, first = ("cuda", None) if case == "named" else ("auto", "cuda" if case == "slower" else None)
+        assert select_kernel(name, CUDA, torch.bfloat16, 64, 64, PLAIN, first=first).name == "cuda"
+    assert "is made for this GPU" not in caplog.text
+
+
 @pytest.mark.usefixtures("_one_hopper")
 def test_newer_flash_attentions_come_first_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8, 3))
@@ -168,7 +198,7 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
     """It is checked once a case; whether there is a window, and a softcap, makes a case."""
     checked: list[tuple[str, Scores]] = []
 
-    def wrong(kernel: Kernel, device: torch.device, dtype: torch.dtype, width: int, value: int, scores: Scores) -> str | None:
+    def wrong(kernel: Kernel, device: Any, dtype: torch.dtype, width: int, value: int, scores: Scores, ratio: int) -> str | None:
         checked.append((kernel.name, scores))
         return "its results on cuda:0 are wrong: dq by 0.3" if (kernel.name, scores.window) == ("flash_attn_3", None) else None
 
@@ -186,6 +216,27 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
         select_kernel("flash_attn_3", CUDA, torch.bfloat16, 64, 64, PLAIN)
     assert select_kernel("reference", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "reference"
     assert len(checked) == 3
+
+
+@pytest.mark.usefixtures("_one_hopper")
+def test_a_ratio_of_heads_and_deterministic_algorithms_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels have other code for them: one that is wrong for a ratio is passed over where a model has that ratio."""
+    checked: list[int] = []
+
+    def wrong(kernel: Kernel, device: Any, dtype: Any, width: int, value: int, scores: Scores, ratio: int) -> str | None:
+        checked.append(ratio)
+        return "wrong" if (kernel.name, ratio) == ("flash_attn", 8) else None
+
+    def chosen(ratio: int) -> str:
+        return select_kernel("auto", CUDA, torch.bfloat16, 64, 64, PLAIN, ratio=ratio).name
+
+    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8, 3))
+    monkeypatch.setattr(kernels, "wrong", wrong)
+    assert [chosen(ratio) for ratio in (1, 4, 8, 1, 4, 8)] == ["flash_attn", "flash_attn", "cuda"] * 2
+    assert checked == [1, 4, 8, 8], "the last one with the kernel 'cuda'"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert [chosen(1), chosen(1)] == ["flash_attn"] * 2
+    assert checked == [1, 4, 8, 8, 1]
 
 
 @pytest.mark.usefixtures("_new_log")

@@ -68,3 +68,31 @@ def test_a_rank_is_woken_where_it_waits_in_vain(rank_pool: Callable[[int], RankP
     for waiting, looking, seconds in rank_pool(2)(disagree):
         assert waiting == looking == "ranks have [0, 1]"
         assert seconds < 15, "not after the timeout of 60 s"
+
+
+def crash(error: Exception, group: AttentionGroup) -> list[str]:
+    """What a rank learns of a comparison that raises this, when it looks and when it waits."""
+
+    def agree(rows: Sequence[IntArray]) -> None:
+        raise error
+
+    meeting = group.meet(np.array([1]), doing="meeting", agree=agree)
+    found = []
+    for learn in (meeting.wait, lambda: meeting.done):
+        with pytest.raises(type(error)) as caught:
+            learn()
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize("error", [IndexError("too short"), RuntimeError("a bug")])
+def test_a_comparison_that_crashes_is_no_agreement(error: Exception) -> None:
+    assert crash(error, AttentionGroup()) == [str(error)] * 2
+
+
+def crash_in_a_group(rank: int) -> list[str]:
+    return crash(RuntimeError("a bug"), AttentionGroup.create(timeout_seconds=20))
+
+
+def test_a_comparison_that_crashes_is_not_a_rank_that_did_not_come(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2)(crash_in_a_group) == [["a bug"] * 2] * 2

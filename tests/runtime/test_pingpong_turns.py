@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed._composable import checkpoint as by_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
+import forks
 from hf_distca.runtime.pingpong import checkpointed_parts, run_nano_batches, take_turns
 
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
@@ -174,3 +176,40 @@ def test_an_error_in_one_half_unwinds_the_other(failing: int) -> None:
     assert unwound == [failing, 1 - failing]
     assert caught.traceback[-1].name == "run"
     assert torch.is_grad_enabled()
+
+
+def fail_beside_a_checkpoint(failing: int, inside: bool) -> None:
+    """One half raises while the other waits where activations are checkpointed, both inside the caller's hooks or not."""
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        take_turns()
+        take_turns()
+        return y * x
+
+    def half(place: int) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            if place == failing:
+                take_turns()
+                raise ZeroDivisionError(place)
+            return checkpoint(attention, torch.ones(1, requires_grad=True), use_reentrant=False)
+
+        return run
+
+    packed: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t) if inside else nullcontext():
+        with pytest.raises(ZeroDivisionError):
+            run_nano_batches(half(0), half(1), "cpu")
+        before = len(packed)
+        torch.ones((), requires_grad=True).exp()
+        assert len(packed) == before + int(inside), "the hooks of the caller are in force again, and no others"
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_error_beside_a_checkpoint(failing: int, inside: bool) -> None:
+    """In a process of its own: a context that takes hooks off a stack that is not its own may end the process."""
+    process = forks.start(fail_beside_a_checkpoint, failing, inside)
+    process.join(60)
+    assert process.exitcode == 0

@@ -150,9 +150,9 @@ def _settings(config: PreTrainedConfig) -> Iterator[Finding]:
 def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.device) -> Iterator[Finding]:
     """Which kernel runs each kind of layers of a model, and why none that comes before it."""
     softcap = None if config is None else getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
-    cases: list[tuple[str, tuple[int, int], Scores]] = []
+    cases: list[tuple[str, tuple[int, int], Scores, int]] = []
     if config is None:
-        cases.append((f"heads of {_USUAL_WIDTH}", (_USUAL_WIDTH, _USUAL_WIDTH), Scores(1.0)))
+        cases.append((f"heads of {_USUAL_WIDTH}", (_USUAL_WIDTH, _USUAL_WIDTH), Scores(1.0), 1))
     else:
         try:
             keys = layer_keys(config, dtype, device.type)
@@ -162,13 +162,16 @@ def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.d
         for key in keys:
             widths = key.shape.head_dim, key.shape.value_head_dim
             named = f"heads of {widths[0]}" + (f", window {key.window}" if key.window else "") + (", softcap" if softcap else "")
-            cases.append((named, widths, Scores(1.0, key.window, softcap or None)))
-    for named, widths, scores in dict.fromkeys(cases):
-        yield from _case(named, dtype, device, widths, scores)
+            ratio = key.shape.query_heads // key.shape.key_value_heads
+            cases.append((named, widths, Scores(1.0, key.window, softcap or None), ratio))
+    for named, widths, scores, ratio in dict.fromkeys(cases):
+        yield from _case(named, dtype, device, widths, scores, ratio)
 
 
-def _case(named: str, dtype: torch.dtype, device: torch.device, widths: tuple[int, int], scores: Scores) -> Iterator[Finding]:
-    looked_at = survey(device, dtype, *widths, scores)
+def _case(
+    named: str, dtype: torch.dtype, device: torch.device, widths: tuple[int, int], scores: Scores, ratio: int
+) -> Iterator[Finding]:
+    looked_at = survey(device, dtype, *widths, scores, ratio)
     running = next((name for name, reason in looked_at if reason is None), None)
     case = f"{named}, {str(dtype).removeprefix('torch.')} on {device.type}"
     before = [(name, reason) for name, reason in looked_at if reason is not None]

@@ -14,7 +14,7 @@ from hf_distca.kernels.check import wrong
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.cuda import CudaKernel
 from hf_distca.kernels.flash_attn import FlashAttnKernel
-from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel
+from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel, import_error
 from hf_distca.kernels.flash_attn_4 import FlashAttn4Kernel
 from hf_distca.kernels.reference import ReferenceKernel
 
@@ -49,6 +49,7 @@ def select_kernel(
     scores: Scores,
     *,
     first: str | None = None,
+    ratio: int = 2,
 ) -> Kernel:
     """The kernel to run, the same object for the same kernel each time.
 
@@ -60,6 +61,7 @@ def select_kernel(
         value_head_dim: of v and the output.
         scores: scale, window and softcap.
         first: with "auto", the kernel to look at before all others.
+        ratio: query heads for each key/value head.
 
     Raises:
         KernelError: if the named kernel, or with "auto" every kernel, does not support the case or, on a GPU, computes it
@@ -73,9 +75,9 @@ def select_kernel(
     refused: list[str] = []
     for candidate in candidates:
         kernel = _made(candidate)
-        reason = why_not(kernel, device, dtype, head_dim, value_head_dim, scores)
+        reason = why_not(kernel, device, dtype, head_dim, value_head_dim, scores, ratio)
         if reason is None:
-            _announce(kernel.name, device, dtype, scores, refused)
+            _announce(kernel.name, device, dtype, scores, refused, automatic=name == "auto")
             return kernel
         refused.append(f"{kernel.name}: {reason}")
     case = f"{dtype} tensors on {device}{_extras(scores)}, with head dim {head_dim} and value head dim {value_head_dim}"
@@ -84,14 +86,16 @@ def select_kernel(
     raise KernelError(f'Kernel {name!r} cannot run {case}: {reason}. Set kernel="auto" to use what runs there.')
 
 
-def runnable(device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores) -> list[Kernel]:
+def runnable(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores, ratio: int = 2
+) -> list[Kernel]:
     """The fast kernels of a device that run a case, in the order in which "auto" looks at them."""
     kernels = [_made(kind) for kind, where in _KERNELS if where == device.type]
-    return [kernel for kernel in kernels if why_not(kernel, device, dtype, head_dim, value_head_dim, scores) is None]
+    return [kernel for kernel in kernels if why_not(kernel, device, dtype, head_dim, value_head_dim, scores, ratio) is None]
 
 
 def why_not(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores, ratio: int = 2
 ) -> str | None:
     """Why a kernel cannot run a case, or must not because it computes it wrongly on that GPU; None if it can.
 
@@ -100,19 +104,21 @@ def why_not(
     reason = kernel.unsupported(device, dtype, head_dim, value_head_dim, scores)
     if reason is not None or device.type != "cuda" or kernel.name == ReferenceKernel.name:
         return reason
-    case = (kernel.name, device, dtype, head_dim, value_head_dim, scores.window is None, scores.softcap is None)
+    # Kernels have other code for each of these, for ratios of heads and deterministic algorithms above all in backward.
+    shape = (head_dim, value_head_dim, ratio, scores.window is None, scores.softcap is None)
+    case = (kernel.name, device, dtype, *shape, torch.are_deterministic_algorithms_enabled())
     if case not in _checked:
-        _checked[case] = wrong(kernel, device, dtype, head_dim, value_head_dim, scores)
+        _checked[case] = wrong(kernel, device, dtype, head_dim, value_head_dim, scores, ratio)
     return _checked[case]
 
 
 def survey(
-    device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores, ratio: int = 2
 ) -> list[tuple[str, str | None]]:
     """What "auto" looks at for a case, in this order: each kernel's name, and why it cannot run, None for the one it takes."""
     found: list[tuple[str, str | None]] = []
     for kernel in (_made(kind) for kind, where in _KERNELS if where in (device.type, None)):
-        found.append((kernel.name, why_not(kernel, device, dtype, head_dim, value_head_dim, scores)))
+        found.append((kernel.name, why_not(kernel, device, dtype, head_dim, value_head_dim, scores, ratio)))
         if found[-1][1] is None:
             break
     return found
@@ -123,7 +129,9 @@ def _made(kind: type[Kernel]) -> Kernel:
     return kind()
 
 
-def _announce(name: str, device: torch.device, dtype: torch.dtype, scores: Scores, refused: list[str]) -> None:
+def _announce(
+    name: str, device: torch.device, dtype: torch.dtype, scores: Scores, refused: list[str], *, automatic: bool
+) -> None:
     """Say once which kernel runs; as a warning where "auto" found none of the fast ones of a GPU."""
     case = (name, device.type, dtype, _extras(scores))
     if case in _said:
@@ -134,7 +142,7 @@ def _announce(name: str, device: torch.device, dtype: torch.dtype, scores: Score
     if name == "reference" and refused and device.type == "cuda":
         _logger.warning("%s, far slower than flash attention%s.%s", message, why, _way_out(dtype, scores))
     else:
-        _logger.info("%s%s%s", message, why, _faster(name, device))
+        _logger.info("%s%s%s", message, why, _faster(name, device, automatic))
 
 
 def _extras(scores: Scores) -> str:
@@ -153,11 +161,12 @@ def _way_out(dtype: torch.dtype, scores: Scores) -> str:
     return f" To speed it up, {' and '.join(ways)}." if ways else ""
 
 
-def _faster(name: str, device: torch.device) -> str:
+def _faster(name: str, device: torch.device, automatic: bool) -> str:
     """What torch's own kernel runs in place of flash-attention 2, or what is made for the GPU; "" for all others."""
     if name != "cuda" or torch.version.hip is not None:
         return ""
     if (active := torch.nn.attention.current_flash_attention_impl()) is not None:
         return f", which is {active} since torch.nn.attention.activate_flash_attention_impl was called"
-    hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return "; FlashAttention 3 (flash_attn_interface) is made for this GPU, and is taken where it is installed" if hopper else ""
+    if not automatic or torch.cuda.get_device_capability(device)[0] != 9 or import_error() is None:
+        return ""
+    return "; FlashAttention 3 (flash_attn_interface) is made for this GPU, and is taken where it is installed"

@@ -16,17 +16,18 @@ from hf_distca.kernels.reference import ReferenceKernel
 __all__ = ["wrong"]
 
 # Slices that share keys, a slice with a long context, whole documents, rows that no task covers; longer and shorter than a tile.
-_TASKS = TaskBatch((0, 130, 340, 400, 401), (130, 200, 60, 1, 150), (0, 0, 330, 330, 620), (130, 330, 290, 290, 150))
+# Tasks of a call lie one after another, which makes it one of views, or do not, which makes it one of gathered copies.
+_TASKS = TaskBatch((0, 131, 331, 130, 401), (130, 200, 60, 1, 150), (0, 0, 330, 330, 620), (130, 330, 290, 290, 150))
 _ROWS, _KEYS = 560, 770
 _SCALE = 0.7  # of 1 / sqrt(head dim): no kernel's own
 _WINDOW = 100  # keys: it hides some of those tasks' keys
 _SOFTCAP = 1.0  # below many of the scores
-_HEADS, _KEY_HEADS = 4, 2
+_KEY_HEADS = 2
 _UNITS = 2.0  # bound of the relative error of a result (norms), in units in the last place of its dtype
 
 
 def wrong(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores, ratio: int = 2
 ) -> str | None:
     """What a kernel computes wrongly, None if nothing. The host waits for the device.
 
@@ -34,6 +35,7 @@ def wrong(
         kernel: one that says that it supports the case.
         device, dtype, head_dim, value_head_dim: the case.
         scores: of these counts whether there is a window, and whether there is a softcap.
+        ratio: query heads for each key/value head.
 
     Returns:
         The results that are further from `ReferenceKernel` in float32 than twice the precision of `dtype`, or what was raised.
@@ -43,9 +45,11 @@ def wrong(
     try:
         # Of its own: the random numbers of training stay what they are.
         generator = torch.Generator().manual_seed(0)
-        sizes = ((_ROWS, _HEADS, head_dim), (_KEYS, _KEY_HEADS, head_dim), (_KEYS, _KEY_HEADS, value_head_dim))
+        heads = ratio * _KEY_HEADS
+        sizes = ((heads, _ROWS, head_dim), (_KEY_HEADS, _KEYS, head_dim), (_KEY_HEADS, _KEYS, value_head_dim))
         made = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
-        pools = [made(size).to(device, dtype) for size in (*sizes, (_ROWS, _HEADS, value_head_dim))]
+        # As models lay out q, k and v: heads before rows, of which kernels get views.
+        pools = [made(size).to(device, dtype).transpose(0, 1) for size in (*sizes, (heads, _ROWS, value_head_dim))]
         with torch.autocast(device.type, enabled=False):
             found = _results(kernel, pools, seen)
             expected = _results(ReferenceKernel(), [pool.float() for pool in pools], seen)

@@ -188,7 +188,7 @@ class CpuKernel:
         # A key is in several blocks of a window, so its gradient is a sum even where no task shares it.
         summed = dtype if scores.window is None else accumulation_dtype(dtype)
         sums = [work.room(q_THD, q_THD.shape[1], width)]
-        sums += [torch.zeros((*x.shape[:2], width), dtype=summed) for x in padded[1:]]
+        sums += [x.new_zeros((*x.shape[:2], width), dtype=summed) for x in padded[1:]]
         for documents in work.documents:
             _backward_documents(sums, padded, outputs, documents, scores, add=tasks.shares_keys)
         pools, grads = (_Pools(*map(_heads_first, three)) for three in (padded, sums))
@@ -242,9 +242,10 @@ def _blocks(task: _Task, window: int) -> Iterator[_Task]:
 @lru_cache(maxsize=16)
 def _block_mask(window: int, dtype: torch.dtype) -> torch.Tensor:
     """0 where a row of a whole block sees a key, else -inf: (rows, rows + window - 1)."""
-    keys_behind = torch.arange(_BLOCK_ROWS + window - 1) - torch.arange(_BLOCK_ROWS)[:, None]
+    keys, rows = (torch.arange(size, device="cpu") for size in (_BLOCK_ROWS + window - 1, _BLOCK_ROWS))
+    keys_behind = keys - rows[:, None]
     hidden = (keys_behind < 0) | (keys_behind >= window)
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
 
 
 def _parts(task: _Task, scores: Scores, dtype: torch.dtype) -> list[tuple[int, int, bool, torch.Tensor | None]]:

@@ -23,7 +23,8 @@ _OLDEST = (2, 6, 2)
 @cache
 def _installed() -> tuple[int, ...] | None:
     """Major, minor and micro version of the installed package, None if there is none."""
-    if find_spec("flash_attn") is None:
+    spec = find_spec("flash_attn")
+    if spec is None or spec.origin is None:  # flash-attn-4 alone has flash_attn.cute, which makes flash_attn a namespace
         return None
     try:
         found = version("flash-attn")

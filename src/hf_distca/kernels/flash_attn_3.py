@@ -19,12 +19,18 @@ from hf_distca.kernels.cuda import flash_attention_unsupported
 from hf_distca.kernels.packages import imported
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
-__all__ = ["FlashAttn3Kernel"]
+__all__ = ["FlashAttn3Kernel", "import_error"]
 
 
 def _interface() -> Any:
     """The package's module, or the exception that importing it raised."""
     return imported("flash_attn_interface")
+
+
+def import_error() -> Exception | None:
+    """What importing the package raised, None if it is there."""
+    found = _interface()
+    return found if isinstance(found, Exception) else None
 
 
 def _op(name: str) -> Any:
@@ -103,6 +109,6 @@ class FlashAttn3Kernel(VarlenKernel):
             return reason
         if torch.cuda.get_device_capability(device)[0] != 9:
             return f"FlashAttention 3 is for Hopper GPUs (compute capability 9), {device} is none"
-        if isinstance(found := _interface(), Exception):
-            return f"FlashAttention 3 cannot be imported ({type(found).__name__}: {found})"
+        if (error := import_error()) is not None:
+            return f"FlashAttention 3 cannot be imported ({type(error).__name__}: {error})"
         return None

@@ -1,4 +1,4 @@
-"""What the kernels share about pools of rows: accumulation dtypes, head groups and padding of the last dimension."""
+"""What the kernels share about pools of rows: accumulation dtypes, checks of their shapes and padding of the last dimension."""
 
 from __future__ import annotations
 

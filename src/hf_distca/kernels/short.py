@@ -150,8 +150,8 @@ def _documents(tasks: TaskBatch, members: list[int], length: int) -> Documents:
 def _rows(starts: Sequence[int], lengths: Sequence[int], length: int) -> Rows:
     if min(lengths) == length and all(after - before == length for before, after in pairwise(starts)):
         return Rows(len(starts), length, starts[0], None)
-    at = torch.arange(length)
-    start_B1, length_B1 = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
+    at = torch.arange(length, device="cpu")
+    start_B1, length_B1 = (torch.tensor(x, device="cpu")[:, None] for x in (starts, lengths))
     rows = (start_B1 + at.minimum(length_B1 - 1)).flatten()
     is_real = (at < length_B1).flatten()
     real = is_real.nonzero().flatten()

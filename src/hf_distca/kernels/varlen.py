@@ -224,8 +224,8 @@ def _op_call(tasks: TaskBatch, members: list[int], device: torch.device) -> _OpC
         rows=_run([tasks.query_start[i] for i in members], row_lengths, device),
         keys=_run([tasks.key_start[i] for i in members], key_lengths, device),
         sequences=Sequences(
-            cu_rows=to_device(torch.tensor([0, *accumulate(row_lengths)], dtype=torch.int32), device),
-            cu_keys=to_device(torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32), device),
+            cu_rows=to_device(torch.tensor([0, *accumulate(row_lengths)], dtype=torch.int32, device="cpu"), device),
+            cu_keys=to_device(torch.tensor([0, *accumulate(key_lengths)], dtype=torch.int32, device="cpu"), device),
             max_rows=max(row_lengths),
             max_keys=max(key_lengths),
         ),
@@ -236,7 +236,7 @@ def _run(starts: Sequence[int], lengths: Sequence[int], device: torch.device) ->
     expected = accumulate(lengths[:-1], initial=starts[0])
     if all(start == want for start, want in zip(starts, expected, strict=True)):
         return _Run(starts[0], sum(lengths), None)
-    index = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
+    index = torch.cat([torch.arange(start, start + length, device="cpu") for start, length in zip(starts, lengths, strict=True)])
     return _Run(0, sum(lengths), to_device(index, device))
 
 

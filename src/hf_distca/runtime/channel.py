@@ -80,7 +80,7 @@ class Channel:
         """Start to receive the messages of the exchange that is launched next.
 
         A message travels once its receiver is ready for it. Ranks that are ready before they compute have it when they are done.
-        Only over gloo: elsewhere an exchange is one operation.
+        That is so over gloo: elsewhere an exchange is one operation, which `start` begins.
 
         Args:
             received, receive_bytes, name: as for `start`.
@@ -89,7 +89,8 @@ class Channel:
             What `start` is to go on with.
         """
         transfer = self._begun(received, *self._named(name))
-        self._add(transfer, self._receives(transfer, receive_bytes))
+        if self.over_gloo:
+            self._add(transfer, self._receives(transfer, receive_bytes))
         return transfer
 
     def start(
@@ -110,18 +111,14 @@ class Channel:
             expected: what `expect` made for the same `received`.
         """
         doing, tag = self._named(name)
+        transfer = expected or self.expect(received, receive_bytes, name)
+        if transfer.tag != tag:
+            raise RuntimeError(f"{transfer.doing} was expected next, and not {doing}")
         self._sum.add(doing, self.launched)
-        if expected is not None and expected.tag != tag:
-            raise RuntimeError(f"{expected.doing} was expected next, and not {doing}")
-        transfer = expected or self._begun(received, doing, tag)
         self.launched += 1
         transfer.deadline, transfer.sent = self._deadline(), sent.to("cpu", copy=True) if self._staged(sent) else sent
-        if not self.over_gloo:
-            self._add(transfer, self._all_to_all(transfer, receive_bytes, send_bytes))
-            return transfer
-        if expected is None:
-            self._add(transfer, self._receives(transfer, receive_bytes))
-        self._add(transfer, self._sends(transfer, receive_bytes, send_bytes))
+        launch = self._sends if self.over_gloo else self._all_to_all
+        self._add(transfer, launch(transfer, receive_bytes, send_bytes))
         return transfer
 
     def _named(self, name: str | None) -> tuple[str, int]:
@@ -134,7 +131,7 @@ class Channel:
     def _begun(self, received: torch.Tensor, doing: str, tag: int) -> Transfer:
         landing = None
         if self._staged(received):
-            landing, received = received, torch.empty(received.shape, dtype=received.dtype)
+            landing, received = received, torch.empty(received.shape, dtype=received.dtype, device="cpu")
         transfer = Transfer(self, [], received, doing, tag, self._deadline(), landing)
         self.watch.under_way.add(transfer)
         return transfer
@@ -192,7 +189,7 @@ class Transfer:
     tag: int
     deadline: float
     landing: torch.Tensor | None = None
-    sent: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8))
+    sent: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8, device="cpu"))
 
     def wait(self) -> None:
         """Wait until all has arrived and left; on CUDA only the current stream waits.

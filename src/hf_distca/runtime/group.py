@@ -207,7 +207,7 @@ class AttentionGroup:
             doing: what the ranks are doing, for the error if one of them does not come.
             agree: what to do with the rows of all ranks, in a thread of its own; see `Meeting`.
         """
-        sent = torch.tensor([len(row), *row], dtype=torch.int64)
+        sent = torch.tensor([len(row), *row], dtype=torch.int64, device="cpu")
         if self.control is None:
             return Meeting(sent[None], None, agree, None, doing)
         rows, work = self._start_padded(sent, _WIDTH, self.control)
@@ -256,16 +256,16 @@ class AttentionGroup:
         return [text] if self.watch is None else self.watch.tell(text)
 
     def _gather_rows(self, row: IntArray, control: dist.ProcessGroup) -> list[IntArray]:
-        first = self._gather_padded(torch.tensor([len(row), *row[:_FIRST]], dtype=torch.int64), _WIDTH, control)
+        first = self._gather_padded(torch.tensor([len(row), *row[:_FIRST]], dtype=torch.int64, device="cpu"), _WIDTH, control)
         rows, more = [part[1 : 1 + part[0]] for part in first], np.maximum(first[:, 0] - _FIRST, 0)
-        longest, rest = int(more.max()), torch.tensor(row[_FIRST:], dtype=torch.int64)
+        longest, rest = int(more.max()), torch.tensor(row[_FIRST:], dtype=torch.int64, device="cpu")
         if not longest:
             return rows
         if self.size * longest <= 2 * int(more.sum()):  # of about one length
             rests = self._gather_padded(rest, longest, control)
             return [np.concatenate([rows[r], rests[r, :length]]) for r, length in enumerate(more)]
         for rank in np.flatnonzero(more).tolist():
-            part = rest if rank == self.rank else torch.empty(more[rank], dtype=torch.int64)
+            part = rest if rank == self.rank else torch.empty(more[rank], dtype=torch.int64, device="cpu")
             dist.broadcast(part, group=control, group_src=rank)
             rows[rank] = np.concatenate([rows[rank], part.numpy()])
         return rows
@@ -278,9 +278,9 @@ class AttentionGroup:
 
     def _start_padded(self, row: torch.Tensor, width: int, control: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
         """Start to gather them. Over gloo an all-to-all is one step, an all-gather one a rank."""
-        padded = torch.zeros(width, dtype=torch.int64)
+        padded = torch.zeros(width, dtype=torch.int64, device="cpu")
         padded[: len(row)] = row
-        rows = torch.empty((self.size, width), dtype=torch.int64)
+        rows = torch.empty((self.size, width), dtype=torch.int64, device="cpu")
         work = dist.all_to_all_single(rows.view(-1), padded.repeat(self.size), group=control, async_op=True)
         return rows, work
 
@@ -307,8 +307,8 @@ _made = _Made()
 
 def _told(number: int, ranks: int, control: dist.ProcessGroup) -> list[int]:
     """What each rank says."""
-    told = torch.empty(ranks, dtype=torch.int64)
-    dist.all_to_all_single(told, torch.full((ranks,), number, dtype=torch.int64), group=control)
+    told = torch.empty(ranks, dtype=torch.int64, device="cpu")
+    dist.all_to_all_single(told, torch.full((ranks,), number, dtype=torch.int64, device="cpu"), group=control)
     return [int(one) for one in told]
 
 

@@ -36,8 +36,8 @@ class Meeting:
         doing: str,
     ) -> None:
         self._rows, self._work, self._agree, self._watch, self._doing = rows, work, agree, watch, doing
-        self._failure: RuntimeError | None = None
-        self._disagreement: DistCADesyncError | None = None
+        self._lost: RuntimeError | None = None  # of the collective: others did not come
+        self._failure: Exception | None = None  # of what was to be done with the rows
         self._thread = Thread(target=self._attend, name="distca meeting", daemon=True)
         self._thread.start()
 
@@ -47,13 +47,14 @@ class Meeting:
 
         Raises:
             DistCADesyncError: if the ranks do not do the same, or not all came.
+            Exception: what else `agree` raised.
         """
         if self._thread.is_alive():
             return False
-        if self._disagreement is not None:
-            raise self._disagreement
+        if self._lost is not None:
+            raise self._lost if self._watch is None else self._watch.give_up(self._doing, self._lost)
         if self._failure is not None:
-            raise self._failure if self._watch is None else self._watch.give_up(self._doing, self._failure)
+            raise self._failure
         return True
 
     @property
@@ -65,7 +66,7 @@ class Meeting:
         """Wait until it is over.
 
         Raises:
-            DistCADesyncError: as `done`.
+            Exception: as `done`.
         """
         self._thread.join()
         _ = self.done
@@ -74,10 +75,12 @@ class Meeting:
         try:
             if self._work is not None:
                 self._work.wait()
-            self._agree(self.rows)
-        except DistCADesyncError as error:
-            self._disagreement = error
-            if self._watch is not None:
-                self._watch.part(error)
         except RuntimeError as error:
+            self._lost = error
+            return
+        try:
+            self._agree(self.rows)
+        except Exception as error:  # a thread would drop it, and ranks that were never compared would pass for equal
             self._failure = error
+            if self._watch is not None and isinstance(error, DistCADesyncError):
+                self._watch.part(error)

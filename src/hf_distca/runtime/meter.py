@@ -12,8 +12,8 @@ import torch
 
 __all__ = ["Meter"]
 
-# Kernel calls on CUDA whose times are not known yet, at most. A stream takes about a thousand launches before it makes the host
-# wait, and a call is several of them: a host is hardly ever this far ahead.
+# Kernel calls and parts of exchanges on CUDA whose times are not known yet, at most. A stream takes about a thousand launches
+# before it makes the host wait, and each of these is several of them: a host is hardly ever this far ahead.
 _MOST_RUNNING = 1024
 
 
@@ -58,7 +58,7 @@ class Meter:
         sent_bytes: bytes sent to other ranks.
         calls: calls of core attention that computed it, which is layers times forward passes.
         recalls: calls in a recompute that found what the first forward computed.
-        running: kernel calls of this meter, its parts and its whole whose times are not known yet.
+        running: kernel calls and parts of exchanges of this meter, its parts and its whole whose times are not known yet.
     """
 
     def __init__(self, whole: Meter | None = None) -> None:
@@ -102,7 +102,8 @@ class Meter:
     def kernel(self, device: torch.device, *, backward: bool = False) -> Iterator[None]:
         """Times the kernel call inside: by the clock on the CPU, by events on the current CUDA stream.
 
-        On CUDA the host waits here only where it is more than a thousand calls ahead of the device, for the oldest of them.
+        On CUDA the host waits here only where it is more than a thousand of these and parts of exchanges ahead of the
+        device, for the oldest of them.
         """
         self.count(kernel_calls=1, backward_calls=int(backward))
         with self._timed(device, exchange=False):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,12 +34,19 @@ class _NanoBatch(greenlet):
         self.device_type = device_type
         self.modes = _Modes.current(device_type)
 
-    def resume(self) -> object:
+    def resume(self) -> None:
         """Let the nano-batch run until it takes turns or ends."""
+        self._go(self.switch)
+
+    def end(self) -> None:
+        """End the nano-batch where it waits. The contexts that it is inside of leave with its own modes in place."""
+        self._go(partial(self.throw, GreenletExit))
+
+    def _go(self, step: Callable[[], object]) -> None:
         outside = _Modes.current(self.device_type)
         self.modes.set(self.device_type)
         try:
-            return self.switch()
+            step()  # its result is dropped here: a `GreenletExit` holds frames, and those what checkpointing leaves when they go
         finally:
             self.modes = _Modes.current(self.device_type)
             outside.set(self.device_type)
@@ -69,7 +77,7 @@ def run_nano_batches(first: Callable[[], T], second: Callable[[], T], device_typ
     finally:
         for one in both:
             if not one.dead:
-                one.throw(GreenletExit)
+                one.end()
     return results[0], results[1]
 
 

@@ -6,11 +6,9 @@ A part of what is timed is kept aside: rates are fitted to the rest, and their e
 from __future__ import annotations
 
 import datetime
-import hashlib
 import math
 import os
 import platform
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +25,7 @@ from hf_distca.errors import ConfigError
 from hf_distca.kernels import Scores, select_kernel
 from hf_distca.runtime.calibrate import BACKWARD, BATCHES, Documents, timed
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.nodes import node_number
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
 
@@ -176,8 +175,7 @@ def _exchange_rates(wanted: Wanted, group: AttentionGroup, say: Said) -> tuple[E
     """Rates inside a node and between nodes, each None without two ranks of the kind."""
     if group.size == 1:
         return None, None
-    node = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:7], "big")
-    rows = group.gather(np.array([node], dtype=np.int64), doing="telling which node this is")
+    rows = group.gather(np.array([node_number()], dtype=np.int64), doing="telling which node this is")
     nodes = [int(row[0]) for row in rows]
     others = [rank for rank in range(group.size) if rank != group.rank]
     found = []

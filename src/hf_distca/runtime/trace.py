@@ -4,7 +4,8 @@ Spans of a rank, forward and backward:
 
 - ``dispatch`` and ``return``: an exchange, from its launch until its rows are there;
 - ``wait``: the part of it in which nothing else was computed;
-- ``pack``: rows gathered and launched, or unpacked; ``server``: tasks that run, the rank's own and those that arrived;
+- ``pack``: rows gathered and launched; ``unpack``: those that returned put in their places;
+- ``server``: tasks that run, the rank's own and those that arrived;
 - ``linear``: what lies between, which is everything else in the layers. It is counted to the nano-batch whose attention ended
   before it, or else to the one whose attention begins after it. At the border of two layers that were cut, it is split.
 """

@@ -29,7 +29,7 @@ _LONGEST_WORD = 400  # characters
 _WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
 _BREAK_TAG = 2**31 - 1  # no message has it
 _ALL_CLOSED = ("Timed out", "Application timeout")  # in gloo's errors: now, or before; other errors are of one connection
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def patience(timeout_seconds: float) -> float:

@@ -1,0 +1,104 @@
+"""Where tensors are made: a user may have called `torch.set_default_device("cuda")`. Here "meta", where no number can be read."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._device import _device_constructors
+
+from hf_distca.kernels import Scores, TaskBatch
+from hf_distca.kernels.cpu import CpuKernel, _block_mask
+from hf_distca.kernels.varlen import _op_call
+from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.route import Route
+from hf_distca.runtime.server import AttentionServer
+from hf_distca.schedule.cost import AttentionShape
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import CATask, Plan
+from hf_distca.schedule.waves import Waves
+from ranks import RankPool
+
+ROOMS = Path(__file__).parents[2] / "src" / "hf_distca"
+FILES = sorted(path for room in ("kernels", "runtime") for path in (ROOMS / room).glob("*.py"))
+FOLLOW_THE_DEFAULT = {function.__name__ for function in _device_constructors()}
+HEADS, KEY_HEADS, DIM = 4, 2, 16
+
+# Short documents that share a call, and a long one whose slices are moved.
+ROWS = [[(0, 0, 64)], [(1, 0, 20), (2, 0, 18)]]
+TASKS = [(0, 0, 32, 0, 0), (0, 32, 64, 0, 1), (1, 0, 20, 1, 1), (2, 0, 18, 1, 1)]
+
+
+def made(path: Path) -> Iterator[ast.Call]:
+    """Where a file makes a tensor by a function of torch that follows the default device, also by `partial`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            function = node.args[0] if getattr(node.func, "id", None) == "partial" else node.func
+            named = isinstance(function, ast.Attribute) and function.attr in FOLLOW_THE_DEFAULT
+            if named and ast.unparse(function.value) == "torch":
+                yield node
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_tensors_are_made_on_a_device_that_is_named(path: Path) -> None:
+    named = [(call, {keyword.arg for keyword in call.keywords}) for call in made(path)]
+    assert not [f"line {call.lineno}: {ast.unparse(call)}" for call, words in named if not words & {"device", None}]
+
+
+def test_what_makes_tensors_is_found() -> None:
+    assert {"empty", "zeros", "ones", "full", "arange", "tensor", "randn"} <= FOLLOW_THE_DEFAULT
+    assert sum(len(list(made(path))) for path in FILES) > 10
+
+
+def step(rank: int, window: int | None, device: str | None) -> list[object]:
+    """All that ranks say to each other, and a layer forward and backward, on the CPU."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = sum(length for *_, length in ROWS[rank])
+    q, k, v, do = (torch.randn(tokens, heads, DIM, generator=generator) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    _block_mask.cache_clear()
+    torch.set_default_device(device)
+    try:
+        group = AttentionGroup.create(timeout_seconds=30)
+        numbers = [np.arange(length) for length in (3, 150 + rank, 150 + 400 * rank)]
+        gathered = [[row.tolist() for row in group.gather(one, doing="gathering")] for one in numbers]
+        meeting = group.meet(numbers[0] + rank, doing="meeting", agree=lambda rows: None)
+        meeting.wait()
+        traded = group.trade(torch.tensor([rank, rank], device="cpu"), [1, 1], [1, 1], doing="trading")
+        plan = Plan.from_tasks(Layout.from_segments(ROWS, [0, 0]), [CATask(*task) for task in TASKS], window)
+        shape = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 4)
+        server = AttentionServer(CpuKernel(), Scores(0.2, window), Meter())
+        route = Route.build(plan, rank, Waves.of(plan, shape, 8, None))
+        out = core_attention(Inputs(*leaves), Call(route, group, server))
+        out.backward(do)
+    finally:
+        torch.set_default_device(None)
+    rows = [row.tolist() for row in meeting.rows]
+    return [gathered, rows, traded.tolist(), *(x.detach().numpy() for x in (out, *(leaf.grad for leaf in leaves)))]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_step_does_not_notice(rank_pool: Callable[[int], RankPool], window: int | None) -> None:
+    plain, other = (rank_pool(2)(step, window, device) for device in (None, "meta"))
+    for mine, expected in zip(other, plain, strict=True):
+        assert mine[:3] == expected[:3]
+        for found, wanted in zip(mine[3:], expected[3:], strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+def test_index_tensors_are_made_on_the_host() -> None:
+    torch.set_default_device("meta")
+    try:
+        call = _op_call(TaskBatch((4, 0), (3, 2), (9, 0), (5, 2)), [0, 1], torch.device("cpu"))
+    finally:
+        torch.set_default_device(None)
+    assert call.sequences.cu_rows.tolist() == [0, 3, 5]
+    assert call.rows.index is not None
+    assert call.rows.index.tolist() == [4, 5, 6, 0, 1]
