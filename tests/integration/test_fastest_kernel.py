@@ -43,7 +43,7 @@ def test_it_is_taken_and_calibrated(
     hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost_model, kernel=kernel))
     session = current_session()
     session.learn_cost(PlanKey(SHAPE, device, None), QUERY, AttentionGroup())
-    assert session.kernel(QUERY, (16, 16), Scores(1.0)).name == expected
-    assert session.kernel(QUERY, (16, 24), Scores(1.0)).name == ("cpu" if kernel == "auto" else kernel), "of this shape alone"
+    assert session.kernel(QUERY, (16, 16), Scores(1.0), 2).name == expected
+    assert session.kernel(QUERY, (16, 24), Scores(1.0), 2).name == ("cpu" if kernel == "auto" else kernel), "of this shape alone"
     assert calibrated == ([expected] if cost_model == "calibrated" else [])
     hf_distca.configure()

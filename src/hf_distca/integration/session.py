@@ -244,7 +244,7 @@ class Session:
         outputs = None if work.outputs is None else work.outputs.of(module)
         tracer = Tracer(self.trace, work.nano, number + 1, q_THD.device)
         with reporting():
-            kernel = self.kernel(q_THD, (q_THD.shape[-1], v_TKV.shape[-1]), scores)
+            kernel = self.kernel(q_THD, (q_THD.shape[-1], v_TKV.shape[-1]), scores, q_THD.shape[1] // k_TKD.shape[1])
             server = AttentionServer(kernel, scores, work.meter, tracer, reporting)
             return core_attention(inputs, Call(work.route, group, server, outputs))
 
@@ -259,10 +259,10 @@ class Session:
                 raise
             raise type(error)(f"rank {group.ranks[group.rank]}: {error}") from error
 
-    def kernel(self, query: torch.Tensor, widths: tuple[int, int], scores: Scores) -> Kernel:
-        """The kernel for the device and dtype of a tensor, and heads of these widths of keys and values."""
+    def kernel(self, query: torch.Tensor, widths: tuple[int, int], scores: Scores, ratio: int) -> Kernel:
+        """The kernel for the device and dtype of a tensor, heads of these widths of keys and values, so many queries a key."""
         first = self._fastest.get((query.dtype, widths))
-        kernel = select_kernel(self.config.kernel, query.device, query.dtype, *widths, scores, first=first)
+        kernel = select_kernel(self.config.kernel, query.device, query.dtype, *widths, scores, first=first, ratio=ratio)
         self.kernels[kernel.name] = None
         return kernel
 
@@ -277,7 +277,7 @@ class Session:
                 names = get_args(KernelName)
                 with said_if_long("comparing attention kernels before the first plan"):
                     self._fastest[query.dtype, widths] = fastest(key.shape, names, query.dtype, query.device, group)
-            kernel = self.kernel(query, widths, Scores(1.0))
+            kernel = self.kernel(query, widths, Scores(1.0), key.shape.query_heads // key.shape.key_value_heads)
             with said_if_long(f"timing the attention kernel {kernel.name!r} before the first plan"):
                 cost = calibrate(cost, kernel, query.dtype, query.device, group)
         self.planner.costs[key.shape, key.device] = cost

@@ -13,7 +13,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from hf_distca.errors import UnsupportedError
@@ -63,6 +62,8 @@ class OneStageSchedule(PipelineScheduleSingle):
 
     def _warmup_p2p(self, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
         """Every stage says what travels: there is nothing to vote on, for which stages would wait without a bound."""
+        from torch.distributed.pipelining._utils import InferenceMode  # versions without this vote do not have it
+
         for stage in stages:
             stage._inference_mode = InferenceMode.STATIC
 
