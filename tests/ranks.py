@@ -21,7 +21,7 @@ class RankPool:
     """`world_size` processes in one gloo world. Call it with a module-level function and arguments."""
 
     def __init__(self, world_size: int, *, daemon: bool = True) -> None:
-        self.world_size = world_size
+        self.world_size, self.calls = world_size, 0
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
@@ -33,6 +33,7 @@ class RankPool:
 
     def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Run ``function(rank, *args)`` on every rank; return the results in rank order, or raise the first failure."""
+        self.calls += 1
         for pipe in self._pipes:
             pipe.send((function, args))
         results: dict[int, Any] = {}
