@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +23,14 @@ from hf_distca.pipeline import Schedule, split
 from hf_distca.pipeline.step import Mail
 from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
+
+
+@pytest.fixture(autouse=True)
+def _ranks_of_its_own(rank_pool: Callable[[int], RankPool]) -> Iterator[None]:
+    """A wait that ends in vain closes the connections of the world, which is the group of the stages here."""
+    yield
+    rank_pool(2).close()
+
 
 TIMEOUT = 4.0
 SLACK = 4.0  # a busy machine, and the words of others
