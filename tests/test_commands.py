@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ import scripts
 from pages import ROOT, commands, on_a_page, words_of
 from test_example import LAUNCH, OTHERS, run_program
 
+# Needs rights that not every machine gives.
+PARTS_OF_CORES = "python benchmarks/pipeline.py --stages 4 --core-share 0.45 --tokens 16384"
 # What makes a command of the pages small enough for a test.
 SMALL = {
     "python benchmarks/step_time.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --sdpa-rounds 0 --json out.json",
@@ -37,6 +40,7 @@ SMALL = {
     "python benchmarks/paper_table.py": "--batches 1 --rows 0 --json out.json",
     "python benchmarks/simulator_picture.py simulated.png": "--contexts 64 --ranks 8 --middle 8 --batches 1",
     "python benchmarks/pipeline.py": "--tokens 64 --micro-batches 2 --layers 2 --heads 2 --rounds 1 --json out.json",
+    PARTS_OF_CORES: "--tokens 64 --micro-batches 4 --rounds 1 --json out.json",
     "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
     "python tests/engines/equal_training.py": '--only "Trainer, DDP, 2 ranks" --steps 2 --json out.json',
 }
@@ -45,6 +49,7 @@ LONG = {
     "python benchmarks/step_time.py",
     "python benchmarks/overlap.py",
     "python benchmarks/pipeline.py",
+    PARTS_OF_CORES,
     "python tests/engines/matrix.py --quick",
     "python benchmarks/networks.py",
     "python tests/engines/equal_training.py",
@@ -139,7 +144,10 @@ def test_extras_that_pages_install_exist() -> None:
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("command", [pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in SMALL])
-def test_the_command_runs(command: str, tmp_path: Path) -> None:
+def test_the_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if command == PARTS_OF_CORES:
+        monkeypatch.syspath_prepend(ROOT / "benchmarks")
+        _parts_of_cores_or_skip()
     words = words_of(command)
     run = run_program if command == AS_USERS_DO else scripts.run
     run([*words, *shlex.split(SMALL[command])], tmp_path, timeout=180)
@@ -147,6 +155,14 @@ def test_the_command_runs(command: str, tmp_path: Path) -> None:
         assert json.loads((tmp_path / "out.json").read_text())
     else:
         assert (tmp_path / words[-1]).read_bytes().startswith(b"\x89PNG")
+
+
+def _parts_of_cores_or_skip() -> None:
+    try:
+        with import_module("core_share").core_shares(1, 0.5):
+            pass
+    except RuntimeError as error:
+        pytest.skip(str(error))
 
 
 # Two of them collect as the third does. Of the whole folder one file will do: whoever runs this test has collected the rest.

@@ -223,6 +223,8 @@ def _from_lengths(packed: PackedDocuments | None, cu_seq_lens: torch.Tensor | No
 def _without_padding(local: Documents, batch_size: int, length: int, padding: torch.Tensor | None) -> Documents:
     """The tokens of `local` that are not padding. Its lengths cover all tokens of the batch, or just these."""
     tokens, total = int(local.rows[:, 2].sum()), batch_size * length
+    if padding is None and tokens == total:
+        return local
     valid = np.ones(total, dtype=np.bool_) if padding is None else padding.reshape(-1).cpu().numpy()
     real = int(valid.sum())
     if tokens not in (total, real):

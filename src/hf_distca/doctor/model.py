@@ -162,8 +162,7 @@ def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.d
         for key in keys:
             widths = key.shape.head_dim, key.shape.value_head_dim
             named = f"heads of {widths[0]}" + (f", window {key.window}" if key.window else "") + (", softcap" if softcap else "")
-            ratio = key.shape.query_heads // key.shape.key_value_heads
-            cases.append((named, widths, Scores(1.0, key.window, softcap or None), ratio))
+            cases.append((named, widths, Scores(1.0, key.window, softcap or None), key.shape.ratio))
     for named, widths, scores, ratio in dict.fromkeys(cases):
         yield from _case(named, dtype, device, widths, scores, ratio)
 

@@ -277,7 +277,7 @@ class Session:
                 names = get_args(KernelName)
                 with said_if_long("comparing attention kernels before the first plan"):
                     self._fastest[query.dtype, widths] = fastest(key.shape, names, query.dtype, query.device, group)
-            kernel = self.kernel(query, widths, Scores(1.0), key.shape.query_heads // key.shape.key_value_heads)
+            kernel = self.kernel(query, widths, Scores(1.0), key.shape.ratio)
             with said_if_long(f"timing the attention kernel {kernel.name!r} before the first plan"):
                 cost = calibrate(cost, kernel, query.dtype, query.device, group)
         self.planner.costs[key.shape, key.device] = cost

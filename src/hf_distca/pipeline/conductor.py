@@ -89,8 +89,8 @@ class Seat:
     def server(self, leg: Leg, meter: Meter | None = None) -> AttentionServer:
         """What runs the tasks of a call, and the meter that counts them."""
         scores, shape = leg.kind.scores(leg.window), leg.kind.key.shape
-        widths, ratio = (shape.head_dim, shape.value_head_dim), shape.query_heads // shape.key_value_heads
-        kernel = self.session.kernel(leg.kind.nothing(self.device).q_THD, widths, scores, ratio)
+        widths = shape.head_dim, shape.value_head_dim
+        kernel = self.session.kernel(leg.kind.nothing(self.device).q_THD, widths, scores, shape.ratio)
         tracer = Tracer(self.session.trace, 0, leg.call.number + 1, self.device)
         reporting = partial(self.group.reporting, f"computing {leg.place}")
         return AttentionServer(kernel, scores, meter or self.session.meter, tracer, reporting)

@@ -26,10 +26,7 @@ from hf_distca.pipeline.parts import Parts, embedding_of, head_of, layers_of_sta
 __all__ = ["Stage", "StageModel", "from_pretrained", "split"]
 
 # Arguments of transformers that say where a checkpoint is, and so its config.
-_WHERE = (
-    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token"),
-    "trust_remote_code",
-)
+_WHERE = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "trust_remote_code"}
 
 
 class Absent(torch.nn.Module):

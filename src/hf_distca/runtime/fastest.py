@@ -44,8 +44,8 @@ def fastest(
     Returns:
         Its name, None if there is no kernel that runs on all ranks.
     """
-    ratio = shape.query_heads // shape.key_value_heads
-    kernels = {one.name: one for one in runnable(device, dtype, shape.head_dim, shape.value_head_dim, Scores(1.0), ratio)}
+    case = (dtype, shape.head_dim, shape.value_head_dim, Scores(1.0), shape.ratio)
+    kernels = {one.name: one for one in runnable(device, *case)}
     ours = np.array([0.0 if name in kernels else np.inf for name in names])
     if group.rank == 0 and len(kernels) > 1:
         for place, name in enumerate(names):

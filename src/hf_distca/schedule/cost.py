@@ -67,6 +67,11 @@ class AttentionShape:
             raise ConfigError(f"{self}: all must be >= 1 and query_heads a multiple of key_value_heads.")
 
     @property
+    def ratio(self) -> int:
+        """Query heads for each key/value head."""
+        return self.query_heads // self.key_value_heads
+
+    @property
     def query_bytes(self) -> int:
         """Bytes of one token's q."""
         return self.query_heads * self.head_dim * self.element_bytes
