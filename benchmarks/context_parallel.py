@@ -25,7 +25,7 @@ from rich.table import Table
 
 from deal import CUDA, LLAMA_3_8B, SERIAL, lengths_of
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.deal import deal, plan_dealt
+from hf_distca.schedule.deal import deal
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
@@ -81,7 +81,7 @@ def measure(path: Path) -> dict[str, Any]:
     ways: dict[str, Callable[[], dict[str, Any] | None]] = {
         "data parallel, as given": lambda: of_plan(Plan.local(given), lengths),
         "hf-distca, as given": lambda: of_plan(balance(given, CUDA, SERIAL), lengths),
-        "hf-distca, dealt": lambda: of_plan(plan_dealt(layout, CUDA, SERIAL), lengths),
+        "hf-distca, dealt": lambda: of_plan(balance(layout, CUDA, SERIAL), lengths),
         "context parallel": lambda: context_parallel(lengths, ranks),
         "Ulysses": lambda: ulysses(lengths, ranks),
     }

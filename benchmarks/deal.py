@@ -31,7 +31,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCAError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.deal import deal, deal_nano_batches, plan_dealt
+from hf_distca.schedule.deal import deal, deal_nano_batches
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, imbalance
 from hf_distca.schedule.placement import read_placement
@@ -94,7 +94,7 @@ def nano_batches(halves: tuple[Layout, Layout]) -> dict[str, float]:
     """Both halves one after another: the sum of their slowest ranks by the sum of their means."""
     slowest = mean = worst = 0.0
     for half in halves:
-        load = PlanLoad(plan_dealt(half, CUDA, PING_PONG), CUDA, overlapped=True)
+        load = PlanLoad(balance(half, CUDA, PING_PONG), CUDA, overlapped=True)
         slowest += load.slowest_seconds
         mean += float(load.compute_seconds.mean())
         if load.slowest_seconds:  # a single document leaves the second half empty
@@ -126,7 +126,7 @@ def measure(path: Path, repeats: int) -> dict[str, Any]:
     tokens = sum(lengths) // ranks
 
     def dealt_and_planned() -> Plan:
-        return plan_dealt(deal(lengths, ranks, tokens, CUDA), CUDA, SERIAL)
+        return balance(deal(lengths, ranks, tokens, CUDA), CUDA, SERIAL)
 
     plan, wall, processor = timed(dealt_and_planned, repeats)
     halves, halves_wall, halves_processor = timed(lambda: deal_nano_batches(lengths, ranks, tokens, CUDA), repeats)

@@ -28,7 +28,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCAError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.deal import deal, plan_dealt
+from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
@@ -73,7 +73,7 @@ def measure(path: Path, per_node: int) -> dict[str, Any]:
         dealt = [deal(lengths, count, tokens, CUDA, ranks_per_node=each, overlapped=overlapped) for each in (None, per_node)]
         plans = {
             f"given, {name}": (balance(given, CUDA, config), balance(given, CUDA, config, ranks)),
-            f"dealt, {name}": tuple(plan_dealt(d, CUDA, config, on) for d, on in zip(dealt, (ALIKE, ranks), strict=True)),
+            f"dealt, {name}": tuple(balance(d, CUDA, config, on) for d, on in zip(dealt, (ALIKE, ranks), strict=True)),
         }
         for way, pair in plans.items():
             before, after = (figures(plan, ranks, overlapped=overlapped) for plan in pair)

@@ -26,8 +26,8 @@ from dealt_step_time import WAYS, Steps
 from hf_distca.integration.session import current_session
 from hf_distca.runtime import meter
 from hf_distca.runtime.calibrate import BACKWARD
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
-from hf_distca.schedule.deal import plan_dealt
 from hf_distca.schedule.plan import Plan
 from hf_distca.simulate.hardware import Hardware
 from hf_distca.simulate.models import ModelShape
@@ -86,7 +86,7 @@ def planned(steps: Steps, way: str, cost: CostModel, config: hf_distca.DistCACon
     placement, balanced = WAYS[way]
     layouts = steps.dealings[placement].layouts(np.array(steps.lengths))
     config = replace(config, balance=balanced, ping_pong=len(layouts) > 1)
-    return [plan_dealt(layout, cost, config) for layout in layouts]
+    return [balance(layout, cost, config) for layout in layouts]
 
 
 class Sampler:

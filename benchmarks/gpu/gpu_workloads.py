@@ -24,7 +24,7 @@ from hf_distca.kernels.flash_attn_4 import FlashAttn4Kernel
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, causal_pairs
-from hf_distca.schedule.deal import deal, plan_dealt
+from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
@@ -78,7 +78,7 @@ def plans(layout: Layout, cost: CostModel) -> Iterator[tuple[str, Plan]]:
     documents, place = np.unique(layout.document, return_inverse=True)
     lengths = np.bincount(place, weights=layout.length, minlength=len(documents)).astype(np.int64)
     dealt = deal(lengths, layout.world_size, layout.query_tokens.tolist(), cost)
-    yield "dealt", plan_dealt(dealt, cost, config)
+    yield "dealt", balance(dealt, cost, config)
 
 
 class Batch(NamedTuple):

@@ -59,7 +59,7 @@ def test_shares_of_all_ranks_are_the_layout(ranks: int, lengths: list[int], ping
 def test_plans_travel_and_are_made_again_under_other_settings() -> None:
     share = pickle.loads(pickle.dumps(dealing(2, 32).share(np.array([40, 24]), (0, 0), 1)))
     config = DistCAConfig(tile=4, min_gain=0.0)
-    with patch.object(dealt_module, "plan_dealt", wraps=dealt_module.plan_dealt) as made:
+    with patch.object(dealt_module, "balance", wraps=dealt_module.balance) as made:
         plan = share.dealt.plan(KEY, COST, config)
         assert not made.called
         assert share.dealt.plan(KEY, COST, config) is plan
@@ -83,7 +83,7 @@ def test_shares_are_planned_for_the_nodes_they_are_dealt_to() -> None:
     assert share.dealt is not None
     nodes = Ranks(per_node=share.dealt.per_node)
     assert nodes == Ranks(per_node=2)
-    with patch.object(dealt_module, "plan_dealt", side_effect=AssertionError("planned again")):
+    with patch.object(dealt_module, "balance", side_effect=AssertionError("planned again")):
         share.dealt.plan(KEY, cost, DistCAConfig(), nodes)
         with pytest.raises(AssertionError, match="planned again"):
             share.dealt.plan(KEY, cost, DistCAConfig())

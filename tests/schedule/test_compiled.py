@@ -22,7 +22,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.schedule import compiled
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.deal import deal, plan_dealt
+from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.share import share_of
@@ -44,8 +44,8 @@ plans = [
     balance(layout, replace(cost, window=16384), DistCAConfig(max_transient_bytes=2**30)),
     balance(layout, cost, DistCAConfig(), Ranks(per_node=4)),
     balance(layout, cost, DistCAConfig(), Ranks(speeds=(0.5, *[1.0] * 14, 1.5))),
-    plan_dealt(deal(lengths, 16, tokens, cost), cost, DistCAConfig()),
-    plan_dealt(deal(lengths, 16, tokens, replace(cost, window=16384)), replace(cost, window=16384), DistCAConfig()),
+    balance(deal(lengths, 16, tokens, cost), cost, DistCAConfig()),
+    balance(deal(lengths, 16, tokens, replace(cost, window=16384)), replace(cost, window=16384), DistCAConfig()),
 ]
 # Small layouts of all kinds: interpreted, a row beyond a column is an error, compiled it is not.
 random_ = random.Random(0)

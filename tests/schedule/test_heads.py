@@ -14,7 +14,7 @@ from hf_distca.errors import ConfigError, LayoutError, PlanError
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.deal import deal, plan_dealt
+from hf_distca.schedule.deal import deal
 from hf_distca.schedule.heads import Heads
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, imbalance
@@ -160,7 +160,7 @@ def test_a_document_that_outweighs_all_others_is_dealt_by_tokens() -> None:
     most = np.bincount(layout.rank, layout.length * (layout.document == 0)).max()
     assert CUDA.transfer_seconds(int(most), 0) <= mean
     assert 300_000 / tokens < len(holders) < ranks
-    load = PlanLoad(plan_dealt(layout, CUDA, SPLIT), CUDA, overlapped=True)
+    load = PlanLoad(balance(layout, CUDA, SPLIT), CUDA, overlapped=True)
     assert load.slowest_seconds <= 1.05 * mean
-    alone = PlanLoad(plan_dealt(layout, CUDA, WHOLE), CUDA, overlapped=True)
+    alone = PlanLoad(balance(layout, CUDA, WHOLE), CUDA, overlapped=True)
     assert alone.slowest_seconds > 1.3 * mean

@@ -12,7 +12,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.deal import deal, plan_dealt
+from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, summarize
 from hf_distca.schedule.plan import Plan
@@ -73,9 +73,9 @@ def test_a_fast_rank_that_has_most_to_do_keeps_it() -> None:
 def test_a_dealt_layout_on_a_slower_rank_is_balanced_again() -> None:
     """A layout is dealt before anyone knows who is slow; its plan then moves work away from that rank."""
     layout = deal([8192] * 64, 8, 65536, CUDA)
-    assert not plan_dealt(layout, CUDA, DistCAConfig(ping_pong=True)).moved
+    assert not balance(layout, CUDA, DistCAConfig(ping_pong=True)).moved
     ranks = Ranks.of([1, 1, 1, 1 / 1.5, 1, 1, 1, 1])
-    load = PlanLoad(plan_dealt(layout, CUDA, DistCAConfig(ping_pong=True), ranks), CUDA, overlapped=True, ranks=ranks)
+    load = PlanLoad(balance(layout, CUDA, DistCAConfig(ping_pong=True), ranks), CUDA, overlapped=True, ranks=ranks)
     assert load.slowest_seconds <= 1.02 * load.ranks.level(load.compute_seconds.tolist())
 
 

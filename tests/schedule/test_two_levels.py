@@ -15,7 +15,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
-from hf_distca.schedule.deal import deal, plan_dealt
+from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, summarize
 from hf_distca.schedule.plan import Plan
@@ -182,7 +182,7 @@ def test_dealt_documents_are_exchanged_inside_nodes(overlapped: bool) -> None:
     loads = []
     for per_node in (None, 8):
         layout = deal(lengths, 32, sum(lengths) // 32, CUDA, ranks_per_node=per_node, overlapped=overlapped)
-        plan = plan_dealt(layout, CUDA, config, Ranks(per_node=per_node))
+        plan = balance(layout, CUDA, config, Ranks(per_node=per_node))
         loads.append(PlanLoad(plan, CUDA, overlapped=overlapped, ranks=ranks))
     blind, dealt = loads
     assert dealt.node_bytes.sent_between.sum() <= 0.1 * blind.node_bytes.sent_between.sum()
@@ -195,7 +195,7 @@ def test_dealing_in_a_node_of_all_ranks_counts_on_its_links() -> None:
     assert one.world_size == fast.world_size == 8
     ranks = Ranks(per_node=8)
     slowest = [
-        PlanLoad(plan_dealt(layout, CUDA, DistCAConfig(), ranks), CUDA, ranks=ranks).slowest_seconds for layout in (one, fast)
+        PlanLoad(balance(layout, CUDA, DistCAConfig(), ranks), CUDA, ranks=ranks).slowest_seconds for layout in (one, fast)
     ]
     assert slowest[1] <= slowest[0]
     same = deal(lengths, 8, sum(lengths) // 8, ONE_RATE, ranks_per_node=8)

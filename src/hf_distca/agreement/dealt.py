@@ -16,8 +16,9 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.deal import deal, deal_nano_batches, in_order, plan_dealt
+from hf_distca.schedule.deal import deal, deal_nano_batches, in_order
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
@@ -91,13 +92,13 @@ class Dealt:
 
         Args:
             key: which plan.
-            cost, config, ranks: as for `plan_dealt`.
+            cost, config, ranks: as for `balance`.
         """
         which = key, ranks.seen_by(cost)
         made = self._plans.get(which)
         if made is None or made[:2] != (cost, config):
             layout = self.layouts[key.nano - 1] if key.nano else self.whole
-            self._plans[which] = made = cost, config, plan_dealt(layout, cost, config, ranks)
+            self._plans[which] = made = cost, config, balance(layout, cost, config, ranks)
             _ = made[2].digest  # is compared; a loader's worker has the time for it
         return made[2]
 

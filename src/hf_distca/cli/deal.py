@@ -71,7 +71,7 @@ def deal(
 
 
 def _summary(layout: Layout, model: CostModel, config: DistCAConfig, ranks_per_node: int | None) -> str:
-    from hf_distca.schedule.deal import plan_dealt
+    from hf_distca.schedule.balance import balance
     from hf_distca.schedule.load import summarize
     from hf_distca.schedule.ranks import Ranks
 
@@ -80,7 +80,7 @@ def _summary(layout: Layout, model: CostModel, config: DistCAConfig, ranks_per_n
     equal = f"{tokens.max()} on each rank" if tokens.min() == tokens.max() else f"{tokens.min()} or {tokens.max()} on a rank"
     documents = len(set(layout.document.tolist()))
     lines = [f"{'tokens':<26} {equal}", f"{'documents':<26} {documents}, {len(layout.spanning)} of them on several ranks"]
-    return "\n".join([*lines, str(summarize(plan_dealt(layout, model, config, ranks), model, ranks))])
+    return "\n".join([*lines, str(summarize(balance(layout, model, config, ranks), model, ranks))])
 
 
 def _placement(layouts: tuple[Layout, ...]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +20,10 @@ from hf_distca.schedule.dealer import Dealer
 from hf_distca.schedule.fill import pour
 from hf_distca.schedule.layout import IntArray, Layout, as_integers
 from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.served import Served
 
-__all__ = ["deal", "deal_nano_batches", "in_order", "plan_dealt"]
-
-# Part of its seconds by which the slowest rank may be late for `balance` to find nothing: what it moves travels with queries and
-# outputs, which takes longer than a dealt rank is late.
-_LATE = 0.1
+__all__ = ["deal", "deal_nano_batches", "in_order"]
 
 # Tokens of the short documents that make the halves of a global batch equal, at most, and how many documents at least.
 _CHANGE = 2**19
@@ -112,33 +106,6 @@ def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence
     return Layout(document, start, size, np.searchsorted(rank, np.arange(ranks + 1)))
 
 
-def plan_dealt(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE) -> Plan:
-    """The plan of a layout that was dealt with `cost`: that of `balance`, which is not asked where it has nothing to gain.
-
-    Args:
-        layout, cost, config, ranks: as for `balance`; with `ping_pong`, the layout is that of a nano-batch.
-    """
-    ranks.check(layout.world_size)
-    if cost.window is not None and cost.window >= layout.longest:
-        cost = replace(cost, window=None)
-    local = Plan.local(layout, cost.window)
-    load = PlanLoad(local, cost, overlapped=config.ping_pong, ranks=ranks)
-    compute, exchange = load.compute_seconds, load.exchange_seconds
-    mean = ranks.level(compute.tolist())
-    least, late = mean, config.min_gain
-    # Whoever would relieve the slowest rank needs the keys that it exchanges.
-    wire = float(exchange.max(initial=0.0))
-    if config.ping_pong and wire > mean:
-        least, late = wire, _LATE
-    elif not config.ping_pong and layout.world_size > 1:
-        slowest = int(np.argmax(compute + exchange))
-        least, late = mean + max(float(exchange[slowest]), math.fsum(exchange.tolist()) / layout.world_size), _LATE
-    # A bound of transient bytes is kept by waves, which only `balance` counts.
-    if config.max_transient_bytes is None and load.slowest_seconds * (1 - max(late, config.min_gain)) <= least:
-        return local
-    return balance(layout, cost, config, ranks)
-
-
 def _dealt(
     document: IntArray,
     length: IntArray,
@@ -149,11 +116,22 @@ def _dealt(
     *,
     overlapped: bool,
 ) -> Layout:
-    """The layout of some documents: those that servers compute by their tokens, the others by tokens and attention."""
+    """The layout of some documents: all by tokens and attention, or those that servers compute by their tokens alone."""
+
+    def layout(rest: npt.NDArray[np.bool_], left: list[int], rows: Sequence[tuple[int, int, int, int]] = ()) -> Layout:
+        return Dealer(document[rest], length[rest], left, cost, tile, ranks_per_node, overlapped=overlapped).layout(rows)
+
+    one = layout(np.ones(len(length), dtype=np.bool_), tokens)
     served = Served.of(document, length, tokens, cost, tile, overlapped=overlapped)
-    rest = served.rest
-    dealer = Dealer(document[rest], length[rest], served.tokens, cost, tile, ranks_per_node, overlapped=overlapped)
-    return dealer.layout(served.rows)
+    if not served.rows:
+        return one
+    config, ranks = DistCAConfig(tile=tile, ping_pong=overlapped), Ranks(per_node=ranks_per_node)
+
+    def end(dealt: Layout) -> float:
+        return PlanLoad(balance(dealt, cost, config, ranks), cost, overlapped=overlapped, ranks=ranks).slowest_seconds
+
+    # Which of them ends earlier depends on what servers can be found, and so on the whole plan.
+    return min(one, layout(served.rest, served.tokens, served.rows), key=end)
 
 
 def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDArray[np.bool_]:

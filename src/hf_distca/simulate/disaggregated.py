@@ -11,7 +11,7 @@ import numpy as np
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.deal import deal, deal_nano_batches, plan_dealt
+from hf_distca.schedule.deal import deal, deal_nano_batches
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
@@ -47,8 +47,8 @@ def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placed:
     place = (lengths, setting.group, setting.tokens_per_rank, model)
     nodes = setting.nodes.seen_by(model).per_node
     if ping_pong:
-        return Placed(deal_nano_batches(*place, tile=setting.tile, ranks_per_node=nodes), plan_dealt)
-    return Placed((deal(*place, tile=setting.tile, ranks_per_node=nodes),), plan_dealt)
+        return Placed(deal_nano_batches(*place, tile=setting.tile, ranks_per_node=nodes), balance)
+    return Placed((deal(*place, tile=setting.tile, ranks_per_node=nodes),), balance)
 
 
 def published(setting: Setting, lengths: IntArray, *, tolerance: float = 0.05) -> Placed:
