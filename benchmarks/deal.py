@@ -138,7 +138,6 @@ def measure(path: Path, repeats: int) -> dict[str, Any]:
         "documents": len(lengths),
         "tokens_equal": held == {tokens},
         "dealt": figures(plan),
-        "dealt_and_balanced": figures(balance(plan.layout, CUDA, SERIAL)),
         "nano_batches": nano_batches(halves),
         "seconds": wall,
         "processor_seconds": processor,
@@ -155,7 +154,7 @@ def overview(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Median, nine in ten and worst of each way to place documents."""
     columns: dict[str, list[float]] = {}
     for row in results:
-        for name in ("dealt", "dealt_and_balanced", "given", "given_planned", "whole", "over_all_ranks"):
+        for name in ("dealt", "given", "given_planned", "whole", "over_all_ranks"):
             if row[name]:
                 columns.setdefault(f"{name} serial", []).append(row[name]["serial"])
                 columns.setdefault(f"{name} overlapped", []).append(row[name]["overlapped"])
