@@ -231,6 +231,25 @@ def test_what_a_process_said_last_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         try_two(10.0)
 
 
+def test_the_process_that_fails_is_told_of_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ("test $3 = 0 && exec sleep 100", "echo 'no memory left' >&2", "exit 1")
+    monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", *lines))
+    before = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"^no memory left$"):
+        try_two(60.0)
+    assert time.monotonic() - before < 10
+
+
+def test_an_environment_that_says_half_of_what_a_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    result = run("--timeout", "5")
+    assert result.exit_code == 1, result.output
+    assert "MASTER_ADDR expected, but not set" in result.stdout
+
+
 @pytest.mark.slow
 def test_two_processes_exchange() -> None:
     said = try_two(120.0)

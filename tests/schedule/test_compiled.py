@@ -92,8 +92,10 @@ def test_the_same_plans_compiled_or_not() -> None:
     assert compiled == interpreted
 
 
-def test_what_was_compiled_of_older_sources_is_forgotten(tmp_path: Path) -> None:
-    """A function is kept with all that it calls: a change in another file has to count."""
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_was_compiled_of_older_sources_is_forgotten(tmp_path: Path, elsewhere: bool) -> None:
+    """A function is kept with all that it calls: a change in another file has to count, wherever numba keeps what it made."""
+    pytest.importorskip("numba")
     folder = tmp_path / "schedule"
     folder.mkdir()
     (folder / "compiled.py").write_text((Path(hf_distca.__file__).parent / "schedule" / "compiled.py").read_text())
@@ -102,18 +104,23 @@ def test_what_was_compiled_of_older_sources_is_forgotten(tmp_path: Path) -> None
         "from compiled import entry\nfrom inner import inner\n\n@entry\ndef outer(x):\n    return inner(x)\n"
     )
 
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    if elsewhere:
+        environment["NUMBA_CACHE_DIR"] = str(tmp_path / "kept")
+
     def called() -> str:
         command = [sys.executable, "-c", "from outer import outer; print(outer(1))"]
-        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
         assert run.returncode == 0, run.stderr
         return run.stdout.strip()
 
     assert called() == "2"
-    kept = list((folder / "__pycache__").glob("*.nbi"))
+    kept = list(tmp_path.rglob("*.nbi"))
+    assert kept
     inner = folder / "inner.py"
     inner.write_text(inner.read_text().replace("x + 1", "x + 10"))
     later = max(path.stat().st_mtime for path in [*kept, inner]) + 5
     os.utime(inner, (later, later))
     # What another process removes between a look and the next is gone already.
-    (folder / "__pycache__" / "gone.nbi").symlink_to(folder / "nowhere")
+    (kept[0].parent / "gone.nbi").symlink_to(folder / "nowhere")
     assert called() == "11"

@@ -22,7 +22,7 @@ class Epoch:
     """The number of the epoch, in memory that loader workers share: they see what was set after they started."""
 
     def __init__(self) -> None:
-        self._number = _shared(torch.zeros((), dtype=torch.int64))
+        self._number = _shared(torch.zeros((), dtype=torch.int64, device="cpu"))
 
     @property
     def number(self) -> int:

@@ -31,6 +31,7 @@ __all__ = ["Tried", "launched", "try_launched", "try_two", "tried"]
 
 _BYTES = 2**22  # of a message
 _ROUNDS = 5
+_LOOK = 0.02  # seconds between looks at processes
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,10 @@ def _world(backend: str, timeout_seconds: float, **options: Any) -> Iterator[Non
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **options)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **options)
+    except ValueError as error:  # the environment lacks what a launcher says
+        raise RuntimeError(str(error)) from error
     try:
         yield
     finally:
@@ -105,8 +109,8 @@ def _exchange(found: Mapping[str, str], device: torch.device, timeout_seconds: f
     if data is None:
         raise RuntimeError("a group of one rank exchanges nothing")
     sizes = {rank: _BYTES for rank in range(size) if rank != group.rank}
-    sent = torch.cat([torch.full((_BYTES,), _mark(group.rank, rank), dtype=torch.uint8) for rank in sizes]).to(device)
-    wanted = torch.cat([torch.full((_BYTES,), _mark(rank, group.rank), dtype=torch.uint8) for rank in sizes]).to(device)
+    sent = torch.cat([torch.full((_BYTES,), _mark(group.rank, rank), dtype=torch.uint8, device=device) for rank in sizes])
+    wanted = torch.cat([torch.full((_BYTES,), _mark(rank, group.rank), dtype=torch.uint8, device=device) for rank in sizes])
     fastest = float("inf")
     for _ in range(_ROUNDS):
         received = torch.empty_like(wanted)
@@ -151,25 +155,25 @@ def try_two(timeout_seconds: float) -> str | None:
             for rank in (0, 1)
         ]
         try:
-            return _outcome(processes, time.monotonic() + timeout_seconds)
+            return _outcome(processes, timeout_seconds)
         finally:
             for process in processes:
                 process.kill()
                 process.communicate()
 
 
-def _outcome(processes: list[subprocess.Popen[str]], deadline: float) -> str:
-    said = []
-    for process in processes:
-        try:
-            out, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"they did not end within {error.timeout:.0f} s") from error
-        if process.returncode:
-            lines = [line for line in errors.splitlines() if line.strip()]
-            raise RuntimeError(lines[-1] if lines else f"one ended with {process.returncode}")
-        said.append(out.strip().rpartition("\n")[2])
-    return said[0]
+def _outcome(processes: list[subprocess.Popen[str]], timeout_seconds: float) -> str:
+    """What the first process says. The first one to fail says why; the other one only misses it."""
+    deadline = time.monotonic() + timeout_seconds
+    while not any(codes := [process.poll() for process in processes]):
+        if None not in codes:
+            return processes[0].communicate()[0].strip().rpartition("\n")[2]
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"they did not end within {timeout_seconds:.0f} s")
+        time.sleep(_LOOK)
+    code, failed = next(one for one in zip(codes, processes, strict=True) if one[0])
+    lines = [line for line in failed.communicate()[1].splitlines() if line.strip()]
+    raise RuntimeError(lines[-1] if lines else f"one ended with {code}")
 
 
 def tried(outcome: Tried) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,9 +77,11 @@ def entry(function: F) -> F:
     if numba is None:
         return function
     try:
-        return _made(function, cache=True)
+        made = _made(function, cache=True)
     except RuntimeError:  # no folder to keep it in
         return _made(function)
+    _forget_old(made.stats.cache_path)  # type: ignore[attr-defined]
+    return made
 
 
 def interpreted(function: F) -> F:
@@ -130,15 +133,15 @@ def _made(function: F, **options: Any) -> F:
     return made
 
 
-def _forget_old() -> None:
-    """Remove what numba kept if a source is younger: it looks at one file, but functions are compiled with all that they call."""
-    folder = Path(__file__).parent
-    youngest = max(source.stat().st_mtime for source in folder.glob("*.py"))
-    for kept in (folder / "__pycache__").glob("*.nbi"):
+@cache
+def _forget_old(folder: str) -> None:
+    """Remove what numba kept if a source is younger: it looks at one file, but functions are compiled with all that they call.
+
+    numba keeps things beside the source, in the user's cache or where NUMBA_CACHE_DIR says, in a folder for this one's sources.
+    """
+    youngest = max(source.stat().st_mtime for source in Path(__file__).parent.glob("*.py"))
+    for kept in Path(folder).glob("*.nbi"):
         # Processes that start together do the same; and in a folder that is not ours, numba keeps nothing.
         with suppress(OSError):
             if kept.stat().st_mtime < youngest:
                 kept.unlink()
-
-
-_forget_old()
