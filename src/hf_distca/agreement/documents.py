@@ -305,7 +305,7 @@ def _on_host(
 ) -> tuple[IntArray, IntArray | None]:
     """Flat positions and validity of every token, copied from the device in one go."""
     if position_ids is None:
-        position_ids = torch.arange(length)[None]
+        position_ids = torch.arange(length, device="cpu")[None]
     if position_ids.dim() != 2 or position_ids.shape[-1] != length or position_ids.shape[0] not in (1, batch_size):
         raise UnsupportedError(
             f"position_ids of shape {tuple(position_ids.shape)} for a ({batch_size}, {length}) batch: distca reads documents "

@@ -18,7 +18,7 @@ from hf_distca.kernels.base import Kernel, Scores, TaskBatch
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 
-__all__ = ["BACKWARD", "BATCHES", "Documents", "calibrate", "measure", "timed"]
+__all__ = ["BACKWARD", "BATCHES", "Documents", "Stopwatch", "calibrate", "measure", "timed", "times"]
 
 # The documents of a batch: of each the slices [start, end) that are tasks, in shares of the batch's size in tokens.
 Documents = Sequence[Sequence[tuple[float, float]]]
@@ -97,18 +97,18 @@ def timed(
     Returns:
         (batches, 3) what each counts, as `CostModel.counts`, and (batches, 2) seconds, forward and backward.
     """
-    stopwatch = _Stopwatch(device, clock)
-    _times(model.shape, kernel, _batch(batches[0], _SIZES[0]), dtype, stopwatch)  # the first call of a process loads code
-    counts, times = [], []
+    stopwatch = Stopwatch(device, clock)
+    times(model.shape, kernel, _batch(batches[0], _SIZES[0]), dtype, stopwatch)  # the first call of a process loads code
+    counts, taken = [], []
     for documents in batches:
         for size in _SIZES:
             tasks = _batch(documents, size)
-            seconds = _times(model.shape, kernel, tasks, dtype, stopwatch)
+            seconds = times(model.shape, kernel, tasks, dtype, stopwatch)
             if sum(seconds) >= enough:
                 break
         counts.append(model.counts(tasks.query_length, tasks.key_length).sum(axis=0))
-        times.append(seconds)
-    return np.array(counts), np.array(times)
+        taken.append(seconds)
+    return np.array(counts), np.array(taken)
 
 
 def _batch(documents: Documents, size: int) -> TaskBatch:
@@ -124,10 +124,10 @@ def _batch(documents: Documents, size: int) -> TaskBatch:
     return TaskBatch(*zip(*tasks, strict=True))
 
 
-def _times(
-    shape: AttentionShape, kernel: Kernel, tasks: TaskBatch, dtype: torch.dtype, stopwatch: _Stopwatch
+def times(
+    shape: AttentionShape, kernel: Kernel, tasks: TaskBatch, dtype: torch.dtype, stopwatch: Stopwatch
 ) -> tuple[float, float]:
-    """Seconds of a batch, forward and backward."""
+    """Seconds of a batch, forward and backward. The first one of a kernel may load or compile code, and counts for nothing."""
     rows, keys = sum(tasks.query_length), max(map(add, tasks.key_start, tasks.key_length))
     made = partial(torch.randn, dtype=dtype, device=stopwatch.device)
     q_THD = made(rows, shape.query_heads, shape.head_dim)
@@ -140,7 +140,7 @@ def _times(
 
 
 @dataclass(frozen=True)
-class _Stopwatch:
+class Stopwatch:
     """Times calls on a device."""
 
     device: torch.device

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hf_distca.kernels import Kernel, Scores, TaskBatch, runnable
+from hf_distca.runtime.calibrate import Stopwatch, times
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape
 
@@ -20,7 +21,6 @@ __all__ = ["fastest"]
 
 # What kernels are compared by: a whole document, and a slice of a long one.
 _TASKS = TaskBatch((0, 8192), (8192, 1024), (0, 8192), (8192, 32768))
-_ROUNDS = 3  # the least of so many counts: whatever else a machine does adds to them
 
 
 def fastest(
@@ -50,33 +50,13 @@ def fastest(
     if group.rank == 0 and len(kernels) > 1:
         for place, name in enumerate(names):
             if name in kernels:
-                ours[place] = _seconds(shape, kernels[name], dtype, device, clock)
+                ours[place] = _seconds(shape, kernels[name], dtype, Stopwatch(device, clock))
     rows = group.gather(ours.view(np.int64), doing="waiting for rank 0 to compare attention kernels")
     total = np.sum([row.view(np.float64) for row in rows], axis=0)
     return names[int(np.argmin(total))] if np.isfinite(total).any() else None
 
 
-def _seconds(
-    shape: AttentionShape, kernel: Kernel, dtype: torch.dtype, device: torch.device, clock: Callable[[], float]
-) -> float:
+def _seconds(shape: AttentionShape, kernel: Kernel, dtype: torch.dtype, stopwatch: Stopwatch) -> float:
     """Seconds of the tasks that kernels are compared by, forward and backward."""
-    rows, keys = map(int, _TASKS.needs)
-    q_THD = torch.ones(rows, shape.query_heads, shape.head_dim, dtype=dtype, device=device)
-    k_TKD, v_TKV = (
-        torch.ones(keys, shape.key_value_heads, width, dtype=dtype, device=device)
-        for width in (shape.head_dim, shape.value_head_dim)
-    )
-    scores, taken = Scores(shape.head_dim**-0.5), []
-    for _ in range(_ROUNDS + 1):
-        _finish(device)
-        started = clock()
-        o_THV, lse_TH = kernel.forward(q_THD, k_TKD, v_TKV, _TASKS, scores)
-        kernel.backward(o_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, _TASKS, scores)
-        _finish(device)
-        taken.append(clock() - started)
-    return min(taken[1:])  # the first call may load or compile code
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    times(shape, kernel, _TASKS, dtype, stopwatch)
+    return sum(times(shape, kernel, _TASKS, dtype, stopwatch))
