@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from staged import PAIRS, Case, batch, check_equal, configure, in_one_process, in_stages, loss_for, model_for
+from staged import Case, batch, check_equal, configure, in_one_process, in_stages, loss_for, model_for
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,9 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import Dealing
-from hf_distca.config import DistCAConfig
+from hf_distca import PackingCollator, document_shares
 from hf_distca.integration.session import current_session
 from hf_distca.pipeline import Schedule, save_pretrained, split
 from hf_distca.runtime.group import AttentionGroup
@@ -237,18 +234,17 @@ def dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
     configure(case)
     mesh = init_device_mesh("cpu", (case.copies, case.stages), mesh_dim_names=("dp_replicate", "pp"))
     copy = mesh.get_local_rank("dp_replicate")
-    dealing = Dealing(case.copies, case.tokens, {PlanKey(PAIRS.shape, "cpu"): PAIRS}, DistCAConfig(tile=8, min_gain=0.0))
-    packed = [dealing.share(np.array(lengths), (0, number), copy) for number, lengths in enumerate(LENGTHS)]
-    rows: list[list[torch.Tensor]] = []
-    for number, one in enumerate(packed):
-        parts: Any = []
-        for document, start, length in zip(one.documents, one.starts, one.lengths, strict=True):
-            tokens = tokens_of(number, document, LENGTHS[number][document])
-            following = torch.cat([tokens[1:], torch.tensor([-100])])
-            parts.append((tokens[start : start + length], torch.arange(start, start + length), following[start : start + length]))
-        rows.append([torch.cat(each)[None] for each in zip(*parts, strict=True)])
-    ids, positions, targets = (torch.cat(each) for each in zip(*rows, strict=True))
-    stage = split(model_for(case, "distca"), mesh["pp"])
+    documents = [
+        {"input_ids": tokens_of(number, document, length)}
+        for number, lengths in enumerate(LENGTHS)
+        for document, length in enumerate(lengths)
+    ]
+    model = model_for(case, "distca")
+    shares = document_shares(documents, case.tokens, model=model, ranks=case.copies, seed=None, device="cpu")
+    mine = [PackingCollator()([shares[number * case.copies + copy]]) for number in range(case.micro_batches)]
+    ids, positions, targets = (torch.cat([one[name] for one in mine]) for name in ("input_ids", "position_ids", "shift_labels"))
+    packed = [one["distca_documents"] for one in mine]
+    stage = split(model, mesh["pp"])
     schedule = Schedule(stage, case.micro_batches, whole_loss, scale_grads=False)
     losses, collectives = list[torch.Tensor](), 0
     for step in range(2):
