@@ -69,7 +69,7 @@ def meet(stage: Stage, session: Session) -> Crew:
         UnsupportedError: if attention is computed in a way that stages cannot share, or settings ask for what they cannot do.
     """
     group = AttentionGroup.of(_members(stage, session), timeout_seconds=session.config.timeout_seconds)
-    _check_settings(session.config, group)
+    _check_group(session.config, group)
     conductor = Conductor(session)
     stage.follow()
     with group.reporting(f"looking at the attention of stage {stage.stage_index}"):
@@ -102,7 +102,7 @@ def meet(stage: Stage, session: Session) -> Crew:
     return crew
 
 
-def _check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
+def _check_group(config: DistCAConfig, group: AttentionGroup) -> None:
     if config.group_size not in (None, group.size):
         raise UnsupportedError(
             f"group_size={config.group_size}, but all stages of all copies of a model share attention, {group.size} ranks here: "

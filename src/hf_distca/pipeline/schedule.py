@@ -66,7 +66,7 @@ class Schedule(OneStageSchedule):
         # What a user's own model says is meant as it is.
         self._pace = Pace(corrects=config.measured_rates and not isinstance(config.cost_model, CostModel))
         self._estimates: list[Estimate] = []
-        _check_settings(self._session)
+        _check_session(self._session)
 
     def step(self, *args: Any, distca_documents: Sequence[PackedDocuments] | None = None, **kwargs: Any) -> Any:
         """Run a step, as torch's schedules do.
@@ -88,7 +88,7 @@ class Schedule(OneStageSchedule):
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]], targets: Sequence[Any] | None, **more: Any
     ) -> None:
         """Run the micro-batches of a step; torch calls it."""
-        _check_settings(self._session)
+        _check_session(self._session)
         if self._crew is None:
             self._crew = meet(self._pipeline_stage, self._session)
         crew, self._steps = self._crew, self._steps + 1
@@ -200,7 +200,7 @@ class Schedule(OneStageSchedule):
         weight.grad = found if before is None else found.add_(before)
 
 
-def _check_settings(session: Session) -> None:
+def _check_session(session: Session) -> None:
     if current_session() is not session:
         raise ConfigError("hf_distca.configure was called after this Schedule was made: make the Schedule again.")
     if session.config.ping_pong:
