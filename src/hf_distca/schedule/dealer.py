@@ -141,10 +141,8 @@ class Dealer:
         self.room = array("q", self.tokens)
         # Seconds that a rank may still get beyond what filling up its room takes.
         self.spare = array("d", [limit - filler * tokens for tokens in self.tokens])
-        self.views = np.frombuffer(self.room, dtype=np.int64), np.frombuffer(self.spare)
-        self.compute = [0.0] * ranks
-        self.sent: list[float] = [0] * ranks
-        self.received: list[float] = [0] * ranks
+        self.compute, self.sent, self.received = (array("d", bytes(8 * ranks)) for _ in range(3))
+        self.views = np.frombuffer(self.room, dtype=np.int64), *map(np.frombuffer, (self.spare, self.received))
         # Seconds that a rank can be relieved of by the others of its group, which share a wide document.
         self.elastic, self.group = [0.0] * ranks, [-1] * ranks
         self.wide: list[_Cut] = []
@@ -292,7 +290,7 @@ class Dealer:
 
     def _choose(self, place: int, whole: float, *, few: bool) -> tuple[list[int], list[float]] | None:
         """Ranks for a document, and the part of it that each may have; None if a whole one is `whole` seconds late and better."""
-        room, spare = self.views
+        room, spare, _ = self.views
         excess, wire = max(self._excess(place), 1e-3 * self.seconds[place]), self.exchange[place]
         roomy = self._roomy(room / self.length[place], wire)
         keys = 0.0 if self.overlapped else self.between[place] * exchanged(max(excess / self.limit, 2.0))
@@ -318,7 +316,7 @@ class Dealer:
         if not self.overlapped or not wire:
             return part
         # Keys of several documents may take longer than what a rank computes.
-        keys = np.array(self.received) * self.key_seconds
+        keys = self.views[2] * self.key_seconds
         fresh = np.where((keys > 0) & (keys + wire > self.limit), 0.0, part)
         return fresh if float(np.cumsum(fresh)[-1]) >= 1 else part
 
@@ -352,7 +350,7 @@ class Dealer:
         loads = Loads(*(column(np.array(load, dtype=np.float64)) for load in (self.compute, self.sent, self.received)))
         scratch = (column(np.zeros(most, dtype=kind)) for kind in (*[np.int64] * 4, np.float64, np.float64))
         spread(wide, loads, self.price, self.key_seconds, self.overlapped, Scratch(*scratch))
-        self.compute, self.sent, self.received = (np.asarray(load).tolist() for load in loads)
+        self.compute, self.sent, self.received = (array("d", np.asarray(load).tobytes()) for load in loads)
         document = np.repeat([self.document[cut.place] for cut in self.wide], counts)
         for start, size in ((wide.head, wide.front), (wide.tail, wide.back)):
             pieces = np.array([wide.rank, document, start, size], dtype=np.int64).T
