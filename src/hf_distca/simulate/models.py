@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_distca.errors import ConfigError
-from hf_distca.simulate.windows import windows_of
 
 __all__ = ["KNOWN_MODELS", "ModelShape", "find_model"]
+
+_WINDOWED = "sliding_attention"  # among the layer_types of a config
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,27 @@ def find_model(name: str) -> ModelShape:
     text = data.get("text_config") or data
     if not isinstance(text, dict):
         raise ConfigError(f"{path} must have an object as 'text_config', it has {text!r}.")
-    return _from_config(str(path), {"model_type": data.get("model_type"), **text})
+    return _from_config(str(path), _read_by_transformers(str(path), data) or text)
+
+
+def _read_by_transformers(path: str, data: dict[str, Any]) -> dict[str, Any] | None:
+    """The text model with the defaults of its family, which a config.json need not have; None if the family is not known."""
+    kind = data.get("model_type")
+    if not isinstance(kind, str):
+        return None
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # takes seconds
+
+    if kind not in CONFIG_MAPPING:
+        return None
+    try:
+        text = CONFIG_MAPPING[kind].from_dict(data).get_text_config(decoder=True)
+    except Exception as error:  # of any kind: each family checks its own values
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{path} is no config of {kind!r} for transformers ({type(error).__name__}: {said}).") from error
+    found: dict[str, Any] = text.to_dict()
+    if found.get("layer_types") is None:
+        found["layer_types"] = [_WINDOWED] * text.num_hidden_layers
+    return found
 
 
 def _from_config(path: str, config: dict[str, Any]) -> ModelShape:
@@ -130,7 +151,16 @@ def _from_config(path: str, config: dict[str, Any]) -> ModelShape:
     layers = number("num_hidden_layers", "n_layer")
     if config.get("head_dim") is None and hidden % max(heads, 1):
         raise ConfigError(f"{path} has no 'head_dim', and a hidden size of {hidden} cannot be divided among {heads} heads.")
-    window, windowed = windows_of(path, config, layers, number)
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if window is None or config.get("use_sliding_window") is False:
+        windowed, window = 0, None
+    elif isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds):
+        windowed, window = kinds.count(_WINDOWED), number("sliding_window")
+    else:
+        raise ConfigError(
+            f"{path} has a sliding window of {window} keys, and does not say in which layers: its 'layer_types' must be a list "
+            f"with {_WINDOWED!r} or 'full_attention' for each of the {layers}, it is {kinds!r}."
+        )
     return ModelShape(
         path,
         hidden,
