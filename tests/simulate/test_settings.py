@@ -47,7 +47,7 @@ def test_layers_with_a_window_are_counted(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"] * 16
     path.write_text(json.dumps({"text_config": {**LLAMA, "sliding_window": 4096, "layer_types": kinds}}))
     assert find_model(str(path)).kinds == ((None, 16), (4096, 16))
-    path.write_text(json.dumps({**LLAMA, "sliding_window": 4096}))
+    path.write_text(json.dumps({**LLAMA, "model_type": "mistral", "sliding_window": 4096}))
     assert find_model(str(path)).kinds == ((4096, 32),)
     path.write_text(json.dumps({**LLAMA, "sliding_window": 4096, "use_sliding_window": False}))
     assert find_model(str(path)).kinds == ((None, 32),)
@@ -64,7 +64,13 @@ def test_layers_with_a_window_are_counted(tmp_path: Path) -> None:
         (json.dumps({**LLAMA, "num_key_value_heads": 5}), "multiple of key/value heads"),
         (json.dumps({**LLAMA, "num_local_experts": 8}), "mixture of experts"),
         (json.dumps({**LLAMA, "text_config": [1]}), "an object as 'text_config', it has"),
-        (json.dumps({**LLAMA, "sliding_window": 0}), "a sliding window of 0 keys"),
+        (json.dumps({**LLAMA, "model_type": "mistral", "sliding_window": 0}), "a sliding window of 0 keys"),
+        (
+            json.dumps({**LLAMA, "model_type": "gemma9", "sliding_window": 8}),
+            "'gemma9' does not say in which layers: add 'layer_types'",
+        ),
+        (json.dumps({**LLAMA, "model_type": "gemma3", "sliding_window_pattern": 0}), "sliding_window_pattern=0 of 'gemma3'"),
+        (json.dumps({**LLAMA, "model_type": "cohere2", "sliding_window_pattern": "LG"}), "as a whole number, it has 'LG'"),
         (json.dumps({**LLAMA, "sliding_window": 8, "layer_types": "sliding_attention"}), "a list of names as 'layer_types'"),
         (json.dumps({**LLAMA, "num_attention_heads": 24, "head_dim": None}), "cannot be divided among 24 heads"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_distca.errors import ConfigError
+from hf_distca.simulate.windows import windows_of
 
 __all__ = ["KNOWN_MODELS", "ModelShape", "find_model"]
 
@@ -112,7 +113,7 @@ def find_model(name: str) -> ModelShape:
     text = data.get("text_config") or data
     if not isinstance(text, dict):
         raise ConfigError(f"{path} must have an object as 'text_config', it has {text!r}.")
-    return _from_config(str(path), text)
+    return _from_config(str(path), {"model_type": data.get("model_type"), **text})
 
 
 def _from_config(path: str, config: dict[str, Any]) -> ModelShape:
@@ -126,16 +127,10 @@ def _from_config(path: str, config: dict[str, Any]) -> ModelShape:
         return found
 
     hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
-    layers, window = number("num_hidden_layers", "n_layer"), config.get("sliding_window")
-    kinds = config.get("layer_types") or ["sliding_attention"] * layers
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise ConfigError(f"{path} must have a list of names as 'layer_types', it has {kinds!r}.")
+    layers = number("num_hidden_layers", "n_layer")
     if config.get("head_dim") is None and hidden % max(heads, 1):
         raise ConfigError(f"{path} has no 'head_dim', and a hidden size of {hidden} cannot be divided among {heads} heads.")
-    if window is None or config.get("use_sliding_window") is False:
-        windowed, window = 0, None
-    else:
-        windowed, window = kinds.count("sliding_attention"), number("sliding_window")
+    window, windowed = windows_of(path, config, layers, number)
     return ModelShape(
         path,
         hidden,
