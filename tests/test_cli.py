@@ -116,6 +116,7 @@ def test_bad_placements(tmp_path: Path, content: object, message: str) -> None:
     [
         (("--tile", "0"), "tile=0"),
         (("--window", "0"), "window=0"),
+        (("--window", str(2**31)), "--window 2147483648: the limit is 2**31"),
         (("--tolerance", "1.5"), "tolerance=1.5"),
         (("--query-heads", "5", "--key-value-heads", "2"), "query_heads=5"),
         (("--head-dim", str(10**21)), "--head-dim 1000000000000000000000: the limit is 2**31"),

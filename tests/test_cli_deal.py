@@ -109,6 +109,8 @@ def test_bad_lengths(tmp_path: Path, content: object, message: str) -> None:
     [
         (("--tile", 0), "tile=0"),
         (("--window", 0), "window=0"),
+        (("--window", 2**63), "--window 9223372036854775808: the limit is 2**31"),
+        (("--window", 10**30), "--window 1000000000000000000000000000000: the limit is 2**31"),
         (("--ranks-per-node", 3), "ranks_per_node=3 must divide ranks=4"),
         (("--query-heads", 5, "--key-value-heads", 2), "query_heads=5"),
         (("--link-gigabytes", 0), "--link-gigabytes 0: a rate is a finite number above 0 GB/s"),

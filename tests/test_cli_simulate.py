@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hf_distca.cli import app
+from hf_distca.cli.lengths import documents_of
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.profiles import Profile
 from pages import on_a_page, words_of
@@ -75,6 +76,20 @@ def test_a_column_of_a_table_and_standard_input(tmp_path: Path) -> None:
     one_line(run("simulate", "--lengths", tmp_path / "empty", *SMALL), "no .parquet or .arrow files")
     given = CliRunner().invoke(app, ["simulate", "--lengths", "-", *map(str, SMALL)], input="[3000, 4000]")
     assert given.exit_code == 0, given.output
+
+
+def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:
+    """Beside them `map` leaves what it cached."""
+    datasets = pytest.importorskip("datasets")
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_dict({"input_ids": [[1] * 10, [1] * 20, [1] * 30, [1] * 40]}).save_to_disk(saved, num_shards=2)
+    loaded = datasets.load_from_disk(saved)
+    loaded.map(lambda row: {"input_ids": row["input_ids"] * 100}, load_from_cache_file=False)
+    assert list(saved.glob("cache-*.arrow"))
+    for state in (None, "[]", "{"):  # as saved, or of something else
+        if state is not None:
+            (saved / "state.json").write_text(state)
+        assert documents_of(str(saved), "input_ids", None).source.startswith("4 lengths, mean 25, longest 40")
 
 
 def test_a_profile_is_read(tmp_path: Path) -> None:

@@ -5,20 +5,28 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
-from hf_distca.agreement.figures import Tally
+from hf_distca.agreement.figures import Estimate, History, Tally
+from hf_distca.integration.record import Recorder
+from hf_distca.run_report.figures import collect
+from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import RECORD_NAME, PlanRow, Row, RunRow, StepsRow, WarningRow, read_row
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.ranks import Ranks
 from ranks import RankPool
 from recorded import recorded
-from tiny_runs import documents, make_trainer, settings, tiny_llama
+from tiny_runs import PAIRS, documents, make_trainer, settings, tiny_llama
 
 STEPS = 6
 
@@ -124,6 +132,43 @@ def test_a_record_costs_no_collective_and_no_operation(rank_pool: Callable[[int]
         assert kept[rank]["collectives"] == without[rank]["collectives"]
         assert kept[rank]["operations"] == without[rank]["operations"]
     assert [row.micro_batch for row in rows(tmp_path) if isinstance(row, PlanRow)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize(
+    ("parts", "tokens"),
+    [
+        ([(0, None, [[192], [96, 96]]), (0, 64, [[192], [96, 96]])], [192, 192]),
+        ([(1, None, [[96], [48]]), (2, None, [[64], [64, 48]])], [160, 160]),
+        ([(1, None, [[96], [48]]), (1, 64, [[96], [48]]), (2, None, [[96], [8]]), (2, 64, [[96], [8]])], [192, 56]),
+    ],
+    ids=["kinds of layers", "nano-batches", "both"],
+)
+def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
+    tmp_path: Path, parts: list[tuple[int, int | None, list[list[int]]]], tokens: list[int]
+) -> None:
+    """Kinds of layers have plans of the same tokens; a rank of half the speed takes twice as long."""
+    history, ranks = History(), Ranks(speeds=(0.5, 1.25))
+    planner = SimpleNamespace(number=0, next_number=1, history=history)
+    session: Any = SimpleNamespace(planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"])
+    recorder = Recorder(tmp_path, session, every_plan=True)
+    recorder.begin(TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), 0, None, None)
+    estimates = []
+    for nano, window, lengths in parts:
+        cost = replace(PAIRS, window=window)
+        estimates.append(Estimate.of(balance(Layout.from_lengths(lengths), cost, settings(), ranks), cost, 1.0, ranks, nano))
+        history.planned(estimates[-1], 1)
+    history.end()
+    for estimate in estimates:
+        history.measured(estimate, 1, estimate.after, np.zeros(2, dtype=np.int64), 1, 0)
+    recorder.end(1)
+    found = collect(RunFolder.read(tmp_path))
+    assert found.per_rank is not None
+    assert found.plan is not None
+    assert found.per_rank.tokens == found.plan.per_rank.tokens == tokens
+    bars = found.plan.per_rank
+    for pieces, seconds in ((found.plan.before, bars.estimated_before), (found.plan.after, bars.estimated_after)):
+        drawn = np.bincount([piece.rank for piece in pieces], [piece.seconds for piece in pieces], minlength=2)
+        np.testing.assert_allclose(drawn, seconds, rtol=1e-3)
 
 
 def resumed(rank: int, folder: str) -> None:

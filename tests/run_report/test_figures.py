@@ -67,6 +67,19 @@ def test_the_pieces_of_a_plan(tmp_path: Path, step: int | None) -> None:
     assert {piece.document: piece.length for piece in plan.after} == dict(enumerate(lengths))
 
 
+@pytest.mark.parametrize("speeds", [[1.0], [1.0, 0.0, 1.0, 1.0], ["fast"] * 4])
+def test_speeds_that_are_none_are_refused(tmp_path: Path, speeds: list[Any]) -> None:
+    row = plan_row(1)
+    text = write_row(replace(row, parts=[replace(row.parts[0], speeds=[1.0] * 4)]))
+    (tmp_path / RECORD_NAME).write_text(
+        "".join([write_row(RUN), "\n", text.replace('"speeds":[1.0,1.0,1.0,1.0]', f'"speeds":{json.dumps(speeds)}'), "\n"])
+        + write_row(steps_row(row))
+        + "\n"
+    )
+    with pytest.raises(ReportError, match="speeds"):
+        figures(tmp_path)
+
+
 def test_a_resumed_run_counts_steps_once(tmp_path: Path) -> None:
     """Steps 3 and 4 ran, and ran again from a checkpoint of step 2."""
     again = [replace(RUN, step=2), *(row for step in (3, 4, 5) for row in (plan_row(step), steps_row(plan_row(step))))]

@@ -49,6 +49,22 @@ def check(layout: Layout, lengths: list[int], tokens: list[int]) -> None:
     assert all(held[document] == lengths[document] for document in set(layout.document.tolist()))
 
 
+@pytest.mark.parametrize("window", [65536, 262144, 2**63 - 1])
+@pytest.mark.parametrize("cost", [CUDA, PAIRS], ids=lambda cost: cost.name)
+def test_a_window_as_long_as_all_documents_is_none(cost: CostModel, window: int) -> None:
+    """Dealt with one, no document would be left to servers, and exchanges would count as if keys were few."""
+    lengths = [65536, 30000, 20000, 15536, *[1000] * 65, 536]
+    for found, wanted in zip(
+        _dealt_both_ways(lengths, replace(cost, window=window)), _dealt_both_ways(lengths, cost), strict=True
+    ):
+        assert [found.segments(rank) for rank in range(8)] == [wanted.segments(rank) for rank in range(8)]
+
+
+def _dealt_both_ways(lengths: list[int], cost: CostModel) -> list[Layout]:
+    tokens = sum(lengths) // 8
+    return [deal(lengths, 8, tokens, cost), *deal_nano_batches(lengths, 8, tokens, cost)]
+
+
 @settings(max_examples=300)
 @given(batches(), st.sampled_from(MODELS), st.booleans(), st.sampled_from([1, 16, 128]))
 def test_any_documents(batch: tuple[list[int], int, int], cost: CostModel, overlapped: bool, tile: int) -> None:

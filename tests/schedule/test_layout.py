@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -103,6 +105,14 @@ def test_columns_must_agree() -> None:
     one = np.zeros(1, dtype=np.int64)
     with pytest.raises(LayoutError, match="columns of 1, 1, 1 rows for 2 segments"):
         Layout(one, one, one + 1, np.array([0, 2]))
+
+
+@pytest.mark.parametrize("offsets", [[], [1, 2], [1, 1, 2], [-1, 2], [0, 2, 1, 2]])
+def test_offsets_begin_with_0(offsets: list[int]) -> None:
+    """Segments before the first rank's would be on no rank, and their tokens computed by none."""
+    two = np.arange(2)
+    with pytest.raises(LayoutError, match=re.escape(f"offsets {offsets}: they begin with 0 and never fall")):
+        Layout(two, 0 * two, two + 1, np.array(offsets, dtype=np.int64))
 
 
 @pytest.mark.parametrize(

@@ -118,9 +118,19 @@ def test_servers_that_hold_the_keys_are_preferred() -> None:
 
 
 def test_a_whole_tail_takes_its_keys_along() -> None:
-    # Rank 0 computes the tail of rank 1's document and needs nothing of it once the tail is gone.
+    """Rank 0 has the tail of rank 1's document. Once all of it is gone, keys of the tail travel instead of those before it."""
     layout = Layout.from_segments([[(0, 8192, 1024), (1, 0, 16384)], [(0, 0, 8192)], []])
-    plan = balance(layout, PAIRS, DistCAConfig())
+
+    def keys_of_document_0(plan: Plan) -> list[list[int]]:
+        """(start, end, source, server) of the runs that travel."""
+        runs = zip(*(column.tolist() for column in plan.key_transfers()), strict=True)
+        return [run for document, *run in runs if document == 0 and run[2] != run[3]]
+
+    local, plan = Plan.local(layout), balance(layout, PAIRS, DistCAConfig())
+    assert keys_of_document_0(local) == [[0, 8192, 1, 0]]
+    assert keys_of_document_0(plan) == [[8192, 9216, 0, 1]]
+    received = [PlanLoad(one, PAIRS).key_tokens[1, 0] for one in (local, plan)]
+    assert received == [8192, 0], "as it is counted"
     assert summarize(plan, PAIRS).pairs_imbalance_after <= 1.02
 
 

@@ -33,6 +33,7 @@ class Estimate:
         tokens: (largest, mean) of the ranks, whose queries are computed.
         plan: the plan, where it is known.
         speeds: what ranks are like.
+        nano: as in `PlanKey`: plans of one have the same tokens.
     """
 
     ranks: int
@@ -43,14 +44,15 @@ class Estimate:
     tokens: tuple[float, float] = (0.0, 0.0)
     plan: Plan | None = None
     speeds: Ranks = ALIKE
+    nano: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, cost: CostModel, planning_ms: float, ranks: Ranks = ALIKE) -> Estimate:
+    def of(cls, plan: Plan, cost: CostModel, planning_ms: float, ranks: Ranks = ALIKE, nano: int = 0) -> Estimate:
         """The estimate of a plan's tasks."""
         seconds = cost.seconds(plan.end - plan.start, plan.end, plan.heads)
         tokens = plan.layout.query_tokens
         most_and_mean = float(tokens.max()), float(tokens.mean())
-        return cls(plan.layout.world_size, plan.home, plan.server, seconds, planning_ms, most_and_mean, plan, ranks)
+        return cls(plan.layout.world_size, plan.home, plan.server, seconds, planning_ms, most_and_mean, plan, ranks, nano)
 
     @property
     def moves(self) -> bool:

@@ -168,7 +168,8 @@ class Planner:
         self._used.add(key)
         self._recent[key] = None
         ranks = self.costs.ranks(planned.plan.layout.world_size, planned.per_node)
-        estimate, meter = Estimate.of(planned.plan, self.costs.of(key), planned.milliseconds, ranks), Meter(self._meter)
+        estimate = Estimate.of(planned.plan, self.costs.of(key), planned.milliseconds, ranks, key.nano)
+        meter = Meter(self._meter)
         self.history.planned(estimate, self.number)
         self._measurements.add(Measured(key, self.number, estimate, meter, planned.plan))
         return meter

@@ -59,7 +59,7 @@ class Layer:
         for option, rate in (("--link-gigabytes", self.link_gigabytes), ("--node-gigabytes", self.node_gigabytes)):
             if rate is not None and not 0 < rate < float("inf"):
                 raise ConfigError(f"{option} {rate:g}: a rate is a finite number above 0 GB/s.")
-        for name in ("tile", "query_heads", "key_value_heads", "head_dim", "ranks_per_node", "ranks_per_link"):
+        for name in ("tile", "query_heads", "key_value_heads", "head_dim", "window", "ranks_per_node", "ranks_per_link"):
             number = getattr(self, name)
             if number is not None and number >= _LIMIT:
                 raise ConfigError(f"--{name.replace('_', '-')} {number}: the limit is 2**31.")

@@ -49,18 +49,20 @@ def documents_of(text: str, column: str, longest: int | None) -> Documents:
     from hf_distca.simulate.lengths import distribution, from_list
 
     path = Path(text)
-    tables = (
-        [path]
-        if path.suffix in _TABLES
-        else sorted(p for kind in _TABLES for p in path.glob(f"*{kind}"))
-        if path.is_dir()
-        else []
-    )
+    tables = [path] if path.suffix in _TABLES else _tables(path) if path.is_dir() else []
     if text and (tables or path.is_dir()):
         return from_list(_column(path, tables, column), f"{text}, column {column!r}", longest)
     if text == "-" or (text and path.exists()) or path.suffix == ".json":
         return from_list(read_lengths(path), name_of(path), longest)
     return distribution(text, 131072 if longest is None else longest)
+
+
+def _tables(folder: Path) -> list[Path]:
+    """The files of a data set: those that it names, if `datasets` saved it, for what it cached lies beside them."""
+    try:
+        return [folder / one["filename"] for one in json.loads(read(folder / "state.json"))["_data_files"]]
+    except (OSError, KeyError, TypeError, ValueError):  # another folder
+        return sorted(one for kind in _TABLES for one in folder.glob(f"*{kind}") if not one.name.startswith("cache-"))
 
 
 def _column(path: Path, tables: list[Path], column: str) -> Any:

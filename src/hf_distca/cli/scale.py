@@ -104,7 +104,7 @@ class Scale:
         sharding = default if self.sharding is ShardingName.auto else self.sharding.value
         automatic = self.checkpointing is CheckpointingName.auto
         setting = Setting(
-            find_model(self.model),
+            find_model(self.model, _with_defaults),
             device,
             self.ranks,
             self.tokens_per_rank,
@@ -145,6 +145,12 @@ class Scale:
         total = max(self.batches, 0) * len(names)
         with tqdm(total=total, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:
             return simulate(setting, documents, names, batches=self.batches, seed=self.seed, jobs=jobs, told=bar.update)
+
+
+def _with_defaults(path: Path, kind: str) -> dict[str, object] | None:
+    from hf_distca.doctor.model import with_defaults  # imports transformers, in seconds
+
+    return with_defaults(path, kind)
 
 
 def _measured(source: Path) -> CostModel | MeasuredProfile:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers import __version__ as transformers_version
 
 from hf_distca.doctor.findings import Finding, State
@@ -19,7 +19,7 @@ from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_fam
 from hf_distca.integration.kinds import layer_keys
 from hf_distca.kernels import Scores, survey
 
-__all__ = ["dtype_of", "family", "kernels", "read_config"]
+__all__ = ["dtype_of", "family", "kernels", "read_config", "with_defaults"]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -69,6 +69,29 @@ def _silent(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def with_defaults(path: Path, kind: str) -> dict[str, Any] | None:
+    """What a config.json says of the text model, with the defaults of its family, which the file need not have.
+
+    Args:
+        path: of the file.
+        kind: its model_type.
+
+    Returns:
+        As `PreTrainedConfig.to_dict` has it, with ``layer_types`` where there is a window; None if transformers does not know the
+        family.
+
+    Raises:
+        ConfigError: if values are not as the family's class wants them.
+    """
+    if kind not in CONFIG_MAPPING:
+        return None
+    text = _of_file(path).get_text_config(decoder=True)
+    found: dict[str, Any] = text.to_dict()
+    if found.get("sliding_window") is not None and not found.get("layer_types"):
+        found["layer_types"] = ["sliding_attention"] * text.num_hidden_layers
+    return found
 
 
 def _of_file(path: Path) -> PreTrainedConfig:

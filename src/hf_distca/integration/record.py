@@ -134,9 +134,9 @@ class Recorder(logging.Handler):
     def _plan_row(self, step: int, counted: Counted) -> PlanRow:
         self._plans += 1
         parts = [
-            PlanPart(json.loads(one.estimate.plan.to_json()), one.estimate.seconds.tolist())
-            for one in counted.measurements
-            if one.estimate.plan is not None
+            PlanPart(json.loads(one.plan.to_json()), one.seconds.tolist(), one.speeds.speeds)
+            for one in (measurement.estimate for measurement in counted.measurements)
+            if one.plan is not None
         ]
         return PlanRow(step, counted.number - self._began, _per_rank(_by_rank(counted.measurements)), parts)
 
@@ -158,9 +158,13 @@ class Recorder(logging.Handler):
 def _by_rank(measurements: Sequence[Measurement]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """(figures, ranks) in the order of the fields of `PerRank`."""
     rows = []
+    counted: set[int] = set()
     for one in measurements:
-        estimate = one.estimate
-        tokens = np.zeros(estimate.ranks) if estimate.plan is None else estimate.plan.layout.query_tokens
+        estimate, tokens = one.estimate, np.zeros(one.estimate.ranks)
+        # Each kind of layers has a plan for the same tokens; each nano-batch has its own.
+        if estimate.plan is not None and estimate.nano not in counted:
+            counted.add(estimate.nano)
+            tokens += estimate.plan.layout.query_tokens
         measured = estimate.given_back(one.seconds), one.seconds, one.sent_bytes
         rows.append(np.stack([tokens, estimate.before, estimate.after, *measured]).astype(np.float64))
     return np.asarray(np.sum(rows, axis=0), dtype=np.float64)

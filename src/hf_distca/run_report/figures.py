@@ -30,7 +30,7 @@ class Piece:
         rank: that computes them; `home` has their queries.
         document, length: its number in the micro-batch, and its tokens on all ranks.
         tokens: queries.
-        seconds: estimated, of one layer, forward and backward.
+        seconds: estimated, of one layer, forward and backward, on this rank.
     """
 
     rank: int
@@ -204,11 +204,12 @@ def _drawn(row: PlanRow) -> PlanFigures:
             raise ReportError(f"the plan of step {row.step} cannot be read: {error}") from error
         _learn_lengths(plan, lengths)
         documents = plan.layout.unsplit(plan.document).tolist()
+        speeds = part.speeds or [1.0] * plan.layout.world_size
         for task, document, heads, seconds in zip(plan.tasks, documents, plan.heads.tolist(), part.seconds, strict=True):
             for side, rank in ((before, task.home), (after, task.server)):
                 piece = side.setdefault((rank, document, task.home), [0.0, 0.0])
                 piece[0] += heads * (task.end - task.start)
-                piece[1] += seconds
+                piece[1] += seconds / speeds[rank]
     sides = [
         [
             Piece(rank, home, document, lengths[document], round(tokens), seconds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -94,15 +94,19 @@ class PlanPart:
 
     Attributes:
         plan: as `Plan.to_json` writes it.
-        seconds: estimated, of each of its tasks.
+        seconds: estimated, of each of its tasks, on a rank of speed 1.
+        speeds: of the ranks, None if all are alike.
     """
 
     plan: dict[str, Any]
     seconds: list[float]
+    speeds: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if not all(map(_is_number, self.seconds)):
             raise TypeError("the seconds of a plan are a list of numbers")
+        if self.speeds is not None and not all(_is_number(speed) and speed > 0 for speed in self.speeds):
+            raise TypeError("the speeds of ranks are a list of positive numbers")
 
     def read(self) -> Plan:
         """The plan.
@@ -113,6 +117,8 @@ class PlanPart:
         plan = Plan.from_json(json.dumps(self.plan))
         if len(self.seconds) != len(plan.document):
             raise PlanError(f"{len(self.seconds)} seconds for {len(plan.document)} tasks.")
+        if self.speeds is not None and len(self.speeds) != plan.layout.world_size:
+            raise PlanError(f"{len(self.speeds)} speeds for {plan.layout.world_size} ranks.")
         return plan
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,7 @@ def deal(
         tokens_per_rank: tokens of each rank; `ranks` times as many as this are dealt. Or the tokens of each rank, where their
             number cannot be divided.
         cost: seconds of tasks and of exchanges. With a window, deal for layers of which all have it; for a model that mixes both
-            kinds of layers, deal without.
+            kinds of layers, deal without. A window that no document is longer than is none.
         tile: documents are cut at multiples of it where tokens allow.
         ranks_per_node: ranks [0, n), [n, 2n), ... are nodes: a document lies on ranks of one node if one has enough left for it,
             and is exchanged there at the rate that `cost` has for nodes.
@@ -63,6 +64,7 @@ def deal(
         ConfigError: if another argument is out of its range.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
+    cost = _seen_by(cost, length)
     return _dealt(np.arange(len(length)), length, tokens, cost, tile, ranks_per_node, overlapped=overlapped)
 
 
@@ -85,6 +87,7 @@ def deal_nano_batches(
     Args and raises: as `deal`.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
+    cost = _seen_by(cost, length)
     first = _half(length, cost, ranks, ranks * (min(tokens) // 2))
     each, more = divmod(int(length[first].sum()), ranks)
     here = [each + (rank < more) for rank in range(ranks)]
@@ -104,6 +107,12 @@ def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence
     length, tokens = _checked(lengths, ranks, tokens_per_rank, 1, None)
     rank, document, start, size = np.array(pour(range(len(length)), length.tolist(), tokens), dtype=np.int64).reshape(-1, 4).T
     return Layout(document, start, size, np.searchsorted(rank, np.arange(ranks + 1)))
+
+
+def _seen_by(cost: CostModel, length: IntArray) -> CostModel:
+    """Without a window that no document is longer than, which is none: documents may be served, as in layers that see all."""
+    idle = cost.window is not None and cost.window >= length.max(initial=0)
+    return replace(cost, window=None) if idle else cost
 
 
 def _dealt(

@@ -49,7 +49,7 @@ class Layout:
         document: document number of each segment.
         start: first document position of each segment.
         length: tokens of each segment, at least 1.
-        offsets: ``ranks + 1`` numbers; the segments of rank r are rows ``offsets[r]`` to ``offsets[r + 1]``.
+        offsets: ``ranks + 1`` numbers from 0; the segments of rank r are rows ``offsets[r]`` to ``offsets[r + 1]``.
         context: how many segments of each rank are context; none if not given.
         groups: head groups that documents are split in, as `split` does; 1 if none is.
         longest: length of the longest document in tokens, 0 if there is none.
@@ -67,6 +67,8 @@ class Layout:
     _index: Segments = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not len(self.offsets) or self.offsets[0] != 0:
+            _refuse(self, Wrong(OFFSETS))
         if not len(self.context):
             object.__setattr__(self, "context", np.zeros(self.world_size, dtype=np.int64))
         rows = [len(column) for column in (self.document, self.start, self.length)]

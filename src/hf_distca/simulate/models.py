@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,6 @@ from typing import Any
 from hf_distca.errors import ConfigError
 
 __all__ = ["KNOWN_MODELS", "ModelShape", "find_model"]
-
-_WINDOWED = "sliding_attention"  # among the layer_types of a config
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +92,13 @@ KNOWN_MODELS = {
 }
 
 
-def find_model(name: str) -> ModelShape:
+def find_model(name: str, defaults: Callable[[Path, str], dict[str, Any] | None] | None = None) -> ModelShape:
     """A known shape by name, or that of a config.json, given as the file or the folder it is in.
+
+    Args:
+        name: the name, or the path.
+        defaults: says by the path and the model_type what the text model has with the defaults of its family, which the file need
+            not have; None where the family is not known. Without it only what the file says counts.
 
     Raises:
         ConfigError: if there is neither, or the file describes no dense decoder.
@@ -114,27 +118,10 @@ def find_model(name: str) -> ModelShape:
     text = data.get("text_config") or data
     if not isinstance(text, dict):
         raise ConfigError(f"{path} must have an object as 'text_config', it has {text!r}.")
-    return _from_config(str(path), _read_by_transformers(str(path), data) or text)
-
-
-def _read_by_transformers(path: str, data: dict[str, Any]) -> dict[str, Any] | None:
-    """The text model with the defaults of its family, which a config.json need not have; None if the family is not known."""
-    kind = data.get("model_type")
-    if not isinstance(kind, str):
-        return None
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # takes seconds
-
-    if kind not in CONFIG_MAPPING:
-        return None
-    try:
-        text = CONFIG_MAPPING[kind].from_dict(data).get_text_config(decoder=True)
-    except Exception as error:  # of any kind: each family checks its own values
-        said = " ".join(str(error).split())
-        raise ConfigError(f"{path} is no config of {kind!r} for transformers ({type(error).__name__}: {said}).") from error
-    found: dict[str, Any] = text.to_dict()
-    if found.get("layer_types") is None:
-        found["layer_types"] = [_WINDOWED] * text.num_hidden_layers
-    return found
+    known = None
+    if defaults is not None and isinstance(kind := data.get("model_type"), str):
+        known = defaults(path, kind)
+    return _from_config(str(path), known or text)
 
 
 def _from_config(path: str, config: dict[str, Any]) -> ModelShape:
@@ -155,11 +142,11 @@ def _from_config(path: str, config: dict[str, Any]) -> ModelShape:
     if window is None or config.get("use_sliding_window") is False:
         windowed, window = 0, None
     elif isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds):
-        windowed, window = kinds.count(_WINDOWED), number("sliding_window")
+        windowed, window = kinds.count("sliding_attention"), number("sliding_window")
     else:
         raise ConfigError(
             f"{path} has a sliding window of {window} keys, and does not say in which layers: its 'layer_types' must be a list "
-            f"with {_WINDOWED!r} or 'full_attention' for each of the {layers}, it is {kinds!r}."
+            f"with 'sliding_attention' or 'full_attention' for each of the {layers}, it is {kinds!r}."
         )
     return ModelShape(
         path,
