@@ -104,7 +104,7 @@ class DistCAConfig:
         if self.max_transient_bytes is not None and self.max_transient_bytes < 1:
             raise ConfigError(f"max_transient_bytes={self.max_transient_bytes} must be at least 1, or None for no bound.")
         if self.group_size is not None and self.group_size < 1:
-            raise ConfigError(f"group_size={self.group_size} must be at least 1, or None for one group of all ranks.")
+            raise ConfigError(f"group_size={self.group_size} must be at least 1, or None for groups of up to 512 ranks.")
         if not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:
             raise ConfigError(f"timeout_seconds={self.timeout_seconds} must be in (0, {_LONGEST_TIMEOUT:g}], a year.")
         _check_choice("kernel", self.kernel, get_args(KernelName))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import Trainer
 
 import hf_distca
 from pages import ROOT
@@ -38,4 +39,6 @@ def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     tokens = np.concatenate([share["input_ids"] for share in stream])
     assert len(tokens) == len(parquet) * 256
     assert set(tokens.tolist()) <= set(np.concatenate(documents).tolist())
+    args, collator = names["args"], hf_distca.PackingCollator()
+    Trainer(model=names["model"], args=args, train_dataset=stream, data_collator=collator).train()
     assert names["batch"]["distca_documents"] == hf_distca.PackedDocuments([700, 40])

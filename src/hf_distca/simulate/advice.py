@@ -106,7 +106,7 @@ def _why(setting: Setting, ours: Prediction, other: Prediction) -> str:
     if other.exposed_share > ours.exposed_share + _NOTHING:
         parts.append(f"{other.exposed_share:.0%} of a step goes to waiting for messages")
     if setting.checkpointing == "full":
-        parts.append("checkpointing repeats attention, as it does not under hf-distca")
+        parts.append("checkpointing computes attention twice (hf-distca: once)")
     return f"There, {' and '.join(parts)}." if parts else "Nothing single makes the difference: ranks are more even in all."
 
 
