@@ -40,5 +40,6 @@ def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(tokens) == len(parquet) * 256
     assert set(tokens.tolist()) <= set(np.concatenate(documents).tolist())
     args, collator = names["args"], hf_distca.PackingCollator()
+    args.dataloader_pin_memory = False  # there is no GPU to pin it for
     Trainer(model=names["model"], args=args, train_dataset=stream, data_collator=collator).train()
     assert names["batch"]["distca_documents"] == hf_distca.PackedDocuments([700, 40])
