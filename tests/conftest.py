@@ -15,24 +15,30 @@ SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 # Of one pool. Calls leave communicators, and each of their threads wakes up a hundred times a second: after some hundred calls
 # that was half of what two cores did.
 _CALLS = 50
+_POOLS: dict[int, RankPool] = {}
 
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[Callable[[int], RankPool]]:
     """Pools of real gloo ranks by size, started when first asked for, and again after one died or had many calls."""
-    pools: dict[int, RankPool] = {}
 
     def pool(world_size: int) -> RankPool:
-        known = pools.get(world_size)
-        if known is not None and (not known.alive or known.calls >= _CALLS):
+        known = _POOLS.get(world_size)
+        if known is not None and not known.alive:
             known.close()
             known = None
-        pools[world_size] = known or RankPool(world_size)
-        return pools[world_size]
+        _POOLS[world_size] = known or RankPool(world_size)
+        return _POOLS[world_size]
 
     yield pool
-    for started in pools.values():
+    for started in _POOLS.values():
         started.close()
+
+
+def pytest_runtest_setup() -> None:
+    """Not within a test: new ranks do what others have done before, which would make a difference between two calls."""
+    for size in [size for size, pool in _POOLS.items() if pool.calls >= _CALLS]:
+        _POOLS.pop(size).close()
 
 
 def pytest_collection_finish() -> None:
