@@ -2,9 +2,9 @@
 
 Most of the scheduler is numpy. What is compiled are loops in which each step depends on the last one, which take a Python
 interpreter a tenth of a second for 512 ranks; and what every plan goes through, for among few ranks it is the number of calls to
-numpy that takes the time. numba compiles these functions when they are first called, in 45 seconds for a plan and 9 for a route, and
-keeps what it made beside the source or in the user's cache. Where numba cannot be imported, or is told to compile nothing, they run
-as they are written and make the same plans.
+numpy that takes the time. numba compiles these functions when they are first called, in 45 seconds for a plan and 9 for a route,
+and keeps what it made beside the source or in the user's cache. Where numba cannot be imported, or is told to compile nothing,
+they run as they are written and make the same plans.
 """
 
 from __future__ import annotations
@@ -150,6 +150,6 @@ def _sources() -> str:
 @cache
 def _say_that_nothing_is_kept() -> None:
     _log.warning(
-        "numba finds no folder that it can write to, so every process compiles the loops of the scheduler again, in about a minute: "
-        "set NUMBA_CACHE_DIR to a folder that can be written."
+        "numba finds no folder that it can write to, so every process compiles the loops of the scheduler again, in about a "
+        "minute: set NUMBA_CACHE_DIR to a folder that can be written."
     )
