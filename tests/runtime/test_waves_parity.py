@@ -20,9 +20,9 @@ from hf_distca.schedule.waves import TransientBytes, Waves
 from ranks import RankPool
 
 SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, 8)
-# From a tile of rows at a time, with as many keys, to all at once.
-LEAST = TILE * sum(TransientBytes.of(SHAPE)[:2])
-BOUNDS = [LEAST, LEAST + 10_000, 60_000, 200_000, 10**9]
+# From a tile of rows at a time to all at once: the least is what one row takes with one key.
+LEAST = sum(TransientBytes.of(SHAPE)[:2])
+BOUNDS = [LEAST, 10_000, 60_000, 200_000, 10**9]
 
 
 @pytest.mark.parametrize("world", [1, *WORLDS])

@@ -20,8 +20,8 @@ SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_he
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
 PAIRS = CostModel.pairs(SHAPE)
 EACH = TransientBytes.of(SHAPE)
-# What a tile of rows takes with as many keys.
-LEAST = 128 * (EACH.query + EACH.key)
+# What one row takes with one key.
+LEAST = EACH.query + EACH.key
 
 
 def interleaved(documents: int, length: int, ranks: int) -> Layout:
@@ -99,10 +99,10 @@ def test_keys_that_are_more_than_the_bound_do_not_make_each_tile_a_wave() -> Non
 
 
 @pytest.mark.parametrize("lengths", [[[65536], [4096] * 16], [[4096], [4096]]])
-def test_a_bound_that_no_tile_of_rows_fits_is_refused(lengths: list[list[int]]) -> None:
+def test_a_bound_that_no_row_fits_is_refused(lengths: list[list[int]]) -> None:
     layout = Layout.from_lengths(lengths)
     assert balance(layout, PAIRS, DistCAConfig(max_transient_bytes=LEAST)).window is None
-    with pytest.raises(ConfigError, match=rf"max_transient_bytes={LEAST - 1} .* {LEAST} bytes .* tile=128 .* or None"):
+    with pytest.raises(ConfigError, match=rf"max_transient_bytes={LEAST - 1} .* {LEAST} bytes .* query_heads=32.* or None"):
         balance(layout, PAIRS, DistCAConfig(max_transient_bytes=LEAST - 1))
 
 

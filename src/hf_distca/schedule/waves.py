@@ -79,16 +79,16 @@ class Waves:
         A tile of rows with the keys it needs is never split: if it is more than the bound alone, so is its wave.
 
         Raises:
-            ConfigError: if a tile of rows and as many keys are more than the bound.
+            ConfigError: if one row and one key are more than the bound.
         """
         if bound is None:
             return cls(plan, np.zeros_like(plan.start))
         each = TransientBytes.of(shape)
-        least = tile * (each.query + each.key)
+        least = each.query + each.key
         if bound < least:
             raise ConfigError(
-                f"max_transient_bytes={bound} is less than the {least} bytes that tile={tile} query rows take with as many keys, in a "
-                f"layer with {shape}: give at least that, a smaller tile, or None for no bound."
+                f"max_transient_bytes={bound} is less than the {least} bytes that one query row and one key take, of a layer with "
+                f"{shape}: give what many rows take, or None for no bound."
             )
         if not plan.moved:
             return cls(plan, np.zeros_like(plan.start))
