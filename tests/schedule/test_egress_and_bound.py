@@ -102,7 +102,7 @@ def test_keys_that_are_more_than_the_bound_do_not_make_each_tile_a_wave() -> Non
 def test_a_bound_that_no_row_fits_is_refused(lengths: list[list[int]]) -> None:
     layout = Layout.from_lengths(lengths)
     assert balance(layout, PAIRS, DistCAConfig(max_transient_bytes=LEAST)).window is None
-    with pytest.raises(ConfigError, match=rf"max_transient_bytes={LEAST - 1} .* {LEAST} bytes .* query_heads=32.* or None"):
+    with pytest.raises(ConfigError, match=rf"max_transient_bytes={LEAST - 1} .* {LEAST} bytes .*query_heads=32.* or None"):
         balance(layout, PAIRS, DistCAConfig(max_transient_bytes=LEAST - 1))
 
 
