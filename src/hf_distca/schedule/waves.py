@@ -87,8 +87,8 @@ class Waves:
         least = each.query + each.key
         if bound < least:
             raise ConfigError(
-                f"max_transient_bytes={bound} is less than the {least} bytes that one query row and one key take in a layer of {shape}: "
-                "give what many rows take, or None for no bound."
+                f"max_transient_bytes={bound} is less than the {least} bytes that one query row and one key take in a layer of "
+                f"{shape}: give what many rows take, or None for no bound."
             )
         if not plan.moved:
             return cls(plan, np.zeros_like(plan.start))
