@@ -42,7 +42,8 @@ def trained(rank: int, case: Case, folder: str) -> dict[str, torch.Tensor]:
     configure(case)
     first, dealt = blocks()
     positions = torch.arange(case.tokens).expand(case.micro_batches, -1)
-    names: dict[str, Any] = dict(torch=torch, dist=dist, cross_entropy=cross_entropy, AutoModelForCausalLM=AutoModelForCausalLM)
+    names: dict[str, Any] = {"torch": torch, "dist": dist, "AutoModelForCausalLM": AutoModelForCausalLM}
+    names["cross_entropy"] = cross_entropy
     names |= {"copies": case.copies, "stages": case.stages, "n_microbatches": case.micro_batches, "name": folder, "losses": []}
     names |= dict.fromkeys(("input_ids", "position_ids", "shift_labels"), positions)
     names["loss_fn"] = lambda logits, targets: cross_entropy(logits.flatten(0, 1), targets.flatten())
