@@ -64,9 +64,9 @@ def tied_gradients(stage: Stage, group: AttentionGroup, name: str) -> Iterator[N
     if weight is None:
         yield
         return
-    before, weight.grad = weight.grad, None
+    before = _take_gradient(weight)
     yield
-    gradient = weight.grad
+    gradient = _take_gradient(weight)
     if gradient is None:
         weight.grad = before
         return
@@ -75,6 +75,11 @@ def tied_gradients(stage: Stage, group: AttentionGroup, name: str) -> Iterator[N
         mail.wait(group, doing)
     _local(gradient).add_(other)
     weight.grad = gradient if before is None else gradient.add_(before)
+
+
+def _take_gradient(weight: torch.nn.Parameter) -> torch.Tensor | None:
+    gradient, weight.grad = weight.grad, None
+    return gradient
 
 
 def _traded(gradient: torch.Tensor, peer: int, group: dist.ProcessGroup | None) -> tuple[Mail, torch.Tensor]:
