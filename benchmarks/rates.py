@@ -8,8 +8,8 @@ Gloo processes with one thread each train a small, narrow Llama on new documents
   FSDP2, which lines them up before each layer; over this machine's network, and over slow ones.
 
 In the last two, kernels sleep for as long as a cost model says (``--kernel timed``), so that a rank has a processor to itself
-whatever else runs; what is tested is what the ranks make of it. With ``--kernel real`` they compute, and need as many idle cores as
-ranks.
+whatever else runs; what is tested is what the ranks make of it. With ``--kernel real`` they compute, and need as many idle cores
+as there are ranks.
 
     python benchmarks/rates.py --json results.json
     python benchmarks/rates.py --never-slower --layers 2 --steps 36 --json results.json
