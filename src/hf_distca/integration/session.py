@@ -268,6 +268,7 @@ class Session:
 
     def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
         """Make the cost model of a shape, at its first layer; all ranks of the group at the same point."""
+        self.planner.costs.dtypes[key.shape, key.device] = str(query.dtype)
         if (key.shape, key.device) in self.planner.costs:
             return
         cost = known_cost(key._replace(window=None), self.config)
