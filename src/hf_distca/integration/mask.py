@@ -16,6 +16,7 @@ from hf_distca.integration.callers import MaskCall
 from hf_distca.integration.families import check_family, check_layerdrop, why_whole
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
 from hf_distca.integration.layers import cut_layers
+from hf_distca.integration.loaders import check_step
 from hf_distca.integration.mesh import mesh_of
 from hf_distca.integration.names import check_untouched
 from hf_distca.integration.positions import check_positions
@@ -80,6 +81,8 @@ def distca_mask(
     model, packed, position_ids = next(call.models(), None), call.documents, call.position_ids
     if model is not None and isinstance(packed, PackedDocuments) and packed.starts is not None:
         check_positions(model, packed, position_ids, lacking=call.lacks_positions)
+        if packed.dealt is not None:
+            check_step(call, packed.dealt)
     # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
     return AttentionHandle(
         batch_size,

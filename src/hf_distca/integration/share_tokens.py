@@ -12,7 +12,7 @@ import torch
 from hf_distca.agreement.announce import PlanKey, check_equal
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import PackedDocuments, read_documents
-from hf_distca.data.collator import IGNORED_LABEL
+from hf_distca.data.reading import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.session import Session, current_session
 from hf_distca.runtime.group import AttentionGroup
@@ -183,10 +183,8 @@ def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_
 def _batch(shared: _Shared, columns_T2: torch.Tensor, device: torch.device) -> dict[str, Any]:
     """What the model gets of a share."""
     packed = shared.packed
-    lengths = np.array(packed.lengths, dtype=np.int64)
     ids, targets = columns_T2.unbind(1)
-    labels = targets.roll(1)
-    labels[np.cumsum(lengths) - lengths] = IGNORED_LABEL  # who shifts labels must not go from one run to the next
+    labels = torch.full_like(targets, IGNORED_LABEL)  # shifted, they would lack the targets at cuts
     positions = torch.from_numpy(packed.positions)
     rows = {"input_ids": ids, "labels": labels, "shift_labels": targets, "position_ids": positions}
     return {**{name: row[None].to(device) for name, row in rows.items()}, "distca_documents": packed}
