@@ -71,6 +71,12 @@ class MaskCall:
         return any(frame.f_code is _generate() for frame in _callers(self._creator or inspect.currentframe()))
 
     @property
+    def in_data_parallel(self) -> bool:
+        """Whether a thread of `torch.nn.DataParallel` led here, which runs a replica of the model."""
+        parallel = torch.nn.parallel.parallel_apply.__module__
+        return any(frame.f_globals.get("__name__") == parallel for frame in _callers(self._creator or inspect.currentframe()))
+
+    @property
     def trainer(self) -> Trainer | None:
         """The Trainer whose step led here, of training or of evaluation."""
         frames = _callers(self._creator or inspect.currentframe())

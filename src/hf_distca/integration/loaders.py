@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -15,6 +16,8 @@ from transformers import TrainingArguments
 
 from hf_distca.data.collator import PackingCollator
 from hf_distca.data.reading import IGNORED_LABEL
+from hf_distca.data.shares import Shares
+from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import why_whole
 from hf_distca.integration.prepare import distca_configs
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from hf_distca.integration.callers import MaskCall
 
 __all__ = ["check_loader", "check_shares", "check_sharing", "check_step"]
+
+_log = logging.getLogger("hf_distca")
 
 Wrong = Iterator[str]  # what is wrong, and what to set
 
@@ -89,6 +94,7 @@ def check_shares(
     groups = readers > 1 and cut  # each takes global batches of its own, in turns
     for wrong in (
         *_wrong_reading(loader, readers, groups),
+        *(() if evaluating else _wrong_epochs(loader, shares)),
         *_wrong_loss(args, trainer, ranks),
         *_wrong_model(model, ranks, "make the shares for one rank", "Pack whole documents with PackingCollator instead"),
         *(_wrong_evaluation(trainer) if evaluating and ranks > 1 else ()),
@@ -139,7 +145,19 @@ def check_step(call: MaskCall, dealt: Dealt) -> None:
             check_sharing(trainer, dealt.ranks)
     if model.training and dealt.ranks > 1:
         _watch_loss(model)
+        _warn_of_routers(model, dealt.ranks)
     known.add(model.training)
+
+
+def _warn_of_routers(model: PreTrainedModel, ranks: int) -> None:
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "output_router_logits", False) and current_session().is_first:
+        _log.warning(
+            "%s models add a loss of their routers (output_router_logits=True), and each of %d ranks computes it for its own "
+            "tokens: it is not that of one process with all of them. The Trainer adds up the losses of all ranks, so "
+            "router_aux_loss_coef=%s counts %d times. Divide it by %d, or set output_router_logits=False.",
+            *(config.model_type, ranks, getattr(config, "router_aux_loss_coef", None), ranks, ranks),
+        )
 
 
 def _watch_loss(model: PreTrainedModel) -> None:
@@ -177,6 +195,16 @@ def _wrong_reading(loader: Any, readers: int, groups: bool) -> Wrong:
         yield f"the Trainer drops {', '.join(dropped)} from them. Set TrainingArguments(remove_unused_columns=False)."
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     yield from _wrong_stream(loader, readers, groups) if iterable else _wrong_order(loader, readers, groups)
+
+
+def _wrong_epochs(loader: Any, shares: Shares | StreamedShares) -> Wrong:
+    shuffled = isinstance(shares, StreamedShares) or shares.batches.seed is not None
+    if shuffled and not hasattr(loader.dataset, "set_epoch"):
+        yield (
+            f"a {type(loader.dataset).__name__} around them does not pass set_epoch on, as `select`, `concatenate_datasets` and "
+            "Subset do not: every epoch would have the order of the first. Select documents before document_shares, or give what "
+            "is around shares a method set_epoch."
+        )
 
 
 def _wrong_stream(loader: Any, readers: int, groups: bool) -> Wrong:

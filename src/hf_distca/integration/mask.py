@@ -12,8 +12,9 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
+from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import MaskCall
-from hf_distca.integration.families import check_family, check_layerdrop, why_whole
+from hf_distca.integration.families import check_family, check_layerdrop, warn_of_family, why_whole
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
 from hf_distca.integration.layers import cut_layers
 from hf_distca.integration.loaders import check_step
@@ -46,8 +47,8 @@ def distca_mask(
     A mask that is not causal, or has an overlay, comes back as a `ForeignMask`.
 
     Raises:
-        UnsupportedError: if the model is of a family that is refused, or drops layers while it trains, or if another package has
-            put itself in front of distca.
+        UnsupportedError: if the model is of a family that is refused, or drops layers while it trains, if another package has
+            put itself in front of distca, or in `torch.nn.DataParallel`. Of shares also what `check_step` refuses.
         LayoutError: if position ids are not those of the documents.
     """
     if isinstance(attention_mask, (AttentionHandle, ForeignMask)):
@@ -75,6 +76,13 @@ def distca_mask(
     padding = None if attention_mask is None else attention_mask[:, :q_length]
     chunk, window = (local_size, None) if MASK_CHUNKS in parts else (None, local_size)
     call = MaskCall()
+    if call.in_data_parallel:
+        raise UnsupportedError(
+            "torch.nn.DataParallel runs replicas of the model in threads of one process, and distca shares attention between "
+            "processes. Start one process for each GPU, with torchrun or accelerate launch; or make one GPU visible "
+            "(CUDA_VISIBLE_DEVICES=0)."
+        )
+    warn_of_family(model_type)
     if _trains(call):
         check_layerdrop(config)
     _prepare_caller(call)
