@@ -16,7 +16,7 @@ from some_documents import check_shares, dealing, some_documents, some_lengths, 
 
 from hf_distca import ConfigError, LayoutError, PackingCollator
 from hf_distca.data.global_batches import GlobalBatches
-from hf_distca.data.lengths import document_lengths
+from hf_distca.data.reading import document_lengths
 from hf_distca.data.shares import Shares
 
 FORMS: dict[str, Any] = {

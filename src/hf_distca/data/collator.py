@@ -2,22 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from array import array
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.data.integers import flat
-from hf_distca.data.reading import COLUMNS, IGNORED_LABEL, MASKS, check_columns, targets_of
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["PackingCollator"]
+__all__ = ["COLUMNS", "IGNORED_LABEL", "MASKS", "PackingCollator", "check_columns", "flat", "targets_of"]
 
+_log = logging.getLogger("hf_distca")
+
+IGNORED_LABEL = -100
+MASKS = ("completion_mask", "assistant_masks")  # 1 for tokens that are targets, where a row has no labels
+COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *MASKS})  # what is read of a row
 _READ = COLUMNS | {"seq_lengths", "position_ids"}
+
+# Other inputs of models. Without them a row would be trained on as something else.
+_REFUSED = frozenset({"shift_labels", "token_type_ids", "seq_idx", "inputs_embeds", "pixel_values", "distca_documents"})
+
+
+def check_columns(row: Mapping[str, Any], tokens: int, read: Collection[str]) -> None:
+    """Refuse columns that would change what is trained, and warn of others that have a number for each token.
+
+    Args:
+        row: as it came.
+        tokens: how many it has.
+        read: the columns that the caller reads.
+
+    Raises:
+        LayoutError: names the column.
+    """
+    for name in row.keys() - set(read):
+        if name in _REFUSED:
+            raise LayoutError(
+                f"a row has a column {name!r}, an input of models that would be lost here: only {', '.join(sorted(read))} are "
+                "read. Remove the column, or use another collator."
+            )
+        value = row[name]
+        has_numbers = isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) and len(value) == tokens > 1
+        if has_numbers and isinstance(value[0], (int, float, np.number, torch.Tensor)):
+            _warn_of_column(name, tuple(sorted(read)))
+
+
+@cache
+def _warn_of_column(name: str, read: tuple[str, ...]) -> None:
+    _log.warning(
+        "column %r has a number for each token, and is not read: only %s are. Remove it if it does not matter.",
+        name,
+        ", ".join(read),
+    )
+
+
+def targets_of(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
+    """The labels of tokens without labels of their own: the tokens, where all masks are 1, as TRL has it."""
+    return tokens if not masks else np.where(np.all(np.stack(list(masks)), axis=0), tokens, IGNORED_LABEL)
+
+
+_LARGEST = np.iinfo(np.int64).max
+
+
+def flat(values: Any, name: str, kinds: str = "iu") -> IntArray:
+    """Integers of a document, a list, array or tensor, as an int64 array; `kinds` are the numpy kinds of dtype that are taken.
+
+    Raises:
+        LayoutError: if they are no flat row of integers; `name` says of what.
+    """
+    try:
+        row = values.numpy(force=True) if isinstance(values, torch.Tensor) else values
+        if not isinstance(row, np.ndarray):
+            row = _from_list(list(row), kinds)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise LayoutError(f"the {name} of a document must be a flat list of integers ({error}).") from error
+    if row.shape == (0,):
+        return np.zeros(0, dtype=np.int64)  # empty arrays and tensors have any dtype
+    if row.ndim != 1 or row.dtype.kind not in kinds or (row.dtype == np.uint64 and row.size and row.max() > _LARGEST):
+        raise LayoutError(
+            f"the {name} of a document must be a flat list of integers; here they are {row.dtype} of shape {row.shape}."
+        )
+    return row.astype(np.int64, copy=False)
+
+
+def _from_list(values: list[Any], kinds: str) -> IntArray:
+    """The same numbers; an `array` refuses what is no integer, and reads a list in a third of numpy's time."""
+    if values and isinstance(values[0], bool) and "b" not in kinds:
+        raise TypeError("they are bool")
+    return np.frombuffer(array("q", values), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ import torch
 
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.data.global_batches import GlobalBatches
-from hf_distca.data.reading import IGNORED_LABEL, Piece, Reader
+from hf_distca.data.reading import Piece, Reader
 from hf_distca.errors import ConfigError
 
 __all__ = ["Epoch", "Shares", "cut_share"]

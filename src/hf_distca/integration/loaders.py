@@ -14,8 +14,7 @@ from accelerate.utils import DistributedType
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 from transformers import TrainingArguments
 
-from hf_distca.data.collator import PackingCollator
-from hf_distca.data.reading import IGNORED_LABEL
+from hf_distca.data.collator import IGNORED_LABEL, PackingCollator
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import UnsupportedError

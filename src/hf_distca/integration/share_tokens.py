@@ -12,7 +12,7 @@ import torch
 from hf_distca.agreement.announce import PlanKey, check_equal
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import PackedDocuments, read_documents
-from hf_distca.data.reading import IGNORED_LABEL
+from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.session import Session, current_session
 from hf_distca.runtime.group import AttentionGroup
