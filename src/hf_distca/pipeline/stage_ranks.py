@@ -98,6 +98,7 @@ class StepRow(NamedTuple):
         facts: `fingerprint` of what all ranks must have in common.
         plans: digest of the plans.
         epoch, number: of the global batch whose share the first micro-batch is; 0 of other batches.
+        documents: a number that tells its documents from others; 0 of other batches.
         batch, tokens: shape of a micro-batch.
         tied: `checksum` of this stage's copy of a tied weight, 0 if it has none.
     """
@@ -107,6 +108,7 @@ class StepRow(NamedTuple):
     plans: int
     epoch: int
     number: int
+    documents: int
     batch: int
     tokens: int
     tied: int
@@ -226,8 +228,8 @@ def _pipeline(rows: Sequence[IntArray], group: AttentionGroup, device: str) -> P
         )
     kinds: dict[int, list[LayerKind]] = {}
     for rank, stage, row in zip(group.ranks, stages, rows, strict=True):
-        numbers = row[len(stage) :].reshape(stage.kinds, -1) if stage.kinds else []
-        own = [LayerKind.from_row(kind.tolist(), device) for kind in numbers]
+        numbers = row[len(stage) :].reshape(stage.kinds, -1).tolist() if stage.kinds else []
+        own = [LayerKind.from_row(kind, device) for kind in numbers]
         if kinds.setdefault(stage.stage, own) != own:
             raise DistCADesyncError(
                 f"rank {rank} has other attention on stage {stage.stage} than other copies of it: give all one model."
@@ -330,6 +332,9 @@ def check_steps(group: AttentionGroup, rows: Sequence[IntArray], facts: Facts, c
     order = "give all ranks the shares of one data set, in one order"
     check_equal(group, _column([step.epoch for step in steps]), "epochs of their global batches", place, order)
     check_equal(group, _column([step.number for step in steps]), "global batches", place, order)
+    arguments = "give document_shares the same documents, seed and other arguments on every rank"
+    what = "documents in the same global batch (as checksums)"
+    check_equal(group, _column([step.documents for step in steps]), what, place, arguments)
     for copy in sorted(set(copies)):
         members = [(rank, step) for rank, step, its_copy in zip(group.ranks, steps, copies, strict=True) if its_copy == copy]
         (first, expected), *others = members

@@ -174,10 +174,10 @@ class Schedule(OneStageSchedule):
         with group.reporting(f"planning {place}"):
             if len(shares) == len(documents):
                 _check_shares(shares, pipeline)
-                way, (epoch, number) = _SHARES, shares[0].batch
+                way, batch = _SHARES, (*shares[0].batch, shares[0].documents)
                 of_all = documents_of_shares(shares, pipeline.copies)
             else:
-                way, (epoch, number) = _STATED, (0, 0)
+                way, batch = _STATED, (0, 0, 0)
                 of_all = documents_of_stated(planner.announce([(read, pipeline.keys[0]) for read in documents], group, place))
                 _check_copies(of_all, pipeline, group)
             costs = {key: planner.costs.of(key) for key in pipeline.keys}
@@ -185,7 +185,7 @@ class Schedule(OneStageSchedule):
             plans = TickPlans(order, pipeline, of_all, costs, self._session.config, name)
             facts, digest = self._facts(), plans.make()
             tied = checksum(stage_model(self.stage).tied_weight)
-            self._compare(ranks, StepRow(way, fingerprint(facts), digest, epoch, number, *shape, tied), facts, place)
+            self._compare(ranks, StepRow(way, fingerprint(facts), digest, *batch, *shape, tied), facts, place)
         return plans
 
     def _compare(self, ranks: PipelineRanks, row: StepRow, facts: Facts, place: str) -> None:

@@ -222,7 +222,7 @@ class Stage(PipelineStage):
 
         Args and results are those of `StageModel.forward`.
         """
-        output: torch.Tensor = self.forward_maybe_with_nosync(inputs, **kwargs)
+        output: torch.Tensor = self.forward_maybe_with_nosync(inputs, **kwargs)  # type: ignore[no-untyped-call]
         if self.has_backward:
             self._running[number] = inputs, output
         return output
@@ -240,7 +240,7 @@ class Stage(PipelineStage):
             The gradient of the inputs, of their shape; zeros if nothing depends on them.
         """
         inputs, output = self._running.pop(number)
-        values = {"stage_output": (output,), "output_grads": (gradient,), "input_values": [inputs]}
+        values: dict[str, Any] = {"stage_output": (output,), "output_grads": (gradient,), "input_values": [inputs]}
         if loss is not None:
             values |= {"stage_output": loss, "output_grads": None}
         gradients, _ = self.backward_maybe_with_nosync("full", values, last_backward=last)

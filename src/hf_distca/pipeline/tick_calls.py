@@ -405,7 +405,7 @@ class StageAttention:
                 f"{micro_batch.name} has {kind} where the first step found {part.kind}: layers must stay as they are."
             )
         inputs = _with_gradient(inputs)
-        kept = None if micro_batch.outputs is None else micro_batch.outputs.of(module)
+        kept = None if micro_batch.outputs is None else micro_batch.outputs.of(module, inputs.tensors)
         backward_part = partial(micro_batch.backward_part, number)
         call = StageCall(self.factory, part, kept, exchanges=micro_batch.exchanges[number], backward_part=backward_part)
         if again and call.recalled is None:
