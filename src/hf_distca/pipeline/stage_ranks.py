@@ -196,6 +196,7 @@ def _learn(stage: Stage, attention: StageAttention) -> torch.dtype:
             dtype: torch.dtype = stage.submod(inputs, position_ids=positions).dtype
     finally:
         session.conductor = None
+        stage.reshard()
     if dtype not in DTYPES:
         raise UnsupportedError(f"stage {stage.stage_index} puts out {dtype}. {WHY_NOT_OTHERS}")
     return dtype
@@ -336,23 +337,29 @@ def check_steps(group: AttentionGroup, rows: Sequence[IntArray], facts: Facts, c
     what = "documents in the same global batch (as checksums)"
     check_equal(group, _column([step.documents for step in steps]), what, place, arguments)
     for copy in sorted(set(copies)):
-        members = [(rank, step) for rank, step, its_copy in zip(group.ranks, steps, copies, strict=True) if its_copy == copy]
-        (first, expected), *others = members
-        for rank, step in others:
-            if step.shape != expected.shape:
-                raise DistCADesyncError(
-                    f"ranks {first} and {rank} are stages of one copy of the model and have micro-batches of shapes "
-                    f"{expected.shape} and {step.shape} in {place}. Give all stages of a copy the same position_ids."
-                )
-        holders = " and ".join(str(rank) for rank, step in members if step.tied)
-        if len({step.tied for _, step in members} - {0}) > 1:
-            raise DistCADesyncError(
-                f"{facts[TIED]} are one weight, of which ranks {holders} have a copy each, and the copies "
-                f"differ in {place}. Make all stages from one model, give their optimizers the same settings, and clip with "
-                "hf_distca.pipeline.clip_grad_norm_, which takes the norm over all stages."
-            )
+        members = {rank: step for rank, step, its_copy in zip(group.ranks, steps, copies, strict=True) if its_copy == copy}
+        _check_copy(members, facts, place)
     versions = "use one version of hf_distca and numpy"
     check_equal(group, _column([step.plans for step in steps]), "plans (as digests)", place, versions)
+
+
+def _check_copy(steps: Mapping[int, StepRow], facts: Facts, place: str) -> None:
+    """Compare what the stages of one copy of the model say, by rank."""
+    first = min(steps)
+    for rank, step in steps.items():
+        if step.shape != steps[first].shape:
+            raise DistCADesyncError(
+                f"ranks {first} and {rank} are stages of one copy of the model and have micro-batches of shapes "
+                f"{steps[first].shape} and {step.shape} in {place}. Give all stages of a copy the same position_ids."
+            )
+    checksums = {rank: step.tied for rank, step in steps.items() if step.tied}
+    if len(set(checksums.values())) > 1:
+        holders = " and ".join(map(str, checksums))
+        raise DistCADesyncError(
+            f"{facts[TIED]} are one weight, of which ranks {holders} have a copy each, and the copies differ in {place}. "
+            "Make all stages from one model, give their optimizers the same settings, and clip with "
+            "hf_distca.pipeline.clip_grad_norm_, which takes the norm over all stages."
+        )
 
 
 def _column(numbers: Sequence[int]) -> IntArray:

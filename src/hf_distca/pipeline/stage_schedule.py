@@ -162,8 +162,8 @@ class Schedule(OneStageSchedule):
         packed = self._packed
         if packed is not None and len(packed) != self.micro_batches:
             raise ConfigError(f"distca_documents are of {len(packed)} micro-batches, and the schedule has {self.micro_batches}.")
-        for number, arguments in enumerate(kwargs if packed is not None else ()):
-            arguments["distca_documents"] = packed[number] if packed is not None else None
+        for arguments, packed_documents in zip(kwargs, packed or (), strict=packed is not None):
+            arguments["distca_documents"] = packed_documents
         return [_read(*arguments) for arguments in zip(args, kwargs, strict=True)]
 
     def _plan(self, ranks: PipelineRanks, documents: Sequence[Documents], shape: tuple[int, int], name: str) -> TickPlans:

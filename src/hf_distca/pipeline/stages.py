@@ -204,10 +204,14 @@ class Stage(PipelineStage):
         self._follow()
 
     def clear_runtime_states(self) -> None:
-        """Begin a step: without micro-batches of one that failed, and with weights sharded that an evaluation left whole."""
+        """Begin a step: without micro-batches of one that failed, on the device of the weights, with sharded weights sharded."""
         super().clear_runtime_states()
         self._running.clear()
         self._follow()
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Shard the weights that FSDP2 leaves whole after a forward without a backward: gradients are of sharded ones."""
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
