@@ -320,7 +320,7 @@ def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ..
         if over_at_once:
             for meeting in group.meetings:
                 meeting.done = True
-            planner.look()
+            planner.drain()
     return made
 
 

@@ -111,6 +111,11 @@ class Observation:
         """What moving cost more than it gained, as a part of what moving nothing would take; negative if it gained."""
         return self.attention / max(self._slowest(self.unmoved, self.unmoved_exchange), 1e-12) - 1
 
+    def estimated(self, factors: FloatArray) -> FloatArray:
+        """(ranks,) seconds by the cost model with these factors. Not `parts @ factors`, which processors round differently."""
+        tasks, moved_bytes, flops = self.parts.T
+        return np.asarray(tasks * factors[0] + moved_bytes * factors[1] + flops * factors[2])
+
     def exchange_factor(self) -> float | None:
         """The factor that makes the estimated exchanges as long as measured; None if they hid behind other work.
 
@@ -164,7 +169,7 @@ class Rates:
     @property
     def slower(self) -> float | None:
         """How much longer attention took with exchanges than without, as a fraction, if they were given up for it."""
-        return max((one.slower for one in self._fitted.values() if one.slower is not None), default=None)
+        return max((fitted.slower for fitted in self._fitted.values() if fitted.slower is not None), default=None)
 
     def cost(self, shape: object, cost: CostModel, *, trial: bool = False) -> CostModel:
         """The corrected cost model.
@@ -193,71 +198,70 @@ class Rates:
         fitted.offered += 1
         return fitted.offered <= _WINDOW or fitted.offered % _SELDOM == 0 or fitted.slower is not None
 
-    def learn(self, shape: object, one: Observation) -> None:
+    def learn(self, shape: object, sample: Observation) -> None:
         """Take in what was measured; all ranks the same, in the same order."""
         fitted = self._fitted.setdefault(shape, _Fitted())
         fitted.seen += 1
         if fitted.seen <= _WARM_UP:
             return
-        if self.ranks.speeds is not None and len(self.ranks.speeds) != len(one.kernel):
+        if self.ranks.speeds is not None and len(self.ranks.speeds) != len(sample.kernel):
             self.ranks = ALIKE
-        fitted.new.append(one)
-        alike = [other for other in fitted.new if len(other.kernel) == len(one.kernel)]  # of as many ranks
+        fitted.new.append(sample)
+        alike = [other for other in fitted.new if len(other.kernel) == len(sample.kernel)]  # of as many ranks
         if len(alike) >= _ENOUGH and self._off(fitted.correction, alike):
             self._fit(fitted, alike)
-        self._learn_exchange(fitted, one)
+        self._learn_exchange(fitted, sample)
 
     def take_changes(self) -> list[str]:
         """What changed since the last call."""
         changes, self.changes = self.changes, []
         return changes
 
-    def _off(self, correction: Correction, observations: Sequence[Observation]) -> bool:
+    def _off(self, correction: Correction, samples: Sequence[Observation]) -> bool:
         """Whether estimates are so far from what was measured that rates are worth a change."""
-        estimated = [self.ranks.taken(_seconds(one.parts, correction.kernel)) for one in observations]
-        ratios = [float(mine.max() / max(one.kernel.max(), 1e-12)) for mine, one in zip(estimated, observations, strict=True)]
+        estimated = [self.ranks.taken(sample.estimated(correction.kernel)) for sample in samples]
+        ratios = [seconds.max() / max(sample.kernel.max(), 1e-12) for seconds, sample in zip(estimated, samples, strict=True)]
         if abs(math.log(max(float(np.median(ratios)), 1e-12))) > _OFF:
             return True
-        speeds = _speeds(estimated, observations)
-        return bool(np.abs(np.log(speeds)).max() > _SPEED_OFF)
+        return bool(np.abs(np.log(_speeds(estimated, samples))).max() > _SPEED_OFF)
 
-    def _fit(self, fitted: _Fitted, observations: Sequence[Observation]) -> None:
+    def _fit(self, fitted: _Fitted, samples: Sequence[Observation]) -> None:
         before, ranks_before = fitted.correction, self.ranks
-        count = len(observations[0].kernel)
+        count = len(samples[0].kernel)
         speeds = np.array(self.ranks.each(count))
         factors = before.kernel
         for _ in range(3):  # what is a rank's and what is the kernel's tell each other apart in turns
-            factors = _factors(observations, speeds)
-            speeds = _speeds([_seconds(one.parts, factors) for one in observations], observations)
+            factors = _factors(samples, speeds)
+            speeds = _speeds([sample.estimated(factors) for sample in samples], samples)
         alike = bool(np.abs(np.log(speeds)).max() <= _SPEED_OFF)
         if alike:
-            factors = _factors(observations, np.ones(count))
+            factors = _factors(samples, np.ones(count))
         self.ranks = ALIKE if alike else Ranks.of([_rounded(speed) for speed in speeds])
         task, byte, flop = (_rounded(float(np.clip(factor, *_FACTORS))) for factor in factors)
         fitted.correction = replace(before, task=task, byte=byte, flop=flop)
         fitted.new.clear()
         if fitted.correction != before:
-            mine = [_seconds(one.parts, fitted.correction.kernel).max() / one.parts.sum(axis=1).max() for one in observations]
-            self.changes.append(f"attention takes {np.median(mine):.3g} times as long as the cost model says")
+            times = [sample.estimated(fitted.correction.kernel).max() / sample.parts.sum(axis=1).max() for sample in samples]
+            self.changes.append(f"attention takes {np.median(times):.3g} times as long as the cost model says")
         if self.ranks != ranks_before:
             self.changes.append(_said_of(self.ranks))
 
-    def _learn_exchange(self, fitted: _Fitted, one: Observation) -> None:
-        if not one.moved:
+    def _learn_exchange(self, fitted: _Fitted, sample: Observation) -> None:
+        if not sample.moved:
             fitted.still += fitted.slower is not None
             if fitted.still >= fitted.wait:
                 fitted.due, fitted.still = True, 0
             return
         tried, fitted.tried = fitted.tried, False
-        moved = [other for other in fitted.new if other.moved] or [one]
-        found = [factor for other in moved if (factor := other.exchange_factor()) is not None]
+        moved = [other for other in fitted.new if other.moved] or [sample]
+        factors = [factor for other in moved if (factor := other.exchange_factor()) is not None]
         clear = all(other.loss > _SLOWER - 1 for other in moved)
-        if not found or len(moved) < (1 if tried else _CLEAR if clear else _ENOUGH):
+        if not factors or len(moved) < (1 if tried else _CLEAR if clear else _ENOUGH):
             return
-        factor = _rounded(float(np.clip(np.median(found), *_FACTORS)))
+        factor = _rounded(float(np.clip(np.median(factors), *_FACTORS)))
         loss = float(np.median([other.loss for other in moved]))
-        change = abs(factor - fitted.correction.exchange) * float(one.exchange.max())
-        if change > (_OFF if loss <= 0 else 0) * float(one.kernel.max()):
+        change = abs(factor - fitted.correction.exchange) * float(sample.exchange.max())
+        if change > (_OFF if loss <= 0 else 0) * float(sample.kernel.max()):
             fitted.correction = replace(fitted.correction, exchange=factor)
             self.changes.append(f"exchanges take {factor:.3g} times as long as the cost model says")
             fitted.new.clear()
@@ -269,33 +273,26 @@ class Rates:
         fitted.wait = min(max(again, math.ceil(loss / _TRIAL_SHARE)), _LAST_TRIAL)
 
 
-def _seconds(parts: FloatArray, factors: FloatArray) -> FloatArray:
-    """(ranks,) seconds of (ranks, 3) parts. Not `parts @ factors`, which processors round differently."""
-    tasks, moved, flops = parts.T
-    return np.asarray(tasks * factors[0] + moved * factors[1] + flops * factors[2])
-
-
-def _speeds(estimated: Sequence[FloatArray], observations: Sequence[Observation]) -> FloatArray:
+def _speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> FloatArray:
     """(ranks,) how fast each rank is against the others: what it was estimated to take / what it took.
 
     A rank with next to nothing to do says nothing of its speed.
     """
-    found = []
-    for mine, one in zip(estimated, observations, strict=True):
-        tells = (mine > 0.2 * mine.mean()) & (one.kernel > 0)
-        found.append(np.where(tells, mine / np.where(tells, one.kernel, 1.0), np.nan))
-    stacked = np.stack(found)
-    known = ~np.isnan(stacked).all(axis=0)
-    speeds = np.ones(stacked.shape[1])
+    ratios = np.full((len(samples), len(samples[0].kernel)), np.nan)
+    for ratio, seconds, sample in zip(ratios, estimated, samples, strict=True):
+        tells = (seconds > 0.2 * seconds.mean()) & (sample.kernel > 0)
+        ratio[tells] = seconds[tells] / sample.kernel[tells]
+    known = ~np.isnan(ratios).all(axis=0)
+    speeds = np.ones(ratios.shape[1])
     if known.any():
-        speeds[known] = np.nanmedian(stacked[:, known], axis=0)
+        speeds[known] = np.nanmedian(ratios[:, known], axis=0)
         speeds[known] /= np.median(speeds[known])
     return speeds
 
 
-def _factors(observations: Sequence[Observation], speeds: FloatArray) -> FloatArray:
-    parts = np.concatenate([one.parts / speeds[:, None] for one in observations])
-    return kernel_factors(parts, np.concatenate([one.kernel for one in observations]))
+def _factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
+    parts = np.concatenate([sample.parts / speeds[:, None] for sample in samples])
+    return kernel_factors(parts, np.concatenate([sample.kernel for sample in samples]))
 
 
 def kernel_factors(parts: FloatArray, taken: FloatArray, pull: float = _PULL) -> FloatArray:
@@ -304,7 +301,7 @@ def kernel_factors(parts: FloatArray, taken: FloatArray, pull: float = _PULL) ->
     Args:
         parts: (measurements, 3) seconds of tasks, bytes and flops by a cost model.
         taken: (measurements,) seconds measured; those of 0 or less are left out.
-        pull: per measurement. A part that is less than the root of it beside all is not told apart from the others.
+        pull: per measurement. A part whose share of all seconds is below the square root of it hardly has a factor of its own.
     """
     use = (taken > 0) & (parts.sum(axis=1) > 0)
     if not use.any():

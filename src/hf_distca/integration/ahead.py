@@ -12,7 +12,7 @@ import torch
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import PackedDocuments, PlansAhead, read_documents
-from hf_distca.agreement.planned import Planning, Request
+from hf_distca.agreement.planner import Planning, Request
 from hf_distca.integration.nano_batches import cut
 from hf_distca.integration.session import current_session
 

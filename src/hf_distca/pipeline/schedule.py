@@ -166,7 +166,7 @@ class Schedule(OneStageSchedule):
             plans = StepPlans(crew.pipeline, of_all, costs, self._session.config, name, self._pace)
             digest = plans.make(order)
         if dealt:
-            planner.meet(group, place, keys, [*shares[0].batch, group.rank, shares[0].documents, digest])
+            planner.announce_async(group, place, keys, [*shares[0].batch, group.rank, shares[0].documents, digest])
         else:
             own = np.array([self.trains, *shape, digest], dtype=np.int64)
             _check_alike(np.stack(group.gather(own, doing=f"comparing plans of {place}")), crew, place)
