@@ -206,6 +206,8 @@ def agree(announced: Announcements, common: Common, group: AttentionGroup, place
     """
     header, forwards = announced.header, "every rank must run the same number of training forwards"
     check_equal(group, header[:, _COUNT], "numbers of plans asked for", place, forwards)
+    some = np.any(header[:, [_REQUESTS, _DEALT]] > 0, axis=1).astype(np.int64)  # a rank without has no costs to compare either
+    check_equal(group, some, "batches to plan (0: none)", place, "give every rank as many micro-batches a step")
     if (header[:, _SETTINGS] != header[0, _SETTINGS]).any():
         raise _settings_differ(common, group, place)
     shares = "give every rank its share of one data set"
