@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.planned import Planned, observed
-from hf_distca.agreement.rates import Observation, Rates
+from hf_distca.agreement.planned import Observation, Planned, observed
+from hf_distca.agreement.rates import Rates
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance

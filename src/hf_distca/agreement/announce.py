@@ -30,6 +30,7 @@ __all__ = [
     "Common",
     "Figures",
     "PlanKey",
+    "Request",
     "Stated",
     "agree",
     "check_equal",
@@ -81,6 +82,10 @@ class PlanKey(NamedTuple):
     nano: int = 0
 
 
+# Documents, and which plan of them is asked for.
+Request = tuple[Documents, PlanKey]
+
+
 @dataclass(frozen=True, eq=False)
 class Announcement:
     """What one rank announces.
@@ -100,7 +105,7 @@ class Announcement:
     exchanges: int
     checksum: int
     figures: Sequence[Figures]
-    requests: Sequence[tuple[Documents, PlanKey]] = ()
+    requests: Sequence[Request] = ()
     dealt: Sequence[int] = ()
 
     def row(self) -> IntArray:

@@ -71,15 +71,17 @@ class Costs(dict[Kind, CostModel]):
         Returns:
             What has changed, in words.
         """
+        changes: list[str] = []
         while self._queue and self._queue[0][0] < before:
             _, plans = self._queue.popleft()
             # What a user's own model says is meant as it is.
             if config.measured_rates and not isinstance(config.cost_model, CostModel):
-                self._learn(plans, config)
-        return self.rates.take_changes()
+                changes += self._learn(plans, config)
+        return changes
 
-    def _learn(self, plans: Sequence[Planned], config: DistCAConfig) -> None:
+    def _learn(self, plans: Sequence[Planned], config: DistCAConfig) -> list[str]:
         """Learn from each micro-batch and kind of layer, in order of first use."""
+        changes: list[str] = []
         together: dict[tuple[int, PlanKey], list[Planned]] = {}
         for plan in plans:
             together.setdefault((plan.number, plan.key._replace(nano=0)), []).append(plan)
@@ -87,4 +89,5 @@ class Costs(dict[Kind, CostModel]):
             kind = key.shape, key.device
             observation = observed(parts, self[kind], config) if self.rates.wants(kind) else None
             if observation is not None:
-                self.rates.learn(kind, observation)
+                changes += self.rates.learn(kind, observation)
+        return changes

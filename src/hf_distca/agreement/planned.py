@@ -1,4 +1,7 @@
-"""`Planned`: a plan of a micro-batch, from when it is made to what all ranks measured of it."""
+"""`Planned`: a plan of a micro-batch, from when it is made to what all ranks measured of it.
+
+An `Observation` is the same for one layer: of the plans of a micro-batch together, as rates are learned from it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hf_distca.agreement.announce import Figures, PlanKey
-from hf_distca.agreement.rates import Observation
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import CostModel, FloatArray
@@ -18,7 +20,9 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["Planned", "observed", "take_measured"]
+__all__ = ["Observation", "Planned", "observed", "take_measured"]
+
+_HIDDEN = 0.05  # exchanges are hidden where attention takes at most this much longer than the kernels of the slowest rank
 
 
 @dataclass(eq=False)
@@ -128,6 +132,69 @@ def take_measured(plans: list[Planned], keys: Iterable[PlanKey]) -> list[Planned
     taken = [plan for plan in plans if plan.key in asked and newest.get(plan.key) is not plan]
     plans[:] = [plan for plan in plans if plan not in taken]
     return taken
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What all ranks estimated and measured of a micro-batch, in seconds of one layer.
+
+    Attributes:
+        parts: (ranks, 3) seconds of tasks, bytes and flops by the uncorrected cost model.
+        kernel: (ranks,) measured in kernels.
+        exchanging: (ranks,) measured in packing, waiting and unpacking.
+        exchange: (ranks,) estimated of exchanges by the uncorrected cost model; 0 on ranks that send and receive nothing.
+        unmoved: (ranks,) what kernels would have taken with nothing moved.
+        unmoved_exchange: (ranks,) as `exchange`, with nothing moved: of documents that span ranks.
+        overlapped: whether exchanges are hidden behind the other nano-batch.
+    """
+
+    parts: FloatArray
+    kernel: FloatArray
+    exchanging: FloatArray
+    exchange: FloatArray
+    unmoved: FloatArray
+    unmoved_exchange: FloatArray
+    overlapped: bool = False
+
+    @property
+    def moved(self) -> bool:
+        """Whether anything was exchanged."""
+        return bool(self.exchange.any())
+
+    @property
+    def attention(self) -> float:
+        """Seconds that attention took the slowest rank: its kernels and its own exchanges, without waiting for others."""
+        return self._slowest(self.kernel, self.exchange)
+
+    @property
+    def loss(self) -> float:
+        """What moving cost more than it gained, as a part of what moving nothing would take; negative if it gained."""
+        return self.attention / max(self._slowest(self.unmoved, self.unmoved_exchange), 1e-12) - 1
+
+    def estimated(self, factors: FloatArray) -> FloatArray:
+        """(ranks,) seconds by the cost model with these factors. Not `parts @ factors`, which processors round differently."""
+        tasks, moved_bytes, flops = self.parts.T
+        return np.asarray(tasks * factors[0] + moved_bytes * factors[1] + flops * factors[2])
+
+    def exchange_factor(self) -> float | None:
+        """The factor that makes the estimated exchanges as long as measured; None if they hid behind other work.
+
+        No rank is done with its exchange before it has arrived, and most ranks wait for others besides: in the exchange, or
+        elsewhere, after they were done. The rank that waits least, for what it exchanges, tells how long exchanges take.
+        """
+        if not self.moved:
+            return None
+        exchanges = self.exchange > 0
+        kernel, estimated = self.kernel[exchanges], self.exchange[exchanges]
+        taken = self.exchanging[exchanges] + (kernel if self.overlapped else 0)
+        factor = float((taken / estimated).min())
+        hidden = self.overlapped and factor * float(estimated.max()) <= float(self.kernel.max()) * (1 + _HIDDEN)
+        return None if hidden else factor
+
+    def _slowest(self, kernel: FloatArray, exchange: FloatArray) -> float:
+        """Seconds of the slowest rank for kernels and exchanges of so many estimated seconds."""
+        taken = exchange * (self.exchange_factor() or 0.0)
+        return float((np.maximum(kernel, taken) if self.overlapped else kernel + taken).max())
 
 
 def observed(plans: Sequence[Planned], cost: CostModel, config: DistCAConfig) -> Observation | None:

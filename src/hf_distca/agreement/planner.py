@@ -8,50 +8,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from threading import Thread
 
 import numpy as np
 import torch.distributed as dist
 
-from hf_distca.agreement.announce import (
-    FIGURES,
-    Announcement,
-    Announcements,
-    Common,
-    PlanKey,
-    Stated,
-    agree,
-    check_equal,
-    fingerprint,
-    layout_of,
-    room_for_figures,
-)
+from hf_distca.agreement.announce import PlanKey, Request, Stated, check_equal, layout_of
 from hf_distca.agreement.costs import Costs
 from hf_distca.agreement.dealt import Dealt, PlanJob, plan_fetched
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.history import History
-from hf_distca.agreement.planned import Planned, take_measured
+from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.progress import Progress
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["Planner", "Planning", "Request"]
+__all__ = ["Planner", "Planning"]
 
 _log = logging.getLogger("hf_distca")
-
-# Meetings that may go on at once: as many micro-batches a rank can be ahead of the slowest.
-_MEETINGS = 8
-
-Request = tuple[Documents, PlanKey]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,43 +55,6 @@ class Planning:
     plans: Future[tuple[list[Plan], float]]
 
 
-@dataclass(eq=False)
-class _Progress:
-    """How far ranks came together since torch.distributed started: what all of them count, and what they have learned.
-
-    Ranks of another start begin at nothing: each may have failed elsewhere in the last one, and some may be new.
-
-    Attributes:
-        exchanges_before: dispatches and returns of this process before.
-        costs: the cost models that plans are made with.
-        number: of the micro-batch that was planned last, from 1.
-        announced: announcements.
-        flushed: the micro-batch up to which measurements were compared by `Planner.flush`.
-        used: plans of this micro-batch.
-        recent: plans since `Planner.recent_keys` was called.
-        kinds_of_shares: plans of shares so far.
-        unannounced: plans whose measurements were not announced yet, in the order of use; the same on all ranks.
-        meetings: those that were not looked at, each with the plans whose measurements it tells.
-        met: how many meetings have begun.
-    """
-
-    exchanges_before: int
-    costs: Costs = field(default_factory=Costs)
-    number: int = 0
-    announced: int = 0
-    flushed: int = 0
-    used: set[PlanKey] = field(default_factory=set)
-    recent: dict[PlanKey, None] = field(default_factory=dict)
-    kinds_of_shares: dict[PlanKey, None] = field(default_factory=dict)
-    unannounced: list[Planned] = field(default_factory=list)
-    meetings: deque[tuple[Meeting, list[Planned]]] = field(default_factory=deque)
-    met: int = 0
-
-    def number_of(self, keys: Iterable[PlanKey]) -> int:
-        """Number of the micro-batch that these plans are for: a new one if such a plan was used in the last one."""
-        return self.number + (self.number == 0 or any(key in self.used for key in keys))
-
-
 class Planner:
     """Plans micro-batches together with the other ranks, and collects what was planned and measured.
 
@@ -122,24 +67,19 @@ class Planner:
         self.config = config
         self.history = History()
         self._meter = meter
-        self._rank = 0
         self._world = _world()
-        self._progress = _Progress(0)
+        self._progress = Progress(meter, self.history)
 
     @property
-    def _now(self) -> _Progress:
+    def _now(self) -> Progress:
         """The progress of the ranks in the world of torch.distributed that there is, or that was there last."""
         world = _world()
         if world is not None and world is not self._world:
             if self._world is not None:
-                self._progress = _Progress(self._exchanges)
                 self.history.drop_all()
+                self._progress = Progress(self._meter, self.history)
             self._world = world
         return self._progress
-
-    @property
-    def _exchanges(self) -> int:
-        return self._meter.dispatches + self._meter.returns
 
     @property
     def costs(self) -> Costs:
@@ -232,37 +172,7 @@ class Planner:
                 f"a micro-batch has documents of {documents.rows[:, 2].tolist()} tokens, and was announced with documents of "
                 f"{planned.rows[:, 2].tolist()}: leave batches as they are after plan_ahead."
             )
-        key, now = planned.key, self._now
-        now.number = now.number_of([key])
-        if key in now.used:
-            now.used.clear()
-        now.used.add(key)
-        now.recent[key] = None
-        ranks = now.costs.ranks(planned.plan.layout.world_size, planned.per_node)
-        planned.begin(now.number, now.costs.of(key), ranks, Meter(self._meter))
-        self.history.planned(planned)
-        now.unannounced.append(planned)
-        return planned.meter
-
-    def flush(self, group: AttentionGroup) -> None:
-        """Compare what was done since the last announcement, with one collective: at the end, when no next one will tell.
-
-        All ranks must call it at the same point; again has no effect. What a kernel that still runs belongs to is left out.
-
-        Raises:
-            DistCADesyncError: if ranks turned out not to do the same, or do not all come.
-        """
-        now = self._now
-        if now.flushed == now.number:
-            return
-        now.flushed = now.number
-        self.drain(at_most=0)
-        self.history.end()
-        plans, now.unannounced = now.unannounced, []
-        row = np.array([plan.own_figures for plan in plans], dtype=np.int64).reshape(-1)
-        rows = group.gather(row, doing="comparing what ranks measured up to the end of training")
-        if all(len(other) == len(row) for other in rows):
-            self._take_figures(plans, np.stack(rows).reshape(len(rows), -1, FIGURES))
+        return self._now.use(planned)
 
     def announce(self, requests: Sequence[Request], group: AttentionGroup, place: str) -> list[Stated]:
         """Exchange documents; on the way, compare settings and take what each rank measured.
@@ -273,68 +183,17 @@ class Planner:
         Raises:
             DistCADesyncError: if the ranks do not agree, or do not all come.
         """
-        self._rank, now = group.rank, self._now
-        self.drain(at_most=0)  # in the order in which micro-batches ran
-        self._learn(before=now.met)
-        now.announced += 1
-        keys = [key for _, key in requests]
-        common, plans = self._common(keys), take_measured(now.unannounced, keys)
-        announcement = self._announcement(group, common, plans, requests)
-        announced = Announcements.read(group.gather(announcement.row(), doing=f"planning {place}"))
-        stated = agree(announced, common, group, place)
-        now.unannounced[:0] = self._take_figures(plans, announced.measured)
-        now.costs.queue(now.met, plans)
-        self._learn(before=now.met + 1)
-        return stated
+        return self._now.announce(requests, group, place, self.config)
 
-    def announce_async(self, group: AttentionGroup, place: str, keys: Sequence[PlanKey], dealt: list[int]) -> None:
-        """Announce what this rank measured and has, to be compared while it goes on; nothing waits for it.
+    def flush(self, group: AttentionGroup) -> None:
+        """Compare what was done since the last announcement, with one collective: at the end, when no next one will tell.
 
-        Args:
-            group, place, keys: as for `plan`.
-            dealt: of shares: epoch and number of the global batch, the rank of the group, and digests of what must be the same
-                on all: the documents first, then plans.
+        All ranks must call it at the same point; again has no effect. What a kernel that still runs belongs to is left out.
 
         Raises:
-            DistCADesyncError: if an earlier announcement has shown that ranks do not do the same.
+            DistCADesyncError: if ranks turned out not to do the same, or do not all come.
         """
-        self._rank, now = group.rank, self._now
-        self.drain(at_most=_MEETINGS)
-        self._learn(before=now.met - _MEETINGS)
-        now.met += 1
-        now.announced += 1
-        common, plans = self._common(keys), take_measured(now.unannounced, keys)
-        room = room_for_figures(group.most_numbers, dealt)  # what does not fit is announced later; on all ranks the same
-        now.unannounced[:0] = plans[room:]
-        announcement = self._announcement(group, common, plans[:room], dealt=dealt)
-
-        def compare(rows: Sequence[IntArray]) -> None:
-            agree(Announcements.read(rows), common, group, place)
-
-        meeting = group.meet(announcement.row(), doing=f"comparing shares of {place}", agree=compare)
-        now.meetings.append((meeting, plans[:room]))
-
-    def drain(self, at_most: int | None = None) -> None:
-        """Take what ranks measured from the meetings that are over.
-
-        Args:
-            at_most: how many may be left that are not; without, none is waited for.
-
-        Raises:
-            DistCADesyncError: if ranks turned out not to do the same.
-        """
-        now = self._now
-        while now.meetings:
-            meeting, plans = now.meetings.popleft()  # one that failed is not looked at again
-            if at_most is not None and len(now.meetings) >= at_most:
-                meeting.wait()
-            if not meeting.done:
-                now.meetings.appendleft((meeting, plans))
-                return
-            unfinished = self._take_figures(plans, Announcements.read(meeting.rows).measured)
-            now.costs.queue(now.met - len(now.meetings) - 1, plans)
-            for plan in unfinished:
-                self.history.drop(plan.number)  # ranks are here at different times: they cannot announce it again together
+        self._now.flush(group)
 
     def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
         """Plans that need no other rank."""
@@ -345,7 +204,8 @@ class Planner:
         jobs = self._jobs(keys, group.size, shares[0].per_node)
         plans = [dealt.plan(job) for dealt, job in zip(shares, jobs, strict=True)]
         place = f"micro-batch {self._now.number_of(keys)} ({shares[0]})"
-        self.announce_async(group, place, keys, [*shares[0].batch, shares[0].rank, shares[0].documents, *map(_number, plans)])
+        dealt_numbers = [*shares[0].batch, shares[0].rank, shares[0].documents, *map(_number, plans)]
+        self._now.announce_async(dealt_numbers, keys, group, place, self.config)
         taken = (time.perf_counter() - started) * 1e3 / len(plans)
         return [
             Planned(
@@ -390,47 +250,10 @@ class Planner:
         settings = [replace(self.config, ping_pong=key.nano > 0) for key in keys]
         return [PlanJob(*job, ranks) for job in zip(keys, costs, settings, strict=True)]
 
-    def _take_figures(self, plans: Sequence[Planned], figures: IntArray) -> list[Planned]:
-        """Take in the (ranks, plans, 4) figures of all ranks. Returns the plans with a kernel that still runs on some rank."""
-        for plan, theirs in zip(plans, figures.transpose(1, 0, 2), strict=True):
-            plan.figures = theirs
-            self.history.count(plan.number)
-        return [plan for plan in plans if not plan.is_measured]
-
-    def _learn(self, before: int) -> None:
-        """Correct rates by what meetings told before this one, and say so."""
-        now = self._now
-        for change in now.costs.apply(before, self.config):
-            if self._rank == 0:
-                _log.info("measured up to micro-batch %d: %s; plans are made accordingly", now.number, change)
-
     def _ahead(self, documents: Documents, key: PlanKey) -> Planned | None:
         """The plan that was made ahead under the settings of now."""
         planned: Planned | None = documents.ahead.take(key)
         return planned if planned is not None and planned.config == self.config else None
-
-    def _common(self, keys: Iterable[PlanKey]) -> Common:
-        kinds = dict.fromkeys((key.shape, key.device) for key in keys)
-        dtypes = tuple(self.costs.dtypes[kind] for kind in kinds if kind in self.costs.dtypes)
-        return Common(self.config, tuple(dict.fromkeys(self.costs.of(key) for key in keys)), dtypes)
-
-    def _announcement(
-        self,
-        group: AttentionGroup,
-        common: Common,
-        plans: Sequence[Planned],
-        requests: Sequence[Request] = (),
-        dealt: Sequence[int] = (),
-    ) -> Announcement:
-        return Announcement(
-            count=self._now.announced,
-            settings=fingerprint(common),
-            exchanges=self._exchanges - self._now.exchanges_before,
-            checksum=group.checksum,
-            figures=[plan.own_figures for plan in plans],
-            requests=requests,
-            dealt=dealt,
-        )
 
 
 def _compare(plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:
