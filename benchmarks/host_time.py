@@ -200,7 +200,7 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         planned.begin(1, COST, ALIKE, Meter())
         history.planned(planned)
         history.end()
-        history.drop_all()
+        history.begin_anew()
 
     def digest() -> None:
         vars(plan).pop("digest", None)

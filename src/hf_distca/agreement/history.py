@@ -144,7 +144,7 @@ class History:
         """Count nothing of a micro-batch: what some rank did for it will not be known."""
         self._running.pop(number, None)
 
-    def drop_all(self) -> None:
+    def begin_anew(self) -> None:
         """Count nothing of micro-batches that were not counted yet, and begin with their numbers anew."""
         self._running.clear()
         self._number = 0

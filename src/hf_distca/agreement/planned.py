@@ -162,14 +162,9 @@ class Observation:
         return bool(self.exchange.any())
 
     @property
-    def attention(self) -> float:
-        """Seconds that attention took the slowest rank: its kernels and its own exchanges, without waiting for others."""
-        return self._slowest(self.kernel, self.exchange)
-
-    @property
     def loss(self) -> float:
         """What moving cost more than it gained, as a part of what moving nothing would take; negative if it gained."""
-        return self.attention / max(self._slowest(self.unmoved, self.unmoved_exchange), 1e-12) - 1
+        return self._slowest(self.kernel, self.exchange) / max(self._slowest(self.unmoved, self.unmoved_exchange), 1e-12) - 1
 
     def estimated(self, factors: FloatArray) -> FloatArray:
         """(ranks,) seconds by the cost model with these factors. Not `parts @ factors`, which processors round differently."""

@@ -22,7 +22,7 @@ from hf_distca.agreement.dealt import Dealt, PlanJob, plan_fetched
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.history import History
 from hf_distca.agreement.planned import Planned
-from hf_distca.agreement.progress import Progress
+from hf_distca.agreement.world_progress import Progress
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
@@ -76,7 +76,7 @@ class Planner:
         world = _world()
         if world is not None and world is not self._world:
             if self._world is not None:
-                self.history.drop_all()
+                self.history.begin_anew()
                 self._progress = Progress(self._meter, self.history)
             self._world = world
         return self._progress
