@@ -22,7 +22,7 @@ ARROWS = {
     "runtime": {"borrowed", "kernels", "schedule"},
     "agreement": {"schedule", "runtime.group", "runtime.meeting", "runtime.meter"},
     "data": {"borrowed", "schedule", "agreement.documents", "agreement.dealt"},
-    "run_report": {"schedule", "agreement.figures"},
+    "run_report": {"schedule", "agreement.history"},
     "integration": {"borrowed", "register", "data", "agreement", "runtime", "kernels", "schedule", "run_report.rows"},
     "pipeline": {"borrowed", "integration", "agreement", "runtime", "kernels", "schedule"},
     "plugins": {"integration"},
