@@ -46,12 +46,11 @@ from hf_distca.integration import attention
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.session import Session
 from hf_distca.kernels import Scores, TaskBatch, select_kernel
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout

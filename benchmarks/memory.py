@@ -27,12 +27,11 @@ from torch.utils._pytree import tree_leaves
 
 from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Scores, select_kernel
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout

@@ -20,12 +20,11 @@ from gpu_setting import Setting, free
 from gpu_workloads import Batch, Variant, batch_of, variants
 from hf_distca.kernels import Kernel, Scores, TaskBatch
 from hf_distca.kernels.reference import ReferenceKernel
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 

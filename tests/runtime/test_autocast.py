@@ -7,12 +7,11 @@ import torch
 from test_core_attention import dense
 
 from hf_distca.kernels import Scores, select_kernel
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from hf_distca.kernels import Scores, select_kernel
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan, Relays

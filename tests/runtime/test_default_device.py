@@ -14,12 +14,11 @@ from torch.utils._device import _device_constructors
 from hf_distca.kernels import Scores, TaskBatch
 from hf_distca.kernels.cpu import CpuKernel, _block_mask
 from hf_distca.kernels.varlen import _op_call
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan

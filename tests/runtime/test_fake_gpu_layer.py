@@ -20,12 +20,11 @@ from hf_distca.integration.session import current_session
 from hf_distca.kernels import Scores
 from hf_distca.kernels.cuda import CudaKernel
 from hf_distca.runtime import core_attention as module
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout

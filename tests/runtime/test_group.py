@@ -307,22 +307,6 @@ def test_a_rank_that_asks_alone_whether_the_group_stands_says_so(rank_pool: Call
     assert "while making the attention group again, and not all came" in message
 
 
-def asked_in_every_layer(rank: int) -> list[int]:
-    members = dist.new_group([0, 1])
-    group = AttentionGroup.of(members, timeout_seconds=30)
-    assert group.watch is not None
-    with (
-        patch.object(dist, "get_process_group_ranks", wraps=dist.get_process_group_ranks) as ranks,
-        patch.object(group.watch, "_store") as store,
-    ):
-        assert all(AttentionGroup.of(members, timeout_seconds=30, agree=False) is group for _ in range(64))
-    return [ranks.call_count, len(store.mock_calls)]
-
-
-def test_asking_again_for_a_group_reads_no_ranks_and_no_store(rank_pool: Callable[[int], RankPool]) -> None:
-    assert rank_pool(2)(asked_in_every_layer) == [[0, 0]] * 2
-
-
 def test_checksum_is_that_of_the_exchanges() -> None:
     data: Any = SimpleNamespace(checksum=5)
     assert (AttentionGroup().checksum, AttentionGroup(data=data).checksum) == (0, 5)

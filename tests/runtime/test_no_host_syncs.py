@@ -19,13 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from hf_distca.borrowed import without_dispatch_modes
 from hf_distca.kernels import Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout

@@ -158,10 +158,12 @@ def test_every_task_finds_its_keys(random_: random.Random, world: int, kind: int
         for found, rows in zip(computed, check_wave(plan, list(each), queries, keys), strict=True):
             found += rows.tolist()
     for rank, route in enumerate(routes):
-        if route.kept is not None:
-            kept = [cut(queries[rank], *run[1:]) for run in route.kept.own_queries]
+        if route.local_wave is not None:
+            kept = [cut(queries[rank], *run[1:]) for run in route.local_wave.own_queries]
             computed[rank] += np.concatenate(kept).tolist()
-            check_batch(plan, route.kept.arrived, np.concatenate(kept), pooled(route.kept.pool.pieces, keys[rank], []))
+            check_batch(
+                plan, route.local_wave.arrived, np.concatenate(kept), pooled(route.local_wave.pool.pieces, keys[rank], [])
+            )
         for group in range(layout.groups):
             own = queries[rank][group :: layout.groups], keys[rank][group :: layout.groups]
             check_batch(plan, route.own, *own)

@@ -30,14 +30,13 @@ from hf_distca.integration.progress import said_if_long
 from hf_distca.kernels import Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.calibrate import calibrate
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.fastest import fastest
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves

@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
 from hf_distca.errors import KernelError
 
-__all__ = ["Kernel", "Scores", "TaskBatch"]
+__all__ = ["Grads", "Kernel", "Operands", "Outputs", "Saved", "Scores", "TaskBatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,60 @@ class TaskBatch:
         """Whether any two tasks have a key in common, so that their key gradients must be summed."""
         runs = sorted(zip(self.key_start, self.key_length, strict=True))
         return any(a + n > b for (a, n), (b, _) in itertools.pairwise(runs))
+
+
+class Operands(NamedTuple):
+    """What a task reads in forward: rows of queries first, then rows of keys, as in `Saved` and in every message."""
+
+    q_THD: torch.Tensor
+    k_TKD: torch.Tensor
+    v_TKV: torch.Tensor
+
+    @property
+    def query_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each query."""
+        return self[:1]
+
+    @property
+    def key_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each key."""
+        return self[1:]
+
+
+class Outputs(NamedTuple):
+    """What a task gives in forward: output and log-sum-exp."""
+
+    o_THV: torch.Tensor
+    lse_TH: torch.Tensor
+
+
+class Saved(NamedTuple):
+    """What a task reads in backward: rows of queries first, then rows of keys."""
+
+    do_THV: torch.Tensor
+    q_THD: torch.Tensor
+    o_THV: torch.Tensor
+    lse_TH: torch.Tensor
+    k_TKD: torch.Tensor
+    v_TKV: torch.Tensor
+
+    @property
+    def query_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each query."""
+        return self[:4]
+
+    @property
+    def key_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each key."""
+        return self[4:]
+
+
+class Grads(NamedTuple):
+    """What a task gives in backward; dk and dv may be wider than k and v, for they are sums."""
+
+    dq_THD: torch.Tensor
+    dk_TKD: torch.Tensor
+    dv_TKV: torch.Tensor
 
 
 class Kernel(Protocol):

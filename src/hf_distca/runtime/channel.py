@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -76,23 +75,6 @@ class Channel:
         """What is launched from now on belongs to backward; in a recompute nothing was launched in forward."""
         self.launched = max(self.launched, self.forward or 0)
 
-    def expect(self, received: torch.Tensor, receive_bytes: Mapping[int, int], name: str | None = None) -> Transfer:
-        """Start to receive the messages of the exchange that is launched next.
-
-        A message travels once its receiver is ready for it. Ranks that are ready before they compute have it when they are done.
-        That is so over gloo: elsewhere an exchange is one operation, which `start` begins.
-
-        Args:
-            received, receive_bytes, name: as for `start`.
-
-        Returns:
-            What `start` is to go on with.
-        """
-        transfer = self._begun(received, *self._named(name))
-        if self.over_gloo:
-            self._add(transfer, self._receives(transfer, receive_bytes))
-        return transfer
-
     def start(
         self,
         received: torch.Tensor,
@@ -100,7 +82,6 @@ class Channel:
         receive_bytes: Mapping[int, int],
         send_bytes: Mapping[int, int],
         name: str | None = None,
-        expected: Transfer | None = None,
     ) -> Transfer:
         """Start to send and to receive messages, which lie one after another in `sent` and `received`, both uint8.
 
@@ -108,17 +89,24 @@ class Channel:
             received, sent: the messages of all ranks, in the order of ranks.
             receive_bytes, send_bytes: size of the message by rank, in the order of ranks; those without one may be left out.
             name: what the exchange is, for errors; by default dispatches and returns take turns.
-            expected: what `expect` made for the same `received`.
         """
         doing, tag = self._named(name)
-        transfer = expected or self.expect(received, receive_bytes, name)
-        if transfer.tag != tag:
-            raise RuntimeError(f"{transfer.doing} was expected next, and not {doing}")
         self._sum.add(doing, self.launched)
         self.launched += 1
-        transfer.deadline, transfer.sent = self._deadline(), sent.to("cpu", copy=True) if self._staged(sent) else sent
-        launch = self._sends if self.over_gloo else self._all_to_all
-        self._add(transfer, launch(transfer, receive_bytes, send_bytes))
+        landing = None
+        if self._staged(received):
+            landing, received = received, torch.empty(received.shape, dtype=received.dtype, device="cpu")
+        sent = sent.to("cpu", copy=True) if self._staged(sent) else sent
+        deadline = time.monotonic() + self.timeout_seconds - patience(self.timeout_seconds)
+        transfer = Transfer(self, [], received, sent, doing, tag, deadline, landing)
+        self.watch.under_way.add(transfer)
+        launch = self._tagged if self.over_gloo else self._all_to_all
+        try:
+            # One message after another: if a rank has left, those that were started before must be seen through.
+            for work in launch(transfer, receive_bytes, send_bytes):
+                transfer.works.append(work)
+        except RuntimeError as error:
+            raise self.watch.give_up(doing, error) from error
         return transfer
 
     def _named(self, name: str | None) -> tuple[str, int]:
@@ -127,25 +115,6 @@ class Channel:
         direction = "" if self.forward is None else " in forward" if self.launched < self.forward else " in backward"
         doing = f"waiting for the {kind}{direction} of {self.place}"
         return doing, _checksum(doing, self.launched) >> 1
-
-    def _begun(self, received: torch.Tensor, doing: str, tag: int) -> Transfer:
-        landing = None
-        if self._staged(received):
-            landing, received = received, torch.empty(received.shape, dtype=received.dtype, device="cpu")
-        transfer = Transfer(self, [], received, doing, tag, self._deadline(), landing)
-        self.watch.under_way.add(transfer)
-        return transfer
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self.timeout_seconds - patience(self.timeout_seconds)
-
-    def _add(self, transfer: Transfer, works: Iterator[dist.Work | None]) -> None:
-        """Start one message after another: if a rank has left, those that were started before must be seen through."""
-        try:
-            for work in works:
-                transfer.works.append(work)
-        except RuntimeError as error:
-            raise self.watch.give_up(transfer.doing, error) from error
 
     @property
     def over_gloo(self) -> bool:
@@ -162,20 +131,17 @@ class Channel:
         arriving, leaving = ([sizes.get(rank, 0) for rank in range(group.size())] for sizes in (receive_bytes, send_bytes))
         yield dist.all_to_all_single(transfer.received, transfer.sent, arriving, leaving, group=group, async_op=True)
 
-    def _receives(self, transfer: Transfer, sizes: Mapping[int, int]) -> Iterator[dist.Work | None]:
-        for rank, message in _messages(transfer.received, sizes).items():
-            if rank != self.process_group.rank():
-                yield dist.irecv(message, group=self.process_group, group_src=rank, tag=transfer.tag)
-
-    def _sends(
+    def _tagged(
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> Iterator[dist.Work | None]:
-        own = self.process_group.rank()
-        for rank, message in _messages(transfer.sent, send_bytes).items():
-            if rank == own:
-                _messages(transfer.received, receive_bytes)[own].copy_(message)
-            else:
-                yield dist.isend(message, group=self.process_group, group_dst=rank, tag=transfer.tag)
+        group, own = self.process_group, self.process_group.rank()
+        received, sent = _messages(transfer.received, receive_bytes), _messages(transfer.sent, send_bytes)
+        if own in sent:
+            received.pop(own).copy_(sent.pop(own))
+        for rank, message in received.items():
+            yield dist.irecv(message, group=group, group_src=rank, tag=transfer.tag)
+        for rank, message in sent.items():
+            yield dist.isend(message, group=group, group_dst=rank, tag=transfer.tag)
 
 
 @dataclass(eq=False)
@@ -185,11 +151,11 @@ class Transfer:
     channel: Channel
     works: list[dist.Work | None]
     received: torch.Tensor
+    sent: torch.Tensor
     doing: str
     tag: int
     deadline: float
-    landing: torch.Tensor | None = None
-    sent: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8, device="cpu"))
+    landing: torch.Tensor | None
 
     def wait(self) -> None:
         """Wait until all has arrived and left; on CUDA only the current stream waits.

@@ -77,19 +77,17 @@ class AttentionGroup:
         *,
         timeout_seconds: float | None = None,
         size: int | None = None,
-        agree: bool = True,
     ) -> AttentionGroup:
         """The group of these ranks, as `create` makes it; the one made before, if no rank has left it.
 
-        Communicators cost threads and connections, and torch cannot replace one by another of the same ranks.
+        Every member asks at the same point, as for `create`. Communicators cost threads and connections, and torch cannot replace
+        one by another of the same ranks.
 
         Args:
             members: as for `create`.
             timeout_seconds: how long a rank waits for the others; None for as long as collectives of the world may take. Groups
                 that wait differently are different groups.
             size: ranks of a group, where these are cut into several: the first so many, the next, and so on.
-            agree: every member asks at the same point, as for `create`, and all find out together whether a rank has left.
-                Otherwise this rank goes by what it knows, which takes a microsecond if it asked for the same group just before.
 
         Raises:
             ConfigError, DistCADesyncError: as `create`.
@@ -98,14 +96,10 @@ class AttentionGroup:
         if made.world is None:
             return cls()
         timeout_seconds = timeout_seconds or timeout_of(made.world).total_seconds()
-        asked = (members, timeout_seconds, size)
-        if not agree and made.asked == asked and not made.last.left:
-            return made.last
         who = (members if isinstance(members, Members) else Members.of(members)).part(size)
         group = made.groups.get((who, timeout_seconds))
-        if group is None or group.left or (agree and not _stands(group)):
+        if group is None or group.left or not _stands(group):
             group = made.groups[who, timeout_seconds] = cls.create(who, timeout_seconds=timeout_seconds)
-        made.asked, made.last = asked, group
         return group
 
     @classmethod
@@ -296,18 +290,16 @@ class AttentionGroup:
 
 @dataclass(eq=False)
 class _Made:
-    """The groups that `AttentionGroup.of` made in one world, and what it was asked for last."""
+    """The groups that `AttentionGroup.of` made in one world."""
 
     world: dist.ProcessGroup | None = None
     groups: dict[tuple[Members, float], AttentionGroup] = field(default_factory=dict)
-    asked: tuple[dist.ProcessGroup | Members | None, float, int | None] | None = None
-    last: AttentionGroup = field(default_factory=AttentionGroup)
 
     def of_this_world(self) -> _Made:
         """This object, empty if torch.distributed has stopped or started since."""
         world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
         if world is not self.world:
-            self.world, self.groups, self.asked, self.last = world, {}, None, AttentionGroup()
+            self.world, self.groups = world, {}
         return self
 
 

@@ -8,13 +8,17 @@ where transient bytes are bounded, in several, one after another.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
 
+import torch
+
 from hf_distca.kernels.base import TaskBatch
+from hf_distca.runtime.exchange import part_of, pieces
 from hf_distca.runtime.format import Formats, Rows, Run
-from hf_distca.runtime.keys import KeyPool, Passing, Piece
+from hf_distca.runtime.keys import KeyPool, Passing, Piece, accumulator
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.share import share_of
 from hf_distca.schedule.waves import Waves
@@ -55,6 +59,15 @@ class Wave:
             return False
         return not self.own_queries and len(self.queries.receive) == len(self.pool.pieces) == len(self.keys.receive) == 1
 
+    def add_copies(self, grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Gradients of own keys with those of the copies of other ranks, rank after rank so that the sum has one order."""
+        if not sections:
+            return grad_TKD
+        total = accumulator(grad_TKD)
+        for run, piece in zip(self.keys.runs, pieces(self.keys.runs, sections), strict=True):
+            part_of(total, *run[1:]).add_(piece)
+        return total
+
 
 @dataclass(frozen=True, eq=False)
 class Route:
@@ -65,16 +78,14 @@ class Route:
         waves: exchanges, at least one, and what is served in each; as many on every rank.
         exchanges: whether any rank moves anything; false means that no rank sends or receives.
         groups: head groups that the tokens of waves are split in, 1 if none.
-        kept: tasks on head groups that this rank runs on pools of its own rows, for which it waits for nothing.
-        bounded: whether there is a bound of transient bytes, so that messages have no room before they are due.
+        local_wave: tasks on head groups that this rank runs on pools of its own rows, for which it waits for nothing.
     """
 
     own: TaskBatch
     waves: tuple[Wave, ...]
     exchanges: bool
     groups: int = 1
-    kept: Wave | None = None
-    bounded: bool = False
+    local_wave: Wave | None = None
 
     @property
     def passes_on(self) -> bool:
@@ -95,15 +106,15 @@ class Route:
         number = None if waves is None else waves.number
         numbers = _Numbers(share_of(plan, rank, number), groups)
         own, built = numbers.batch(), [numbers.wave(relayed)]
-        kept = None
+        local_wave = None
         if numbers.left:
             numbers.batch()  # none
-            kept = numbers.wave(relayed=False)
+            local_wave = numbers.wave(relayed=False)
         for wave in range(1, 1 if waves is None else waves.count):
             numbers = _Numbers(share_of(plan, rank, number, wave), groups)
             numbers.batch()  # the same for every wave
             built.append(numbers.wave(relayed))
-        return cls(own, tuple(built), plan.moved, groups, kept, waves is not None and waves.bytes is not None)
+        return cls(own, tuple(built), plan.moved, groups, local_wave)
 
 
 class _Numbers:
