@@ -119,7 +119,7 @@ class CountedStore:
         return getattr(self.store, name)
 
     def link(self) -> Any:
-        return SimpleNamespace(name=lambda: "no gloo", get_group_store=lambda: self)
+        return SimpleNamespace(name=lambda: "no gloo", get_group_store=lambda: self, abort=lambda: None)
 
 
 def gives_up(watch: Watch) -> str:
@@ -325,7 +325,7 @@ def test_ranks_wait_as_long_as_their_world_does(rank_pool: Callable[[int], RankP
 def served_meanwhile(rank: int, port: int) -> float:
     """Seconds that the store takes for a request while another thread waits for what a rank says that says nothing."""
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=True)
-    link: Any = SimpleNamespace(name=lambda: "no gloo", get_group_store=lambda: store)
+    link: Any = SimpleNamespace(name=lambda: "no gloo", get_group_store=lambda: store, abort=lambda: None)
     seconds = 0.0
     if rank == 1:
         thread = Thread(target=Watch((0, 1), 1, 3.0, (link,)).tell, args=("here",), daemon=True)
