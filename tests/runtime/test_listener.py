@@ -85,7 +85,7 @@ def test_a_word_goes_before_a_farewell(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_what_is_found_behind_the_back_of_a_rank_is_shown_and_wakes_it(capsys: pytest.CaptureFixture[str]) -> None:
     (first, _), links = watches(2)
-    first.part(DistCADesyncError("ranks have different numbers of plans"))
+    first.fail_with(DistCADesyncError("ranks have different numbers of plans"))
     assert capsys.readouterr().err == "hf_distca: ranks have different numbers of plans\n"
     assert links[0].aborted == 1
     with pytest.raises(DistCADesyncError, match="different numbers of plans"):

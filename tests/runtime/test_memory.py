@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_core_attention import random_case
 
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import Scores, select_kernel
+from hf_distca.kernels import Case, Scores, select_kernel
 from hf_distca.runtime import call as runtime
 from hf_distca.runtime.call import AttentionServer, Inputs
 from hf_distca.runtime.core_attention import core_attention
@@ -52,7 +52,7 @@ class Call:
     def __init__(self, plan: Plan, rank: int, dtype: torch.dtype, bound: int | None) -> None:
         self.live, self.meter = LiveBytes(), Meter()
         scores = Scores(DIM**-0.5, plan.window)
-        self.kernel = OutsideKernel(select_kernel("auto", torch.device("cpu"), dtype, DIM, DIM, scores), self.live)
+        self.kernel = OutsideKernel(select_kernel("auto", Case(torch.device("cpu"), dtype, DIM, DIM, scores)), self.live)
         self.waves = Waves.of(plan, shape_of(dtype), 16, bound)
         group = AttentionGroup.of(timeout_seconds=60)
         if group.data is not None:  # a place of its own: calls that ended early have left messages in the others

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from hf_distca.borrowed import without_dispatch_modes
-from hf_distca.kernels import Kernel, Scores, select_kernel
+from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
@@ -61,7 +61,7 @@ def kernel_of(name: str, scores: Scores) -> Kernel:
     return (
         VarlenKernel(Reading())
         if name == "reading"
-        else select_kernel(name, torch.device("cpu"), torch.float32, DIM, DIM, scores)
+        else select_kernel(name, Case(torch.device("cpu"), torch.float32, DIM, DIM, scores))
     )
 
 

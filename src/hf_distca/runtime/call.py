@@ -4,7 +4,7 @@ The methods are in the order in which a rank comes to them: `send_queries_and_ke
 outputs back, and `collect_outputs`. Backward has the same four. Each that launches an exchange returns it, and the one that waits
 for it takes it.
 
-Everywhere here, *own* is what belongs to this rank's tokens: what it is the home of.
+`home` are the tensors of this rank's own tokens, which it is the home of.
 """
 
 from __future__ import annotations
@@ -99,15 +99,14 @@ class AttentionServer:
         device = pools.q_THD.device
         # Kernels compute in the dtypes that they are given, and in wider ones: the user's autocast is not for them.
         with self.reporting(), self.meter.kernel(device), self.tracer.span("server"), torch.autocast(device.type, enabled=False):
-            return Outputs(*self.kernel.forward(*pools, tasks, self.scores))
+            return self.kernel.forward(pools, tasks, self.scores)
 
     def backward(self, pools: Saved, tasks: TaskBatch) -> Grads:
         """Gradients of a batch."""
-        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
-        device = q_THD.device
+        device = pools.q_THD.device
         timed = self.meter.kernel(device, backward=True)
         with self.reporting(), timed, self.tracer.span("server"), torch.autocast(device.type, enabled=False):
-            return Grads(*self.kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, self.scores))
+            return self.kernel.backward(pools, tasks, self.scores)
 
 
 class _Relayed(NamedTuple):
@@ -182,57 +181,57 @@ class Call:
 
     # A pipeline may exchange in one direction only. In the other one there is nothing to launch and nothing to wait for.
 
-    def send_queries_and_keys(self, wave: Wave, own: Operands | Saved) -> Pending | None:
+    def send_queries_and_keys(self, wave: Wave, home: Operands | Saved) -> Pending | None:
         """Send rows of this rank's own to the servers of a wave."""
         if not self.route.exchanges:
             return None
-        parts = [Part(t, wave.queries) for t in own.query_rows] + [Part(t, wave.keys) for t in own.key_rows]
+        parts = [Part(t, wave.queries) for t in home.query_rows] + [Part(t, wave.keys) for t in home.key_rows]
         self.server.meter.count(dispatches=1)
         return self._launch(wave, parts, "dispatch")
 
-    def pass_on_keys(self, own: Operands | Saved, dispatch: Pending | None) -> Pending | None:
+    def pass_on_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
         """Where keys are relayed, wait for the dispatch and send those on that this rank is the relay of."""
         passing = self.last.passing
         if passing is None or dispatch is None:
             return dispatch
         came = dispatch.sections()
-        keys = zip(came[-_KEY_PARTS:], own.key_rows, strict=True)
+        keys = zip(came[-_KEY_PARTS:], home.key_rows, strict=True)
         parts = [Part(passing.pick(sections, like), passing.keys) for sections, like in keys]
         self.server.meter.count(dispatches=1)
         second = self._launch(self.last, parts, "dispatch", "relays' dispatch")
         second.before = came
         return second
 
-    def run_local(self, own: Operands) -> Outputs:
+    def run_local(self, home: Operands) -> Outputs:
         """Run this rank's own tasks, which wait for no message. Returns the outputs of all its tokens, in rows of head groups."""
         wave, groups = self.route.local_wave, self.route.groups
-        outputs = in_groups(self.server.forward(own, self.route.own), groups)
+        outputs = in_groups(self.server.forward(home, self.route.own), groups)
         if wave is not None:
-            pools = self.server.forward(Operands(*_pools(wave, in_groups(own, groups), None)), wave.arrived)
+            pools = self.server.forward(Operands(*_pools(wave, in_groups(home, groups), None)), wave.arrived)
             put_rows(outputs, wave.own_queries, [[pool] for pool in pools])
         return outputs
 
-    def run_local_backward(self, own: Saved) -> Grads:
+    def run_local_backward(self, home: Saved) -> Grads:
         """As `run_local`, for gradients. Those of keys may be wide enough for sums."""
         wave, groups = self.route.local_wave, self.route.groups
-        grads = in_groups(self.server.backward(own, self.route.own), groups)
+        grads = in_groups(self.server.backward(home, self.route.own), groups)
         if wave is None:
             return grads
-        dq_THD, *pools = self.server.backward(Saved(*_pools(wave, in_groups(own, groups), None)), wave.arrived)
+        dq_THD, *pools = self.server.backward(Saved(*_pools(wave, in_groups(home, groups), None)), wave.arrived)
         put_rows(grads[:1], wave.own_queries, [[dq_THD]])
         return Grads(grads.dq_THD, *(wave.pool.add_own(total, pool) for total, pool in zip(grads[1:], pools, strict=True)))
 
-    def run_arrived(self, wave: Wave, own: Operands, outputs: Outputs, dispatch: Pending | None) -> Pending | None:
+    def run_arrived(self, wave: Wave, home: Operands, outputs: Outputs, dispatch: Pending | None) -> Pending | None:
         """Run the tasks that a dispatch brings, put rows of this rank's own into `outputs`, and send the others back."""
         if dispatch is None:
             return None
-        pools = self.server.forward(Operands(*_pools(wave, own, dispatch)), wave.arrived)
+        pools = self.server.forward(Operands(*_pools(wave, home, dispatch)), wave.arrived)
         returned = self._send_back(wave, [pool[wave.own_rows :] for pool in pools])
         put_rows(outputs, wave.own_queries, [[pool] for pool in pools])
         return returned
 
     def run_arrived_backward(
-        self, wave: Wave, own: Saved, grads: Grads, dispatch: Pending | None
+        self, wave: Wave, home: Saved, grads: Grads, dispatch: Pending | None
     ) -> tuple[Grads, Pending | None]:
         """As `run_arrived`, for gradients. Returns this rank's own, too: those of keys may be new ones, wide enough for sums.
 
@@ -240,13 +239,13 @@ class Call:
         """
         if dispatch is None:
             return grads, None
-        dq_THD, *pools = self.server.backward(Saved(*_pools(wave, own, dispatch)), wave.arrived)
+        dq_THD, *pools = self.server.backward(Saved(*_pools(wave, home, dispatch)), wave.arrived)
         put_rows(grads[:1], wave.own_queries, [[dq_THD]])
         received_dq_THD, passing = dq_THD[wave.own_rows :], wave.passing
         sums: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
         wide: list[tuple[torch.Tensor, torch.dtype]] = []
-        for total, tensor in zip(grads[1:], own.key_rows, strict=True):
+        for total, tensor in zip(grads[1:], home.key_rows, strict=True):
             pool = pools.pop(0)
             sums.append(wave.pool.add_own(total, pool))
             # Copies travel in the dtype of k and v; sums of them do not.
@@ -316,18 +315,19 @@ class Call:
             yield
 
 
-def _pools(wave: Wave, own: Operands | Saved, dispatch: Pending | None) -> list[torch.Tensor]:
+def _pools(wave: Wave, home: Operands | Saved, dispatch: Pending | None) -> list[torch.Tensor]:
     """Pools of what a wave's tasks read.
 
     Rows go from the message straight to their pools, and the message is freed. Only where the pools are the whole message, as it
     lies, are they views of it: one pool alone that is a view would keep all of the message.
     """
-    received: list[list[torch.Tensor]] = [[] for _ in own] if dispatch is None else dispatch.sections()
+    received: list[list[torch.Tensor]] = [[] for _ in home] if dispatch is None else dispatch.sections()
     if wave.as_received:
         return [section for (section,) in received]
-    cut = len(own.query_rows)
+    cut = len(home.query_rows)
     queries = [
         joined([*(part_of(tensor, *run[1:]) for run in wave.own_queries), *sections], tensor)
-        for tensor, sections in zip(own.query_rows, received[:cut], strict=True)
+        for tensor, sections in zip(home.query_rows, received[:cut], strict=True)
     ]
-    return queries + [wave.pool.assemble(*each) for each in zip(own.key_rows, received[cut:], strict=True)]
+    keys = zip(home.key_rows, received[cut:], strict=True)
+    return queries + [wave.pool.assemble(tensor, sections) for tensor, sections in keys]

@@ -45,16 +45,16 @@ class Channel:
         process_group: where messages travel.
         watch: whom to tell if one does not come.
         timeout_seconds: how long a rank waits for the others.
-        place: what the exchanges are for, the same text on every rank.
-        forward: how many of the exchanges belong to forward; those after it belong to backward.
+        where: what the exchanges are for, in words that are the same on every rank.
+        forward_exchanges: how many of the exchanges belong to forward; those after them belong to backward.
         launched: exchanges launched so far.
     """
 
     process_group: dist.ProcessGroup
     watch: Watch
     timeout_seconds: float
-    place: str = "core attention"
-    forward: int | None = None
+    where: str = "core attention"
+    forward_exchanges: int | None = None
     launched: int = 0
     _sum: _Sum = field(default_factory=_Sum)
 
@@ -67,13 +67,13 @@ class Channel:
         """
         return self._sum.value
 
-    def at(self, place: str, forward: int) -> Channel:
-        """The channel of a call at `place` with this many exchanges in forward."""
-        return replace(self, place=place, forward=forward, launched=0)
+    def at(self, where: str, forward_exchanges: int) -> Channel:
+        """The channel of a call with this many exchanges in forward."""
+        return replace(self, where=where, forward_exchanges=forward_exchanges, launched=0)
 
     def begin_backward(self) -> None:
         """What is launched from now on belongs to backward; in a recompute nothing was launched in forward."""
-        self.launched = max(self.launched, self.forward or 0)
+        self.launched = max(self.launched, self.forward_exchanges or 0)
 
     def start(
         self,
@@ -112,8 +112,10 @@ class Channel:
     def _named(self, name: str | None) -> tuple[str, int]:
         """What is launched next, in words and as a tag."""
         kind = name or ("dispatch" if self.launched % 2 == 0 else "return")
-        direction = "" if self.forward is None else " in forward" if self.launched < self.forward else " in backward"
-        doing = f"waiting for the {kind}{direction} of {self.place}"
+        direction = ""
+        if self.forward_exchanges is not None:
+            direction = " in forward" if self.launched < self.forward_exchanges else " in backward"
+        doing = f"waiting for the {kind}{direction} of {self.where}"
         return doing, _checksum(doing, self.launched) >> 1
 
     @property
@@ -134,10 +136,10 @@ class Channel:
     def _tagged(
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> Iterator[dist.Work | None]:
-        group, own = self.process_group, self.process_group.rank()
+        group, rank_here = self.process_group, self.process_group.rank()
         received, sent = _messages(transfer.received, receive_bytes), _messages(transfer.sent, send_bytes)
-        if own in sent:
-            received.pop(own).copy_(sent.pop(own))
+        if rank_here in sent:
+            received.pop(rank_here).copy_(sent.pop(rank_here))
         for rank, message in received.items():
             yield dist.irecv(message, group=group, group_src=rank, tag=transfer.tag)
         for rank, message in sent.items():

@@ -24,7 +24,7 @@ def communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedel
     """
     taken = names_of_groups()
     stem = f"{purpose} {hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-    name = next(one for number in count(1) if (one := f"{stem} {number}") not in taken)
+    name = next(candidate for number in count(1) if (candidate := f"{stem} {number}") not in taken)
     return group_of_members(ranks, backend, timeout, name, purpose)
 
 

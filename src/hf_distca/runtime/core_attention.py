@@ -76,8 +76,8 @@ class _Dispatch(torch.autograd.Function):
         inputs = _inputs(q_THD, *keys)
         ctx.call, ctx.context_tokens = call, _context_tokens(inputs)
         if call.recalled is None:
-            own = inputs.operands
-            call.hand_on(own, call.send_queries_and_keys(call.route.waves[0], in_groups(own, call.route.groups)))
+            home = inputs.operands
+            call.hand_on(home, call.send_queries_and_keys(call.route.waves[0], in_groups(home, call.route.groups)))
         return q_THD.new_zeros(())
 
     @staticmethod
@@ -94,15 +94,15 @@ class _Serve(torch.autograd.Function):
         ctx.call = call
         if call.recalled is not None:
             return anchor.clone()
-        own, dispatch = call.take(Operands)
-        dispatch = call.pass_on_keys(own, dispatch)
-        outputs, own = call.run_local(own), in_groups(own, call.route.groups)
+        home, dispatch = call.take(Operands)
+        dispatch = call.pass_on_keys(home, dispatch)
+        outputs, home = call.run_local(home), in_groups(home, call.route.groups)
         returned = None
         for before, wave in _in_turn(call):
             if before is not None:
                 call.collect_outputs(before, outputs, returned)
-                dispatch = call.send_queries_and_keys(wave, own)
-            returned = call.run_arrived(wave, own, outputs, dispatch)
+                dispatch = call.send_queries_and_keys(wave, home)
+            returned = call.run_arrived(wave, home, outputs, dispatch)
         call.hand_on(outputs, returned)
         return anchor.clone()
 
@@ -110,15 +110,15 @@ class _Serve(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
-        own, dispatch = call.take(Saved)
-        dispatch = call.pass_on_keys(own, dispatch)
-        grads, own = call.run_local_backward(own), in_groups(own, call.route.groups)
+        home, dispatch = call.take(Saved)
+        dispatch = call.pass_on_keys(home, dispatch)
+        grads, home = call.run_local_backward(home), in_groups(home, call.route.groups)
         returned = None
         for before, wave in _in_turn(call):
             if before is not None:
                 grads = call.collect_grads(before, grads, returned)
-                dispatch = call.send_queries_and_keys(wave, own)
-            grads, returned = call.run_arrived_backward(wave, own, grads, dispatch)
+                dispatch = call.send_queries_and_keys(wave, home)
+            grads, returned = call.run_arrived_backward(wave, home, grads, dispatch)
         call.hand_on(grads, returned)
         return None, torch.zeros_like(anchor)
 

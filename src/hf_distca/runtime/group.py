@@ -92,14 +92,14 @@ class AttentionGroup:
         Raises:
             ConfigError, DistCADesyncError: as `create`.
         """
-        made = _made.of_this_world()
-        if made.world is None:
+        known = _made.of_this_world()
+        if known.world is None:
             return cls()
-        timeout_seconds = timeout_seconds or timeout_of(made.world).total_seconds()
-        who = (members if isinstance(members, Members) else Members.of(members)).part(size)
-        group = made.groups.get((who, timeout_seconds))
+        timeout_seconds = timeout_seconds or timeout_of(known.world).total_seconds()
+        who = (members if isinstance(members, Members) else Members.of(members)).subset(size)
+        group = known.groups.get((who, timeout_seconds))
         if group is None or group.left or not _stands(group):
-            group = made.groups[who, timeout_seconds] = cls.create(who, timeout_seconds=timeout_seconds)
+            group = known.groups[who, timeout_seconds] = cls.create(who, timeout_seconds=timeout_seconds)
         return group
 
     @classmethod
@@ -123,9 +123,9 @@ class AttentionGroup:
             return cls()
         timeout_seconds = timeout_seconds or timeout_of(None).total_seconds()
         who = members if isinstance(members, Members) else Members.of(members)
-        ranks, own = tuple(sorted(who.ranks)), dist.get_rank()
-        if own not in ranks:
-            raise ConfigError(f"rank {own} is not in its attention group {ranks}: pass each rank the group it belongs to.")
+        ranks, rank = tuple(sorted(who.ranks)), dist.get_rank()
+        if rank not in ranks:
+            raise ConfigError(f"rank {rank} is not in its attention group {ranks}: pass each rank the group it belongs to.")
         if len(ranks) == 1:
             return cls(ranks)
         timeout = datetime.timedelta(seconds=timeout_seconds - patience(timeout_seconds))
@@ -138,14 +138,14 @@ class AttentionGroup:
             least(np.zeros(1, dtype=np.int64), control)
         except RuntimeError as error:
             raise DistCADesyncError(
-                f"rank {own} waited up to {timeout_seconds:g} s for ranks {ranks} while making their attention group, and not "
+                f"rank {rank} waited up to {timeout_seconds:g} s for ranks {ranks} while making their attention group, and not "
                 f"all came ({error}). Every rank must come here, by a training forward, hf_distca.prepare or a "
                 "DistCACallback that all of them have: look at the logs of the other ranks."
             ) from error
-        watch = Watch(ranks, ranks.index(own), timeout_seconds, (data, control))
+        watch = Watch(ranks, ranks.index(rank), timeout_seconds, (data, control))
         listen(watch)
         per_node = ranks_per_node(nodes)
-        if per_node is None and own == ranks[0]:
+        if per_node is None and rank == ranks[0]:
             _log.warning(
                 "%d ranks share attention on %d nodes, not equally many on each or not one node after another: links inside a "
                 "node are taken to be as slow as those between nodes.",
@@ -153,7 +153,7 @@ class AttentionGroup:
                 len(set(nodes)),
             )
         channel = Channel(data, watch, timeout_seconds)
-        return cls(ranks, ranks.index(own), channel, control, watch, timeout_seconds, per_node)
+        return cls(ranks, ranks.index(rank), channel, control, watch, timeout_seconds, per_node)
 
     @property
     def left(self) -> bool:
@@ -310,7 +310,7 @@ def _told(number: int, ranks: int, control: dist.ProcessGroup) -> list[int]:
     """What each rank says."""
     told = torch.empty(ranks, dtype=torch.int64, device="cpu")
     dist.all_to_all_single(told, torch.full((ranks,), number, dtype=torch.int64, device="cpu"), group=control)
-    return [int(one) for one in told]
+    return [int(number) for number in told]
 
 
 def _stands(group: AttentionGroup) -> bool:

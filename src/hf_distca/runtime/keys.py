@@ -49,8 +49,8 @@ class KeyPool:
     @cached_property
     def own(self) -> list[tuple[int, Piece]]:
         """Runs of this rank's own keys: row of the pool, and the run."""
-        at = itertools.accumulate((piece.rows for piece in self.pieces), initial=0)
-        return [(first, piece) for first, piece in zip(at, self.pieces, strict=False) if piece.section is None]
+        starts = itertools.accumulate((piece.rows for piece in self.pieces), initial=0)
+        return [(first, piece) for first, piece in zip(starts, self.pieces, strict=False) if piece.section is None]
 
     def assemble(self, own_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
         """The pool of keys or of values, (size, key/value heads, width), from own rows and the message's sections."""
@@ -63,8 +63,8 @@ class KeyPool:
             return grad_TKD
         total = accumulator(grad_TKD)
         for row, (_, *run) in self.own:
-            own = part_of(total, *run)
-            own.add_(pool_TKD.narrow(0, row, len(own)))
+            target = part_of(total, *run)
+            target.add_(pool_TKD.narrow(0, row, len(target)))
         return total
 
 

@@ -83,4 +83,4 @@ class Meeting:
         except Exception as error:  # a thread would drop it, and ranks that were never compared would pass for equal
             self._failure = error
             if self._watch is not None and isinstance(error, DistCADesyncError):
-                self._watch.part(error)
+                self._watch.fail_with(error)

@@ -28,19 +28,19 @@ class Members:
         """Those of a process group, the world if None."""
         return cls(tuple(dist.get_process_group_ranks(group or dist.GroupMember.WORLD)), dist.get_backend(group))
 
-    def part(self, size: int | None) -> Members:
+    def subset(self, size: int | None) -> Members:
         """The part of so many neighbours that this rank is in; all if None.
 
         Raises:
             ConfigError: if parts would not be equally large.
         """
-        ranks, own = sorted(self.ranks), dist.get_rank()
-        if size is None or own not in ranks:
+        ranks, rank = sorted(self.ranks), dist.get_rank()
+        if size is None or rank not in ranks:
             return self
         if len(ranks) % size:
             raise ConfigError(
                 f"group_size={size} does not divide the {len(ranks)} ranks that could share core attention: groups are equally "
                 "large, best of whole nodes."
             )
-        first = ranks.index(own) // size * size
+        first = ranks.index(rank) // size * size
         return Members(tuple(ranks[first : first + size]), self.backend)

@@ -30,8 +30,8 @@ def node_number() -> int:
 def launched_per_node(ranks: int) -> int | None:
     """Ranks of a node among so many neighbours, as a launcher says; None if it does not, or they are no whole nodes."""
     launched = os.environ.get("LOCAL_WORLD_SIZE", "")
-    each = min(int(launched), ranks) if launched.isdecimal() else 0
-    return each if each and ranks % each == 0 else None
+    ranks_of_node = min(int(launched), ranks) if launched.isdecimal() else 0
+    return ranks_of_node if ranks_of_node and ranks % ranks_of_node == 0 else None
 
 
 def ranks_per_node(nodes: Sequence[int]) -> int | None:

@@ -105,7 +105,7 @@ class Route:
         groups, relayed = plan.layout.groups, plan.relays is not None
         number = None if waves is None else waves.number
         numbers = _Numbers(share_of(plan, rank, number), groups)
-        own, built = numbers.batch(), [numbers.wave(relayed)]
+        own_tasks, built = numbers.batch(), [numbers.wave(relayed)]
         local_wave = None
         if numbers.left:
             numbers.batch()  # none
@@ -114,7 +114,7 @@ class Route:
             numbers = _Numbers(share_of(plan, rank, number, wave), groups)
             numbers.batch()  # the same for every wave
             built.append(numbers.wave(relayed))
-        return cls(own, tuple(built), plan.moved, groups, local_wave)
+        return cls(own_tasks, tuple(built), plan.moved, groups, local_wave)
 
 
 class _Numbers:
@@ -140,10 +140,10 @@ class _Numbers:
 
     def wave(self, relayed: bool) -> Wave:
         """A wave, with a second hop if the plan has relays."""
-        queries, own = self.rows(self.groups), self.runs(self.groups)
+        queries, own_runs = self.rows(self.groups), self.runs(self.groups)
         keys, pool, back, arrived = self.rows(self.groups), self.pieces(), self.rows(), self.batch()
         passing = self.passing() if relayed else None
-        return Wave(queries, keys, own, KeyPool(pool, back), arrived, passing)
+        return Wave(queries, keys, own_runs, KeyPool(pool, back), arrived, passing)
 
     def runs(self, step: int = 1) -> tuple[Run, ...]:
         """Runs with rows so far apart."""

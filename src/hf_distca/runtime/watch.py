@@ -62,7 +62,7 @@ class Watch:
         self.ranks, self._rank, self._timeout_seconds, self._links = ranks, rank, timeout_seconds, links
         self._store = links[-1].get_group_store()
         self._word: str | None = None
-        self._parted: DistCADesyncError | None = None
+        self._found: DistCADesyncError | None = None
         self._told = 0
 
     @contextmanager
@@ -102,10 +102,10 @@ class Watch:
         Returns:
             The error to raise, with what each rank was doing.
         """
-        if self._parted is not None:
-            self._leave(str(self._parted), self.deadline())
-            return self._parted
-        own = self.ranks[self._rank]
+        if self._found is not None:
+            self._leave(str(self._found), self.deadline())
+            return self._found
+        rank_here = self.ranks[self._rank]
         before = f" It had left the group: it {self._word}." if self._word else ""
         deadline = self.deadline()
         self._leave(f"waited in vain while {doing}", deadline)
@@ -113,18 +113,18 @@ class Watch:
         others = "; ".join(
             f"rank {rank} {words[rank]}" if rank in words else f"rank {rank} is silent (dead, stuck, or running something else)"
             for rank in self.ranks
-            if rank != own
+            if rank != rank_here
         )
         return DistCADesyncError(
-            f"rank {own} waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing}, and not all came."
+            f"rank {rank_here} waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing}, and not all came."
             f"{before} The others: {others}. All ranks were last together when {self.met}. Every rank must run the same number "
             "of training forwards and backwards through the same layers: look at the other ranks' logs for one that failed, "
             f"stopped early or is still in another step. ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         )
 
-    def part(self, error: DistCADesyncError) -> None:
+    def fail_with(self, error: DistCADesyncError) -> None:
         """Wake this rank where it waits for others in vain, to raise an error that another thread has found on every rank."""
-        self._parted = error
+        self._found = error
         show(str(error))  # nobody may ask for long: the host may wait for its GPU
         time.sleep(_WOKEN_SECONDS)  # for messages of ranks that do belong together: a wait for half of one would not wake up
         for link in self._links:
@@ -136,8 +136,8 @@ class Watch:
         Raises:
             DistCADesyncError: if there is one.
         """
-        if self._parted is not None:
-            raise self.give_up("", self._parted)
+        if self._found is not None:
+            raise self.give_up("", self._found)
 
     def tell(self, text: str) -> list[str]:
         """What every rank says, in rank order, each time that all do; empty for those that say nothing in time. No collective."""
