@@ -142,7 +142,7 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
 
 def _read_traces(path: Path, runs: list[RunRow]) -> Iterator[RankTrace]:
     """Of the folder that the newest run names, or else of the one with timelines in the run's folder."""
-    named = [Path(run.traces) for run in runs[-1:] if run.traces is not None]
+    named = [path / run.traces for run in runs[-1:] if run.traces is not None]
     for folder in (*named, path, *sorted(one for one in path.iterdir() if one.is_dir())):
         files = sorted(folder.glob("rank_*.json"))
         if files:
