@@ -120,7 +120,6 @@ def test_a_layer_stays_on_the_gpu(
 
 def test_the_attention_function_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a model's layout of q, k and v to its layout of outputs, with padding: two layers of one micro-batch."""
-    monkeypatch.setattr(kernels, "_checked", {})
     monkeypatch.setattr(kernels, "wrong", lambda *case: None)
     hf_distca.configure(hf_distca.DistCAConfig(kernel="cuda"))
     layer_of_model, gpu, tape = torch.nn.Linear(1, 1).train(), Device(), Tape()

@@ -12,7 +12,7 @@ import pytest
 
 from hf_distca import ConfigError
 from hf_distca.runtime.group import AttentionGroup, Members
-from hf_distca.runtime.nodes import launched_per_node, node_number, ranks_per_node
+from hf_distca.runtime.members import launched_per_node, node_number, ranks_per_node
 from ranks import RankPool
 
 

@@ -15,7 +15,7 @@ from test_core_attention import DIM, HEADS, KEY_HEADS, TILE, VALUE_DIM, random_c
 
 from hf_distca.kernels import TaskBatch
 from hf_distca.runtime import format as runtime
-from hf_distca.runtime.keys import Piece
+from hf_distca.runtime.keys import PoolRun
 from hf_distca.runtime.route import Route, Wave
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
@@ -96,7 +96,7 @@ def cut(rows: Rows, start: int, count: int, step: int = 1) -> Rows:
     return rows[start : start + count * step : step][:count]
 
 
-def pooled(pieces: Iterable[Piece], own: Rows, sections: list[Rows]) -> Rows:
+def pooled(pieces: Iterable[PoolRun], own: Rows, sections: list[Rows]) -> Rows:
     parts = [cut(own if piece.section is None else sections[piece.section], *piece[1:]) for piece in pieces]
     return np.concatenate([own[:0], *parts])
 

@@ -102,13 +102,13 @@ def timed(
     Returns:
         (batches, 3) what each counts, as `CostModel.counts`, and (batches, 2) seconds, forward and backward.
     """
-    stopwatch = Stopwatch(device, clock)
-    times(model.shape, kernel, _batch(batches[0], _SIZES[0]), dtype, stopwatch)  # the first call of a process loads code
+    timer = _Timer(device, clock)
+    times(model.shape, kernel, _batch(batches[0], _SIZES[0]), dtype, timer)  # the first call of a process loads code
     counts, taken = [], []
     for documents in batches:
         for size in _SIZES:
             tasks = _batch(documents, size)
-            seconds = times(model.shape, kernel, tasks, dtype, stopwatch)
+            seconds = times(model.shape, kernel, tasks, dtype, timer)
             if sum(seconds) >= enough:
                 break
         counts.append(model.counts(tasks.query_length, tasks.key_length).sum(axis=0))
@@ -146,16 +146,16 @@ def fastest(
     if group.rank == 0 and len(kernels) > 1:
         for place, name in enumerate(names):
             if name in kernels:
-                ours[place] = _seconds(shape, kernels[name], dtype, Stopwatch(device, clock))
+                ours[place] = _seconds(shape, kernels[name], dtype, _Timer(device, clock))
     rows = group.gather(ours.view(np.int64), doing="waiting for rank 0 to compare attention kernels")
     total = np.sum([row.view(np.float64) for row in rows], axis=0)
     return names[int(np.argmin(total))] if np.isfinite(total).any() else None
 
 
-def _seconds(shape: AttentionShape, kernel: Kernel, dtype: torch.dtype, stopwatch: Stopwatch) -> float:
+def _seconds(shape: AttentionShape, kernel: Kernel, dtype: torch.dtype, timer: _Timer) -> float:
     """Seconds of the tasks that kernels are compared by, forward and backward."""
-    times(shape, kernel, _COMPARED, dtype, stopwatch)
-    return sum(times(shape, kernel, _COMPARED, dtype, stopwatch))
+    times(shape, kernel, _COMPARED, dtype, timer)
+    return sum(times(shape, kernel, _COMPARED, dtype, timer))
 
 
 def _batch(documents: Documents, size: int) -> TaskBatch:
@@ -171,23 +171,21 @@ def _batch(documents: Documents, size: int) -> TaskBatch:
     return TaskBatch(*zip(*tasks, strict=True))
 
 
-def times(
-    shape: AttentionShape, kernel: Kernel, tasks: TaskBatch, dtype: torch.dtype, stopwatch: Stopwatch
-) -> tuple[float, float]:
+def times(shape: AttentionShape, kernel: Kernel, tasks: TaskBatch, dtype: torch.dtype, timer: _Timer) -> tuple[float, float]:
     """Seconds of a batch, forward and backward. The first one of a kernel may load or compile code, and counts for nothing."""
     rows, keys = sum(tasks.query_length), max(map(add, tasks.key_start, tasks.key_length))
-    random = partial(torch.randn, dtype=dtype, device=stopwatch.device)
+    random = partial(torch.randn, dtype=dtype, device=timer.device)
     q_THD = random(rows, shape.query_heads, shape.head_dim)
     k_TKD, v_TKV = (random(keys, shape.key_value_heads, width) for width in (shape.head_dim, shape.value_head_dim))
     scores = Scores(shape.head_dim**-0.5)
     forward = partial(kernel.forward, Operands(q_THD, k_TKD, v_TKV), tasks, scores)
     o_THV, lse_TH = forward()
     backward = partial(kernel.backward, Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
-    return stopwatch.seconds(forward), stopwatch.seconds(backward)
+    return timer.seconds(forward), timer.seconds(backward)
 
 
 @dataclass(frozen=True)
-class Stopwatch:
+class _Timer:
     """Times calls on a device."""
 
     device: torch.device

@@ -25,7 +25,7 @@ from hf_distca.errors import ConfigError
 from hf_distca.kernels import Case, Scores, select_kernel
 from hf_distca.measure.calibrate import BACKWARD, BATCHES, Documents, timed
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.nodes import node_number
+from hf_distca.runtime.members import node_number
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
 

@@ -19,7 +19,7 @@ import torch
 from hf_distca.kernels.base import Grads, Kernel, Operands, Outputs, Saved, Scores, TaskBatch
 from hf_distca.runtime.exchange import Part, Pending, joined, launch, part_of, put_rows
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.keys import Passing
+from hf_distca.runtime.keys import KeyRelay
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import Route, Wave
@@ -282,7 +282,7 @@ class Call:
             sums = (wave.add_copies(total, sections) for total, sections in zip(grads[1:], copies, strict=True))
             return Grads(grads.dq_THD, *sums)
 
-    def _send_home(self, wave: Wave, passing: Passing, returned: Pending) -> Pending:
+    def _send_home(self, wave: Wave, passing: KeyRelay, returned: Pending) -> Pending:
         """Wait for gradients of the keys that this rank passed on, add them up, and send all gradients to the homes."""
         relayed, self._relayed = self._relayed, None
         if relayed is None:

@@ -18,11 +18,9 @@ import torch.distributed as dist
 from hf_distca.borrowed import timeout_of
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.communicator import communicator, least
 from hf_distca.runtime.listener import listen
 from hf_distca.runtime.meeting import Meeting
-from hf_distca.runtime.members import Members
-from hf_distca.runtime.nodes import node_number, ranks_per_node
+from hf_distca.runtime.members import Members, communicator, least, node_number, ranks_per_node
 from hf_distca.runtime.watch import Watch, patience
 from hf_distca.schedule.layout import IntArray
 
@@ -132,9 +130,8 @@ class AttentionGroup:
         try:
             data = communicator(ranks, who.backend, timeout, "distca-data")
             control = communicator(ranks, "gloo", timeout, "distca-control")
-            # One that is done first may fail next and break its connections, while others still make theirs, for which they would
-            # wait in vain.
             nodes = _told(node_number(), len(ranks), control)
+            # A barrier: a rank that fails right after this must not break connections that others are still making.
             least(np.zeros(1, dtype=np.int64), control)
         except RuntimeError as error:
             raise DistCADesyncError(
@@ -144,15 +141,9 @@ class AttentionGroup:
             ) from error
         watch = Watch(ranks, ranks.index(rank), timeout_seconds, (data, control))
         listen(watch)
-        per_node = ranks_per_node(nodes)
+        per_node, channel = ranks_per_node(nodes), Channel(data, watch, timeout_seconds)
         if per_node is None and rank == ranks[0]:
-            _log.warning(
-                "%d ranks share attention on %d nodes, not equally many on each or not one node after another: links inside a "
-                "node are taken to be as slow as those between nodes.",
-                len(ranks),
-                len(set(nodes)),
-            )
-        channel = Channel(data, watch, timeout_seconds)
+            _warn_of_nodes(nodes)
         return cls(ranks, ranks.index(rank), channel, control, watch, timeout_seconds, per_node)
 
     @property
@@ -311,6 +302,15 @@ def _told(number: int, ranks: int, control: dist.ProcessGroup) -> list[int]:
     told = torch.empty(ranks, dtype=torch.int64, device="cpu")
     dist.all_to_all_single(told, torch.full((ranks,), number, dtype=torch.int64, device="cpu"), group=control)
     return [int(number) for number in told]
+
+
+def _warn_of_nodes(nodes: Sequence[int]) -> None:
+    _log.warning(
+        "%d ranks share attention on %d nodes, not equally many on each or not one node after another: links inside a node are "
+        "taken to be as slow as those between nodes.",
+        len(nodes),
+        len(set(nodes)),
+    )
 
 
 def _stands(group: AttentionGroup) -> bool:

@@ -13,10 +13,10 @@ import torch
 from hf_distca.runtime.exchange import joined, part_of, pieces
 from hf_distca.runtime.format import Rows
 
-__all__ = ["KeyPool", "Passing", "Piece", "accumulator"]
+__all__ = ["KeyPool", "KeyRelay", "PoolRun", "accumulator"]
 
 
-class Piece(NamedTuple):
+class PoolRun(NamedTuple):
     """Keys [start, start + rows) of a section of the message, or of this rank's own, `step` apart, if `section` is None.
 
     Sections of the second hop, if there is one, count on after those of the first.
@@ -38,7 +38,7 @@ class KeyPool:
             from each.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PoolRun, ...]
     way_back: Rows
 
     @cached_property
@@ -47,7 +47,7 @@ class KeyPool:
         return sum(piece.rows for piece in self.pieces)
 
     @cached_property
-    def own(self) -> list[tuple[int, Piece]]:
+    def own(self) -> list[tuple[int, PoolRun]]:
         """Runs of this rank's own keys: row of the pool, and the run."""
         starts = itertools.accumulate((piece.rows for piece in self.pieces), initial=0)
         return [(first, piece) for first, piece in zip(starts, self.pieces, strict=False) if piece.section is None]
@@ -69,7 +69,7 @@ class KeyPool:
 
 
 @dataclass(frozen=True, eq=False)
-class Passing:
+class KeyRelay:
     """The second hop of keys: what this rank passes on as a relay, and what comes from other relays.
 
     Attributes:
@@ -79,7 +79,7 @@ class Passing:
         way_back: rows of the pool that came from relays, in the order they came, and how many copies come back from each.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PoolRun, ...]
     rows: tuple[tuple[int, int], ...]
     keys: Rows
     way_back: Rows

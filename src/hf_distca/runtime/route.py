@@ -18,7 +18,7 @@ import torch
 from hf_distca.kernels.base import TaskBatch
 from hf_distca.runtime.exchange import part_of, pieces
 from hf_distca.runtime.format import Formats, Rows, Run
-from hf_distca.runtime.keys import KeyPool, Passing, Piece, accumulator
+from hf_distca.runtime.keys import KeyPool, KeyRelay, PoolRun, accumulator
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.share import share_of
 from hf_distca.schedule.waves import Waves
@@ -44,7 +44,7 @@ class Wave:
     own_queries: tuple[Run, ...]
     pool: KeyPool
     arrived: TaskBatch
-    passing: Passing | None = None
+    passing: KeyRelay | None = None
     formats: Formats = field(default_factory=dict)
 
     @cached_property
@@ -153,18 +153,18 @@ class _Numbers:
         """Runs, and how many rows come from whom."""
         return Rows(self.runs(step), dict(zip(*self.columns(2), strict=True)))
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[PoolRun, ...]:
         """Pieces of a pool: from a section of the message, or of this rank's own."""
         rows = zip(*self.columns(3), strict=True)
         return tuple(
             [
-                Piece(None, start, rows, self.groups) if section < 0 else Piece(section, start, rows)
+                PoolRun(None, start, rows, self.groups) if section < 0 else PoolRun(section, start, rows)
                 for section, start, rows in rows
             ]
         )
 
-    def passing(self) -> Passing:
+    def passing(self) -> KeyRelay:
         """The second hop."""
         section, start, rows, place = self.columns(4)
-        pieces = tuple(map(Piece._make, zip(section, start, rows, repeat(1))))
-        return Passing(pieces, tuple(zip(place, rows, strict=True)), self.rows(), self.rows())
+        pieces = tuple(map(PoolRun._make, zip(section, start, rows, repeat(1))))
+        return KeyRelay(pieces, tuple(zip(place, rows, strict=True)), self.rows(), self.rows())
