@@ -77,7 +77,7 @@ def compared(rank: int) -> list[bool]:
 
     with patch.object(dist, "all_reduce", all_reduce):
         same = [
-            group.same(np.array(numbers), doing="testing")
+            group.all_equal(np.array(numbers), doing="testing")
             for numbers in ([7], [rank], [0, *ends], [7, 0, 7 - (rank == 1)], [ends[rank % 2]], [-rank // 3, 0])
         ]
     assert sizes == [2, 2, 6, 6, 2, 4]  # one collective each, however many ranks there are
@@ -90,7 +90,7 @@ def test_numbers_are_compared_in_one_collective(rank_pool: Callable[[int], RankP
 
 
 def test_a_rank_alone_agrees_with_itself() -> None:
-    assert AttentionGroup().same(np.array([1, 2]), doing="testing")
+    assert AttentionGroup().all_equal(np.array([1, 2]), doing="testing")
 
 
 def one_compares(rank: int) -> str:
@@ -98,7 +98,7 @@ def one_compares(rank: int) -> str:
     if rank == 1:
         return ""
     with pytest.raises(DistCADesyncError) as caught:
-        group.same(np.array([1]), doing="comparing plans of micro-batch 7")
+        group.all_equal(np.array([1]), doing="comparing plans of micro-batch 7")
     return str(caught.value)
 
 
@@ -328,7 +328,7 @@ def served_meanwhile(rank: int, port: int) -> float:
     link: Any = SimpleNamespace(name=lambda: "no gloo", get_group_store=lambda: store, abort=lambda: None)
     seconds = 0.0
     if rank == 1:
-        thread = Thread(target=Watch((0, 1), 1, 3.0, (link,)).tell, args=("here",), daemon=True)
+        thread = Thread(target=Watch((0, 1), 1, 3.0, (link,)).gather_text, args=("here",), daemon=True)
         thread.start()
         time.sleep(0.3)
         started = time.monotonic()

@@ -89,7 +89,7 @@ def test_what_is_found_behind_the_back_of_a_rank_is_shown_and_wakes_it(capsys: p
     assert capsys.readouterr().err == "hf_distca: ranks have different numbers of plans\n"
     assert links[0].aborted == 1
     with pytest.raises(DistCADesyncError, match="different numbers of plans"):
-        first.heed()
+        first.raise_pending()
 
 
 def reduce_in_vain(rank: int, folder: Path, ended: Connection) -> None:

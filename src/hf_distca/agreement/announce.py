@@ -291,7 +291,7 @@ def _by_name(common: Common) -> str:
 
 def _settings_differ(common: Common, group: AttentionGroup, place: str) -> DistCADesyncError:
     own = _by_name(common)
-    settings = [json.loads(said or "{}") for said in group.tell(own)]
+    settings = [json.loads(said or "{}") for said in group.gather_text(own)]
     different = [name for name in json.loads(own) if len({str(one.get(name)) for one in settings}) > 1]
     by_name = "; ".join(
         f"{name} is " + ", ".join(f"{one.get(name)} on rank {rank}" for rank, one in zip(group.ranks, settings, strict=True))

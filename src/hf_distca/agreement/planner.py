@@ -319,7 +319,7 @@ class Planner:
             agree(Announcements.read(rows), common, group, place)
 
         self._rank = group.rank
-        meeting = group.meet(own.row(), doing=f"comparing shares of {place}", agree=compare)
+        meeting = group.gather_async(own.row(), doing=f"comparing shares of {place}", agree=compare)
         now.meetings.append((meeting, measured[:room]))
 
     def look(self, at_most: int | None = None) -> None:
@@ -421,7 +421,7 @@ class Planner:
         """
         digests = np.array([_number(plan) for plan in plans], dtype=np.int64)
         doing = f"comparing plans of {place}"
-        if not group.same(digests, doing=doing):
+        if not group.all_equal(digests, doing=doing):
             for column in np.stack(group.gather(digests, doing=doing)).T:
                 check_equal(group, column, "plans for the same documents", place, "use one version of hf_distca and numpy")
 

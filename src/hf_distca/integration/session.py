@@ -234,7 +234,7 @@ class Session:
         if work.attend is not None:
             return work.attend(module, inputs, scores)
         group, number = work.group, next(work.numbers)
-        group.heed()
+        group.raise_pending()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
         if group.data is not None:
             group = replace(group, data=group.data.at(place, work.route.forward_exchanges))

@@ -219,7 +219,7 @@ def _exchange(device: torch.device, group: AttentionGroup, size: int, to: list[i
     sent, received = (torch.zeros(share * len(some), dtype=torch.uint8, device=device) for some in (to, from_))
     nanoseconds = []
     for _ in range(_ROUNDS):
-        group.same(np.zeros(1, dtype=np.int64), doing="timing exchanges")  # all begin at once
+        group.all_equal(np.zeros(1, dtype=np.int64), doing="timing exchanges")  # all begin at once
         started = time.perf_counter()
         group.data.start(received, sent, dict.fromkeys(from_, share), dict.fromkeys(to, share)).wait()
         if device.type == "cuda":

@@ -161,7 +161,7 @@ def _attend(
     seat: Seat, micro_batch: MicroBatch, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
 ) -> torch.Tensor:
     """One call of a micro-batch, in its forward or in a recompute."""
-    seat.group.heed()
+    seat.group.raise_pending()
     again = in_backward()
     number = micro_batch.numbers.get(id(module)) if again else _number(micro_batch, module)
     if number is None:

@@ -174,7 +174,7 @@ class AttentionGroup:
         self.watch.met = doing
         return rows
 
-    def same(self, numbers: IntArray, *, doing: str) -> bool:
+    def all_equal(self, numbers: IntArray, *, doing: str) -> bool:
         """Whether every rank has equal numbers, in one collective of twice their size.
 
         Args:
@@ -193,7 +193,7 @@ class AttentionGroup:
         self.watch.met = doing
         return bool((smallest[: len(numbers)] == ~smallest[len(numbers) :]).all())
 
-    def meet(self, row: IntArray, *, doing: str, agree: Callable[[Sequence[IntArray]], None]) -> Meeting:
+    def gather_async(self, row: IntArray, *, doing: str, agree: Callable[[Sequence[IntArray]], None]) -> Meeting:
         """Start to gather a row of integers from every rank, for which nobody waits.
 
         Args:
@@ -207,7 +207,7 @@ class AttentionGroup:
         rows, work = self._start_padded(sent, _WIDTH, self.control)
         return Meeting(rows, work, agree, self.watch, doing)
 
-    def trade(self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str) -> torch.Tensor:
+    def all_to_all(self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str) -> torch.Tensor:
         """Send rows of a CPU tensor to every rank.
 
         Args:
@@ -233,21 +233,21 @@ class AttentionGroup:
 
     @property
     def most_numbers(self) -> int:
-        """The longest row of `meet`."""
+        """The longest row of `gather_async`."""
         return _FIRST
 
-    def heed(self) -> None:
+    def raise_pending(self) -> None:
         """Raise what a `Meeting` has found. Takes no time.
 
         Raises:
             DistCADesyncError: if ranks do not do the same.
         """
         if self.watch is not None:
-            self.watch.heed()
+            self.watch.raise_pending()
 
-    def tell(self, text: str) -> list[str]:
+    def gather_text(self, text: str) -> list[str]:
         """What every rank says, in rank order; empty for those that say nothing in time. No collective, so at any time."""
-        return [text] if self.watch is None else self.watch.tell(text)
+        return [text] if self.watch is None else self.watch.gather_text(text)
 
     def _gather_rows(self, row: IntArray, control: dist.ProcessGroup) -> list[IntArray]:
         first = self._gather_padded(torch.tensor([len(row), *row[:_FIRST]], dtype=torch.int64, device="cpu"), _WIDTH, control)

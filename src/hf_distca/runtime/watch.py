@@ -130,7 +130,7 @@ class Watch:
         for link in self._links:
             _break(link)
 
-    def heed(self) -> None:
+    def raise_pending(self) -> None:
         """Raise the error that this rank is to be woken for.
 
         Raises:
@@ -139,7 +139,7 @@ class Watch:
         if self._found is not None:
             raise self.give_up("", self._found)
 
-    def tell(self, text: str) -> list[str]:
+    def gather_text(self, text: str) -> list[str]:
         """What every rank says, in rank order, each time that all do; empty for those that say nothing in time. No collective."""
         self._told += 1
         self._store.set(_said(self._told, self._rank), text)
