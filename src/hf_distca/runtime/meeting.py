@@ -77,6 +77,8 @@ class Meeting:
                 self._work.wait()
         except RuntimeError as error:
             self._lost = error
+            if self._watch is not None:
+                self._watch.lose(self._doing, error)
             return
         try:
             self._agree(self.rows)

@@ -166,16 +166,29 @@ class Watch:
             return False  # the store has ended
         if word and int(rank) != self.ranks[self._rank] and not self.left:
             show(f"rank {rank} has left the attention group of ranks {self.ranks}: it {word}")
-            for link in self._links:
-                if link.name() != "gloo":  # over gloo its connections are broken already
-                    _break(link)
+            self._abort()
         return False
 
-    def say_farewell(self) -> None:
-        """Let the others stop looking for a first word, where there is none."""
+    def lose(self, doing: str, error: Exception) -> None:
+        """Others did not come, which this rank may ask for long after: over NCCL its host waits for its GPU. Wake it."""
+        if self._abort():
+            show(f"not all of ranks {self.ranks} came while {doing} ({str(error).partition(chr(10))[0]})")
+
+    def _abort(self) -> bool:
+        """Break links over which nothing else ends a wait; over gloo, who leaves breaks its own. Returns whether there are any."""
+        links = [link for link in self._links if link.name() != "gloo"]
+        for link in links:
+            _break(link)
+        return bool(links)
+
+    def say_farewell(self) -> bool:
+        """Let the others stop looking for a first word, if the store may end with a process. Returns whether that was so."""
+        if self.left or not isinstance(_innermost(self._store), dist.TCPStore):
+            return False
         with suppress(RuntimeError):
-            if not self.left and not self._store.check([_entry(1)]):
+            if not self._store.check([_entry(1)]):
                 self._store.set(_entry(1), f"{self.ranks[self._rank]} ")
+        return True
 
     def _leave(self, word: str, deadline: float) -> None:
         if self._word is not None:
@@ -213,6 +226,12 @@ class Watch:
         rank, word = self._store.get(key).decode(errors="replace").split(" ", 1)
         words[int(rank)] = word
         return True
+
+
+def _innermost(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _entry(number: int) -> str:
