@@ -175,7 +175,7 @@ class Watch:
             show(f"not all of ranks {self.ranks} came while {doing} ({str(error).partition(chr(10))[0]})")
 
     def _abort(self) -> bool:
-        """Break links over which nothing else ends a wait; over gloo, who leaves breaks its own. Returns whether there are any."""
+        """Break links over which nothing else ends a wait; over gloo, who leaves does it. Returns whether there are any."""
         links = [link for link in self._links if link.name() != "gloo"]
         for link in links:
             _break(link)
