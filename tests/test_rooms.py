@@ -28,8 +28,9 @@ ARROWS = {
     "plugins": {"integration"},
     "doctor": {"integration", "kernels", "runtime"},
     "simulate": {"schedule"},
-    "cli": {"schedule", "runtime", "simulate", "run", "run_report", "doctor"},
-    "run": {"register", "integration"},
+    "cli": {"schedule", "runtime", "simulate", "run", "register", "run_report", "doctor"},
+    "run": {"register", "integration", "cli"},
+    "child_start": {"run"},
     "register": {"integration"},
 }
 FREE_OF = {
