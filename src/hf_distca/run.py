@@ -22,7 +22,7 @@ from hf_distca.register import when_models_load
 __all__ = ["Options", "begin", "find_command", "find_module", "run_command", "run_module"]
 
 _PYTHONPATH = "PYTHONPATH"
-_CHILD_START = str(Path(__file__).with_name("child_start"))
+_CHILD_START = str(Path(__file__).parent / "cli" / "child_start")
 
 
 class Options(NamedTuple):
