@@ -210,7 +210,7 @@ def _kernel_rates(row: dict[str, Any]) -> KernelRates:
     rates = KernelRates(**{**row, **costs})
     for cost in costs.values():
         if not (0 <= cost.task_seconds <= _MOST_SECONDS and min(cost.bytes_per_second, cost.flops_per_second) >= _LEAST_RATE):
-            raise ValueError(f"{cost}: seconds must be from 0 to 1e6, rates at least 1 a second")
+            raise ValueError(f"{cost}: seconds must be from 0 to 1e6, rates positive, at least 1 a second")
     if not all(1 <= _whole(size) < _MOST for size in (rates.element_bytes, rates.head_dim, rates.value_head_dim)):
         raise ValueError(f"{rates}: bytes and widths must be from 1 to 2**31")
     return rates
