@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 import json
 import logging
+import re
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -198,6 +203,47 @@ def unwritable(rank: int, folder: str) -> None:
 
 def test_a_record_that_cannot_be_written_ends_no_run(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
     rank_pool(2)(unwritable, str(tmp_path))
+
+
+def told(rank: int, folder: str, full: bool) -> tuple[str, bool]:
+    """What stands on the console of a script that sets up no logging, when all warn, or the disk is full."""
+    logging.getLogger("hf_distca").handlers.clear()
+    if full and rank == 0:
+        Path(folder, RECORD_NAME).symlink_to("/dev/full")
+    console = io.StringIO()
+    with redirect_stderr(console):
+        train(rank, folder, True, False, {"max_steps": 3})
+    return console.getvalue(), logging.getLogger("hf_distca").filters == []
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_warnings_are_seen_while_they_are_recorded(rank_pool: Callable[[int], RankPool], tmp_path: Path, full: bool) -> None:
+    (first, over), _ = rank_pool(2)(told, str(tmp_path), full)
+    assert "something to act on" in first
+    assert ("no record for `hf-distca report` is kept" in first) == full
+    assert ("No space left on device" in first) == full
+    assert over, "nothing is left behind"
+
+
+def test_the_record_names_no_folder_outside_its_own(tmp_path: Path) -> None:
+    planner = SimpleNamespace(number=0, next_number=1, history=History())
+    session: Any = SimpleNamespace(planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"])
+    arguments = TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to="none")
+    for traces, noted in ((tmp_path / "run" / "deep" / "traces", "deep/traces"), (tmp_path / "elsewhere", None), (None, None)):
+        recorder = Recorder(tmp_path / "run", session, every_plan=True)
+        recorder.begin(arguments, 0, None, traces)
+        recorder.stop()
+        (row,) = rows(tmp_path / "run")
+        assert isinstance(row, RunRow)
+        assert row.traces == noted
+        assert str(tmp_path) not in (tmp_path / "run" / RECORD_NAME).read_text()
+
+
+def test_push_to_hub_leaves_the_record_out() -> None:
+    pushed = inspect.getsource(Trainer.push_to_hub) + inspect.getsource(Trainer._push_from_checkpoint)
+    patterns = re.findall(r"ignore_patterns=(\[.*?\])", pushed)
+    assert len(patterns) == 2
+    assert all(fnmatch(RECORD_NAME, "_*") and '"_*"' in pattern for pattern in patterns)
 
 
 def alone(rank: int, folder: str) -> None:

@@ -155,7 +155,7 @@ def test_collator_names_what_is_wrong() -> None:
         hf_distca.PackingCollator()([{"text": "x"}])
     with pytest.raises(hf_distca.LayoutError, match="no tokens"):
         hf_distca.PackingCollator()([{"input_ids": []}])
-    with pytest.raises(hf_distca.LayoutError, match="2 input_ids and 1 labels"):
+    with pytest.raises(hf_distca.LayoutError, match="2 input_ids and 1 numbers in its labels"):
         hf_distca.PackingCollator()([{"input_ids": [1, 2], "labels": [1]}])
 
 

@@ -40,7 +40,9 @@ REASONS = (
 
 # What stands behind the table.
 NOTES = """
-Nobody has tried models that are not in the table. Documents over ranks pass with a warning, and it is for you to compare.
+Nobody has tried models that are not in the table. They pass with a warning, once a type: the arguments of every attention call
+are checked, and it is for you to compare a few losses with those of sdpa, and with one process where documents lie on several
+ranks.
 
 Rotary embeddings that depend on the longest document in a batch (`rope_type` "dynamic" and "longrope", as in Phi-3) are made for
 the longest document of all ranks. Only the shares of `document_shares` know it; other batches with a document in several parts

@@ -55,10 +55,10 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, options: tuple[str, .
     if not options:
         pytest.importorskip("plotly", reason='needs pip install -e ".[report]"')
     one_line(run("report", tmp_path / "none", *options), "there is no folder")
-    one_line(run("report", tmp_path, *options), "holds neither distca_run.jsonl nor trainer_state.json")
+    one_line(run("report", tmp_path, *options), "holds neither _distca_run.jsonl nor trainer_state.json")
     folder = write_record(tmp_path / "run", some_rows())
     one_line(run("report", folder, "--step", 9, *options), "Plans of these steps were kept: 1, 2, 3, 4.")
-    (folder / "distca_run.jsonl").write_text("{\n")
+    (folder / "_distca_run.jsonl").write_text("{\n")
     one_line(run("report", folder, *options), "is not JSON")
 
 

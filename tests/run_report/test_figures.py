@@ -154,7 +154,7 @@ def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "step", "message"),
     [
-        ({}, None, "holds neither distca_run.jsonl nor trainer_state.json. Train with attn_implementation"),
+        ({}, None, "holds neither _distca_run.jsonl nor trainer_state.json. Train with attn_implementation"),
         ({RECORD_NAME: ""}, None, "tells of no micro-batch yet"),
         ({RECORD_NAME: write_row(RUN) + "\n"}, None, "tells of no micro-batch yet"),
         ({RECORD_NAME: "{\n"}, None, "is not JSON"),

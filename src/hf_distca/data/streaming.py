@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from hf_distca.agreement.dealt import Dealing
-from hf_distca.data.lengths import length_of, splits_itself
-from hf_distca.data.reading import Piece, as_row
+from hf_distca.data.reading import Piece, as_row, length_of, splits_itself
 from hf_distca.data.shares import Epoch, cut_share
 from hf_distca.errors import ConfigError
 

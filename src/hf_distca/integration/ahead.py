@@ -94,15 +94,15 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
 
 
 def have_documents(batches: Sequence[Any]) -> bool:
-    """Whether each of these batches says on the host which documents it has, and is to be planned."""
-    return _documents(batches) is not None
+    """Whether there are batches, and each says on the host which documents it has, and is to be planned."""
+    return bool(_documents(batches))
 
 
 def _documents(batches: Sequence[Any]) -> list[PackedDocuments] | None:
-    """The documents of each batch; None if there are no batches, or one has none, or is a share, which has its plans."""
+    """The documents of each batch; None if one has none, or is a share, which has its plans."""
     known = (batch.get("distca_documents") for batch in batches if isinstance(batch, Mapping) and "input_ids" in batch)
     found = [one for one in known if isinstance(one, PackedDocuments) and one.dealt is None]
-    return found if found and len(found) == len(batches) else None
+    return found if len(found) == len(batches) else None
 
 
 def _requests(batch: Mapping[str, Any], documents: PackedDocuments, keys: Sequence[PlanKey], tile: int) -> list[Request]:

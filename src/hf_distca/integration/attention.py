@@ -9,6 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.families import EQUAL, FAMILIES
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, Work
 from hf_distca.integration.selective import unseen_by_policies
 from hf_distca.integration.session import Session, current_session
@@ -17,26 +18,21 @@ from hf_distca.schedule.cost import AttentionShape
 
 __all__ = ["distca_attention"]
 
-# Keyword arguments that reach attention functions and do not change the maths of causal attention within documents.
-_HARMLESS = frozenset(
-    {
-        "use_cache",
-        "cu_seq_lens_k",
-        "max_length_q",
-        "max_length_k",
-        "seq_idx",
-        "num_items_in_batch",
-        "shift_labels",
-        "ignore_index",
-        "labels",
-        "output_router_logits",
-        "output_hidden_states",
-        "return_dict",
-        "logits_to_keep",
-        "cache_position",
-        "is_causal",
-    }
-)
+# Keyword arguments that reach attention functions and do not change the maths of causal attention within documents: of models,
+# of loaders, and of losses (those of Liger and TRL among them).
+_MODELS = {
+    "use_cache",
+    "return_dict",
+    "output_hidden_states",
+    "output_router_logits",
+    "logits_to_keep",
+    "cache_position",
+    "is_causal",
+}
+_LOADERS = {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "mm_token_type_ids", "labels", "shift_labels"}
+_LOSSES = {"num_items_in_batch", "ignore_index", "return_token_accuracy", "return_predicted_tokens", "use_token_scaling"}
+_LOSSES |= {"skip_logits", "fused_lm_head", "accum_dtype"}
+_HARMLESS = _MODELS | _LOADERS | _LOSSES
 
 
 # Compiled, the exchanges would be traced with the shapes of one micro-batch: the graph breaks here instead.
@@ -225,11 +221,16 @@ def _check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, 
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise UnsupportedError(f'{name} is not causal: use attn_implementation="sdpa" for bidirectional attention.')
-    unknown = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None and v is not False)
-    if unknown:
+    # What the attention of a proven family passes by itself was seen when it was compared. A switch beside that came with the
+    # call of the model, and is for somebody else, such as the loss. Numbers and tensors may change what attention computes.
+    proven = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", "")) in EQUAL
+    passing = (bool, str, torch.dtype) if proven else ()
+    unknown = {k for k, v in kwargs.items() if k not in _HARMLESS and v is not None and v is not False}
+    if unknown := {k for k in unknown if not isinstance(kwargs[k], passing)}:
         raise UnsupportedError(
-            f"{name} passes {', '.join(unknown)} to attention, which distca does not compute. "
-            'Use attn_implementation="eager" (or "sdpa", where it knows the argument).'
+            f"{name} passes {', '.join(sorted(unknown))} to attention, and distca does not know what that does there. If it is "
+            'for the loss, keep it out of the call of the model. Else use attn_implementation="eager" (or "sdpa", where it knows '
+            "the argument)."
         )
 
 

@@ -6,7 +6,7 @@ Read against transformers 5.23.0. Each question has its public way beside it, an
   of a Trainer. The stack is for those who change one argument and call nothing.
 - Which `CallbackHandler` calls a callback, to stand in front of the reporters: `DistCATrainerMixin`, which overrides
   `Trainer.log`.
-- Which Trainer a callback belongs to, for its own loss: `DistCATrainerMixin`, which is one.
+- Which Trainer a callback belongs to, or a forward is a step of, for its own loss: `DistCATrainerMixin`, which is one.
 - Which position ids a ``create_..._mask`` was given, and which documents its model: no public way. Mask functions get the config
   and no positions, and some models do not hand their keyword arguments on to attention.
 - Whether a forward is one of `generate`: no public way. A model in training mode can generate, too.
@@ -69,6 +69,19 @@ class MaskCall:
     def generating(self) -> bool:
         """Whether `generate` led here."""
         return any(frame.f_code is _generate() for frame in _callers(self._creator or inspect.currentframe()))
+
+    @property
+    def in_data_parallel(self) -> bool:
+        """Whether a thread of `torch.nn.DataParallel` led here, which runs a replica of the model."""
+        parallel = torch.nn.parallel.parallel_apply.__module__
+        return any(frame.f_globals.get("__name__") == parallel for frame in _callers(self._creator or inspect.currentframe()))
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer whose step led here, of training or of evaluation."""
+        frames = _callers(self._creator or inspect.currentframe())
+        steps = (frame.f_locals.get("self") for frame in frames if frame.f_code.co_name in ("training_step", "prediction_step"))
+        return cast("Trainer | None", next((trainer for trainer in steps if hasattr(trainer, "callback_handler")), None))
 
     def models(self) -> Iterator[PreTrainedModel]:
         """The models whose forwards led here, from the inside out."""

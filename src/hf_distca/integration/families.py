@@ -23,6 +23,7 @@ __all__ = [
     "WHOLE_REASONS",
     "check_family",
     "check_layerdrop",
+    "warn_of_family",
     "warn_of_packing",
     "warn_of_parts",
     "why_whole",
@@ -149,6 +150,9 @@ WHOLE_REASONS = {
     "the row",
 }
 
+# Language towers of composite models that are compared in tests/models/test_vision_language.py.
+_TRIED_PARTS = frozenset({"qwen2_vl_text"})
+
 _ENCODER_DECODER = "this one is an encoder with a decoder, which has cross attention and bidirectional masks"
 
 FAMILIES: dict[str, str] = {
@@ -216,6 +220,17 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
                 f"the config of this {getattr(config, 'model_type', None)} model has {name}={value}: in training each rank would "
                 f"skip layers at random, and ranks share the attention of every layer. Set {name}=0.0 in the model's config."
             )
+
+
+@cache
+def warn_of_family(model_type: str | None) -> None:
+    """Warn, once a family, that nobody has compared it with another attention."""
+    if model_type not in FAMILIES and model_type not in _TRIED_PARTS:
+        _log.warning(
+            "%s models were never compared under distca with another attention. The arguments of every attention call are "
+            "checked, but compare a few losses with those of sdpa before you rely on it.",
+            model_type,
+        )
 
 
 @cache

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,9 @@ from accelerate.utils import DistributedType
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 from transformers import TrainingArguments
 
-from hf_distca.data.collator import PackingCollator
+from hf_distca.data.collator import IGNORED_LABEL, PackingCollator
+from hf_distca.data.shares import Shares
+from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import why_whole
 from hf_distca.integration.prepare import distca_configs
@@ -20,9 +24,14 @@ from hf_distca.integration.session import current_session
 from hf_distca.integration.shares import shares_of
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
 
-__all__ = ["check_loader", "check_shares", "check_sharing"]
+    from hf_distca.agreement.dealt import Dealt
+    from hf_distca.integration.callers import MaskCall
+
+__all__ = ["check_loader", "check_shares", "check_sharing", "check_step"]
+
+_log = logging.getLogger("hf_distca")
 
 Wrong = Iterator[str]  # what is wrong, and what to set
 
@@ -84,9 +93,10 @@ def check_shares(
     groups = readers > 1 and cut  # each takes global batches of its own, in turns
     for wrong in (
         *_wrong_reading(loader, readers, groups),
+        *(() if evaluating else _wrong_epochs(loader, shares)),
         *_wrong_loss(args, trainer, ranks),
         *_wrong_model(model, ranks, "make the shares for one rank", "Pack whole documents with PackingCollator instead"),
-        *_wrong_evaluation(evaluating, ranks),
+        *(_wrong_evaluation(trainer) if evaluating and ranks > 1 else ()),
     ):
         raise UnsupportedError(f"a data set of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}, and {wrong}")
 
@@ -111,6 +121,66 @@ def check_sharing(trainer: Trainer, ranks: int) -> None:
         raise UnsupportedError(f"shares_tokens = True, which deals what {ranks} ranks have drawn among them, and {wrong}")
 
 
+_checked: WeakKeyDictionary[object, set[bool]] = WeakKeyDictionary()  # Trainers and models, by whether they trained then
+
+
+def check_step(call: MaskCall, dealt: Dealt) -> None:
+    """Refuse what `check_shares` refuses in the first forward with a share, for those who have no `DistCACallback`.
+
+    Raises:
+        UnsupportedError: as `check_shares`; by the second forward's backward, if the loss reads `labels`.
+    """
+    *_, model = call.models()
+    trainer = call.trainer
+    known = _checked.setdefault(model if trainer is None else trainer, set())
+    if model.training in known:
+        return
+    if trainer is not None:
+        handler = trainer.callback_handler
+        loader = handler.train_dataloader if model.training else handler.eval_dataloader
+        if loader is not None and shares_of(loader) is not None:
+            check_shares(loader, model=trainer.model, args=trainer.args, trainer=trainer, evaluating=not model.training)
+        elif model.training:
+            check_sharing(trainer, dealt.ranks)
+    if model.training and dealt.ranks > 1:
+        _watch_loss(model)
+        _warn_of_routers(model, dealt.ranks)
+    known.add(model.training)
+
+
+def _warn_of_routers(model: PreTrainedModel, ranks: int) -> None:
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "output_router_logits", False) and current_session().is_first:
+        _log.warning(
+            "%s models add a loss of their routers (output_router_logits=True), and each of %d ranks computes it for its own "
+            "tokens: it is not that of one process with all of them. The Trainer adds up the losses of all ranks, so "
+            "router_aux_loss_coef=%s counts %d times. Divide it by %d, or set output_router_logits=False.",
+            *(config.model_type, ranks, getattr(config, "router_aux_loss_coef", None), ranks, ranks),
+        )
+
+
+def _watch_loss(model: PreTrainedModel) -> None:
+    """Refuse a loss that gives the logits of a share no gradient, until one does: it reads `labels`, which are empty there."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def watch(_: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        logits, targets = getattr(output, "logits", None), kwargs.get("shift_labels")
+        if targets is not None and isinstance(logits, torch.Tensor) and logits.requires_grad:
+            logits.register_hook(lambda gradient: look(gradient, targets))  # type: ignore[no-untyped-call]
+
+    def look(gradient: torch.Tensor, targets: torch.Tensor) -> None:
+        if gradient.any():
+            hook.remove()
+        elif (targets != IGNORED_LABEL).any():
+            raise UnsupportedError(
+                f"the loss of {type(model).__name__} gives its logits no gradient, though shift_labels has targets: it reads "
+                "`labels`, which are -100 in shares, as they could not be shifted where documents are cut. Read `shift_labels`, "
+                "which are shifted already."
+            )
+
+    hook = model.register_forward_hook(watch, with_kwargs=True)
+
+
 def _wrong_reading(loader: Any, readers: int, groups: bool) -> Wrong:
     """What makes ranks get other shares than their own."""
     if not getattr(loader, "in_order", True):
@@ -124,6 +194,16 @@ def _wrong_reading(loader: Any, readers: int, groups: bool) -> Wrong:
         yield f"the Trainer drops {', '.join(dropped)} from them. Set TrainingArguments(remove_unused_columns=False)."
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     yield from _wrong_stream(loader, readers, groups) if iterable else _wrong_order(loader, readers, groups)
+
+
+def _wrong_epochs(loader: Any, shares: Shares | StreamedShares) -> Wrong:
+    shuffled = isinstance(shares, StreamedShares) or shares.batches.seed is not None
+    if shuffled and not hasattr(loader.dataset, "set_epoch"):
+        yield (
+            f"a {type(loader.dataset).__name__} around them does not pass set_epoch on, as `select`, `concatenate_datasets` and "
+            "Subset do not: every epoch would have the order of the first. Select documents before document_shares, or give what "
+            "is around shares a method set_epoch."
+        )
 
 
 def _wrong_stream(loader: Any, readers: int, groups: bool) -> Wrong:
@@ -184,11 +264,13 @@ def _wrong_counts(size: int | None, processes: int, readers: int, groups: bool) 
 
 
 def _wrong_loss(args: TrainingArguments | None, trainer: Trainer | None, ranks: int) -> Wrong:
-    """What makes another loss of shares than of whole documents."""
+    """What makes another loss of shares than of whole documents. On one rank, nothing is cut."""
+    if ranks == 1:
+        return
     missing = "`labels`, which lack the targets where documents are cut"
     if args is not None and args.label_smoothing_factor > 0:
         yield f"label_smoothing_factor={args.label_smoothing_factor} shifts {missing}. Set label_smoothing_factor=0.0."
-    if args is not None and ranks > 1 and not args.average_tokens_across_devices:
+    if args is not None and not args.average_tokens_across_devices:
         yield (
             "average_tokens_across_devices=False: each rank would divide its loss by its own number of targets, and ranks "
             "differ. Set average_tokens_across_devices=True."
@@ -200,7 +282,7 @@ def _wrong_loss(args: TrainingArguments | None, trainer: Trainer | None, ranks: 
         yield (
             f"compute_loss_func={name} gets {missing}. Leave it out, or override Trainer.compute_loss, which gets `shift_labels`."
         )
-    if ranks > 1 and not trainer.model_accepts_loss_kwargs:
+    if not trainer.model_accepts_loss_kwargs:
         name = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
         yield (
             f"the loss of {name} is a mean over each rank's own targets (accepts_loss_kwargs=False), and ranks differ. Train its "
@@ -235,9 +317,14 @@ def _adapters(module: torch.nn.Module) -> Iterator[str]:
             yield str(getattr(adapter.peft_type, "value", adapter.peft_type))
 
 
-def _wrong_evaluation(evaluating: bool, ranks: int) -> Wrong:
-    if evaluating and ranks > 1 and not current_session().config.balance_evaluation:
+def _wrong_evaluation(trainer: Trainer | None) -> Wrong:
+    if not current_session().config.balance_evaluation:
         yield (
             "each rank evaluates alone, and has only parts of documents. Set DistCAConfig(balance_evaluation=True) if all ranks "
             "evaluate together."
+        )
+    if trainer is not None and trainer.compute_metrics is not None and "shift_labels" not in trainer.label_names:
+        yield (
+            f"compute_metrics gets {', '.join(trainer.label_names)}, and in shares only shift_labels hold the targets. Set "
+            'TrainingArguments(label_names=["shift_labels"]); they are shifted already.'
         )

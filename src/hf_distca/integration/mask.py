@@ -12,10 +12,12 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
+from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import MaskCall
-from hf_distca.integration.families import check_family, check_layerdrop, why_whole
+from hf_distca.integration.families import check_family, check_layerdrop, warn_of_family, why_whole
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
 from hf_distca.integration.layers import cut_layers
+from hf_distca.integration.loaders import check_step
 from hf_distca.integration.mesh import mesh_of
 from hf_distca.integration.names import check_untouched
 from hf_distca.integration.positions import check_positions
@@ -45,8 +47,8 @@ def distca_mask(
     A mask that is not causal, or has an overlay, comes back as a `ForeignMask`.
 
     Raises:
-        UnsupportedError: if the model is of a family that is refused, or drops layers while it trains, or if another package has
-            put itself in front of distca.
+        UnsupportedError: if the model is of a family that is refused, or drops layers while it trains, if another package has
+            put itself in front of distca, or in `torch.nn.DataParallel`. Of shares also what `check_step` refuses.
         LayoutError: if position ids are not those of the documents.
     """
     if isinstance(attention_mask, (AttentionHandle, ForeignMask)):
@@ -74,12 +76,21 @@ def distca_mask(
     padding = None if attention_mask is None else attention_mask[:, :q_length]
     chunk, window = (local_size, None) if MASK_CHUNKS in parts else (None, local_size)
     call = MaskCall()
+    if call.in_data_parallel:
+        raise UnsupportedError(
+            "torch.nn.DataParallel runs replicas of the model in threads of one process, and distca shares attention between "
+            "processes. Start one process for each GPU, with torchrun or accelerate launch; or make one GPU visible "
+            "(CUDA_VISIBLE_DEVICES=0)."
+        )
+    warn_of_family(model_type)
     if _trains(call):
         check_layerdrop(config)
     _prepare_caller(call)
     model, packed, position_ids = next(call.models(), None), call.documents, call.position_ids
     if model is not None and isinstance(packed, PackedDocuments) and packed.starts is not None:
         check_positions(model, packed, position_ids, lacking=call.lacks_positions)
+        if packed.dealt is not None:
+            check_step(call, packed.dealt)
     # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
     return AttentionHandle(
         batch_size,

@@ -91,7 +91,9 @@ class DistCATrainerMixin:
             self._iterator = epoch_iterator
             drawn = list(self._drawn)
             drawn += islice(self._up_to_the_end(epoch_iterator), max(0, num_batches - len(drawn)))
-            self._drawn, self._announced = iter(drawn), announce(drawn[:num_batches], keys, after=len(batches), beside=True)
+            self._drawn = iter(drawn)
+            if drawn:
+                self._announced = announce(drawn[:num_batches], keys, after=len(batches), beside=True)
         return (planned, *rest)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

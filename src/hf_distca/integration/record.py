@@ -46,17 +46,20 @@ _MOST_PLAN_BYTES = 1_000_000
 _MOST_STEPS = 64
 
 
-class Recorder(logging.Handler):
-    """Writes the record of a training on rank 0; as a handler of the log it keeps the warnings.
+class Recorder(logging.Filter):
+    """Writes the record of a training on rank 0.
+
+    It notes warnings as a filter of the log, which lets all of them pass. A handler would take them from the console: Python
+    prints what has no handler, and a script that sets up no logging has no other.
 
     Args:
-        folder: where ``distca_run.jsonl`` goes.
+        folder: where the record goes.
         every_plan: write all plans, instead of those of the first micro-batch and of the worst one between two logs.
         session: whose micro-batches are recorded.
     """
 
     def __init__(self, folder: Path, session: Session, *, every_plan: bool) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
         self._began = session.planner.number
         self._steps = deque([(0, 1)], maxlen=_MOST_STEPS)  # (first micro-batch, step), the newest last
@@ -79,11 +82,16 @@ class Recorder(logging.Handler):
             settings=_settings(session.config),
             training={name: getattr(args, name, None) for name in _TRAINING},
             versions={"python": python_version(), **_versions()},
-            traces=None if traces is None else str(Path(traces).absolute()),
+            traces=None if traces is None else self._inside(Path(traces)),
         )
         self._write([row], mode="a" if step else "w")
         planner.history.observer = self._count
-        _log.addHandler(self)
+        _log.addFilter(self)
+
+    def _inside(self, traces: Path) -> str | None:
+        """Where timelines lie in the folder of the run; None elsewhere: the record names nothing outside of it."""
+        folder, traces = self._path.parent.absolute(), traces.absolute()
+        return str(traces.relative_to(folder)) if traces.is_relative_to(folder) else None
 
     def enter(self, step: int) -> None:
         """What is planned from now on is of this step, from 1."""
@@ -111,12 +119,13 @@ class Recorder(logging.Handler):
     def stop(self) -> None:
         """Record no more."""
         self._session.planner.history.observer = None
-        _log.removeHandler(self)
+        _log.removeFilter(self)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a warning."""
-        if not self._failed:
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Note a warning, and let it pass."""
+        if record.levelno >= logging.WARNING:
             self._write([WarningRow(self._steps[-1][1], record.getMessage())])
+        return True
 
     def _count(self, counted: Counted) -> None:
         if counted.number <= self._began:  # of an evaluation before

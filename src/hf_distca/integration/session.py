@@ -241,7 +241,7 @@ class Session:
         if group.data is not None:
             group = replace(group, data=group.data.at(place, work.route.forward_exchanges))
         reporting = partial(group.reporting, f"computing {place}")
-        outputs = None if work.outputs is None else work.outputs.of(module)
+        outputs = None if work.outputs is None else work.outputs.of(module, inputs.tensors)
         tracer = Tracer(self.trace, work.nano, number + 1, q_THD.device)
         with reporting():
             kernel = self.kernel(q_THD, (q_THD.shape[-1], v_TKV.shape[-1]), scores, q_THD.shape[1] // k_TKD.shape[1])
@@ -268,6 +268,7 @@ class Session:
 
     def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
         """Make the cost model of a shape, at its first layer; all ranks of the group at the same point."""
+        self.planner.costs.dtypes[key.shape, key.device] = str(query.dtype)
         if (key.shape, key.device) in self.planner.costs:
             return
         cost = known_cost(key._replace(window=None), self.config)
@@ -298,14 +299,29 @@ def _keep(documents: Documents, device: torch.device) -> torch.Tensor | None:
     return None if documents.keep is None else to_device(torch.from_numpy(documents.keep), device)
 
 
-_session: Session | None = None
+_configured: Session | None = None  # by `configure`, or with the defaults
+_session: Session | None = None  # in use: that one, or one of a callback with settings of its own
 
 
 def current_session() -> Session:
     """The session of this process, made with default settings at the first use."""
-    global _session
-    if _session is None:
-        _session = Session(DistCAConfig())
+    return _session or use_session()
+
+
+def use_session(config: DistCAConfig | None = None, group: dist.ProcessGroup | DeviceMesh | None = None) -> Session:
+    """Make a session with these settings the one of this process: one of a callback, which no other callback inherits.
+
+    Args:
+        config, group: as for `configure`, where what is missing comes from; without both, the session that `configure` made.
+    """
+    global _configured, _session
+    if _configured is None:
+        _configured = Session(DistCAConfig())
+    base = _configured
+    if config is None and group is None:
+        _session = base
+    else:
+        _session = Session(config or base.config, base.given if group is None else group)
     return _session
 
 
@@ -323,7 +339,7 @@ def configure(config: DistCAConfig | None = None, *, group: dist.ProcessGroup | 
     Raises:
         ConfigError: if `config` is no `DistCAConfig`, or `group` neither a process group nor a device mesh.
     """
-    global _session
+    global _configured
     if config is not None and not isinstance(config, DistCAConfig):
         raise ConfigError(f"configure() got {config!r}: give it a DistCAConfig, such as DistCAConfig(tolerance=0.02).")
     if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
@@ -331,8 +347,8 @@ def configure(config: DistCAConfig | None = None, *, group: dist.ProcessGroup | 
             f"configure() got group={group!r}: give it a process group (torch.distributed.new_group) or a device mesh, or leave "
             "it out."
         )
-    _session = Session(config or DistCAConfig(), group)
-    return _session.config
+    _configured = Session(config or DistCAConfig(), group)
+    return use_session().config
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from hf_distca.schedule.layout import IntArray
 __all__ = ["share_tokens"]
 
 _KNOWN = {"input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "distca_documents"}
+# What else packing loaders give, all of which follows from the documents.
+_FOLLOWING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 # What is dealt by until a layer has run: causal pairs, whatever the layer is.
 _SOME_SHAPE = AttentionShape(1, 1, 1, 1, 1)
 
@@ -38,6 +40,8 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
     Args:
         batches: micro-batches, as many on every rank, each with ``input_ids`` of shape (rows, tokens) and what `PackingCollator`
             or a padding collator puts beside it: ``labels``, ``position_ids``, ``attention_mask``, ``distca_documents``.
+            Of what TRL's packing and `DataCollatorWithFlattening` add for flash attention, ``cu_seq_lens_q`` is read, and nothing
+            is handed on: it follows from the documents.
 
     Returns:
         As many batches of shape (1, tokens), with ``shift_labels``; as they are in a group of one.
@@ -79,7 +83,7 @@ class _Drawn:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> _Drawn:
-        if unknown := sorted(batch.keys() - _KNOWN):
+        if unknown := sorted(batch.keys() - _KNOWN - _FOLLOWING):
             raise UnsupportedError(
                 f"a batch holds {', '.join(unknown)}, and share_tokens deals {', '.join(sorted(_KNOWN))} only: tokens go to "
                 "other ranks, so leave the rest out."
@@ -89,6 +93,7 @@ class _Drawn:
         documents = read_documents(
             *ids.shape,
             packed=packed,
+            cu_seq_lens=batch.get("cu_seq_lens_q"),
             position_ids=batch.get("position_ids"),
             padding=None if mask is None else mask.bool(),
             training=True,
@@ -183,10 +188,8 @@ def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_
 def _batch(shared: _Shared, columns_T2: torch.Tensor, device: torch.device) -> dict[str, Any]:
     """What the model gets of a share."""
     packed = shared.packed
-    lengths = np.array(packed.lengths, dtype=np.int64)
     ids, targets = columns_T2.unbind(1)
-    labels = targets.roll(1)
-    labels[np.cumsum(lengths) - lengths] = IGNORED_LABEL  # who shifts labels must not go from one run to the next
+    labels = torch.full_like(targets, IGNORED_LABEL)  # shifted, they would lack the targets at cuts
     positions = torch.from_numpy(packed.positions)
     rows = {"input_ids": ids, "labels": labels, "shift_labels": targets, "position_ids": positions}
     return {**{name: row[None].to(device) for name, row in rows.items()}, "distca_documents": packed}

@@ -20,7 +20,7 @@ from hf_distca.integration.prepare import distca_configs, prepare
 from hf_distca.integration.profile import write_trace
 from hf_distca.integration.record import Recorder
 from hf_distca.integration.report import sum_up, why_given_up, why_nothing_moved
-from hf_distca.integration.session import Session, configure, current_session
+from hf_distca.integration.session import Session, current_session, use_session
 from hf_distca.runtime.trace import Trace
 
 __all__ = ["DistCACallback", "before_the_last_row"]
@@ -54,13 +54,15 @@ class DistCACallback(TrainerCallback):
     that it comes before them.
 
     Args:
-        config: settings, used from when the Trainer is made; leave it out if you call `hf_distca.configure` yourself.
-        trace_path: folder into which each rank writes a timeline of the third optimizer step, as `hf_distca.profile` does.
+        config: settings, used from when the Trainer is made. Left out, they are those of `hf_distca.configure`, or the defaults;
+            never those of another callback.
+        trace_path: folder into which each rank writes a timeline of the third optimizer step, as `hf_distca.profile` does. The
+            page of ``hf-distca report`` reads those in ``args.output_dir``.
         group: the ranks that share core attention, as `hf_distca.configure` takes them; by default those given there.
         summary: whether rank 0 prints the balance of the whole run after training.
-        record: whether rank 0 writes ``distca_run.jsonl`` into ``args.output_dir``, from which ``hf-distca report`` makes a page:
-            what was logged, by rank, and the plans of the first micro-batch and of the worst one between two logs, which are
-            about a megabyte in all; "all" for every plan. It takes no collective, and reads nothing from the device.
+        record: whether rank 0 writes ``_distca_run.jsonl`` into ``args.output_dir``, from which ``hf-distca report`` makes a
+            page: what was logged, by rank, and the plans of the first micro-batch and of the worst one between two logs, about
+            a megabyte in all; "all" for every plan. It takes no collective, and reads nothing from the device.
     """
 
     def __init__(
@@ -209,11 +211,9 @@ class DistCACallback(TrainerCallback):
         return self.config is not None or self.group is not None
 
     def _apply_settings(self) -> None:
-        """Make the settings those of the process, unless they are."""
-        current = current_session()
-        if self._has_settings and current is not self._session:
-            configure(self.config or current.config, group=current.given if self.group is None else self.group)
-            self._session = current_session()
+        """Make the settings those of the process, unless they are; without any, those of `configure`."""
+        if not self._has_settings or current_session() is not self._session:
+            self._session = use_session(self.config, self.group)
 
     def _catch_up(self) -> None:
         if self._session is None and self._has_settings:
@@ -221,7 +221,7 @@ class DistCACallback(TrainerCallback):
                 "DistCACallback was added while its Trainer was at work: its settings hold from now on, not for what has run. "
                 "Give it to the Trainer's `callbacks`, or call hf_distca.configure before."
             )
-            self._apply_settings()
+        self._apply_settings()
 
     def _come_first(self) -> None:
         """Move in front of the reporters: a callback behind them changes the logs too late for them to see."""

@@ -19,7 +19,7 @@ from hf_distca.schedule.plan import Plan
 
 __all__ = ["RECORD_NAME", "PerRank", "PlanPart", "PlanRow", "Row", "RunRow", "StepsRow", "WarningRow", "read_row", "write_row"]
 
-RECORD_NAME = "distca_run.jsonl"
+RECORD_NAME = "_distca_run.jsonl"  # `Trainer.push_to_hub` leaves out what begins so
 _LARGEST = 1e100  # no sum of such numbers is infinite
 _DIGITS = 5  # significant ones of what is estimated or measured
 
@@ -55,7 +55,7 @@ class RunRow:
         settings: the fields of `DistCAConfig`.
         training: what of the training arguments decides what a micro-batch is.
         versions: of the packages that take part.
-        traces: folder of the timelines, None if there are none.
+        traces: folder of the timelines within that of the run, None if there are none there.
     """
 
     step: int
