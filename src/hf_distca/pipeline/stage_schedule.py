@@ -200,7 +200,7 @@ class Schedule(OneStageSchedule):
             return
         if self._comparing is not None:
             self._comparing.wait()
-        self._comparing = ranks.group.meet(numbers, doing=f"comparing shares of {place}", agree=check)
+        self._comparing = ranks.group.gather_async(numbers, doing=f"comparing shares of {place}", agree=check)
 
 
 class _Step:

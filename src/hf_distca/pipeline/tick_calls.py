@@ -20,15 +20,13 @@ from hf_distca.borrowed import in_backward
 from hf_distca.errors import DistCADesyncError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.session import Session
-from hf_distca.kernels.base import Scores, TaskBatch
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, Scores, TaskBatch
 from hf_distca.kernels.varlen import to_device
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs, in_groups
 from hf_distca.runtime.core_attention import core_attention
-from hf_distca.runtime.exchange import Landed, Pending
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs, OutputStore
-from hf_distca.runtime.route import Route, Wave
-from hf_distca.runtime.server import AttentionServer, Grads, Operands, Outputs, Saved, in_groups
+from hf_distca.runtime.route import Route
 from hf_distca.runtime.trace import Tracer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
@@ -256,13 +254,11 @@ class CallFactory:
         grads = Grads(*(torch.empty_like(tensor) for tensor in no_rows))
         with torch.no_grad():
             for wave in part.route.waves:
-                call.launch_dispatch(wave, saved if backward else no_rows)
+                dispatch = call.send_queries_and_keys(wave, saved if backward else no_rows)
                 if backward:
-                    grads = call.serve_backward(wave, saved, grads, call.dispatch.take())
-                    grads = call.land_backward(wave, grads)
+                    grads = call.collect_grads(wave, *call.run_arrived_backward(wave, saved, grads, dispatch))
                 else:
-                    call.serve(wave, no_rows, outputs, call.dispatch.take())
-                    call.land(wave, outputs)
+                    call.collect_outputs(wave, outputs, call.run_arrived(wave, no_rows, outputs, dispatch))
 
 
 class StageCall(Call):
@@ -271,7 +267,7 @@ class StageCall(Call):
     Args:
         factory: of this rank.
         part: this rank's, in the tick of the forward.
-        kept: where outputs are kept for a recompute, as for `Call`.
+        stored: where outputs are kept for a recompute, as for `Call`.
         exchanges: whether any rank moves anything in its forward or backward.
         backward_part: gives this rank's part in the tick of the backward, once that begins.
     """
@@ -280,12 +276,12 @@ class StageCall(Call):
         self,
         factory: CallFactory,
         part: CallPart,
-        kept: LayerOutputs | None,
+        stored: LayerOutputs | None,
         *,
         exchanges: bool,
         backward_part: Callable[[], CallPart],
     ) -> None:
-        super().__init__(part.route, factory.group_of(part, backward=False), factory.server(part), kept)
+        super().__init__(part.route, factory.group_of(part, backward=False), factory.server(part), stored)
         self._factory, self._exchanges, self._backward_part = factory, exchanges, backward_part
 
     @property
@@ -300,47 +296,6 @@ class StageCall(Call):
         self.route, self.server = part.route, self._factory.server(part)
         self.group = self._factory.group_of(part, backward=True)
         self.server.tracer.backward = True
-
-    # Where only the other direction exchanges, there is nothing to launch and to wait for in this one.
-
-    def launch_dispatch(self, wave: Wave, own: Operands | Saved) -> None:
-        """As of `Call`, if there is something to exchange."""
-        if self.route.exchanges:
-            super().launch_dispatch(wave, own)
-        else:
-            self.dispatch.put(_NO_MESSAGE)
-
-    def serve(self, wave: Wave, own: Operands, outputs: Outputs, dispatch: Pending | Landed) -> None:
-        """As of `Call`, if there is something to exchange."""
-        if self.route.exchanges:
-            super().serve(wave, own, outputs, dispatch)
-
-    def land(self, wave: Wave, outputs: Outputs) -> None:
-        """As of `Call`, if there is something to exchange."""
-        if self.route.exchanges:
-            super().land(wave, outputs)
-
-    def serve_backward(self, wave: Wave, own: Saved, grads: Grads, dispatch: Pending | Landed) -> Grads:
-        """As of `Call`, if there is something to exchange."""
-        return super().serve_backward(wave, own, grads, dispatch) if self.route.exchanges else grads
-
-    def land_backward(self, wave: Wave, grads: Grads) -> Grads:
-        """As of `Call`, if there is something to exchange."""
-        return super().land_backward(wave, grads) if self.route.exchanges else grads
-
-
-class _NoMessage(Pending):
-    """What is handed on where nothing is launched."""
-
-    def __init__(self) -> None:
-        self.sent_bytes = 0
-
-    def sections(self) -> Any:
-        """None: nobody asks."""
-        return []
-
-
-_NO_MESSAGE = _NoMessage()
 
 
 class StageAttention:
@@ -396,7 +351,7 @@ class StageAttention:
         self, micro_batch: MicroBatch, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
     ) -> torch.Tensor:
         """One call of a micro-batch, in its forward or in a recompute."""
-        self.factory.group.heed()
+        self.factory.group.raise_pending()
         again, kind = in_backward(), LayerKind.of(key, inputs, scores)
         number = micro_batch.number_of(module, again=again)
         part = micro_batch.parts[number] if again else micro_batch.forward.reach(number)
@@ -405,9 +360,9 @@ class StageAttention:
                 f"{micro_batch.name} has {kind} where the first step found {part.kind}: layers must stay as they are."
             )
         inputs = _with_gradient(inputs)
-        kept = None if micro_batch.outputs is None else micro_batch.outputs.of(module, inputs.tensors)
+        stored = None if micro_batch.outputs is None else micro_batch.outputs.of(module, inputs.tensors)
         backward_part = partial(micro_batch.backward_part, number)
-        call = StageCall(self.factory, part, kept, exchanges=micro_batch.exchanges[number], backward_part=backward_part)
+        call = StageCall(self.factory, part, stored, exchanges=micro_batch.exchanges[number], backward_part=backward_part)
         if again and call.recalled is None:
             raise UnsupportedError(f"{type(module).__name__} computes attention in backward whose outputs were not kept.")
         return core_attention(inputs, call)
