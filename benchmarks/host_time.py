@@ -55,13 +55,13 @@ from hf_distca.config import DistCAConfig
 from hf_distca.integration import attention
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.session import Session
-from hf_distca.kernels import Scores, TaskBatch, select_kernel
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.kernels import Case, Scores, TaskBatch, select_kernel
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
@@ -84,11 +84,12 @@ class Zeros:
 
     name = "zeros"
 
-    def forward(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-        return q_THD.new_zeros(*q_THD.shape[:2], v_TKV.shape[2]), q_THD.new_zeros(q_THD.shape[:2], dtype=torch.float32)
+    def forward(self, pools: Operands, *_: Any) -> Outputs:
+        size = pools.q_THD.shape[:2]
+        return Outputs(pools.q_THD.new_zeros(*size, pools.v_TKV.shape[2]), pools.q_THD.new_zeros(size, dtype=torch.float32))
 
-    def backward(self, do_THV: torch.Tensor, *tensors: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.zeros_like(tensor) for tensor in tensors[:3])
+    def backward(self, pools: Saved, *_: Any) -> Grads:
+        return Grads(*map(torch.zeros_like, pools.operands))
 
 
 ZEROS = Zeros()
@@ -261,11 +262,11 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     lengths = (tokens // count,) * count
     starts = tuple(range(0, tokens, tokens // count))
     tasks, scores = TaskBatch(starts, lengths, starts, lengths), Scores(module.scaling)
-    real = select_kernel("auto", CPU, q_THD.dtype, module.head_dim, module.head_dim, scores)
+    real = select_kernel("auto", Case(CPU, q_THD.dtype, module.head_dim, module.head_dim, scores))
 
     def kernel(which: Any) -> None:
-        o_THV, lse_TH = which.forward(q_THD, k_TKD, v_TKV, tasks, scores)
-        which.backward(o_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, scores)
+        o_THV, lse_TH = which.forward(Operands(q_THD, k_TKD, v_TKV), tasks, scores)
+        which.backward(Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
 
     def without_kernel() -> None:
         session.bare = True

@@ -305,7 +305,7 @@ class Later:
 class Slow(MadeUpGroup):
     """Two ranks whose meetings take long on this one."""
 
-    def meet(self, row: np.ndarray, **_: object) -> Later:
+    def gather_async(self, row: np.ndarray, **_: object) -> Later:
         self.meetings.append(Later([row, self.other(row)]))
         return self.meetings[-1]
 

@@ -296,7 +296,7 @@ def _by_name(common: Common) -> str:
 
 def _settings_differ(common: Common, group: AttentionGroup, place: str) -> DistCADesyncError:
     text = _by_name(common)
-    settings = [json.loads(said or "{}") for said in group.tell(text)]
+    settings = [json.loads(said or "{}") for said in group.gather_text(text)]
     different = [name for name in json.loads(text) if len({str(theirs.get(name)) for theirs in settings}) > 1]
     by_name = "; ".join(
         f"{name} is "

@@ -263,7 +263,7 @@ def _compare(plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:
     """
     digests = np.array([_number(plan) for plan in plans], dtype=np.int64)
     doing = f"comparing plans of {place}"
-    if not group.same(digests, doing=doing):
+    if not group.all_equal(digests, doing=doing):
         for column in np.stack(group.gather(digests, doing=doing)).T:
             check_equal(group, column, "plans for the same documents", place, "use one version of hf_distca and numpy")
 

@@ -205,7 +205,7 @@ class Progress:
         def compare(rows: Sequence[IntArray]) -> None:
             agree(Announcements.read(rows), common, group, place)
 
-        meeting = group.meet(announcement.row(), doing=f"comparing shares of {place}", agree=compare)
+        meeting = group.gather_async(announcement.row(), doing=f"comparing shares of {place}", agree=compare)
         self._meetings.append((meeting, plans[:room]))
 
     def drain(self, at_most: int | None = None) -> None:

@@ -173,7 +173,7 @@ def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_
     runs = [dealt.runs(group.rank) for dealt in shared]
     for home, _, tokens in (run for one in runs for run in one):
         receive[home] += tokens
-    arrived = group.trade(torch.cat(sent), send, receive, doing=place)
+    arrived = group.all_to_all(torch.cat(sent), send, receive, doing=place)
     at = np.cumsum(receive) - receive
     columns = []
     for one in runs:

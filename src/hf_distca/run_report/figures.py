@@ -267,7 +267,7 @@ def _missing(folder: RunFolder) -> list[str]:
     if not folder.traces:
         found.append(
             "The share of messages that was hidden: it is read from timelines, which DistCACallback(trace_path=...) writes for "
-            "the third optimizer step."
+            "the third optimizer step. They have to lie in the folder of the run."
         )
     elif not any(trace.travelled for trace in folder.traces):
         found.append("The share of messages that was hidden: in the traced step none travelled.")
