@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_distca
 from checkpointed import ARGUMENT
-from hf_distca.integration import trainer as ours
+from hf_distca.integration import callback as ours
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 from tiny_runs import dispatches, make_trainer, rows, settings

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.borrowed import dispatch_modes, is_policy_mode, without_dispatch_modes
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import EQUAL, FAMILIES
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, Work
-from hf_distca.integration.selective import unseen_by_policies
 from hf_distca.integration.session import Session, current_session
 from hf_distca.kernels import Scores
 from hf_distca.schedule.cost import AttentionShape
 
 __all__ = ["distca_attention"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+# Selective checkpointing (a `context_fn` with a policy) numbers the operations of a layer in the first forward and finds what it
+# saved by these numbers in the recompute. The recompute of distca runs no kernel, no exchange and no planning, so the numbers
+# would shift, and later operations of the layer would get each other's results. Nothing is lost: distca keeps its outputs itself.
+def _unseen_by_policies(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let `function` run without dispatch modes where a checkpointing policy is among them."""
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not any(is_policy_mode(mode) for mode in dispatch_modes()):
+            return function(*args, **kwargs)
+        with without_dispatch_modes():
+            return function(*args, **kwargs)
+
+    return call
+
 
 # Keyword arguments that reach attention functions and do not change the maths of causal attention within documents: of models,
 # of loaders, and of losses (those of Liger and TRL among them).
@@ -37,7 +59,7 @@ _HARMLESS = _MODELS | _LOADERS | _LOSSES
 
 # Compiled, the exchanges would be traced with the shapes of one micro-batch: the graph breaks here instead.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-@unseen_by_policies
+@_unseen_by_policies
 def distca_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

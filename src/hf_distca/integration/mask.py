@@ -14,14 +14,13 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import MaskCall
+from hf_distca.integration.checks import check_step
 from hf_distca.integration.families import check_family, check_layerdrop, warn_of_family, why_whole
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
-from hf_distca.integration.layers import cut_layers
-from hf_distca.integration.loaders import check_step
-from hf_distca.integration.mesh import mesh_of
-from hf_distca.integration.names import check_untouched
-from hf_distca.integration.positions import check_positions
-from hf_distca.integration.rotary import see_longest
+from hf_distca.integration.loading import check_untouched
+from hf_distca.integration.nano_batches import cut_layers
+from hf_distca.integration.positions import check_positions, see_longest
+from hf_distca.integration.processes import mesh_of
 from hf_distca.integration.session import current_session
 
 __all__ = ["distca_mask"]

@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 
 from hf_distca.agreement.figures import Counted, Measurement, Tally
 from hf_distca.config import DistCAConfig
-from hf_distca.integration.prepare import distca_configs
+from hf_distca.integration.loading import distca_configs
 from hf_distca.integration.session import Session
 from hf_distca.run_report.rows import RECORD_NAME, PerRank, PlanPart, PlanRow, Row, RunRow, StepsRow, WarningRow, write_row
 

@@ -23,10 +23,9 @@ from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
+from hf_distca.integration.families import known_cost
 from hf_distca.integration.handle import AttentionHandle, Work
-from hf_distca.integration.kinds import known_cost
-from hf_distca.integration.mesh import data_parallel_group, find_members, size_of_groups
-from hf_distca.integration.progress import said_if_long
+from hf_distca.integration.processes import data_parallel_group, find_members, said_if_long, size_of_groups
 from hf_distca.kernels import Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.calibrate import calibrate
