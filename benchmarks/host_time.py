@@ -38,7 +38,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from hf_distca.agreement.announce import FIGURES, Announcement, Announcements, PlanKey, agree, fingerprint, layout_of
+from hf_distca.agreement.announce import (
+    FIGURES,
+    Announcement,
+    Announcements,
+    Common,
+    PlanKey,
+    agree,
+    fingerprint,
+    layout_of,
+)
 from hf_distca.agreement.documents import PackedDocuments, read_documents
 from hf_distca.agreement.figures import Estimate, History
 from hf_distca.config import DistCAConfig
@@ -173,7 +182,7 @@ def layers(ranks: int, arguments: argparse.Namespace, kind: str) -> dict[str, An
 def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of each step, and of all."""
     config, key = DistCAConfig(), PlanKey(LLAMA_8B, "cuda")
-    common, group = (config, (COST,)), AttentionGroup(tuple(range(ranks)))
+    common, group = Common(config, (COST,)), AttentionGroup(tuple(range(ranks)))
     rows = []
     for lengths in documents(ranks, arguments.tokens, "long tail"):
         one = read_documents(1, arguments.tokens, packed=PackedDocuments(lengths))

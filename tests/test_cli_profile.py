@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
+import forks
 import scripts
 from hf_distca.cli.profile import summary
 from hf_distca.config import DistCAConfig
@@ -156,3 +158,27 @@ def test_a_group_of_one_has_no_exchanges() -> None:
     assert AttentionGroup.create().size == 1
     assert profile is not None
     assert profile.inside is None
+
+
+def listening() -> set[str]:
+    """Addresses that this process listens on, as /proc/net has them."""
+    own = {str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_socket()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
+def addresses_of_new_ranks(rank: int, folder: Path) -> None:
+    heard: list[str] = []
+    with patch.object(timed, "on_these_ranks", lambda *_: heard.extend(listening())):
+        timed._rank(rank, 2, folder, WANTED, 1, "", "", heard.append)
+    (folder / f"heard {rank}").write_text(" ".join(heard))
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="of Linux")
+def test_new_ranks_listen_where_only_this_machine_reaches(tmp_path: Path) -> None:
+    processes = [forks.start(addresses_of_new_ranks, rank, tmp_path) for rank in (0, 1)]
+    for process in processes:
+        process.join(60)
+        process.kill()
+    heard = [(tmp_path / f"heard {rank}").read_text().split() for rank in (0, 1)]
+    assert heard == [["0100007F"], ["0100007F"]]  # 127.0.0.1

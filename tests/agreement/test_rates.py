@@ -5,11 +5,15 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from threading import current_thread
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from stand_ins import MadeUpGroup
 
+from hf_distca.agreement import dealt as dealt_module
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
@@ -17,9 +21,12 @@ from hf_distca.agreement.planner import Planner
 from hf_distca.agreement.rates import Correction, Observation, Rates
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.waves import Waves
 
 SHAPE = AttentionShape(4, 2, 64, 64, 4)
@@ -325,6 +332,67 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch_whenever_a_rank_hears_
     assert speeds is not None
     assert speeds[0] > 1.5 * speeds[1]
     assert soon[-1][2] != soon[0][2]  # planned again, with what was measured
+
+
+def train_on_fetched(planner: Planner, dealing: Dealing, steps: int, key: PlanKey = KEY) -> tuple[list[int], list[int]]:
+    """Train on shares that a worker made, each fetched while the one before it trains.
+
+    Returns:
+        The steps that had to make a plan, and those from which on rates were others than before.
+    """
+    planned: list[tuple[str, int]] = []
+    rates: list[tuple[CostModel, Ranks]] = []
+
+    def counted(layout: Layout, *args: Any) -> Plan:
+        planned.append((current_thread().name, step))
+        return balance(layout, *args)
+
+    group = Slow(2)
+    object.__setattr__(group, "meetings", [])
+    sent = [pickle.dumps(dealing.share(np.array([5120, 1024, 2048]), (0, number), 0)) for number in range(steps)]
+    with patch.object(dealt_module, "balance", counted):
+        step, fetched = 0, pickle.loads(sent[0])
+        for step in range(steps):
+            share, fetched = fetched, pickle.loads(sent[min(step + 1, steps - 1)])
+            rates.append((planner.costs.of(key), planner.costs.ranks(2)))
+            documents = read_documents(1, 4096, packed=share)
+            (plan,) = planner.plan([(documents, key)], group)
+            meter = planner.use(plan, documents)
+            meter.count(calls=1, kernel_calls=2, backward_calls=1)
+            meter.add(0.1)
+    waited = [number for thread, number in planned if thread == current_thread().name]
+    return waited, [number for number in range(1, steps) if rates[number] != rates[number - 1]]
+
+
+def test_shares_of_workers_are_planned_with_learned_rates_while_they_are_fetched() -> None:
+    planner = Planner(DistCAConfig(), Meter())
+    planner.costs[SHAPE, "cpu"] = TRUE
+    waited, changed = train_on_fetched(planner, Dealing(2, 4096, {KEY: TRUE}, planner.config), 40)
+    assert waited == changed
+    assert 1 <= len(changed) <= 5
+    planner.history.end()
+    total = planner.history.total
+    assert total.planned_here >= total.micro_batches - changed[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("key", "config", "said"),
+    [
+        (KEY, DistCAConfig(tolerance=0.2), "tolerance was 0.01 and is 0.2"),
+        (KEY._replace(shape=replace(SHAPE, element_bytes=2)), DistCAConfig(), "elements had 4 bytes and have 2 (dtype)"),
+        (KEY, DistCAConfig(), None),
+    ],
+)
+def test_shares_that_were_planned_for_other_settings_are_told_of_once(
+    caplog: pytest.LogCaptureFixture, key: PlanKey, config: DistCAConfig, said: str | None
+) -> None:
+    planner = Planner(config, Meter())
+    planner.costs[key.shape, "cpu"] = replace(TRUE, shape=key.shape)
+    waited, _ = train_on_fetched(planner, Dealing(2, 4096, {KEY: TRUE}, DistCAConfig()), 6, key)
+    lines = [record.getMessage() for record in caplog.records if "shares were planned for other settings" in record.getMessage()]
+    assert len(lines) == (said is not None)
+    assert said is None or said in lines[0]
+    assert waited == ([] if said is None else [0, 1]), "the second share was fetched before the first had come to attention"
 
 
 def test_a_correction_of_exchanges_is_one_of_both_levels() -> None:

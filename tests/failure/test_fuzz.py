@@ -102,7 +102,7 @@ def config(draw: Random) -> None:
     made = attempt(hf_distca.DistCAConfig, **values)
     assert 0 <= made.tolerance < 1
     assert 0 <= made.min_gain < 1
-    assert 0 < made.timeout_seconds < math.inf
+    assert made.timeout_seconds is None or 0 < made.timeout_seconds < math.inf
     assert type(made.tile) is int
     assert made.tile >= 1
     assert made.max_transient_bytes is None or (type(made.max_transient_bytes) is int and made.max_transient_bytes >= 1)

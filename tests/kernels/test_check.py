@@ -128,6 +128,15 @@ def test_what_a_kernel_raises_is_the_reason() -> None:
     assert reason == "its check on cpu raised TypeError: got an unexpected keyword argument"
 
 
+def test_a_device_that_is_full_says_nothing_of_a_kernel() -> None:
+    class Full(StrictVarlenOp):
+        def forward(self, *args: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        wrong(VarlenKernel(Full()), CPU, torch.bfloat16, 64, 64, PLAIN)
+
+
 def test_training_does_not_notice() -> None:
     """Neither its random numbers nor its settings change anything, nor are they changed."""
     before = torch.get_rng_state()

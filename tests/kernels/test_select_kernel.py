@@ -13,8 +13,15 @@ from hf_distca.errors import KernelError
 from hf_distca.kernels import Kernel, Scores, flash_attn, flash_attn_3, flash_attn_4, runnable, select_kernel
 from hf_distca.kernels.cuda import flash_attention_unsupported
 
+SELECTED = kernels._selected
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PLAIN, WINDOW, BOTH = Scores(0.1), Scores(0.1, window=7), Scores(0.1, window=7, softcap=30.0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests change what is installed, which a process does not."""
+    monkeypatch.setattr(kernels, "_selected", SELECTED.__wrapped__)
 
 
 @pytest.fixture
@@ -292,3 +299,14 @@ def test_warns_of_the_reference_on_a_gpu(caplog: pytest.LogCaptureFixture, monke
     assert "cuda: torch's flash attention has no softcap" in softcap
     assert "bf16=True" not in softcap
     assert width.endswith("for values).")
+
+
+def test_kernels_are_asked_once_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(kernels, "_selected", SELECTED)
+    SELECTED.cache_clear()
+    monkeypatch.setattr(kernels.CpuKernel, "unsupported", lambda *case: asked.append(case))
+    for _ in range(3):
+        for window in (7, 8):
+            select_kernel("auto", CPU, torch.float32, 64, 64, Scores(0.1, window))
+    assert len(asked) == 2

@@ -203,13 +203,15 @@ def recomputed(rank: int, tasks: Tasks, kept: bool, reentrant: bool) -> tuple[li
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
 
     def forward(*inputs: torch.Tensor) -> torch.Tensor:
-        return core_attention(Inputs(*inputs), Call(Route.build(plan, rank), group, server, store.of(layer) if kept else None))
+        return core_attention(
+            Inputs(*inputs), Call(Route.build(plan, rank), group, server, store.of(layer, inputs) if kept else None)
+        )
 
     checkpoint(forward, *leaves, use_reentrant=reentrant).backward(do)
     whole = [t.clone().requires_grad_() for t in (q, k, v)]
     dense(*whole, None, Scores(1.0)).backward(do)
     errors = [float((leaf.grad - exact.grad).abs().max()) for leaf, exact in zip(leaves, whole, strict=True)]
-    return [meter.calls, meter.recalls, meter.dispatches, meter.returns], len(store.kept), errors
+    return [meter.calls, meter.recalls, meter.dispatches, meter.returns], len(store.by_layer), errors
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -105,7 +105,7 @@ def layer(
 
     def attend(*leaves: torch.Tensor) -> torch.Tensor:
         inputs = Inputs(*leaves, context=given, sink_H=sink)
-        return core_attention(inputs, Call(route, group, server, None if reentrant is None else store.of(module)))
+        return core_attention(inputs, Call(route, group, server, None if reentrant is None else store.of(module, inputs.tensors)))
 
     with NoHostSyncs() as mode:
         out = attend(q, k, v) if reentrant is None else checkpoint(attend, q, k, v, use_reentrant=reentrant)

@@ -99,6 +99,15 @@ def test_runs_of_batch_rebalance_are_sorted_and_as_even_as_can_be() -> None:
     assert max(costs) / np.mean(costs) < 1.2
 
 
+@pytest.mark.parametrize("bins", [1, 2, 3, 4])
+def test_batch_rebalance_has_no_more_runs_than_bins(bins: int) -> None:
+    generator = np.random.default_rng(bins)
+    batches = [np.array([100] + [10] * 10 + [1] * 100), np.ones(1, dtype=np.int64), np.zeros(0, dtype=np.int64)]
+    batches += [generator.lognormal(6, 2, 50).astype(np.int64) + 1 for _ in range(20)]
+    for lengths in batches:
+        assert loaders.batch_rebalance(lengths, bins).max(initial=0) < bins
+
+
 def test_rows_end_where_they_are_full() -> None:
     rows = loaders.packed_rows(np.array([10, 10, 4]), 3, 8)
     assert rows.length.tolist() == [8, 2, 6, 4, 4]

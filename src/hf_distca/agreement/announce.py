@@ -27,6 +27,7 @@ __all__ = [
     "FIGURES",
     "Announcement",
     "Announcements",
+    "Common",
     "Figures",
     "PlanKey",
     "Stated",
@@ -47,8 +48,19 @@ _REQUEST = 4
 Figures = tuple[int, int, int, int]
 FIGURES = 4
 
-# What ranks must have in common: settings, and the cost models that they plan with.
-Common = tuple[DistCAConfig, tuple[CostModel, ...]]
+
+class Common(NamedTuple):
+    """What ranks must have in common.
+
+    Attributes:
+        config: the settings.
+        costs: the cost models that they plan with.
+        dtypes: of what they send. Messages are bytes, and dtypes of one size look the same in them.
+    """
+
+    config: DistCAConfig
+    costs: tuple[CostModel, ...]
+    dtypes: tuple[str, ...] = ()
 
 
 class PlanKey(NamedTuple):
@@ -80,7 +92,7 @@ class Announcement:
         checksum: what they were for; it tells exchanges of other layers from the same ones, which their number does not.
         figures: of measured plans.
         requests: the plans that are asked for.
-        dealt: of a share: epoch and number of the global batch, rank, and a digest of each plan.
+        dealt: of a share: epoch and number of the global batch, rank, and digests of its documents and of each plan.
     """
 
     count: int
@@ -216,15 +228,18 @@ def agree(announced: Announcements, common: Common, group: AttentionGroup, place
 
 def _check_shares(dealt: IntArray, group: AttentionGroup, place: str) -> None:
     """Raise if ranks hold shares of different batches, not their own, or with different plans."""
-    epoch, number, rank, *digests = dealt.T
+    epoch, number, rank, documents, *digests = dealt.T
     order = "all ranks must read their shares in order, one a batch: no shuffling, no workers out of order"
     check_equal(group, epoch, "epochs of their global batches", place, "call set_epoch on every rank")
     check_equal(group, number, "global batches", place, order)
     if (rank != np.arange(len(rank))).any():
         held = ", ".join(f"rank {own}: that of {of}" for own, of in zip(group.ranks, rank.tolist(), strict=True))
         raise DistCADesyncError(f"ranks hold shares of other ranks in {place}: {held}; {order}.")
+    arguments = "give document_shares the same documents, seed and other arguments on every rank"
+    check_equal(group, documents, "documents in the same global batch (as checksums)", place, arguments)
     for digest in digests:
-        check_equal(group, digest, "plans for the same global batch", place, "use one version of hf_distca and numpy")
+        versions = f"{arguments}, and use one version of hf_distca and numpy"
+        check_equal(group, digest, "plans for the same documents of a global batch", place, versions)
 
 
 def check_equal(group: AttentionGroup, values: IntArray, what: str, place: str, remedy: str) -> None:
@@ -266,11 +281,11 @@ def fingerprint(common: Common) -> int:
 
 def _by_name(common: Common) -> str:
     """What ranks must have in common, as JSON of names and values."""
-    config, costs = common
     values: dict[str, list[str]] = {"hf-distca": [version("hf-distca")]}
-    for part in (config, *(part for cost in costs for part in (cost.shape, cost))):
+    for part in (common.config, *(part for cost in common.costs for part in (cost.shape, cost))):
         for name in (field.name for field in fields(part) if field.name not in ("shape", "name")):
             values.setdefault(name, []).append(repr(getattr(part, name)))
+    values["dtype"] = list(common.dtypes)
     return json.dumps({name: ", ".join(dict.fromkeys(each)) for name, each in values.items()})
 
 

@@ -21,11 +21,13 @@ class Costs(dict[tuple[AttentionShape, str], CostModel]):
 
     Attributes:
         rates: what the measurements make of them.
+        dtypes: of q, k and v that attention computes with now, by name.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.rates = Rates()
+        self.dtypes: dict[tuple[AttentionShape, str], str] = {}
         self._lessons = Lessons(self.rates)
 
     def of(self, key: PlanKey, *, trial: bool = False) -> CostModel:

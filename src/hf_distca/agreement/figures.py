@@ -83,11 +83,12 @@ class Estimate:
 class Tally:
     """Sums over micro-batches. Seconds are those of attention on one rank: the slowest, or the mean of all.
 
-    The difference of two tallies of a session is the tally of what lies between them. `largest_tokens` and `mean_tokens` are of
-    the ranks, for each plan, of which a micro-batch may have several. `moved` counts micro-batches in which work was moved.
-    `promised` is what `measured_after` was estimated to be, `busiest_bytes` what the rank sent that sent most, `layers` layers of
-    attention; `own_seconds` is this rank's time in attention kernels, `elapsed_seconds` the time from the beginning of each
-    micro-batch to that of the next.
+    The difference of two tallies of a session is the tally of what lies between them. `largest_tokens` and `mean_tokens` are
+    of the ranks, for each plan, of which a micro-batch may have several. `moved` counts micro-batches in which work was
+    moved, `planned_here` plans of shares of dealt batches that this process made since those of the loader were for other
+    rates or settings. `promised` is what `measured_after` was estimated to be, `busiest_bytes` what the rank sent that sent
+    most, `layers` layers of attention; `own_seconds` is this rank's time in attention kernels, `elapsed_seconds` the time
+    from the beginning of each micro-batch to that of the next.
     """
 
     micro_batches: int = 0
@@ -106,6 +107,7 @@ class Tally:
     own_seconds: float = 0.0
     elapsed_seconds: float = 0.0
     promised: float = 0.0
+    planned_here: int = 0
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -126,6 +128,8 @@ class Tally:
             figures["distca/imbalance_measured_after"] = self.measured_after / self.measured_mean
         if self.layers:
             figures["distca/exchanged_mb_per_layer"] = self.busiest_bytes / self.layers / 1e6
+        if self.planned_here:
+            figures["distca/planned_here"] = self.planned_here
         if self.micro_batches:
             figures["distca/planning_ms"] = self.planning_ms / self.micro_batches
             figures["distca/server_time_share"] = self.own_seconds / max(self.elapsed_seconds, 1e-9)
@@ -189,8 +193,14 @@ class History:
     _number: int = 0  # of the micro-batch at hand
     _running: dict[int, _MicroBatch] = field(default_factory=dict)
 
-    def planned(self, estimate: Estimate, number: int) -> None:
-        """A plan of micro-batch `number` is used: one of several, where kinds of layers or nano-batches have their own."""
+    def planned(self, estimate: Estimate, number: int, planned_here: int = 0) -> None:
+        """A plan of micro-batch `number` is used: one of several, where kinds of layers or nano-batches have their own.
+
+        Args:
+            estimate: what it is to take.
+            number: of the micro-batch.
+            planned_here: as in `Tally`.
+        """
         new = number != self._number
         if new:
             self.end()
@@ -205,6 +215,7 @@ class History:
             estimated_before=float(before.max()),
             estimated_after=float(estimate.after.max()),
             estimated_mean=float(before.mean()),
+            planned_here=planned_here,
         )
         one.moved |= estimate.moves
         one.unmeasured += 1
@@ -251,6 +262,11 @@ class History:
     def drop(self, number: int) -> None:
         """Count nothing of a micro-batch: what some rank did for it will not be known."""
         self._running.pop(number, None)
+
+    def drop_all(self) -> None:
+        """Count nothing of micro-batches that were not counted yet, and begin with their numbers anew."""
+        self._running.clear()
+        self._number = 0
 
     def end(self) -> None:
         """The micro-batch at hand is over."""

@@ -18,6 +18,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray
 from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["Lessons", "Measured", "Measurements", "observed", "record"]
@@ -120,9 +121,9 @@ def observed(measured: Sequence[Measured], figures: IntArray, cost: CostModel, c
         parts=_summed(_parts(one.plan, cost) for one in measured),
         kernel=seconds[:, :, 0].sum(axis=1),
         exchanging=seconds[:, :, 2].sum(axis=1),
-        exchange=_summed(_exchange(one.plan, cost, config) for one in measured),
+        exchange=_summed(_exchange(one.plan, cost, config, one.estimate.speeds) for one in measured),
         unmoved=_summed(one.estimate.given_back(seconds[:, at, 0]) for at, one in enumerate(measured)),
-        unmoved_exchange=_summed(_unmoved_exchange(one.plan, cost, config) for one in measured),
+        unmoved_exchange=_summed(_unmoved_exchange(one.plan, cost, config, one.estimate.speeds) for one in measured),
         overlapped=nano,
     )
 
@@ -179,19 +180,20 @@ def _parts(plan: Plan, cost: CostModel) -> FloatArray:
     return np.stack([column.astype(np.float64) for column in columns], axis=1)
 
 
-def _exchange(plan: Plan, cost: CostModel, config: DistCAConfig) -> FloatArray:
-    """(ranks,) estimated seconds of exchanges."""
+def _exchange(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks) -> FloatArray:
+    """(ranks,) estimated seconds of exchanges; 0 on ranks that send and receive nothing, which wait for nobody."""
     if not plan.moved:
         return np.zeros(plan.layout.world_size)
     waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)
-    return PlanLoad(plan, cost, waves).exchange_seconds
+    load = PlanLoad(plan, cost, waves, ranks=ranks)
+    return np.where(load.wire_seconds.any(axis=0), load.exchange_seconds, 0.0)
 
 
-def _unmoved_exchange(plan: Plan, cost: CostModel, config: DistCAConfig) -> FloatArray:
+def _unmoved_exchange(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks) -> FloatArray:
     """(ranks,) the same if nothing were moved: of documents that span ranks."""
     if not plan.layout.scattered:
         return np.zeros(plan.layout.world_size)
-    return _exchange(Plan.local(plan.layout, plan.window), cost, config)
+    return _exchange(Plan.local(plan.layout, plan.window), cost, config, ranks)
 
 
 def _summed(arrays: Iterable[FloatArray]) -> FloatArray:

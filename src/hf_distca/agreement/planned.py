@@ -29,6 +29,7 @@ class Planned:
         milliseconds: what planning took, exchange of documents included.
         source: of a share, which global batch, and which plan; the same on all ranks that hold the same.
         per_node: ranks of a node, as the plan counts on; None if nodes were not told apart.
+        planned_here: plans of its share that this process made since the last one, instead of the loader.
     """
 
     key: PlanKey
@@ -38,6 +39,7 @@ class Planned:
     milliseconds: float
     source: str = ""
     per_node: int | None = None
+    planned_here: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from threading import Thread
 
 import numpy as np
+import torch.distributed as dist
 
 from hf_distca.agreement.announce import (
     FIGURES,
@@ -30,7 +31,7 @@ from hf_distca.agreement.announce import (
     room_for_figures,
 )
 from hf_distca.agreement.costs import Costs
-from hf_distca.agreement.dealt import Dealt
+from hf_distca.agreement.dealt import Dealt, plan_fetched
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.figures import Estimate, History
 from hf_distca.agreement.measured import Measured, Measurements, record
@@ -54,28 +55,80 @@ _log = logging.getLogger("hf_distca")
 _MEETINGS = 8
 
 
+@dataclass(eq=False)
+class _Progress:
+    """How far ranks came together since torch.distributed started: what all of them count, and what they have learned.
+
+    Ranks of another start begin at nothing: each may have failed elsewhere in the last one, and some may be new.
+
+    Attributes:
+        exchanges_before: dispatches and returns of this process before.
+        costs: the cost models that plans are made with.
+        number: of the micro-batch that was planned last, from 1.
+        announced: announcements.
+        collected: the micro-batch up to which measurements were collected.
+        used: plans of this micro-batch.
+        recent: plans since `Planner.recent_keys` was called.
+        kinds_of_shares: plans of shares so far.
+        measurements: those that were not announced yet.
+        meetings: those that were not looked at, each with the plans whose measurements it tells.
+        met, looked_at: how many meetings have begun, and how many were looked at.
+    """
+
+    exchanges_before: int
+    costs: Costs = field(default_factory=Costs)
+    number: int = 0
+    announced: int = 0
+    collected: int = 0
+    used: set[PlanKey] = field(default_factory=set)
+    recent: dict[PlanKey, None] = field(default_factory=dict)
+    kinds_of_shares: dict[PlanKey, None] = field(default_factory=dict)
+    measurements: Measurements = field(default_factory=Measurements)
+    meetings: deque[tuple[Meeting, list[Measured]]] = field(default_factory=deque)
+    met: int = 0
+    looked_at: int = 0
+
+
 class Planner:
     """Plans micro-batches together with the other ranks, and collects what was planned and measured.
 
     Attributes:
         config: the settings; they may change between micro-batches, on all ranks at once.
-        costs: the cost models that plans are made with.
         history: planned and measured figures.
-        number: of the micro-batch that was planned last, from 1.
     """
 
     def __init__(self, config: DistCAConfig, meter: Meter) -> None:
         self.config = config
-        self.costs = Costs()
         self.history = History()
-        self.number = 0
         self._meter = meter
-        self._asked = self._collected = self._rank = 0
-        self._used: set[PlanKey] = set()  # in this micro-batch
-        self._recent: dict[PlanKey, None] = {}  # since `recent_keys` was asked
-        self._measurements = Measurements()
-        self._meetings: deque[tuple[Meeting, list[Measured]]] = deque()
-        self._met = self._taken = 0  # meetings begun, and looked at
+        self._rank = 0
+        self._world = _world()
+        self._progress = _Progress(0)
+
+    @property
+    def _now(self) -> _Progress:
+        """The progress of the ranks in the world of torch.distributed that there is, or that was there last."""
+        world = _world()
+        if world is not None and world is not self._world:
+            if self._world is not None:
+                self._progress = _Progress(self._exchanges)
+                self.history.drop_all()
+            self._world = world
+        return self._progress
+
+    @property
+    def _exchanges(self) -> int:
+        return self._meter.dispatches + self._meter.returns
+
+    @property
+    def costs(self) -> Costs:
+        """The cost models that plans are made with."""
+        return self._now.costs
+
+    @property
+    def number(self) -> int:
+        """Number of the micro-batch that was planned last, from 1; it begins anew when torch.distributed does."""
+        return self._now.number
 
     @property
     def next_number(self) -> int:
@@ -84,7 +137,8 @@ class Planner:
 
     def recent_keys(self) -> list[PlanKey]:
         """The plans that micro-batches had since the last call, in order of first use; the same on all ranks."""
-        recent, self._recent = list(self._recent), {}
+        now = self._now
+        recent, now.recent = list(now.recent), {}
         return recent
 
     def plan(self, requests: Sequence[Request], group: AttentionGroup, place: str | None = None) -> list[Planned]:
@@ -161,17 +215,17 @@ class Planner:
                 f"a micro-batch has documents of {documents.rows[:, 2].tolist()} tokens, and was announced with documents of "
                 f"{planned.rows[:, 2].tolist()}: leave batches as they are after plan_ahead."
             )
-        key = planned.key
-        self.number = self._number_of([key])
-        if key in self._used:
-            self._used.clear()
-        self._used.add(key)
-        self._recent[key] = None
+        key, now = planned.key, self._now
+        now.number = self._number_of([key])
+        if key in now.used:
+            now.used.clear()
+        now.used.add(key)
+        now.recent[key] = None
         ranks = self.costs.ranks(planned.plan.layout.world_size, planned.per_node)
         estimate = Estimate.of(planned.plan, self.costs.of(key), planned.milliseconds, ranks, key.nano)
         meter = Meter(self._meter)
-        self.history.planned(estimate, self.number)
-        self._measurements.add(Measured(key, self.number, estimate, meter, planned.plan))
+        self.history.planned(estimate, now.number, planned.planned_here)
+        now.measurements.add(Measured(key, now.number, estimate, meter, planned.plan))
         return meter
 
     def collect(self, group: AttentionGroup) -> None:
@@ -182,12 +236,13 @@ class Planner:
         Raises:
             DistCADesyncError: if ranks turned out not to do the same, or do not all come.
         """
-        if self._collected == self.number:
+        now = self._now
+        if now.collected == now.number:
             return
-        self._collected = self.number
+        now.collected = now.number
         self.look(at_most=0)
         self.history.end()
-        measured = self._measurements.take_all()
+        measured = now.measurements.take_all()
         own = np.array([one.figures for one in measured], dtype=np.int64).reshape(-1)
         rows = group.gather(own, doing="comparing what ranks measured up to the end of training")
         if all(len(row) == len(own) for row in rows):
@@ -195,36 +250,69 @@ class Planner:
 
     def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
         """Plans that need no other rank."""
-        started = time.perf_counter()
-        for dealt in shares:
+        started, keys = time.perf_counter(), [key for _, key in requests]
+        for dealt, key in zip(shares, keys, strict=True):
             dealt.check_is_for(group)
-        keys = [key for _, key in requests]
+            self._meet_kind(dealt, key, group)
         plans = [
             dealt.plan(key, cost, self._settings_for(key), self.costs.ranks(group.size, dealt.per_node))
             for dealt, cost, key in zip(shares, self.costs.of_plans(keys), keys, strict=True)
         ]
         place = f"micro-batch {self._number_of(key for _, key in requests)} ({shares[0]})"
-        self.meet(group, place, keys, [*shares[0].batch, shares[0].rank, *(_number(plan) for plan in plans)])
+        self.meet(group, place, keys, [*shares[0].batch, shares[0].rank, shares[0].documents, *map(_number, plans)])
         taken = (time.perf_counter() - started) * 1e3 / len(plans)
         return [
-            Planned(key, plan, self.config, documents.rows, taken, f"{dealt}, plan {plan.digest[:8]}", dealt.per_node)
+            Planned(
+                key,
+                plan,
+                self.config,
+                documents.rows,
+                taken,
+                f"{dealt}, plan {plan.digest[:8]}",
+                dealt.per_node,
+                dealt.take_planned_here(),
+            )
             for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
         ]
+
+    def _meet_kind(self, dealt: Dealt, key: PlanKey, group: AttentionGroup) -> None:
+        """Plan shares for a kind of layer when they are fetched, from its first one on, and say if their loader cannot."""
+        kinds = self._now.kinds_of_shares
+        if key in kinds:
+            return
+        other = dealt.other_settings(key, self.config)
+        if other is not None and not kinds and group.rank == 0:
+            _log.warning(
+                "shares were planned for other settings than those of now, so this process plans each of them again when it is "
+                "fetched: %s. Give document_shares the dtype that attention computes in, and the config of the run.",
+                other,
+            )
+        kinds[key] = None
+        plan_fetched(self._plan_fetched)
+
+    def _plan_fetched(self, dealt: Dealt) -> None:
+        """Start to plan a share for the kinds of layers that there are, where its plans are for other rates or settings."""
+        ranks = self.costs.ranks(dealt.ranks, dealt.per_node)
+        whole = dealt.first_tokens is None
+        keys = dict.fromkeys(key._replace(nano=0) if whole else key for key in tuple(self._now.kinds_of_shares))
+        dealt.plan_beside([(key, self.costs.of(key), self._settings_for(key), ranks) for key in keys])
 
     def meet(self, group: AttentionGroup, place: str, keys: Sequence[PlanKey], dealt: list[int]) -> None:
         """Announce what this rank measured and has, to be compared while it goes on; nothing waits for it.
 
         Args:
             group, place, keys: as for `plan`.
-            dealt: of shares: epoch and number of the global batch, the rank of the group, and what must be the same on all.
+            dealt: of shares: epoch and number of the global batch, the rank of the group, and digests of what must be the same
+                on all: the documents first, then plans.
         """
+        now = self._now
         self.look(at_most=_MEETINGS)
-        self._learn(before=self._met - _MEETINGS)
-        self._met += 1
-        self._asked += 1
-        common, measured = self._common(keys), self._measurements.take(keys)
+        self._learn(before=now.met - _MEETINGS)
+        now.met += 1
+        now.announced += 1
+        common, measured = self._common(keys), now.measurements.take(keys)
         room = room_for_figures(group.most_numbers, dealt)  # what does not fit is announced later; on all ranks the same
-        self._measurements.put_back(measured[room:])
+        now.measurements.put_back(measured[room:])
         own = self._announcement(group, common, measured[:room], dealt=dealt)
 
         def compare(rows: Sequence[IntArray]) -> None:
@@ -232,7 +320,7 @@ class Planner:
 
         self._rank = group.rank
         meeting = group.meet(own.row(), doing=f"comparing shares of {place}", agree=compare)
-        self._meetings.append((meeting, measured[:room]))
+        now.meetings.append((meeting, measured[:room]))
 
     def look(self, at_most: int | None = None) -> None:
         """Take what ranks measured from the meetings that are over.
@@ -243,24 +331,26 @@ class Planner:
         Raises:
             DistCADesyncError: if ranks turned out not to do the same.
         """
-        while self._meetings:
-            meeting, measured = self._meetings[0]
-            if at_most is not None and len(self._meetings) > at_most:
+        now = self._now
+        while now.meetings:
+            meeting, measured = now.meetings.popleft()  # one that failed is not looked at again
+            if at_most is not None and len(now.meetings) >= at_most:
                 meeting.wait()
             if not meeting.done:
+                now.meetings.appendleft((meeting, measured))
                 return
-            self._meetings.popleft()
             figures = Announcements.read(meeting.rows).measured
-            self.costs.hear(self._taken, measured, figures)
-            self._taken += 1
+            now.costs.hear(now.looked_at, measured, figures)
+            now.looked_at += 1
             for one in record(measured, figures, self.history, self._rank):
                 self.history.drop(one.number)  # ranks are here at different times: they cannot announce it again together
 
     def _learn(self, before: int) -> None:
         """Correct rates by what meetings told before this one, and say so."""
-        for change in self.costs.learn(before, self.config):
+        now = self._now
+        for change in now.costs.learn(before, self.config):
             if self._rank == 0:
-                _log.info("measured up to micro-batch %d: %s; plans are made accordingly", self.number, change)
+                _log.info("measured up to micro-batch %d: %s; plans are made accordingly", now.number, change)
 
     def _ahead(self, documents: Documents, key: PlanKey) -> Planned | None:
         """The plan that was made ahead under the settings of now."""
@@ -269,7 +359,8 @@ class Planner:
 
     def _number_of(self, keys: Iterable[PlanKey]) -> int:
         """Number of the micro-batch that these plans are for: a new one if such a plan was used in the last one."""
-        return self.number + (self.number == 0 or any(key in self._used for key in keys))
+        now = self._now
+        return now.number + (now.number == 0 or any(key in now.used for key in keys))
 
     def announce(self, requests: Sequence[Request], group: AttentionGroup, place: str) -> list[Stated]:
         """Exchange documents; on the way, compare settings and collect what each rank measured.
@@ -280,19 +371,19 @@ class Planner:
         Raises:
             DistCADesyncError: if the ranks do not agree, or do not all come.
         """
-        self._rank = group.rank
+        self._rank, now = group.rank, self._now
         self.look(at_most=0)  # in the order in which micro-batches ran
-        self._learn(before=self._met)
-        self._asked += 1
+        self._learn(before=now.met)
+        now.announced += 1
         keys = [key for _, key in requests]
-        common, measured = self._common(keys), self._measurements.take(keys)
+        common, measured = self._common(keys), now.measurements.take(keys)
         own = self._announcement(group, common, measured, requests)
         announced = Announcements.read(group.gather(own.row(), doing=f"planning {place}"))
         stated = agree(announced, common, group, place)
         unfinished = record(measured, announced.measured, self.history, group.rank)
-        self._measurements.put_back(unfinished)
-        self.costs.hear(self._met, measured, announced.measured)
-        self._learn(before=self._met + 1)
+        now.measurements.put_back(unfinished)
+        now.costs.hear(now.met, measured, announced.measured)
+        self._learn(before=now.met + 1)
         return stated
 
     def _settings_for(self, key: PlanKey) -> DistCAConfig:
@@ -300,7 +391,9 @@ class Planner:
         return replace(self.config, ping_pong=key.nano > 0)
 
     def _common(self, keys: Iterable[PlanKey]) -> Common:
-        return self.config, tuple(dict.fromkeys(self.costs.of(key) for key in keys))
+        kinds = dict.fromkeys((key.shape, key.device) for key in keys)
+        dtypes = tuple(self.costs.dtypes[kind] for kind in kinds if kind in self.costs.dtypes)
+        return Common(self.config, tuple(dict.fromkeys(self.costs.of(key) for key in keys)), dtypes)
 
     def _announcement(
         self,
@@ -311,9 +404,9 @@ class Planner:
         dealt: Sequence[int] = (),
     ) -> Announcement:
         return Announcement(
-            count=self._asked,
+            count=self._now.announced,
             settings=fingerprint(common),
-            exchanges=self._meter.dispatches + self._meter.returns,
+            exchanges=self._exchanges - self._now.exchanges_before,
             checksum=group.checksum,
             figures=[one.figures for one in measured],
             requests=requests,
@@ -331,6 +424,11 @@ class Planner:
         if not group.same(digests, doing=doing):
             for column in np.stack(group.gather(digests, doing=doing)).T:
                 check_equal(group, column, "plans for the same documents", place, "use one version of hf_distca and numpy")
+
+
+def _world() -> object:
+    """The world of torch.distributed, None before it starts and after it has ended."""
+    return dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def _number(plan: Plan) -> int:

@@ -6,10 +6,11 @@ Sums run in a fixed order and results are rounded, so that no processor finds ot
 - **The kernel.** A cost model adds up seconds for tasks, for bytes and for flops. Each of the three gets a factor, fitted to the
   kernel seconds of all ranks, and drawn to one common factor where the figures do not tell them apart.
 - **Ranks.** A rank whose kernels keep taking longer or shorter than that has another speed.
-- **Exchanges.** Seconds of packing, waiting and unpacking, on the rank that has the least of them beside its kernels: others also
-  wait for slower ranks. The factor is what makes the estimate as long. Where exchanges take longer than they gain, plans by that
-  estimate are coarser, or move nothing. Then nothing more would be learned of exchanges, so one micro-batch is planned without
-  the factor now and then, the more rarely the more it costs.
+- **Exchanges.** Seconds of packing, waiting and unpacking, on the rank that has the least of them for what it exchanges: others
+  also wait for slower ranks. The factor is what makes the estimate as long. With it, attention takes as long as the rank whose
+  kernels and exchanges take longest; what others measured says nothing of that, for they may wait elsewhere for that rank. Where
+  exchanges take longer than they gain, plans by that estimate are coarser, or move nothing. Then nothing more would be learned of
+  exchanges, so one micro-batch is planned without the factor now and then, the more rarely the more it costs.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Observation:
         parts: (ranks, 3) seconds of tasks, bytes and flops by the uncorrected cost model.
         kernel: (ranks,) measured in kernels.
         exchanging: (ranks,) measured in packing, waiting and unpacking.
-        exchange: (ranks,) estimated of exchanges by the uncorrected cost model; zeros if nothing was moved.
+        exchange: (ranks,) estimated of exchanges by the uncorrected cost model; 0 on ranks that send and receive nothing.
         unmoved: (ranks,) what kernels would have taken with nothing moved.
         unmoved_exchange: (ranks,) as `exchange`, with nothing moved: of documents that span ranks.
         overlapped: whether exchanges are hidden behind the other nano-batch.
@@ -102,23 +103,33 @@ class Observation:
 
     @property
     def attention(self) -> float:
-        """Seconds that attention took: kernels and exchanges on the rank that waits for nobody."""
-        return float((self.kernel + self.exchanging).min())
+        """Seconds that attention took the slowest rank: its kernels and its own exchanges, without waiting for others."""
+        return self._slowest(self.kernel, self.exchange)
 
     @property
     def loss(self) -> float:
         """What moving cost more than it gained, as a part of what moving nothing would take; negative if it gained."""
-        exchange = self.unmoved_exchange * max(self.exchange_factor() or 0.0, 0.0)
-        slowest = np.maximum(self.unmoved, exchange) if self.overlapped else self.unmoved + exchange
-        return self.attention / max(float(slowest.max()), 1e-12) - 1
+        return self.attention / max(self._slowest(self.unmoved, self.unmoved_exchange), 1e-12) - 1
 
     def exchange_factor(self) -> float | None:
-        """The factor that makes the estimated exchanges as long as measured; None if they hid behind other work."""
-        at = self.exchange > 0
-        if self.overlapped:
-            hidden = self.attention <= float(self.kernel.max()) * (1 + _OFF)
-            return None if hidden else float((self.attention / self.exchange[at]).min())
-        return float(((self.attention - self.kernel[at]) / self.exchange[at]).min())
+        """The factor that makes the estimated exchanges as long as measured; None if they hid behind other work.
+
+        No rank is done with its exchange before it has arrived, and most ranks wait for others besides: in the exchange, or
+        elsewhere, after they were done. The rank that waits least, for what it exchanges, tells how long exchanges take.
+        """
+        if not self.moved:
+            return None
+        exchanges = self.exchange > 0
+        kernel, estimated = self.kernel[exchanges], self.exchange[exchanges]
+        taken = self.exchanging[exchanges] + (kernel if self.overlapped else 0)
+        factor = float((taken / estimated).min())
+        hidden = self.overlapped and factor * float(estimated.max()) <= float(self.kernel.max()) * (1 + _OFF)
+        return None if hidden else factor
+
+    def _slowest(self, kernel: FloatArray, exchange: FloatArray) -> float:
+        """Seconds of the slowest rank for kernels and exchanges of so many estimated seconds."""
+        taken = exchange * (self.exchange_factor() or 0.0)
+        return float((np.maximum(kernel, taken) if self.overlapped else kernel + taken).max())
 
 
 @dataclass(eq=False)

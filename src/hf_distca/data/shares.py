@@ -95,7 +95,8 @@ class Shares:
         epoch = self.epoch
         number, rank = divmod(int(item), self.dealing.ranks)
         pieces = self.batches.pieces(epoch, number)
-        packed = self.dealing.share(pieces.lengths, (epoch, number), rank)
+        names = np.stack([pieces.documents, pieces.starts])
+        packed = self.dealing.share(pieces.lengths, (epoch, number), rank, names)
         here = np.unique(np.asarray(packed.documents, dtype=np.int64))
         documents = pieces.documents[here]
         numbers, place = np.unique(documents[documents >= 0], return_inverse=True)

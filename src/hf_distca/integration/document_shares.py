@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.state import AcceleratorState, is_initialized
 from packaging.version import Version
 
 from hf_distca.agreement.announce import PlanKey
@@ -74,7 +76,8 @@ def document_shares(
             then what rank r of a group gets of batch k, and the groups take batches in turns.
         ranks_per_node: ranks of a node, on which a document rather lies; as torchrun or `accelerate launch` started them, if
             neither this nor `ranks` is given.
-        dtype: in which attention computes, as ``torch.bfloat16`` with ``bf16=True``; the model's, if not given.
+        dtype: in which attention computes, as ``torch.bfloat16`` with ``TrainingArguments(bf16=True)``. If not given, that of the
+            mixed precision that an `Accelerator` or `accelerate launch` was told of, else the model's.
         device: type of the device that trains; that of accelerate, if not given.
         config: settings to train with; those given to `hf_distca.configure`, if not given. ``cost_model="calibrated"`` deals by
             built-in figures, and plans are made in the step.
@@ -109,7 +112,7 @@ def document_shares(
     device_type = torch.device(PartialState().device if device is None else device).type
     ranks_per_node = launched_per_node(ranks) if launched else ranks_per_node
     _check_version(ranks)
-    keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype, device_type)
+    keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype or _mixed_dtype(), device_type)
     dealing = Dealing(ranks, tokens_per_rank, {key: known_cost(key, config) for key in keys}, config, ranks_per_node, placement)
     dealing.layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
     if not hasattr(documents, "__len__"):
@@ -143,6 +146,12 @@ def _check_version(ranks: int) -> None:
             f"documents over {ranks} ranks need transformers {_COUNTS_SHIFTED} or newer, whose Trainer counts the targets in "
             f"shift_labels; this is {found}."
         )
+
+
+def _mixed_dtype() -> torch.dtype | None:
+    """That of mixed precision, if an Accelerator or its launcher was told of it; what `TrainingArguments` say cannot be found."""
+    mixed = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed or "no")
 
 
 def _given_keys(shapes: Sequence[tuple[AttentionShape, int | None]], device: str) -> list[PlanKey]:

@@ -240,7 +240,7 @@ class Session:
         if group.data is not None:
             group = replace(group, data=group.data.at(place, work.route.forward_exchanges))
         reporting = partial(group.reporting, f"computing {place}")
-        outputs = None if work.outputs is None else work.outputs.of(module)
+        outputs = None if work.outputs is None else work.outputs.of(module, inputs.tensors)
         tracer = Tracer(self.trace, work.nano, number + 1, q_THD.device)
         with reporting():
             kernel = self.kernel(q_THD, (q_THD.shape[-1], v_TKV.shape[-1]), scores, q_THD.shape[1] // k_TKD.shape[1])
@@ -267,6 +267,7 @@ class Session:
 
     def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
         """Make the cost model of a shape, at its first layer; all ranks of the group at the same point."""
+        self.planner.costs.dtypes[key.shape, key.device] = str(query.dtype)
         if (key.shape, key.device) in self.planner.costs:
             return
         cost = known_cost(key._replace(window=None), self.config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -67,6 +67,23 @@ def select_kernel(
         KernelError: if the named kernel, or with "auto" every kernel, does not support the case or, on a GPU, computes it
             wrongly; says why and what to use.
     """
+    deterministic = torch.are_deterministic_algorithms_enabled()  # another algorithm is another question
+    return _selected(name, device, dtype, head_dim, value_head_dim, scores, first, ratio, deterministic)
+
+
+@lru_cache(maxsize=256)
+def _selected(
+    name: KernelName,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_head_dim: int,
+    scores: Scores,
+    first: str | None,
+    ratio: int,
+    _deterministic: bool,
+) -> Kernel:
+    """As `select_kernel`, which every layer of every micro-batch calls: four kernels are asked once a case."""
     candidates = [kind for kind, where in _KERNELS if (where in (device.type, None) if name == "auto" else kind.name == name)]
     if not candidates:
         names = ["auto", *(kind.name for kind, _ in _KERNELS)]

@@ -39,6 +39,9 @@ def wrong(
 
     Returns:
         The results that are further from `ReferenceKernel` in float32 than twice the precision of `dtype`, or what was raised.
+
+    Raises:
+        torch.OutOfMemoryError: if there was no memory for the check.
     """
     window, softcap = None if scores.window is None else _WINDOW, None if scores.softcap is None else _SOFTCAP
     seen = Scores(_SCALE * head_dim**-0.5, window, softcap)
@@ -54,6 +57,8 @@ def wrong(
             found = _results(kernel, pools, seen)
             expected = _results(ReferenceKernel(), [pool.float() for pool in pools], seen)
         errors = {name: _error(found[name], expected[name]) for name in expected}
+    except torch.OutOfMemoryError:
+        raise  # of this moment: it says nothing of the kernel
     except Exception as error:  # whatever the packages raise where they do not fit
         return f"its check on {device} raised {type(error).__name__}: {error}"
     bound = _UNITS * torch.finfo(dtype).eps

@@ -72,9 +72,13 @@ class OneStageSchedule(PipelineScheduleSingle):
         self._maybe_compute_loss(self.stage, output, targets, at, loss_kwargs)  # type: ignore[no-untyped-call]
 
     def loss(self, at: int) -> torch.Tensor | None:
-        """The loss of a micro-batch; None but on the last stage."""
-        found: torch.Tensor | None = self._maybe_get_loss(self.stage, at)  # type: ignore[no-untyped-call]
-        return found
+        """The loss of a micro-batch, of which backward begins; None on stages other than the last one.
+
+        With `scale_grads` the loss is divided by the number of micro-batches. torch's schedules divide gradients at the end of a
+        step instead, including what earlier steps left in them.
+        """
+        loss: torch.Tensor | None = self._maybe_get_loss(self.stage, at)  # type: ignore[no-untyped-call]
+        return loss / self.micro_batches if loss is not None and self.scale_grads else loss
 
     def _step_microbatches(
         self,

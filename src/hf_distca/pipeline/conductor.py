@@ -172,7 +172,8 @@ def _attend(
         raise DistCADesyncError(
             f"{micro_batch.name} has {kind} where the first step found {leg.kind}: layers must stay as they are."
         )
-    kept = None if micro_batch.outputs is None else micro_batch.outputs.of(module)
+    inputs = _with_gradient(inputs)
+    kept = None if micro_batch.outputs is None else micro_batch.outputs.of(module, inputs.tensors)
     call = StageCall(
         leg.route,
         seat.group_at(leg, backward=False),
@@ -183,7 +184,7 @@ def _attend(
     )
     if again and call.recalled is None:
         raise UnsupportedError(f"{type(module).__name__} computes attention in backward whose outputs were not kept.")
-    return core_attention(_with_gradient(inputs), call)
+    return core_attention(inputs, call)
 
 
 def _turn(seat: Seat, micro_batch: MicroBatch, number: int) -> tuple[Route, AttentionGroup, AttentionServer]:

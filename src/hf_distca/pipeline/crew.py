@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.config import DistCAConfig
@@ -18,19 +17,20 @@ from hf_distca.errors import ConfigError, DistCADesyncError, UnsupportedError
 from hf_distca.integration.processes import data_parallel_group
 from hf_distca.integration.session import Session
 from hf_distca.pipeline.borrowed import whole_mesh
+from hf_distca.pipeline.common import Facts, check_facts, fingerprint
 from hf_distca.pipeline.conductor import Conductor, Seat
-from hf_distca.pipeline.kinds import DTYPES, Kind
+from hf_distca.pipeline.kinds import DTYPES, WHY_NOT_OTHERS, Kind
 from hf_distca.pipeline.plans import Pipeline
-from hf_distca.pipeline.split import Stage, StageModel
+from hf_distca.pipeline.split import Stage, stage_model
 from hf_distca.pipeline.ticks import merged
 from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["Crew", "meet", "stage_model"]
+__all__ = ["Crew", "check_settings", "meet"]
 
 _NO_COPY = -1  # of a tied weight
 _TOKENS = 16  # of the forward in which a stage's kinds of attention are found
-_HEADER = 7
+_HEADER = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,15 +61,22 @@ class Crew:
         return list(dict.fromkeys(turn.kind.key for turn in self.pipeline.turns))
 
 
-def meet(stage: Stage, session: Session) -> Crew:
+def meet(stage: Stage, session: Session, facts: Facts) -> Crew:
     """Find out about all stages, together with their ranks.
+
+    Args:
+        stage: of this rank.
+        session: of this process.
+        facts: what all ranks must have in common, as this rank has it.
 
     Raises:
         ConfigError, DistCADesyncError: if the ranks are not the stages of copies of one model.
         UnsupportedError: if attention is computed in a way that stages cannot share, or settings ask for what they cannot do.
     """
     group = AttentionGroup.of(_members(stage, session), timeout_seconds=session.config.timeout_seconds)
-    _check_group(session.config, group)
+    fingerprints = group.gather(np.array([fingerprint(facts)]), doing="comparing the models of the pipeline stages")
+    check_facts(group, [int(row[0]) for row in fingerprints], facts, "the first step")
+    check_settings(session.config, group)
     conductor = Conductor(session)
     stage.follow()
     with group.reporting(f"looking at the attention of stage {stage.stage_index}"):
@@ -83,7 +90,6 @@ def meet(stage: Stage, session: Session) -> Crew:
         stage.num_stages,
         lane,
         DTYPES.index(leaving),
-        int(stage_model(stage).model.training),
         _tied(stage),
         len(kinds),
     ]
@@ -102,7 +108,10 @@ def meet(stage: Stage, session: Session) -> Crew:
     return crew
 
 
-def _check_group(config: DistCAConfig, group: AttentionGroup) -> None:
+def check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
+    """Raises `UnsupportedError` if settings ask for what stages cannot do."""
+    if config.ping_pong:
+        raise UnsupportedError("pipeline stages run their layers whole: set ping_pong=False in DistCAConfig.")
     if config.group_size not in (None, group.size):
         raise UnsupportedError(
             f"group_size={config.group_size}, but all stages of all copies of a model share attention, {group.size} ranks here: "
@@ -113,16 +122,6 @@ def _check_group(config: DistCAConfig, group: AttentionGroup) -> None:
             "documents_span_ranks=True: stages do not read from position_ids which document goes on where. Leave it out of "
             "DistCAConfig, and give Schedule.step distca_documents with numbers (shares of hf_distca.document_shares)."
         )
-
-
-def stage_model(stage: Stage) -> StageModel:
-    """The model of a stage, without DDP around it."""
-    module = stage.submod.module if isinstance(stage.submod, DistributedDataParallel) else stage.submod
-    if not isinstance(module, StageModel):
-        raise ConfigError(
-            f"the stage runs a {type(module).__name__}: put DDP or fully_shard around what split() made, or parts of it."
-        )
-    return module
 
 
 def _members(stage: Stage, session: Session) -> dist.ProcessGroup | Members | None:
@@ -149,7 +148,7 @@ def _learn(stage: Stage, session: Session, conductor: Conductor) -> torch.dtype:
     finally:
         session.conductor = None
     if output.dtype not in DTYPES:
-        raise UnsupportedError(f"stage {stage.stage_index} puts out {output.dtype}; {', '.join(map(str, DTYPES))} travel.")
+        raise UnsupportedError(f"stage {stage.stage_index} puts out {output.dtype}. {WHY_NOT_OTHERS}")
     dtype: torch.dtype = output.dtype
     return dtype
 
@@ -171,13 +170,11 @@ def _pipeline(rows: Sequence[IntArray], group: AttentionGroup, device: str) -> P
             f"ranks that share attention are not the stages of whole models: {held}. Give configure() a group or a mesh with all "
             "stages of all data-parallel copies, or none."
         )
-    if len({int(row[4]) for row in rows}) > 1:
-        raise DistCADesyncError("some stages are in training mode and others in evaluation mode: call train() or eval() on all.")
-    if len({int(row[5]) for row in rows} - {_NO_COPY}) > 1:
+    if len({int(row[4]) for row in rows} - {_NO_COPY}) > 1:
         held = ", ".join(
-            f"rank {rank} (stage {row[0]}): {'trained' if row[5] else 'frozen'}"
+            f"rank {rank} (stage {row[0]}): {'trained' if row[4] else 'frozen'}"
             for rank, row in zip(group.ranks, rows, strict=True)
-            if row[5] != _NO_COPY
+            if row[4] != _NO_COPY
         )
         raise ConfigError(
             "embedding and head are one weight, of which the first and the last stage have a copy, and only one of them is "
@@ -185,7 +182,7 @@ def _pipeline(rows: Sequence[IntArray], group: AttentionGroup, device: str) -> P
         )
     kinds: dict[int, list[Kind]] = {}
     for rank, stage, row in zip(group.ranks, stages, rows, strict=True):
-        own = [Kind.from_row(one.tolist(), device) for one in row[_HEADER:].reshape(int(row[6]), -1)] if row[6] else []
+        own = [Kind.from_row(one.tolist(), device) for one in row[_HEADER:].reshape(int(row[5]), -1)] if row[5] else []
         if kinds.setdefault(stage, own) != own:
             raise DistCADesyncError(
                 f"rank {rank} has other attention on stage {stage} than other copies of it: give all one model."

@@ -16,9 +16,13 @@ from hf_distca.runtime.call import Inputs
 from hf_distca.runtime.server import Operands
 from hf_distca.schedule.cost import AttentionShape
 
-__all__ = ["DTYPES", "Kind"]
+__all__ = ["DTYPES", "WHY_NOT_OTHERS", "Kind"]
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # their places travel
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks tell each other the index
+WHY_NOT_OTHERS = (
+    "Pipeline stages run in float64, float32 or bfloat16. float16 needs a GradScaler, which would skip the optimizer's step on "
+    "the stages whose own gradients overflow and not on the others: use bfloat16."
+)
 
 
 class Kind(NamedTuple):
@@ -44,7 +48,7 @@ class Kind(NamedTuple):
         """
         dtype = inputs.q_THD.dtype
         if dtype not in DTYPES:
-            raise UnsupportedError(f"pipeline stages share attention in {', '.join(map(str, DTYPES))}, and this is in {dtype}.")
+            raise UnsupportedError(f"attention of a pipeline stage is computed in {dtype}. {WHY_NOT_OTHERS}")
         return cls(key, dtype, scores.scale, scores.softcap)
 
     def __str__(self) -> str:

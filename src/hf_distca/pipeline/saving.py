@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_distca.pipeline.borrowed import adapter_weights, has_adapters, whole_mesh
-from hf_distca.pipeline.crew import stage_model
 from hf_distca.pipeline.parts import head_of
-from hf_distca.pipeline.split import Stage, StageModel
+from hf_distca.pipeline.split import Stage, StageModel, stage_model
 
 __all__ = ["save_pretrained"]
 

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from hf_distca.agreement.announce import check_equal
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
-from hf_distca.errors import ConfigError, DistCADesyncError, LayoutError, UnsupportedError
+from hf_distca.errors import ConfigError, DistCADesyncError, LayoutError
 from hf_distca.integration.session import Session, current_session
 from hf_distca.pipeline.borrowed import OneStageSchedule
-from hf_distca.pipeline.crew import Crew, meet, stage_model
+from hf_distca.pipeline.common import Facts, StepRow, check_steps, checksum, facts_of, fingerprint
+from hf_distca.pipeline.crew import Crew, check_settings, meet
+from hf_distca.pipeline.gradients import tied_gradients
 from hf_distca.pipeline.pace import Estimate, Pace, learns, row
 from hf_distca.pipeline.plans import StepPlans, documents_of_shares, documents_of_stated
-from hf_distca.pipeline.split import Stage
-from hf_distca.pipeline.step import Mail, Step, TickFigures
+from hf_distca.pipeline.split import Stage, stage_model
+from hf_distca.pipeline.step import Step, TickFigures
 from hf_distca.pipeline.ticks import Tick, ticks
-from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meeting import Meeting
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import IntArray
 
 __all__ = ["Schedule"]
+
+# How a batch was loaded. They are no numbers that another announcement begins with.
+_STATED, _SHARES = -1, -2
 
 
 class Schedule(OneStageSchedule):
@@ -66,7 +68,7 @@ class Schedule(OneStageSchedule):
         # What a user's own model says is meant as it is.
         self._pace = Pace(corrects=config.measured_rates and not isinstance(config.cost_model, CostModel))
         self._estimates: list[Estimate] = []
-        _check_session(self._session)
+        self._comparing: Meeting | None = None  # of the last step with shares
 
     def step(self, *args: Any, distca_documents: Sequence[PackedDocuments] | None = None, **kwargs: Any) -> Any:
         """Run a step, as torch's schedules do.
@@ -88,13 +90,15 @@ class Schedule(OneStageSchedule):
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]], targets: Sequence[Any] | None, **more: Any
     ) -> None:
         """Run the micro-batches of a step; torch calls it."""
-        _check_session(self._session)
         if self._crew is None:
-            self._crew = meet(self._pipeline_stage, self._session)
+            _check_session(self._session)
+            self._crew = meet(self._pipeline_stage, self._session, self._facts())
         crew, self._steps = self._crew, self._steps + 1
         order = ticks(self.stage.num_stages, self.micro_batches, backward=self.trains)
         name = f"step {self._steps}"
         with crew.group.reporting(f"reading the documents of {name}"):
+            _check_session(self._session)
+            check_settings(self._session.config, crew.group)
             documents, shape = self._documents(args, kwargs), _one_shape(args, kwargs)
         if learns(self._steps - 1):
             self._learn_pace(crew)
@@ -111,10 +115,10 @@ class Schedule(OneStageSchedule):
 
         self._session.conductor = crew.conductor
         try:
-            with self._tied_gradients(crew.group, name):
+            with tied_gradients(self._pipeline_stage, crew.group, name) if self.trains else nullcontext():
                 self.figures = Step(self, crew, plans, order, documents, forward, backward).run()
                 if self.trains:
-                    self.stage.perform_reduce_grad(self.micro_batches if self.scale_grads else 1)
+                    self.stage.perform_reduce_grad(1)  # losses are scaled, not gradients
         finally:
             self._session.conductor = None
         if learns(self._steps):
@@ -165,12 +169,28 @@ class Schedule(OneStageSchedule):
             costs = {key: planner.costs.of(key) for key in keys}
             plans = StepPlans(crew.pipeline, of_all, costs, self._session.config, name, self._pace)
             digest = plans.make(order)
-        if dealt:
-            planner.meet(group, place, keys, [*shares[0].batch, group.rank, digest])
-        else:
-            own = np.array([self.trains, *shape, digest], dtype=np.int64)
-            _check_alike(np.stack(group.gather(own, doing=f"comparing plans of {place}")), crew, place)
+            way, batch = (_SHARES, (*shares[0].batch, shares[0].documents)) if dealt else (_STATED, (0, 0, 0))
+            facts, tied = self._facts(), checksum(stage_model(self._pipeline_stage).tied_weight)
+            self._compare(crew, StepRow(way, fingerprint(facts), digest, *batch, *shape, tied), facts, place)
         return plans
+
+    def _facts(self) -> Facts:
+        """What all ranks must have in common."""
+        return facts_of(stage_model(self._pipeline_stage), self._session.config, self.micro_batches, backward=self.trains)
+
+    def _compare(self, crew: Crew, row: StepRow, facts: Facts, place: str) -> None:
+        """Compare what ranks are about to do: now, or while they do it if they have shares of dealt batches."""
+
+        def check(rows: Sequence[IntArray]) -> None:
+            check_steps(crew.group, rows, facts, crew.pipeline.lanes, place)
+
+        numbers = np.array(row, dtype=np.int64)
+        if row.way == _STATED:
+            check(crew.group.gather(numbers, doing=f"comparing plans of {place}"))
+            return
+        if self._comparing is not None:
+            self._comparing.wait()
+        self._comparing = crew.group.meet(numbers, doing=f"comparing shares of {place}", agree=check)
 
     def _learn_pace(self, crew: Crew) -> None:
         """Tell the other ranks what this one did beside attention in the last step, and hear it from them."""
@@ -180,31 +200,10 @@ class Schedule(OneStageSchedule):
         self._pace.learn(rows, crew.pipeline.stages, turns, self._estimates)
         self._estimates = []
 
-    @contextmanager
-    def _tied_gradients(self, group: AttentionGroup, name: str) -> Iterator[None]:
-        """Give both copies of a tied weight the sum of the gradients that they get inside; before, they have the same ones."""
-        weight = stage_model(self._pipeline_stage).tied_weight if self.trains else None
-        if weight is None:
-            yield
-            return
-        before = _take_gradient(weight)
-        yield
-        found = _take_gradient(weight)
-        if found is None:
-            weight.grad = before
-            return
-        with group.reporting(doing := f"adding the gradients of the tied embedding in {name}"):
-            mail, theirs = _traded(found, 0 if self.stage.is_last else self.stage.num_stages - 1, self.stage.group)
-            mail.wait(group, doing)
-        _local(found).add_(theirs)
-        weight.grad = found if before is None else found.add_(before)
-
 
 def _check_session(session: Session) -> None:
     if current_session() is not session:
         raise ConfigError("hf_distca.configure was called after this Schedule was made: make the Schedule again.")
-    if session.config.ping_pong:
-        raise UnsupportedError("pipeline stages run their layers whole: set ping_pong=False in DistCAConfig.")
 
 
 def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -260,45 +259,3 @@ def _check_lanes(documents: Sequence[Sequence[Documents]], crew: Crew) -> None:
                     f"different documents in micro-batch {at}, of {tokens[0]} and {tokens[1]} tokens. Give all stages of a "
                     "copy the same position_ids."
                 )
-
-
-def _check_alike(rows: IntArray, crew: Crew, place: str) -> None:
-    """Raises `DistCADesyncError` if ranks do not run the same with micro-batches of one shape in each copy of the model.
-
-    Args:
-        rows: of each rank, whether there is a backward, the batch and tokens of a micro-batch, and a digest of all plans.
-        crew: the ranks.
-        place: for the error.
-    """
-    same = "call Schedule.step on all of them, or Schedule.eval"
-    check_equal(crew.group, rows[:, 0], "runs (1 with a backward, 0 without)", place, same)
-    lanes = crew.pipeline.lanes
-    for rank, lane in enumerate(lanes):
-        first = lanes.index(lane)
-        if (rows[rank, 1:3] != rows[first, 1:3]).any():
-            one, other = (tuple(rows[each, 1:3].tolist()) for each in (first, rank))
-            raise DistCADesyncError(
-                f"ranks {crew.group.ranks[first]} and {crew.group.ranks[rank]} are stages of one copy of the model and have "
-                f"micro-batches of shapes {one} and {other} in {place}. Give all stages of a copy the same position_ids."
-            )
-    check_equal(crew.group, rows[:, 3], "plans (as digests)", place, "use one version of hf_distca and numpy")
-
-
-def _take_gradient(weight: torch.nn.Parameter) -> torch.Tensor | None:
-    found, weight.grad = weight.grad, None
-    return found
-
-
-def _traded(grad: torch.Tensor, stage: int, group: dist.ProcessGroup | None) -> tuple[Mail, torch.Tensor]:
-    """What brings the gradient that another stage has of its copy, and the other way round, and where it arrives."""
-    own = _local(grad)
-    theirs = torch.empty_like(own)
-    ops = [
-        dist.P2POp(dist.isend, own, group=group, group_peer=stage),
-        dist.P2POp(dist.irecv, theirs, group=group, group_peer=stage),
-    ]
-    return Mail(ops), theirs
-
-
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad

@@ -23,7 +23,7 @@ from hf_distca.pipeline.borrowed import without_peft
 from hf_distca.pipeline.families import check_split
 from hf_distca.pipeline.parts import Parts, embedding_of, head_of, layers_of_stages
 
-__all__ = ["Stage", "StageModel", "from_pretrained", "split"]
+__all__ = ["Stage", "StageModel", "from_pretrained", "split", "stage_model"]
 
 # Arguments of transformers that say where a checkpoint is, and so its config.
 _WHERE = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "trust_remote_code"}
@@ -86,6 +86,7 @@ class StageModel(torch.nn.Module):
         model: the model without other stages' modules. Its weights have the names that they have in checkpoints.
         stage, stages: which stage, and of how many.
         tied: whether embedding and head have the same weight, of which the first and the last stage have a copy each.
+        facts: what the stages of all ranks must have in common, by name.
     """
 
     def __init__(self, model: PreTrainedModel, stage: int, layers: Sequence[int], *, tied: bool | None = None) -> None:
@@ -94,6 +95,7 @@ class StageModel(torch.nn.Module):
         if sum(layers) != len(parts.layers) or min(layers) < 1:
             raise ConfigError(f"layers={list(layers)} must be at least 1 for each stage, {len(parts.layers)} in all.")
         self.stage, self.stages, self.tied = stage, len(layers), parts.tied if tied is None else tied
+        self.facts = _facts(model, parts, layers, tied=self.tied)
         begin = sum(layers[:stage])
         _leave_layers(parts, range(begin, begin + layers[stage]))
         self._before = () if self.is_first else parts.before
@@ -195,6 +197,20 @@ class Stage(PipelineStage):
         )
 
 
+def stage_model(stage: Stage) -> StageModel:
+    """The model of a stage, without DDP around it.
+
+    Raises:
+        ConfigError: if something else was put around it.
+    """
+    module = stage.submod.module if isinstance(stage.submod, DistributedDataParallel) else stage.submod
+    if not isinstance(module, StageModel):
+        raise ConfigError(
+            f"the stage runs a {type(module).__name__}: put DDP or fully_shard around what split() made, or parts of it."
+        )
+    return module
+
+
 def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | None = None) -> Stage:
     """Split a causal language model over the ranks of a mesh dimension.
 
@@ -290,6 +306,14 @@ def _layers(model: PreTrainedModel, mesh: DeviceMesh, layers: Sequence[int] | No
     if len(layers) != stages:
         raise ConfigError(f"layers={list(layers)} are for {len(layers)} stages, and the mesh has {stages} ranks.")
     return layers
+
+
+def _facts(model: PreTrainedModel, parts: Parts, layers: Sequence[int], *, tied: bool) -> dict[str, str]:
+    """What the stages of all ranks must have in common: the model and how it is cut."""
+    config = {f"config.{name}": repr(value) for name, value in model.config.to_dict().items() if not name.startswith("_")}
+    names = [f"{name}.weight" for name, module in model.named_modules() if module in (parts.embedding, parts.head)]
+    shared = {"tied weights": " and ".join(names)} if tied else {}
+    return {"the model": type(model).__name__, "the number of layers of each stage": str(list(layers)), **shared, **config}
 
 
 def _tensor(value: Any) -> torch.Tensor:

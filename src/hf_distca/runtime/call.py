@@ -43,6 +43,11 @@ class Inputs(NamedTuple):
     sink_H: torch.Tensor | None = None
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [tensor for tensor in (*self[:3], *(self.context or ()), self.sink_H) if tensor is not None]
+
+    @property
     def operands(self) -> Operands:
         """Queries, and keys and values with their context in front."""
         if self.context is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,9 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hf_distca.borrowed import timeout_of
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.communicator import communicator, least
+from hf_distca.runtime.listener import listen
 from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.members import Members
 from hf_distca.runtime.nodes import node_number, ranks_per_node
@@ -45,7 +48,7 @@ class AttentionGroup:
         data: communicator of dispatch and return, None in a group of one.
         control: gloo communicator on which layouts travel, None in a group of one.
         watch: tells the others when this rank gives up, None in a group of one.
-        timeout_seconds: how long a rank waits for the others.
+        timeout_seconds: how long a rank waits for the others, where there are any.
         per_node: ranks [0, n), [n, 2n), ... of the group are nodes; None if they are not in such order, or not told apart.
     """
 
@@ -54,7 +57,7 @@ class AttentionGroup:
     data: Channel | None = None
     control: dist.ProcessGroup | None = None
     watch: Watch | None = None
-    timeout_seconds: float = 600.0
+    timeout_seconds: float = math.inf
     per_node: int | None = None
 
     @property
@@ -72,7 +75,7 @@ class AttentionGroup:
         cls,
         members: dist.ProcessGroup | Members | None = None,
         *,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float | None = None,
         size: int | None = None,
         agree: bool = True,
     ) -> AttentionGroup:
@@ -82,7 +85,8 @@ class AttentionGroup:
 
         Args:
             members: as for `create`.
-            timeout_seconds: how long a rank waits for the others. Groups that wait differently are different groups.
+            timeout_seconds: how long a rank waits for the others; None for as long as collectives of the world may take. Groups
+                that wait differently are different groups.
             size: ranks of a group, where these are cut into several: the first so many, the next, and so on.
             agree: every member asks at the same point, as for `create`, and all find out together whether a rank has left.
                 Otherwise this rank goes by what it knows, which takes a microsecond if it asked for the same group just before.
@@ -92,7 +96,8 @@ class AttentionGroup:
         """
         made = _made.of_this_world()
         if made.world is None:
-            return cls(timeout_seconds=timeout_seconds)
+            return cls()
+        timeout_seconds = timeout_seconds or timeout_of(made.world).total_seconds()
         asked = (members, timeout_seconds, size)
         if not agree and made.asked == asked and not made.last.left:
             return made.last
@@ -104,7 +109,9 @@ class AttentionGroup:
         return group
 
     @classmethod
-    def create(cls, members: dist.ProcessGroup | Members | None = None, *, timeout_seconds: float = 600.0) -> AttentionGroup:
+    def create(
+        cls, members: dist.ProcessGroup | Members | None = None, *, timeout_seconds: float | None = None
+    ) -> AttentionGroup:
         """Build the group of these ranks. Every member must call it at the same point; other ranks have no part in it.
 
         The group gets communicators of its own, so its exchanges never mix with those of DDP, FSDP or the user.
@@ -112,20 +119,21 @@ class AttentionGroup:
 
         Args:
             members: the ranks of a process group or those named, by default the world.
-            timeout_seconds: how long a rank waits for the others.
+            timeout_seconds: how long a rank waits for the others; None for as long as collectives of the world may take.
 
         Raises:
             ConfigError: if this rank is not among them.
             DistCADesyncError: if not all of them come in time.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(timeout_seconds=timeout_seconds)
+            return cls()
+        timeout_seconds = timeout_seconds or timeout_of(None).total_seconds()
         who = members if isinstance(members, Members) else Members.of(members)
         ranks, own = tuple(sorted(who.ranks)), dist.get_rank()
         if own not in ranks:
             raise ConfigError(f"rank {own} is not in its attention group {ranks}: pass each rank the group it belongs to.")
         if len(ranks) == 1:
-            return cls(ranks, 0, timeout_seconds=timeout_seconds)
+            return cls(ranks)
         timeout = datetime.timedelta(seconds=timeout_seconds - patience(timeout_seconds))
         try:
             data = communicator(ranks, who.backend, timeout, "distca-data")
@@ -141,6 +149,7 @@ class AttentionGroup:
                 "DistCACallback that all of them have: look at the logs of the other ranks."
             ) from error
         watch = Watch(ranks, ranks.index(own), timeout_seconds, (data, control))
+        listen(watch)
         per_node = ranks_per_node(nodes)
         if per_node is None and own == ranks[0]:
             _log.warning(

@@ -123,13 +123,17 @@ class AttentionServer:
 
     def forward(self, pools: Operands, tasks: TaskBatch) -> Outputs:
         """Outputs of a batch; zeros in rows that no task covers."""
-        with self.reporting(), self.meter.kernel(pools.q_THD.device), self.tracer.span("server"):
+        device = pools.q_THD.device
+        # Kernels compute in the dtypes that they are given, and in wider ones: the user's autocast is not for them.
+        with self.reporting(), self.meter.kernel(device), self.tracer.span("server"), torch.autocast(device.type, enabled=False):
             return Outputs(*self.kernel.forward(*pools, tasks, self.scores))
 
     def backward(self, pools: Saved, tasks: TaskBatch) -> Grads:
         """Gradients of a batch."""
         do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
-        with self.reporting(), self.meter.kernel(q_THD.device, backward=True), self.tracer.span("server"):
+        device = q_THD.device
+        timed = self.meter.kernel(device, backward=True)
+        with self.reporting(), timed, self.tracer.span("server"), torch.autocast(device.type, enabled=False):
             return Grads(*self.kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, self.scores))
 
     def serve(self, wave: Wave, own: Operands, dispatch: Pending | Landed | None) -> Outputs:

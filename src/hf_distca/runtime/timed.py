@@ -283,6 +283,8 @@ def on_new_ranks(ranks: int, wanted: Wanted, threads: int | None, name: str, mad
 
 
 def _rank(rank: int, ranks: int, folder: Path, wanted: Wanted, threads: int | None, name: str, made_by: str, say: Said) -> None:
+    # They only talk to each other: by default gloo listens on the address of the host's name, which others may reach.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if platform.system() == "Darwin" else "lo"
     store = dist.FileStore(str(folder / "store"), ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     try:

@@ -169,7 +169,8 @@ def batch_rebalance(lengths: IntArray, bins: int) -> IntArray:
             at += max(int(cap // each[at]), 1)
         return starts
 
-    low, high = float(each.max(initial=0)), float(each.sum())
+    dearest = float(each.max(initial=0))
+    low, high = dearest, dearest * (len(each) + 1)  # a single run of all documents costs less, however that is rounded
     while high - low > 1e-3 * high:
         cap = (low + high) / 2
         low, high = (low, cap) if len(runs(cap)) <= bins else (cap, high)
