@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hf_distca.integration.callback import DistCACallback
     from hf_distca.integration.document_shares import document_shares
     from hf_distca.integration.loading import prepare, stand_in
-    from hf_distca.integration.mixin import DistCATrainerMixin, PlanAheadMixin, plan_ahead
+    from hf_distca.integration.mixin import DistCATrainerMixin, plan_ahead
     from hf_distca.integration.reports import Metrics, balance_figures, metrics, profile
     from hf_distca.integration.session import attention_seconds, balancing, configure
     from hf_distca.integration.share_tokens import share_tokens
@@ -44,7 +44,6 @@ __all__ = [
     "Metrics",
     "PackedDocuments",
     "PackingCollator",
-    "PlanAheadMixin",
     "PlanError",
     "ReportError",
     "UnsupportedError",
@@ -81,7 +80,7 @@ _MODULES = {
     "integration.callback": ("DistCACallback",),
     "integration.document_shares": ("document_shares",),
     "integration.loading": ("prepare", "stand_in"),
-    "integration.mixin": ("DistCATrainerMixin", "PlanAheadMixin", "plan_ahead"),
+    "integration.mixin": ("DistCATrainerMixin", "plan_ahead"),
     "integration.reports": ("Metrics", "balance_figures", "metrics", "profile"),
     "integration.session": ("attention_seconds", "balancing", "configure"),
     "integration.share_tokens": ("share_tokens",),

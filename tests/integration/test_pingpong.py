@@ -324,7 +324,7 @@ def test_a_model_that_is_not_proven_is_left_whole(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("rows", [1, 4])
 def test_outputs_are_joined_by_rows_or_tokens_and_others_refused(rows: int) -> None:
     local = read_documents(rows, 6, packed=hf_distca.PackedDocuments((6,) * rows))
-    halves = NanoBatches.of(AttentionHandle(rows, 6, None), local, tile=1)
+    halves = NanoBatches.of(AttentionHandle(rows, 6), local, tile=1)
     whole = torch.randn(rows, 6, 5)
     first, second = (halves.part(nano, (whole, [whole[..., 0]], None)) for nano in (1, 2))
     joined, (inner,), nothing = halves.join(first, second)

@@ -202,12 +202,12 @@ def layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[PlanK
     config = whole.get_text_config(decoder=True)
     bytes_ = (dtype or _dtype(model, config, whole)).itemsize
     kinds = getattr(config, "layer_types", None)
-    keys = [_key(_of_layer(config, at), kind, bytes_, device) for at, kind in _each(kinds)]
-    found = list(dict.fromkeys(key for key in keys if key is not None))
-    if not found:
+    keys = [_key(_of_layer(config, layer), kind, bytes_, device) for layer, kind in _each(kinds)]
+    different = list(dict.fromkeys(key for key in keys if key is not None))
+    if not different:
         named = ", ".join(dict.fromkeys(kinds or ()))
         raise ConfigError(f"{type(config).__name__} has layer_types {named}, and none of them is attention. Give shapes instead.")
-    return sorted(found, key=lambda key: (key.window is not None, key.chunk is not None))
+    return sorted(different, key=lambda key: (key.window is not None, key.chunk is not None))
 
 
 def known_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
@@ -270,5 +270,5 @@ def _first(config: Any, *names: str) -> int | None:
 
 def _dtype(*sources: Any) -> torch.dtype:
     named = (getattr(source, "dtype", None) for source in sources)
-    found = next((dtype for dtype in named if dtype is not None), torch.float32)
-    return getattr(torch, found) if isinstance(found, str) else found
+    chosen = next((dtype for dtype in named if dtype is not None), torch.float32)
+    return getattr(torch, chosen) if isinstance(chosen, str) else chosen

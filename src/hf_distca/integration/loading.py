@@ -72,8 +72,8 @@ def check_untouched(config: PreTrainedConfig | None) -> None:
     ours = _attention.get(name) if isinstance(name, str) else None
     if ours is None:
         return
-    found = ALL_ATTENTION_FUNCTIONS[name]
-    changed = None if found is ours else found
+    registered_now = ALL_ATTENTION_FUNCTIONS[name]
+    changed = None if registered_now is ours else registered_now
     if changed is None and "flash" in str(name):
         changed = changed_flash_attention()
     if changed is not None:

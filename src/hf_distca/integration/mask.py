@@ -16,7 +16,7 @@ from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import MaskCall
 from hf_distca.integration.checks import check_step
 from hf_distca.integration.families import check_family, check_layerdrop, warn_of_family, why_whole
-from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
+from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, MaskInfo
 from hf_distca.integration.loading import check_untouched
 from hf_distca.integration.nano_batches import cut_layers
 from hf_distca.integration.positions import check_positions, see_longest
@@ -72,8 +72,6 @@ def distca_mask(
             attention_mask=attention_mask,
             local_size=local_size,
         )
-    padding = None if attention_mask is None else attention_mask[:, :q_length]
-    chunk, window = (local_size, None) if MASK_CHUNKS in parts else (None, local_size)
     call = MaskCall()
     if call.in_data_parallel:
         raise UnsupportedError(
@@ -90,22 +88,22 @@ def distca_mask(
         check_positions(model, packed, position_ids, lacking=call.lacks_positions)
         if packed.dealt is not None:
             check_step(call, packed.dealt)
-    # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
-    return AttentionHandle(
-        batch_size,
-        q_length,
-        padding,
-        window=window,
-        chunk=chunk,
+    chunked = MASK_CHUNKS in parts
+    info = MaskInfo(
+        padding=None if attention_mask is None else attention_mask[:, :q_length],
+        window=None if chunked else local_size,
+        chunk=local_size if chunked else None,
         position_ids=position_ids,
         packed=packed,
         model_type=model_type,
         whole=why_whole(model_type) or see_longest(model, config, packed),
+        # A model can be left in training mode while one rank generates: the mode does not tell that the others take part.
         alone=call.generating,
         # Only what is computed while gradients are recorded can be recomputed. Layers under reentrant checkpointing record none
         # in their first forward, but their mask is made before.
         recomputes=torch.is_grad_enabled(),
     )
+    return AttentionHandle(batch_size, q_length, info)
 
 
 def _cached_mask(**arguments: Any) -> CachedMask:

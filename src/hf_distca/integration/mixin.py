@@ -24,7 +24,7 @@ from hf_distca.integration.reports import Reading
 from hf_distca.integration.session import current_session
 from hf_distca.integration.share_tokens import share_tokens
 
-__all__ = ["Announced", "DistCATrainerMixin", "PlanAheadMixin", "announce", "have_documents", "plan_ahead"]
+__all__ = ["Announced", "DistCATrainerMixin", "announce", "have_documents", "plan_ahead"]
 
 
 def plan_ahead(batches: Sequence[Any]) -> list[Any]:
@@ -64,16 +64,18 @@ class Announced:
 
     def are(self, batches: Sequence[Any]) -> bool:
         """Whether these batches are the announced ones."""
-        return len(batches) == len(self.batches) and all(one is other for one, other in zip(batches, self.batches, strict=True))
+        return len(batches) == len(self.batches) and all(
+            batch is announced for batch, announced in zip(batches, self.batches, strict=True)
+        )
 
     def planned(self) -> list[Any]:
         """Copies of the batches, with their plans, once these are made and all ranks have the same."""
         session, planned = current_session(), []
         with session.group.reporting(f"planning {self.planning.place}"):
             plans = iter(session.planner.finish(self.planning, session.group))
-        for batch, one in zip(self.batches, self.documents, strict=True):
+        for batch, documents in zip(self.batches, self.documents, strict=True):
             planned.append(copy(batch))
-            planned[-1]["distca_documents"] = one.planned(PlansAhead({key: next(plans) for key in self.keys}))
+            planned[-1]["distca_documents"] = documents.planned(PlansAhead({key: next(plans) for key in self.keys}))
         return planned
 
 
@@ -96,7 +98,7 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
     first = session.planner.next_number + after
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
     with session.group.reporting(f"planning {place}"):
-        requests = [_requests(batch, one, keys, session.config.tile) for batch, one in zip(batches, documents, strict=True)]
+        requests = [_requests(batch, packed, keys, session.config.tile) for batch, packed in zip(batches, documents, strict=True)]
         planning = session.planner.begin(list(chain.from_iterable(requests)), session.group, place, beside=beside)
     return Announced(list(batches), documents, keys, planning)
 
@@ -109,8 +111,8 @@ def have_documents(batches: Sequence[Any]) -> bool:
 def _documents(batches: Sequence[Any]) -> list[PackedDocuments] | None:
     """The documents of each batch; None if one has none, or is a share, which has its plans."""
     known = (batch.get("distca_documents") for batch in batches if isinstance(batch, Mapping) and "input_ids" in batch)
-    found = [one for one in known if isinstance(one, PackedDocuments) and one.dealt is None]
-    return found if len(found) == len(batches) else None
+    documents = [packed for packed in known if isinstance(packed, PackedDocuments) and packed.dealt is None]
+    return documents if len(documents) == len(batches) else None
 
 
 def _requests(batch: Mapping[str, Any], documents: PackedDocuments, keys: Sequence[PlanKey], tile: int) -> list[Request]:
@@ -150,7 +152,7 @@ class DistCATrainerMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does."""
-        ours = [one for one in self.callback_handler.callbacks if isinstance(one, DistCACallback)]  # type: ignore[attr-defined]
+        ours = [callback for callback in self.callback_handler.callbacks if isinstance(callback, DistCACallback)]  # type: ignore[attr-defined]
         for callback in ours:
             callback.reports = False
         self._figures = None
@@ -247,6 +249,3 @@ class _LastRow(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._trainer.log_what_is_left()
-
-
-PlanAheadMixin = DistCATrainerMixin  # its first name

@@ -64,7 +64,7 @@ class NanoBatches:
     Attributes:
         batch_size, length: shape of the batch.
         axis: 0 if rows are cut, 1 if tokens are.
-        at: index on that axis where the second nano-batch begins.
+        border: index on that axis where the second nano-batch begins.
         sizes: of both on that axis. A batch of one token is all in the second; the first computes that token as padding, and its
             output is dropped: so it takes part in every exchange, as on the other ranks.
         handles: what stands for the mask in each.
@@ -74,7 +74,7 @@ class NanoBatches:
     batch_size: int
     length: int
     axis: int
-    at: int
+    border: int
     sizes: tuple[int, int]
     handles: tuple[AttentionHandle, AttentionHandle]
     layers: set[int] = field(default_factory=set)
@@ -83,21 +83,21 @@ class NanoBatches:
     def of(cls, handle: AttentionHandle, documents: Documents, tile: int) -> NanoBatches:
         """Cut a batch whose documents each lie on one rank, or were dealt for it."""
         rows, length = handle.batch_size, handle.length
-        axis, at, parts = cut(rows, length, documents, tile)
-        sizes = max(at, 1), (length if axis else rows) - at
+        axis, border, parts = cut(rows, length, documents, tile)
+        sizes = max(border, 1), (length if axis else rows) - border
         handover = Handover(parts[1].context)
         first, second = (
             handle.of_nano_batch(nano, (rows, size) if axis else (size, length), part, handover)
             for nano, (size, part) in enumerate(zip(sizes, parts, strict=True), 1)
         )
         first.second = second
-        return cls(rows, length, axis, at, sizes, (first, second))
+        return cls(rows, length, axis, border, sizes, (first, second))
 
     @property
     def pointless(self) -> bool:
         """Whether both are planned and neither exchanges anything: there is nothing to hide."""
         work = [work for handle in self.handles for work in handle.work.values()]
-        return len(work) > 1 and not any(one.route.exchanges for one in work)
+        return len(work) > 1 and not any(kind.route.exchanges for kind in work)
 
     def part(self, nano: int, value: Any) -> Any:
         """The part of an argument of a layer, or of several in a tuple, list or dictionary, that a nano-batch gets."""
@@ -105,15 +105,15 @@ class NanoBatches:
             dim = self._dim(value)
             if dim is None:
                 return value
-            return value.narrow(dim, 0 if nano == 1 else self.at, self.sizes[nano - 1])
+            return value.narrow(dim, 0 if nano == 1 else self.border, self.sizes[nano - 1])
         if isinstance(value, AttentionHandle):
             return self.handles[nano - 1]
         if isinstance(value, Cache):
             return None  # as under activation checkpointing: a cache would be filled twice
         if isinstance(value, dict):
-            return {name: self.part(nano, one) for name, one in value.items()}
+            return {name: self.part(nano, item) for name, item in value.items()}
         if type(value) in (tuple, list):
-            return type(value)(self.part(nano, one) for one in value)
+            return type(value)(self.part(nano, item) for item in value)
         return value
 
     def join(self, first: Any, second: Any) -> Any:
@@ -129,7 +129,7 @@ class NanoBatches:
                     f"a decoder layer returned tensors of shapes {shapes[0]} and {shapes[1]} for nano-batches of {self.sizes} "
                     f"{'tokens' if self.axis else 'rows'}, which ping-pong cannot join: set DistCAConfig(ping_pong=False)."
                 )
-            return torch.cat([first.narrow(self.axis, 0, self.at), second], self.axis)
+            return torch.cat([first.narrow(self.axis, 0, self.border), second], self.axis)
         if first is None and second is None:
             return None
         if type(first) in (tuple, list) and type(second) is type(first) and len(first) == len(second):
@@ -153,13 +153,13 @@ def cut(batch_size: int, length: int, documents: Documents, tile: int) -> tuple[
     """Where a (batch_size, length) batch is cut: axis and index as in `NanoBatches`, and the documents of both."""
     axis = 0 if batch_size > 1 else 1
     if documents.dealt is not None and documents.dealt.first_tokens is not None:
-        at = documents.dealt.first_tokens
+        border = documents.dealt.first_tokens
     else:
-        at = batch_size // 2 if axis == 0 else _middle(length, documents, tile)
-    first, second = documents.cut(at if axis else at * length)
-    if not at:
+        border = batch_size // 2 if axis == 0 else _middle(length, documents, tile)
+    first, second = documents.cut(border if axis else border * length)
+    if not border:
         first = replace(first, keep=np.zeros(0, dtype=np.int64))
-    return axis, at, (first, second)
+    return axis, border, (first, second)
 
 
 def _middle(length: int, documents: Documents, tile: int) -> int:
@@ -213,8 +213,7 @@ def _in_nano_batches(base: Any) -> Any:
         return (_blank, (base, *arguments[1:]), *state)
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    made = type(base.__name__, (base,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__, "_distca_whole": base})
-    return made
+    return type(base.__name__, (base,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__, "_distca_whole": base})
 
 
 def _blank(kind: Any, *arguments: Any) -> Any:
@@ -224,12 +223,12 @@ def _blank(kind: Any, *arguments: Any) -> Any:
 
 def _run(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) -> Any:
     first, second = (partial(whole, *cut.part(nano, args), **cut.part(nano, kwargs)) for nano in (1, 2))
-    device = next(one.device for one in _flat((args, kwargs)) if isinstance(one, torch.Tensor))
+    device = next(tensor.device for tensor in _flat((args, kwargs)) if isinstance(tensor, torch.Tensor))
     trace = current_session().trace
     if trace is not None:
         trace.border(device)
     output = cut.join(*run_nano_batches(first, second, device.type))
-    grown = next((one for one in _flat((output,)) if isinstance(one, torch.Tensor) and one.requires_grad), None)
+    grown = next((tensor for tensor in _flat((output,)) if isinstance(tensor, torch.Tensor) and tensor.requires_grad), None)
     if trace is not None and grown is not None:
         grown.register_hook(lambda _: trace.border(device))  # type: ignore[no-untyped-call]
     return output
@@ -238,18 +237,18 @@ def _run(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) ->
 def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NanoBatches | None:
     """How to cut this call of a layer; None to run it whole."""
     flat = list(_flat((args, kwargs)))
-    handles = {id(one): one for one in flat if isinstance(one, AttentionHandle)}
+    handles = {id(argument): argument for argument in flat if isinstance(argument, AttentionHandle)}
     if len(handles) != 1:
         return None
     handle = next(iter(handles.values()))
     if in_backward():  # a recompute, which must do what the forward did
-        found = handle.nano_batches
-        return found if found is not None and id(layer) in found.layers else None
+        nano_batches = handle.nano_batches
+        return nano_batches if nano_batches is not None and id(layer) in nano_batches.layers else None
     # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model in training mode.
-    if any(isinstance(one, Cache) for one in flat) and not (layer.training and torch.is_grad_enabled()):
+    if any(isinstance(argument, Cache) for argument in flat) and not (layer.training and torch.is_grad_enabled()):
         return None
     session = current_session()
-    if handle.nano or not (session.config.ping_pong and session.shares(handle, layer.training)):
+    if handle.nano or not (session.config.ping_pong and session.is_collective(handle, layer.training)):
         return None
     if (why := _holds_attention(layer)) is not None:
         _warn_of_parts(why)
@@ -302,7 +301,7 @@ def _flat(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         value = tuple(value.values())
     if type(value) in (tuple, list):
-        for one in value:
-            yield from _flat(one)
+        for item in value:
+            yield from _flat(item)
     else:
         yield value

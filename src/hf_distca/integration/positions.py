@@ -47,24 +47,25 @@ def check_positions(
         return
     position = documents.positions
     if lacking:
-        found = np.arange(len(position))
+        counted = np.arange(len(position))
     elif position_ids is None or position_ids.numel() != len(position):
         return  # the latter is said where documents are read
     else:
-        found = position_ids.reshape(-1).cpu().numpy()
-    ahead = found - position
+        counted = position_ids.reshape(-1).cpu().numpy()
+    ahead = counted - position
     wrong = np.flatnonzero((ahead != ahead[:1]) | (ahead < 0))
     if len(wrong):
-        at = int(wrong[0])
+        token = int(wrong[0])
         raise LayoutError(
-            f"token {at} of the batch is at position {position[at]} of its document, by distca_documents, and "
-            f"{type(model).__name__} has {found[at]} for it: give the model position_ids, as PackingCollator does for shares."
+            f"token {token} of the batch is at position {position[token]} of its document, by distca_documents, and "
+            f"{type(model).__name__} has {counted[token]} for it: give the model position_ids, as PackingCollator does for "
+            "shares."
         )
     _checked.add(model)
 
 
 _LONGER = "_distca_longer"  # attribute of a rotary module: whether a position was added to those of its call
-_found: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = WeakKeyDictionary()
+_rotaries_of: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = WeakKeyDictionary()
 
 _DEPENDS = "their rotary embedding ({kinds}) depends on the longest document of all ranks"
 _UNKNOWN = f"{_DEPENDS}, which only shares of hf_distca.document_shares know"
@@ -99,9 +100,9 @@ def see_longest(model: PreTrainedModel | None, config: PreTrainedConfig | None, 
 
 def varies(config: PreTrainedConfig | None) -> set[str]:
     """The kinds of rotary embedding in a model's config that depend on the longest document."""
-    found = getattr(config, "rope_parameters", None) or {}
-    each = [found, *found.values()]  # one for all layers, or one for each kind of layer
-    kinds = {str(one.get("rope_type")) for one in each if isinstance(one, Mapping)}
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rotaries = [parameters, *parameters.values()]  # rotary for all layers, or rotary for rotaries kind of layer
+    kinds = {str(rotary.get("rope_type")) for rotary in rotaries if isinstance(rotary, Mapping)}
     return {kind for kind in kinds if _depends(kind)}
 
 
@@ -121,11 +122,11 @@ def _rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
 
-    if model not in _found:
+    if model not in _rotaries_of:
         rotaries = [module for module in model.modules() if any(_depends(kind) for kind in _kinds(module))]
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        _found[model] = rotaries, any(part is one for layer in layers for part in layer.modules() for one in rotaries)
-    return _found[model]
+        _rotaries_of[model] = rotaries, any(part in rotaries for layer in layers for part in layer.modules())
+    return _rotaries_of[model]
 
 
 def _kinds(module: torch.nn.Module) -> Iterator[str]:
@@ -158,7 +159,7 @@ def _without_longest(module: torch.nn.Module, args: tuple[Any, ...], output: Any
         return None
     if isinstance(output, torch.Tensor):
         return _shorter(output)
-    return type(output)(_shorter(one) for one in output)
+    return type(output)(_shorter(rotation) for rotation in output)
 
 
 def _shorter(rotation: torch.Tensor) -> torch.Tensor:

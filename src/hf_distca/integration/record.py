@@ -143,9 +143,9 @@ class Recorder(logging.Filter):
     def _plan_row(self, step: int, counted: Counted) -> PlanRow:
         self._plans += 1
         parts = [
-            PlanPart(json.loads(one.plan.to_json()), one.seconds.tolist(), one.speeds.speeds)
-            for one in (measurement.estimate for measurement in counted.measurements)
-            if one.plan is not None
+            PlanPart(json.loads(estimate.plan.to_json()), estimate.seconds.tolist(), estimate.speeds.speeds)
+            for estimate in (measurement.estimate for measurement in counted.measurements)
+            if estimate.plan is not None
         ]
         return PlanRow(step, counted.number - self._began, _per_rank(_by_rank(counted.measurements)), parts)
 
@@ -168,19 +168,19 @@ def _by_rank(measurements: Sequence[Measurement]) -> np.ndarray[Any, np.dtype[np
     """(figures, ranks) in the order of the fields of `PerRank`."""
     rows = []
     counted: set[int] = set()
-    for one in measurements:
-        estimate, tokens = one.estimate, np.zeros(one.estimate.ranks)
+    for measurement in measurements:
+        estimate, tokens = measurement.estimate, np.zeros(measurement.estimate.ranks)
         # Each kind of layers has a plan for the same tokens; each nano-batch has its own.
         if estimate.plan is not None and estimate.nano not in counted:
             counted.add(estimate.nano)
             tokens += estimate.plan.layout.query_tokens
-        measured = estimate.given_back(one.seconds), one.seconds, one.sent_bytes
+        measured = estimate.given_back(measurement.seconds), measurement.seconds, measurement.sent_bytes
         rows.append(np.stack([tokens, estimate.before, estimate.after, *measured]).astype(np.float64))
     return np.asarray(np.sum(rows, axis=0), dtype=np.float64)
 
 
 def _per_rank(ranks: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
-    columns = dict(zip((one.name for one in fields(PerRank)), ranks.tolist(), strict=True))
+    columns = dict(zip((field.name for field in fields(PerRank)), ranks.tolist(), strict=True))
     whole = {name: [int(value) for value in columns[name]] for name in ("tokens", "sent_bytes")}
     return PerRank(**{**columns, **whole})
 
@@ -193,23 +193,23 @@ def _described(model: torch.nn.Module | None) -> dict[str, Any]:
     """Type, shape and dtype of the first part of a model that asks for distca."""
     for config in distca_configs(model)[:1]:
         shape = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window")
-        found = {name: value for name in shape if (value := getattr(config, name, None)) is not None}
-        return {"type": config.model_type, **found, "dtype": str(getattr(model, "dtype", ""))}
+        sizes = {name: value for name in shape if (value := getattr(config, name, None)) is not None}
+        return {"type": config.model_type, **sizes, "dtype": str(getattr(model, "dtype", ""))}
     return {}
 
 
 def _settings(config: DistCAConfig) -> dict[str, Any]:
-    values = {one.name: getattr(config, one.name) for one in fields(config)}
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
     return {
         name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value for name, value in values.items()
     }
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

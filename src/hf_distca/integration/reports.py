@@ -120,7 +120,7 @@ def summary(done: Tally, session: Session) -> str | None:
     for kind in ("estimated", "measured"):
         mean = getattr(done, f"{kind}_mean")
         if mean > 0:
-            before, after = (getattr(done, f"{kind}_{at}") / mean for at in ("before", "after"))
+            before, after = (getattr(done, f"{kind}_{side}") / mean for side in ("before", "after"))
             lines.append(f"    {kind:<32}{before:>8.3f}{after:>8.3f}")
     figures = done.figures()
     parts = {
