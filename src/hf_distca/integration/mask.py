@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,6 +73,21 @@ def distca_mask(
             attention_mask=attention_mask,
             local_size=local_size,
         )
+    chunked = MASK_CHUNKS in parts
+    info = MaskInfo(
+        padding=None if attention_mask is None else attention_mask[:, :q_length],
+        window=None if chunked else local_size,
+        chunk=local_size if chunked else None,
+        model_type=model_type,
+        # Only what is computed while gradients are recorded can be recomputed. Layers under reentrant checkpointing record none
+        # in their first forward, but their mask is made before.
+        recomputes=torch.is_grad_enabled(),
+    )
+    return AttentionHandle(batch_size, q_length, _with_caller(info, config))
+
+
+def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
+    """With what the model knows that asks for the mask, once that was checked and prepared as far as nobody did so before."""
     call = MaskCall()
     if call.in_data_parallel:
         raise UnsupportedError(
@@ -79,42 +95,23 @@ def distca_mask(
             "processes. Start one process for each GPU, with torchrun or accelerate launch; or make one GPU visible "
             "(CUDA_VISIBLE_DEVICES=0)."
         )
-    warn_of_family(model_type)
-    if _trains(call):
+    warn_of_family(info.model_type)
+    model, packed, position_ids = next(call.models(), None), call.documents, call.position_ids
+    if torch.is_grad_enabled() if model is None else model.training:
         check_layerdrop(config)
     _prepare_caller(call)
-    model, packed, position_ids = next(call.models(), None), call.documents, call.position_ids
     if model is not None and isinstance(packed, PackedDocuments) and packed.starts is not None:
         check_positions(model, packed, position_ids, lacking=call.lacks_positions)
         if packed.dealt is not None:
             check_step(call, packed.dealt)
-    chunked = MASK_CHUNKS in parts
-    info = MaskInfo(
-        padding=None if attention_mask is None else attention_mask[:, :q_length],
-        window=None if chunked else local_size,
-        chunk=local_size if chunked else None,
-        position_ids=position_ids,
-        packed=packed,
-        model_type=model_type,
-        whole=why_whole(model_type) or see_longest(model, config, packed),
-        # A model can be left in training mode while one rank generates: the mode does not tell that the others take part.
-        alone=call.generating,
-        # Only what is computed while gradients are recorded can be recomputed. Layers under reentrant checkpointing record none
-        # in their first forward, but their mask is made before.
-        recomputes=torch.is_grad_enabled(),
-    )
-    return AttentionHandle(batch_size, q_length, info)
+    whole = why_whole(info.model_type) or see_longest(model, config, packed)
+    # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
+    return replace(info, position_ids=position_ids, packed=packed, whole=whole, alone=call.generating)
 
 
 def _cached_mask(**arguments: Any) -> CachedMask:
     """The dense mask that sdpa makes of the arguments of a mask function."""
     return torch.Tensor.as_subclass(sdpa_mask(**arguments), CachedMask)  # type: ignore[arg-type]  # never None without skips
-
-
-def _trains(call: MaskCall) -> bool:
-    """Whether the model that asks for a mask is in training mode; if it is none of transformers', whether it has gradients."""
-    model = next(call.models(), None)
-    return torch.is_grad_enabled() if model is None else model.training
 
 
 def _prepare_caller(call: MaskCall) -> None:
