@@ -142,11 +142,11 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
 @cache
 def warn_of_family(model_type: str | None) -> None:
     """Warn, once a family, that nobody has compared it with another attention."""
-    if model_type not in FAMILIES and model_type not in _TRIED_PARTS:
+    if model_type is not None and model_type not in FAMILIES and model_type not in _TRIED_PARTS:
         _log.warning(
             "%s models were never compared under distca with another attention. The arguments of every attention call are "
             "checked, but compare a few losses with those of sdpa before you rely on it.",
-            model_type,
+            model_type or "unnamed",
         )
 
 
