@@ -17,8 +17,9 @@ from hf_distca.agreement import dealt as dealt_module
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
+from hf_distca.agreement.planned import Observation
 from hf_distca.agreement.planner import Planner
-from hf_distca.agreement.rates import Correction, Observation, Rates
+from hf_distca.agreement.rates import Correction, Rates
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
@@ -287,7 +288,7 @@ class Later:
 class Slow(MadeUpGroup):
     """Two ranks whose meetings take long on this one."""
 
-    def meet(self, row: np.ndarray, **_: object) -> Later:
+    def gather_async(self, row: np.ndarray, **_: object) -> Later:
         self.meetings.append(Later([row, self.other(row)]))
         return self.meetings[-1]
 
@@ -320,7 +321,6 @@ def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ..
         if over_at_once:
             for meeting in group.meetings:
                 meeting.done = True
-            planner.look()
     return made
 
 

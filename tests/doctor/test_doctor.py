@@ -24,7 +24,7 @@ from hf_distca.doctor.findings import Finding, State
 from hf_distca.doctor.machine import Devices, devices, versions
 from hf_distca.doctor.model import dtype_of, family, kernels, read_config
 from hf_distca.errors import ConfigError
-from hf_distca.kernels import flash_attn, flash_attn_3, flash_attn_4
+from hf_distca.kernels import flash
 from pages import words_of
 from ranks import RankPool
 from scripts import run as run_script
@@ -100,16 +100,15 @@ def _one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(hf_distca.kernels, "_checked", {})
+    hf_distca.kernels._checked.cache_clear()
     monkeypatch.setattr(hf_distca.kernels, "wrong", lambda *case: None)
-    for module in (flash_attn_3, flash_attn_4):
-        monkeypatch.setattr(module, "_interface", lambda: ImportError("not here"))
+    monkeypatch.setattr(flash, "_module", lambda name: ImportError("not here"))
 
 
 @pytest.mark.usefixtures("_one_hopper")
 def test_flash_attn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of torch runs, and it is said why the faster one does not; with a softcap only the slow one is left."""
-    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed", lambda: None)
     runs, *others = kernels(LlamaConfig(), torch.bfloat16, CUDA)
     assert (runs.value, runs.state, runs.todo) == ("kernel 'cuda'", State.good, None)
     reasons = {one.name: one.value for one in others}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from some_run import RUN, documents, plan_row, some_rows, steps_row, write_record, write_state, write_trace
 
-from hf_distca.agreement.figures import Tally
+from hf_distca.agreement.history import Tally
 from hf_distca.errors import ReportError
 from hf_distca.run_report.charts import charts
 from hf_distca.run_report.figures import Figures, collect

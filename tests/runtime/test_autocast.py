@@ -6,13 +6,12 @@ import pytest
 import torch
 from test_core_attention import dense
 
-from hf_distca.kernels import Scores, select_kernel
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 
@@ -42,7 +41,7 @@ def test_kernels_under_autocast_are_as_exact_as_without(name: str, scores: Score
     expected_o = dense(*exact, None, scores)
     expected = torch.autograd.grad(expected_o, exact, do.double())
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    kernel = select_kernel(name, CPU, dtype, DIM, DIM, scores)
+    kernel = select_kernel(name, Case(CPU, dtype, DIM, DIM, scores))
     call = Call(
         Route.build(Plan.local(Layout.from_lengths([[TOKENS]]), scores.window), 0),
         AttentionGroup(),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import forks
 from hf_distca.errors import DistCADesyncError
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.watch import Watch
 from ranks import join_world
 
@@ -42,7 +43,7 @@ class NcclLink:
 
 
 def watches(ranks: int) -> tuple[list[Watch], list[NcclLink]]:
-    store = dist.HashStore()
+    store = dist.PrefixStore("a group", dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     links = [NcclLink(store) for _ in range(ranks)]
     every = tuple(range(ranks))
     return [Watch(every, rank, 1.0, (link,)) for rank, link in enumerate(links)], links  # type: ignore[arg-type]
@@ -85,11 +86,29 @@ def test_a_word_goes_before_a_farewell(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_what_is_found_behind_the_back_of_a_rank_is_shown_and_wakes_it(capsys: pytest.CaptureFixture[str]) -> None:
     (first, _), links = watches(2)
-    first.part(DistCADesyncError("ranks have different numbers of plans"))
+    first.fail_with(DistCADesyncError("ranks have different numbers of plans"))
     assert capsys.readouterr().err == "hf_distca: ranks have different numbers of plans\n"
     assert links[0].aborted == 1
     with pytest.raises(DistCADesyncError, match="different numbers of plans"):
-        first.heed()
+        first.raise_pending()
+
+
+class Lost:
+    """A collective to which others do not come."""
+
+    def wait(self) -> None:
+        raise RuntimeError("Connection closed by peer\nand more")
+
+
+def test_ranks_that_do_not_come_to_a_meeting_are_told_of_at_once_over_nccl(capsys: pytest.CaptureFixture[str]) -> None:
+    (first, _), links = watches(2)
+    meeting = Meeting(torch.zeros(2, 1, dtype=torch.int64), Lost(), lambda rows: None, first, "comparing shares")  # type: ignore[arg-type]
+    wait_until(lambda: links[0].aborted)
+    with pytest.raises(DistCADesyncError, match="while comparing shares, and not all came"):
+        meeting.wait()
+    assert (
+        "hf_distca: not all of ranks (0, 1) came while comparing shares (Connection closed by peer)\n" in capsys.readouterr().err
+    )
 
 
 def reduce_in_vain(rank: int, folder: Path, ended: Connection) -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.measured import Lessons, Measured
+from hf_distca.agreement.planned import Planned, observed
 from hf_distca.agreement.rates import Rates
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.ranks import Ranks
 
 __all__ = ["Costs"]
 
+# Layers of one kind have one cost model, whatever their windows are.
+Kind = tuple[AttentionShape, str]
 
-class Costs(dict[tuple[AttentionShape, str], CostModel]):
+
+class Costs(dict[Kind, CostModel]):
     """The cost models that were given, by shape and device type, without a window.
 
     Attributes:
@@ -27,8 +30,8 @@ class Costs(dict[tuple[AttentionShape, str], CostModel]):
     def __init__(self) -> None:
         super().__init__()
         self.rates = Rates()
-        self.dtypes: dict[tuple[AttentionShape, str], str] = {}
-        self._lessons = Lessons(self.rates)
+        self.dtypes: dict[Kind, str] = {}
+        self._queue: deque[tuple[int, Sequence[Planned]]] = deque()
 
     def of(self, key: PlanKey, *, trial: bool = False) -> CostModel:
         """The cost model that a plan is made with: as it was given, corrected by what was measured.
@@ -54,11 +57,37 @@ class Costs(dict[tuple[AttentionShape, str], CostModel]):
         speeds = self.rates.ranks.speeds
         return Ranks(speeds if speeds is not None and len(speeds) == count else None, per_node)
 
-    def hear(self, number: int, measured: Sequence[Measured], figures: IntArray) -> None:
-        """Take in what the meeting of this number told, as `Lessons.add`."""
-        self._lessons.add(number, measured, figures)
+    def queue(self, number: int, plans: Sequence[Planned]) -> None:
+        """Take in plans whose figures the announcement of this number told, until `apply` learns from them."""
+        self._queue.append((number, plans))
 
-    def learn(self, before: int, config: DistCAConfig) -> list[str]:
-        """Correct rates by what meetings told before this one; what has changed, in words."""
-        self._lessons.learn(before, self, config)
-        return self.rates.take_changes()
+    def apply(self, before: int, config: DistCAConfig) -> list[str]:
+        """Correct rates by what announcements told before this one: at one micro-batch on all ranks.
+
+        Args:
+            before: number of an announcement; a rank may know of later ones that others do not know of yet.
+            config: settings.
+
+        Returns:
+            What has changed, in words.
+        """
+        changes: list[str] = []
+        while self._queue and self._queue[0][0] < before:
+            _, plans = self._queue.popleft()
+            # What a user's own model says is meant as it is.
+            if config.measured_rates and not isinstance(config.cost_model, CostModel):
+                changes += self._learn(plans, config)
+        return changes
+
+    def _learn(self, plans: Sequence[Planned], config: DistCAConfig) -> list[str]:
+        """Learn from each micro-batch and kind of layer, in order of first use."""
+        changes: list[str] = []
+        together: dict[tuple[int, PlanKey], list[Planned]] = {}
+        for plan in plans:
+            together.setdefault((plan.number, plan.key._replace(nano=0)), []).append(plan)
+        for (_, key), parts in together.items():
+            kind = key.shape, key.device
+            observation = observed(parts, self[kind], config) if self.rates.wants(kind) else None
+            if observation is not None:
+                changes += self.rates.learn(kind, observation)
+        return changes

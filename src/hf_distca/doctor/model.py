@@ -16,7 +16,7 @@ from transformers import __version__ as transformers_version
 from hf_distca.doctor.findings import Finding, State
 from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
 from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, layer_keys, why_whole
-from hf_distca.kernels import Scores, survey
+from hf_distca.kernels import Case, Scores, survey
 
 __all__ = ["dtype_of", "family", "kernels", "read_config", "with_defaults"]
 
@@ -172,9 +172,9 @@ def _settings(config: PreTrainedConfig) -> Iterator[Finding]:
 def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.device) -> Iterator[Finding]:
     """Which kernel runs each kind of layers of a model, and why none that comes before it."""
     softcap = None if config is None else getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
-    cases: list[tuple[str, tuple[int, int], Scores, int]] = []
+    cases: list[tuple[str, Case]] = []
     if config is None:
-        cases.append((f"heads of {_USUAL_WIDTH}", (_USUAL_WIDTH, _USUAL_WIDTH), Scores(1.0), 1))
+        cases.append((f"heads of {_USUAL_WIDTH}", Case(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, Scores(1.0), 1)))
     else:
         try:
             keys = layer_keys(config, dtype, device.type)
@@ -184,15 +184,13 @@ def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.d
         for key in keys:
             widths = key.shape.head_dim, key.shape.value_head_dim
             named = f"heads of {widths[0]}" + (f", window {key.window}" if key.window else "") + (", softcap" if softcap else "")
-            cases.append((named, widths, Scores(1.0, key.window, softcap or None), key.shape.ratio))
-    for named, widths, scores, ratio in dict.fromkeys(cases):
-        yield from _case(named, dtype, device, widths, scores, ratio)
+            cases.append((named, Case(device, dtype, *widths, Scores(1.0, key.window, softcap or None), key.shape.ratio)))
+    for named, case in dict.fromkeys(cases):
+        yield from _case(named, case)
 
 
-def _case(
-    named: str, dtype: torch.dtype, device: torch.device, widths: tuple[int, int], scores: Scores, ratio: int
-) -> Iterator[Finding]:
-    looked_at = survey(device, dtype, *widths, scores, ratio)
+def _case(named: str, asked: Case) -> Iterator[Finding]:
+    looked_at, dtype, device = survey(asked), asked.dtype, asked.device
     running = next((name for name, reason in looked_at if reason is None), None)
     case = f"{named}, {str(dtype).removeprefix('torch.')} on {device.type}"
     before = [(name, reason) for name, reason in looked_at if reason is not None]

@@ -24,7 +24,7 @@ from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.families import known_cost, layer_keys
 from hf_distca.integration.session import current_session
-from hf_distca.runtime.nodes import launched_per_node
+from hf_distca.runtime.members import launched_per_node
 from hf_distca.schedule.cost import AttentionShape
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.announce import PlanKey, Request
 from hf_distca.agreement.documents import PackedDocuments, PlansAhead, read_documents
-from hf_distca.agreement.planned import Planning, Request
+from hf_distca.agreement.planner import Planning
 from hf_distca.integration.callback import DistCACallback, before_the_last_row
 from hf_distca.integration.checks import check_loader, check_shares, check_sharing
 from hf_distca.integration.nano_batches import cut

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hf_distca.agreement.figures import Tally
+from hf_distca.agreement.history import Tally
 from hf_distca.integration.processes import say
 from hf_distca.integration.session import Session, current_session
 from hf_distca.runtime.trace import Trace

@@ -26,17 +26,15 @@ from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.families import known_cost
 from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.processes import data_parallel_group, find_members, said_if_long, size_of_groups
-from hf_distca.kernels import Kernel, Scores, select_kernel
+from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import to_device
-from hf_distca.runtime.calibrate import calibrate
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.measure.calibrate import calibrate, fastest
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
-from hf_distca.runtime.fastest import fastest
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
@@ -127,7 +125,7 @@ class Session:
         """Compare what was measured since the last plan, where no next one will tell: at the end of training, on all ranks."""
         group = self._group
         if group is not None and group.size > 1 and not group.left and dist.is_initialized():
-            self.planner.collect(group)
+            self.planner.flush(group)
 
     @property
     def looks_for_mesh(self) -> bool:
@@ -225,7 +223,7 @@ class Session:
         if work.attend is not None:
             return work.attend(module, inputs, scores)
         group, number = work.group, next(work.numbers)
-        group.heed()
+        group.raise_pending()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
         if group.data is not None:
             group = replace(group, data=group.data.at(place, work.route.forward_exchanges))
@@ -252,7 +250,7 @@ class Session:
     def kernel(self, query: torch.Tensor, widths: tuple[int, int], scores: Scores, ratio: int) -> Kernel:
         """The kernel for the device and dtype of a tensor, heads of these widths of keys and values, so many queries a key."""
         first = self._fastest.get((query.dtype, widths))
-        kernel = select_kernel(self.config.kernel, query.device, query.dtype, *widths, scores, first=first, ratio=ratio)
+        kernel = select_kernel(self.config.kernel, Case(query.device, query.dtype, *widths, scores, ratio), first=first)
         self.kernels[kernel.name] = None
         return kernel
 

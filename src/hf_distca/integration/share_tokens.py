@@ -174,7 +174,7 @@ def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_
     runs = [dealt.runs(group.rank) for dealt in shared]
     for home, _, tokens in (run for runs_of_batch in runs for run in runs_of_batch):
         receive[home] += tokens
-    arrived = group.trade(torch.cat(sent), send, receive, doing=place)
+    arrived = group.all_to_all(torch.cat(sent), send, receive, doing=place)
     begin = np.cumsum(receive) - receive
     columns = []
     for runs_of_batch in runs:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from hf_distca.errors import DistCADesyncError
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.pipeline.kinds import Kind
 from hf_distca.pipeline.pace import CallId
-from hf_distca.runtime.call import Call
-from hf_distca.runtime.exchange import Landed, Pending
+from hf_distca.runtime.call import AttentionServer, Call, in_groups
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs
-from hf_distca.runtime.route import Route, Wave
-from hf_distca.runtime.server import AttentionServer, Grads, Operands, Outputs, Saved, in_groups
+from hf_distca.runtime.route import Route
 
 __all__ = ["Leg", "Legs", "StageCall", "serve", "serve_backward"]
 
@@ -101,7 +99,7 @@ class StageCall(Call):
     """A call with rows of this rank's own.
 
     Args:
-        route, group, server, kept: as for `Call`, of its forward.
+        route, group, server, stored: as for `Call`, of its forward.
         exchanges: whether any rank moves anything in its forward or backward.
         turn: gives route, group and server of its backward, once that begins.
     """
@@ -111,12 +109,12 @@ class StageCall(Call):
         route: Route,
         group: AttentionGroup,
         server: AttentionServer,
-        kept: LayerOutputs | None,
+        stored: LayerOutputs | None,
         *,
         exchanges: bool,
         turn: Callable[[], tuple[Route, AttentionGroup, AttentionServer]],
     ) -> None:
-        super().__init__(route, group, server, kept)
+        super().__init__(route, group, server, stored)
         self._exchanges, self._turn = exchanges, turn
 
     @property
@@ -130,33 +128,6 @@ class StageCall(Call):
         self.route, self.group, self.server = self._turn()
         self.server.tracer.backward = True
 
-    # Where only the other direction exchanges, there is nothing to launch and to wait for in this one.
-
-    def launch_dispatch(self, wave: Wave, own: Operands | Saved) -> None:
-        """As of `Call`, if there is something to exchange."""
-        if self.route.exchanges:
-            super().launch_dispatch(wave, own)
-        else:
-            self.dispatch.put(_NO_MESSAGE)
-
-    def serve(self, wave: Wave, own: Operands, outputs: Outputs, dispatch: Pending | Landed) -> None:
-        """As of `Call`, if there is something to exchange."""
-        if self.route.exchanges:
-            super().serve(wave, own, outputs, dispatch)
-
-    def land(self, wave: Wave, outputs: Outputs) -> None:
-        """As of `Call`, if there is something to exchange."""
-        if self.route.exchanges:
-            super().land(wave, outputs)
-
-    def serve_backward(self, wave: Wave, own: Saved, grads: Grads, dispatch: Pending | Landed) -> Grads:
-        """As of `Call`, if there is something to exchange."""
-        return super().serve_backward(wave, own, grads, dispatch) if self.route.exchanges else grads
-
-    def land_backward(self, wave: Wave, grads: Grads) -> Grads:
-        """As of `Call`, if there is something to exchange."""
-        return super().land_backward(wave, grads) if self.route.exchanges else grads
-
 
 def serve(call: Call, nothing: Operands) -> None:
     """Take part in the forward of a call without rows of this rank's own.
@@ -168,9 +139,8 @@ def serve(call: Call, nothing: Operands) -> None:
     nothing = in_groups(nothing, call.route.groups)  # rows of head groups travel, if documents are split by heads
     outputs = _no_outputs(nothing)
     for wave in call.route.waves:
-        call.launch_dispatch(wave, nothing)
-        call.serve(wave, nothing, outputs, call.dispatch.take())
-        call.land(wave, outputs)
+        dispatch = call.send_queries_and_keys(wave, nothing)
+        call.collect_outputs(wave, outputs, call.run_arrived(wave, nothing, outputs, dispatch))
 
 
 def serve_backward(call: Call, nothing: Operands) -> None:
@@ -180,9 +150,8 @@ def serve_backward(call: Call, nothing: Operands) -> None:
     saved = Saved(torch.empty_like(outputs.o_THV), nothing.q_THD, *outputs, nothing.k_TKD, nothing.v_TKV)
     grads = Grads(*(torch.empty_like(tensor) for tensor in nothing))
     for wave in call.route.waves:
-        call.launch_dispatch(wave, saved)
-        grads = call.serve_backward(wave, saved, grads, call.dispatch.take())
-        grads = call.land_backward(wave, grads)
+        dispatch = call.send_queries_and_keys(wave, saved)
+        grads = call.collect_grads(wave, *call.run_arrived_backward(wave, saved, grads, dispatch))
 
 
 def _no_outputs(nothing: Operands) -> Outputs:
@@ -191,17 +160,3 @@ def _no_outputs(nothing: Operands) -> Outputs:
     o_THV = q_THD.new_empty((0, q_THD.shape[1], v_TKV.shape[2]))
     lse_TH = q_THD.new_empty((0, q_THD.shape[1]), dtype=torch.promote_types(q_THD.dtype, torch.float32))
     return Outputs(o_THV, lse_TH)
-
-
-class _NoMessage(Pending):
-    """What is handed on where nothing is launched."""
-
-    def __init__(self) -> None:
-        self.sent_bytes = 0
-
-    def sections(self) -> Any:
-        """None: nobody asks."""
-        return []
-
-
-_NO_MESSAGE = _NoMessage()

@@ -106,7 +106,7 @@ def check_facts(group: AttentionGroup, fingerprints: Sequence[int], facts: Facts
     """
     if len(set(fingerprints)) == 1:
         return
-    told: list[dict[str, str]] = [json.loads(text or "{}") for text in group.tell(json.dumps(facts))]
+    told: list[dict[str, str]] = [json.loads(text or "{}") for text in group.gather_text(json.dumps(facts))]
     names = dict.fromkeys(name for rank_facts in told for name in rank_facts)
     different = [name for name in names if len({rank_facts.get(name) for rank_facts in told}) > 1]
     by_name = "; ".join(f"{name} is {_values(group, [rank_facts.get(name) for rank_facts in told])}" for name in different)

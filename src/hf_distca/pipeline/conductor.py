@@ -20,13 +20,12 @@ from hf_distca.kernels.varlen import to_device
 from hf_distca.pipeline.calls import Leg, Legs, StageCall, serve, serve_backward
 from hf_distca.pipeline.kinds import Kind
 from hf_distca.pipeline.pace import Before, Stopwatch
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Tracer
 from hf_distca.schedule.layout import Layout
 
@@ -162,7 +161,7 @@ def _attend(
     seat: Seat, micro_batch: MicroBatch, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
 ) -> torch.Tensor:
     """One call of a micro-batch, in its forward or in a recompute."""
-    seat.group.heed()
+    seat.group.raise_pending()
     again = in_backward()
     number = micro_batch.numbers.get(id(module)) if again else _number(micro_batch, module)
     if number is None:

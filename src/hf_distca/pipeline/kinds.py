@@ -11,9 +11,8 @@ import torch
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.errors import UnsupportedError
-from hf_distca.kernels.base import Scores
+from hf_distca.kernels.base import Operands, Scores
 from hf_distca.runtime.call import Inputs
-from hf_distca.runtime.server import Operands
 from hf_distca.schedule.cost import AttentionShape
 
 __all__ = ["DTYPES", "WHY_NOT_OTHERS", "Kind"]

@@ -190,7 +190,7 @@ class Schedule(OneStageSchedule):
             return
         if self._comparing is not None:
             self._comparing.wait()
-        self._comparing = crew.group.meet(numbers, doing=f"comparing shares of {place}", agree=check)
+        self._comparing = crew.group.gather_async(numbers, doing=f"comparing shares of {place}", agree=check)
 
     def _learn_pace(self, crew: Crew) -> None:
         """Tell the other ranks what this one did beside attention in the last step, and hear it from them."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_distca.agreement.figures import Tally
+from hf_distca.agreement.history import Tally
 from hf_distca.errors import LayoutError, PlanError, ReportError
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import PerRank, PlanRow, StepsRow

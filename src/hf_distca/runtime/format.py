@@ -144,9 +144,9 @@ class Format:
         sections: list[list[tuple[int, int]]] = [[] for _ in parts]
         offset = 0
         for rank in sorted({rank for rows, _ in parts for rank in rows.receive}):
-            for found, (rows, row_bytes) in zip(sections, parts, strict=True):
+            for section, (rows, row_bytes) in zip(sections, parts, strict=True):
                 if count := rows.receive.get(rank, 0):
-                    found.append((offset, count))
+                    section.append((offset, count))
                     offset += _padded(count * row_bytes)
         send, receive = (_sizes(parts, [getattr(rows, name) for rows, _ in parts]) for name in ("send", "receive"))
         payload = sum(sum(rows.send.values()) * row_bytes for rows, row_bytes in parts)

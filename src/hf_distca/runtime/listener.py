@@ -28,8 +28,8 @@ class Listening(Protocol):
     def look(self) -> bool:
         """Whether to look again."""
 
-    def say_farewell(self) -> None:
-        """Let other ranks stop looking: the store may end with this process."""
+    def say_farewell(self) -> bool:
+        """Let other ranks stop looking, if the store may end with this process. Returns whether that was so."""
 
 
 class _Listener:
@@ -52,9 +52,7 @@ class _Listener:
         self._ended.set()
         if self._process != os.getpid():
             return
-        for listening in tuple(self._listening):
-            listening.say_farewell()
-        time.sleep(max(map(_pause, self._listening), default=0.0))
+        time.sleep(max((_pause(listening) for listening in tuple(self._listening) if listening.say_farewell()), default=0.0))
 
     def _run(self) -> None:
         while not self._ended.wait(max(map(_pause, tuple(self._listening)), default=LOOK_SECONDS)):

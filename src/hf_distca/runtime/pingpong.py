@@ -70,14 +70,14 @@ def run_nano_batches(first: Callable[[], T], second: Callable[[], T], device_typ
 
     both = [_NanoBatch(lambda: store(0, first), device_type), _NanoBatch(lambda: store(1, second), device_type)]
     try:
-        while not all(one.dead for one in both):
-            for one in both:
-                if not one.dead:
-                    one.resume()
+        while not all(nano_batch.dead for nano_batch in both):
+            for nano_batch in both:
+                if not nano_batch.dead:
+                    nano_batch.resume()
     finally:
-        for one in both:
-            if not one.dead:
-                one.end()
+        for nano_batch in both:
+            if not nano_batch.dead:
+                nano_batch.end()
     return results[0], results[1]
 
 

@@ -62,7 +62,7 @@ class Watch:
         self.ranks, self._rank, self._timeout_seconds, self._links = ranks, rank, timeout_seconds, links
         self._store = links[-1].get_group_store()
         self._word: str | None = None
-        self._parted: DistCADesyncError | None = None
+        self._found: DistCADesyncError | None = None
         self._told = 0
 
     @contextmanager
@@ -102,10 +102,10 @@ class Watch:
         Returns:
             The error to raise, with what each rank was doing.
         """
-        if self._parted is not None:
-            self._leave(str(self._parted), self.deadline())
-            return self._parted
-        own = self.ranks[self._rank]
+        if self._found is not None:
+            self._leave(str(self._found), self.deadline())
+            return self._found
+        rank_here = self.ranks[self._rank]
         before = f" It had left the group: it {self._word}." if self._word else ""
         deadline = self.deadline()
         self._leave(f"waited in vain while {doing}", deadline)
@@ -113,33 +113,33 @@ class Watch:
         others = "; ".join(
             f"rank {rank} {words[rank]}" if rank in words else f"rank {rank} is silent (dead, stuck, or running something else)"
             for rank in self.ranks
-            if rank != own
+            if rank != rank_here
         )
         return DistCADesyncError(
-            f"rank {own} waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing}, and not all came."
+            f"rank {rank_here} waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing}, and not all came."
             f"{before} The others: {others}. All ranks were last together when {self.met}. Every rank must run the same number "
             "of training forwards and backwards through the same layers: look at the other ranks' logs for one that failed, "
             f"stopped early or is still in another step. ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         )
 
-    def part(self, error: DistCADesyncError) -> None:
+    def fail_with(self, error: DistCADesyncError) -> None:
         """Wake this rank where it waits for others in vain, to raise an error that another thread has found on every rank."""
-        self._parted = error
+        self._found = error
         show(str(error))  # nobody may ask for long: the host may wait for its GPU
         time.sleep(_WOKEN_SECONDS)  # for messages of ranks that do belong together: a wait for half of one would not wake up
         for link in self._links:
             _break(link)
 
-    def heed(self) -> None:
+    def raise_pending(self) -> None:
         """Raise the error that this rank is to be woken for.
 
         Raises:
             DistCADesyncError: if there is one.
         """
-        if self._parted is not None:
-            raise self.give_up("", self._parted)
+        if self._found is not None:
+            raise self.give_up("", self._found)
 
-    def tell(self, text: str) -> list[str]:
+    def gather_text(self, text: str) -> list[str]:
         """What every rank says, in rank order, each time that all do; empty for those that say nothing in time. No collective."""
         self._told += 1
         self._store.set(_said(self._told, self._rank), text)
@@ -166,16 +166,29 @@ class Watch:
             return False  # the store has ended
         if word and int(rank) != self.ranks[self._rank] and not self.left:
             show(f"rank {rank} has left the attention group of ranks {self.ranks}: it {word}")
-            for link in self._links:
-                if link.name() != "gloo":  # over gloo its connections are broken already
-                    _break(link)
+            self._abort()
         return False
 
-    def say_farewell(self) -> None:
-        """Let the others stop looking for a first word, where there is none."""
+    def lose(self, doing: str, error: Exception) -> None:
+        """Others did not come, which this rank may ask for long after: over NCCL its host waits for its GPU. Wake it."""
+        if self._abort():
+            show(f"not all of ranks {self.ranks} came while {doing} ({str(error).partition(chr(10))[0]})")
+
+    def _abort(self) -> bool:
+        """Break links over which nothing else ends a wait; over gloo, who leaves does it. Returns whether there are any."""
+        links = [link for link in self._links if link.name() != "gloo"]
+        for link in links:
+            _break(link)
+        return bool(links)
+
+    def say_farewell(self) -> bool:
+        """Let the others stop looking for a first word, if the store may end with a process. Returns whether that was so."""
+        if self.left or not isinstance(_innermost(self._store), dist.TCPStore):
+            return False
         with suppress(RuntimeError):
-            if not self.left and not self._store.check([_entry(1)]):
+            if not self._store.check([_entry(1)]):
                 self._store.set(_entry(1), f"{self.ranks[self._rank]} ")
+        return True
 
     def _leave(self, word: str, deadline: float) -> None:
         if self._word is not None:
@@ -213,6 +226,12 @@ class Watch:
         rank, word = self._store.get(key).decode(errors="replace").split(" ", 1)
         words[int(rank)] = word
         return True
+
+
+def _innermost(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _entry(number: int) -> str:

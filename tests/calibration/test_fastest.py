@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from hf_distca.kernels import TaskBatch
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.kernels.reference import ReferenceKernel
-from hf_distca.runtime import fastest as module
-from hf_distca.runtime.fastest import fastest
+from hf_distca.measure import calibrate as module
+from hf_distca.measure.calibrate import fastest
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
@@ -26,15 +27,13 @@ class Slow(ReferenceKernel):
     def __init__(self, name: str, seconds: float, clock: list[float]) -> None:
         self.name, self.seconds, self.clock = name, seconds, clock  # type: ignore[misc]
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tasks: TaskBatch, scores: Any) -> Any:
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: Any) -> Any:
         self.clock[0] += self.seconds * sum(map(int.__mul__, tasks.query_length, tasks.key_length))
-        return torch.zeros_like(q), q[..., 0].float()
+        return Outputs(torch.zeros_like(pools.q_THD), pools.q_THD[..., 0].float())
 
-    def backward(
-        self, do: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: Any, lse: Any, tasks: Any, scores: Any
-    ) -> Any:
+    def backward(self, pools: Saved, tasks: TaskBatch, scores: Any) -> Any:
         self.clock[0] += 2.5 * self.seconds * sum(map(int.__mul__, tasks.query_length, tasks.key_length))
-        return q, k, v
+        return Grads(*pools.operands)
 
 
 def chosen(rank: int, seconds: list[dict[str, float]]) -> tuple[str | None, float]:

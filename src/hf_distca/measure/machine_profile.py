@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from hf_distca.errors import ConfigError
-from hf_distca.kernels import Scores, select_kernel
-from hf_distca.runtime.calibrate import BACKWARD, BATCHES, Documents, timed
+from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.measure.calibrate import BACKWARD, BATCHES, Documents, timed
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.nodes import node_number
+from hf_distca.runtime.members import node_number
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
 
@@ -143,7 +143,7 @@ def _measure(wanted: Wanted, group: AttentionGroup, name: str, made_by: str, say
 
 def _kernel_rates(wanted: Wanted, dtype: torch.dtype, width: int, say: Said) -> KernelRates:
     """Rates of one dtype and width, fitted to batches with several numbers of heads."""
-    kernel = select_kernel("auto", wanted.device, dtype, width, width, Scores(width**-0.5))
+    kernel = select_kernel("auto", Case(wanted.device, dtype, width, width, Scores(width**-0.5)))
 
     def times(heads: tuple[int, int], batches: Sequence[Documents]) -> tuple[FloatArray, FloatArray]:
         shape = AttentionShape(*heads, width, width, dtype.itemsize)
@@ -151,9 +151,9 @@ def _kernel_rates(wanted: Wanted, dtype: torch.dtype, width: int, say: Said) -> 
         # With one thread, what other programs take from it does not count.
         alone = wanted.device.type == "cpu" and torch.get_num_threads() == 1
         clock = time.process_time if alone else time.perf_counter
-        found = timed(model, kernel, dtype, wanted.device, batches, enough=wanted.batch_seconds, clock=clock)
+        seconds = timed(model, kernel, dtype, wanted.device, batches, enough=wanted.batch_seconds, clock=clock)
         say(f"{str(dtype).removeprefix('torch.')}, width {width}, {heads[0]} heads")
-        return found
+        return seconds
 
     fitted = [times(heads, BATCHES) for heads in wanted.heads]
     counts, seconds = (np.concatenate(columns) for columns in zip(*fitted, strict=True))
@@ -178,15 +178,15 @@ def _exchange_rates(wanted: Wanted, group: AttentionGroup, say: Said) -> tuple[E
     rows = group.gather(np.array([node_number()], dtype=np.int64), doing="telling which node this is")
     nodes = [int(row[0]) for row in rows]
     others = [rank for rank in range(group.size) if rank != group.rank]
-    found = []
+    rates = []
     for same, kind in ((True, "inside"), (False, "between")):
         peers = [rank for rank in others if (nodes[rank] == nodes[group.rank]) == same]
         counts = group.gather(np.array([len(peers)], dtype=np.int64), doing="counting peers")
         least = min(int(row[0]) for row in counts)
         # Nodes of unequal size would not send and receive alike.
         usable = least > 0 and len({int(row[0]) for row in counts}) == 1
-        found.append(_link(wanted, group, peers, kind, say) if usable else None)
-    return found[0], found[1]
+        rates.append(_link(wanted, group, peers, kind, say) if usable else None)
+    return rates[0], rates[1]
 
 
 def _link(wanted: Wanted, group: AttentionGroup, peers: list[int], kind: str, say: Said) -> ExchangeRates:
@@ -194,8 +194,8 @@ def _link(wanted: Wanted, group: AttentionGroup, peers: list[int], kind: str, sa
     patterns = [(peers, peers)]
     if kind == "inside" and len(peers) > 1:
         ring = sorted([*peers, group.rank])
-        at = ring.index(group.rank)
-        patterns.append(([ring[(at + 1) % len(ring)]], [ring[at - 1]]))
+        place = ring.index(group.rank)
+        patterns.append(([ring[(place + 1) % len(ring)]], [ring[place - 1]]))
 
     def times(sizes: Sequence[int]) -> tuple[FloatArray, FloatArray]:
         cases = [(size, pattern) for size in sizes for pattern in patterns]
@@ -215,17 +215,17 @@ def _exchange(device: torch.device, group: AttentionGroup, size: int, to: list[i
     """Seconds of an exchange in which every rank sends so many bytes, the slowest rank of the fastest round."""
     if group.data is None:
         raise ConfigError("a rank that is alone has nobody to exchange with.")
-    each = max(size // len(to), 1)
-    sent, received = (torch.zeros(each * len(some), dtype=torch.uint8, device=device) for some in (to, from_))
-    own = []
+    share = max(size // len(to), 1)
+    sent, received = (torch.zeros(share * len(some), dtype=torch.uint8, device=device) for some in (to, from_))
+    nanoseconds = []
     for _ in range(_ROUNDS):
-        group.same(np.zeros(1, dtype=np.int64), doing="timing exchanges")  # all begin at once
+        group.all_equal(np.zeros(1, dtype=np.int64), doing="timing exchanges")  # all begin at once
         started = time.perf_counter()
-        group.data.start(received, sent, dict.fromkeys(from_, each), dict.fromkeys(to, each)).wait()
+        group.data.start(received, sent, dict.fromkeys(from_, share), dict.fromkeys(to, share)).wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        own.append(int((time.perf_counter() - started) * 1e9))
-    rows = np.stack(group.gather(np.array(own, dtype=np.int64), doing="timing exchanges"))
+        nanoseconds.append(int((time.perf_counter() - started) * 1e9))
+    rows = np.stack(group.gather(np.array(nanoseconds, dtype=np.int64), doing="timing exchanges"))
     return float(rows.max(axis=0).min()) / 1e9
 
 
@@ -236,7 +236,7 @@ def _fit_two(counts: FloatArray, seconds: FloatArray) -> tuple[float, float]:
     if min(first, second) >= 0:
         return first, second
     alone = [float(column.sum() / (column @ column)) for column in scaled.T]
-    errors = [float(np.square(column * one - 1).sum()) for column, one in zip(scaled.T, alone, strict=True)]
+    errors = [float(np.square(column * coefficient - 1).sum()) for column, coefficient in zip(scaled.T, alone, strict=True)]
     return (alone[0], 0.0) if errors[0] < errors[1] else (0.0, alone[1])
 
 
@@ -250,13 +250,13 @@ def _processor(device: torch.device) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("hf-distca", "torch", "numpy"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:  # used from a clone
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def on_these_ranks(wanted: Wanted, threads: int | None, name: str, made_by: str, say: Said) -> Profile | None:

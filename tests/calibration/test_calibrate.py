@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hf_distca.kernels import Scores, TaskBatch
-from hf_distca.runtime.calibrate import measure
+from hf_distca.kernels.base import Operands, Outputs, Saved
+from hf_distca.measure.calibrate import measure
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 
 SHAPE = AttentionShape(query_heads=2, key_value_heads=1, head_dim=8, value_head_dim=4, element_bytes=4)
@@ -33,19 +34,17 @@ class Passing:
     def unsupported(self, *_: Any) -> str | None:
         return None
 
-    def forward(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch, scores: Scores
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
+        q_THD, k_TKD, v_TKV = pools
         assert q_THD.shape == (sum(tasks.query_length), 2, 8)
         ends = [start + length for start, length in zip(tasks.key_start, tasks.key_length, strict=True)]
         assert (k_TKD.shape, v_TKV.shape) == ((max(ends), 1, 8), (max(ends), 1, 4))
         assert all(keys >= rows >= 1 for rows, keys in zip(tasks.query_length, tasks.key_length, strict=True))
         self.batches.append(tasks)
         self.now += self.launch + float(self.model.forward_seconds(tasks.query_length, tasks.key_length).sum())
-        return q_THD[..., :4], q_THD[..., 0]
+        return Outputs(q_THD[..., :4], q_THD[..., 0])
 
-    def backward(self, *inputs: Any) -> Any:
-        tasks = inputs[6]
+    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Any:
         self.now += self.launch + float(self.model.backward_seconds(tasks.query_length, tasks.key_length).sum())
 
     def measured(self) -> tuple[KernelCost, KernelCost]:

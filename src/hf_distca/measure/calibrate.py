@@ -1,4 +1,4 @@
-"""A cost model from timing the kernel on this machine, on batches of tasks as servers run them.
+"""Kernels timed on this machine, on batches of tasks as servers run them: a cost model, and which kernel is the fastest.
 
 A task that is alone in its call pays the launch and, on a GPU, leaves most of the device idle. Among others it pays neither.
 """
@@ -14,11 +14,12 @@ from operator import add
 import numpy as np
 import torch
 
-from hf_distca.kernels.base import Kernel, Scores, TaskBatch
+from hf_distca.kernels import Case, runnable
+from hf_distca.kernels.base import Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 
-__all__ = ["BACKWARD", "BATCHES", "Documents", "Stopwatch", "calibrate", "measure", "timed", "times"]
+__all__ = ["BACKWARD", "BATCHES", "Documents", "calibrate", "fastest", "measure", "timed"]
 
 # The documents of a batch: of each the slices [start, end) that are tasks, in shares of the batch's size in tokens.
 Documents = Sequence[Sequence[tuple[float, float]]]
@@ -43,6 +44,10 @@ BACKWARD = np.array([1.0, 2.0, 2.5])
 # the smaller a batch, the less it is like those of training. Where even the first takes that long, larger ones take too long.
 _SIZES = (128, 1024, 2048, 4096, 8192, 16384)
 _ENOUGH = 0.04
+
+
+# What kernels are compared by: a whole document, and a slice of a long one.
+_COMPARED = TaskBatch((0, 8192), (8192, 1024), (0, 8192), (8192, 32768))
 
 
 def calibrate(analytic: CostModel, kernel: Kernel, dtype: torch.dtype, device: torch.device, group: AttentionGroup) -> CostModel:
@@ -97,18 +102,60 @@ def timed(
     Returns:
         (batches, 3) what each counts, as `CostModel.counts`, and (batches, 2) seconds, forward and backward.
     """
-    stopwatch = Stopwatch(device, clock)
-    times(model.shape, kernel, _batch(batches[0], _SIZES[0]), dtype, stopwatch)  # the first call of a process loads code
+    timer = _Timer(device, clock)
+    times(model.shape, kernel, _batch(batches[0], _SIZES[0]), dtype, timer)  # the first call of a process loads code
     counts, taken = [], []
     for documents in batches:
         for size in _SIZES:
             tasks = _batch(documents, size)
-            seconds = times(model.shape, kernel, tasks, dtype, stopwatch)
+            seconds = times(model.shape, kernel, tasks, dtype, timer)
             if sum(seconds) >= enough:
                 break
         counts.append(model.counts(tasks.query_length, tasks.key_length).sum(axis=0))
         taken.append(seconds)
     return np.array(counts), np.array(taken)
+
+
+def fastest(
+    shape: AttentionShape,
+    names: tuple[str, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: AttentionGroup,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> str | None:
+    """The kernel that takes the fewest seconds on the first rank, among those that run on every rank. All ranks must call it.
+
+    Each rank could choose for itself, since all kernels compute the same to rounding. But plans are made with one cost model for
+    all ranks, and two ranks with different kernels would not have the same rates.
+
+    Args:
+        shape: what the kernels are timed with.
+        names: all kernels, in the same order on every rank; the first one of several with equal seconds is taken.
+        dtype, device: of q, k and v.
+        group: the ranks that agree.
+        clock: seconds since any moment.
+
+    Returns:
+        Its name, None if there is no kernel that runs on all ranks.
+    """
+    case = Case(device, dtype, shape.head_dim, shape.value_head_dim, Scores(1.0), shape.ratio)
+    kernels = {kernel.name: kernel for kernel in runnable(case)}
+    ours = np.array([0.0 if name in kernels else np.inf for name in names])
+    if group.rank == 0 and len(kernels) > 1:
+        for place, name in enumerate(names):
+            if name in kernels:
+                ours[place] = _seconds(shape, kernels[name], dtype, _Timer(device, clock))
+    rows = group.gather(ours.view(np.int64), doing="waiting for rank 0 to compare attention kernels")
+    total = np.sum([row.view(np.float64) for row in rows], axis=0)
+    return names[int(np.argmin(total))] if np.isfinite(total).any() else None
+
+
+def _seconds(shape: AttentionShape, kernel: Kernel, dtype: torch.dtype, timer: _Timer) -> float:
+    """Seconds of the tasks that kernels are compared by, forward and backward."""
+    times(shape, kernel, _COMPARED, dtype, timer)
+    return sum(times(shape, kernel, _COMPARED, dtype, timer))
 
 
 def _batch(documents: Documents, size: int) -> TaskBatch:
@@ -124,23 +171,21 @@ def _batch(documents: Documents, size: int) -> TaskBatch:
     return TaskBatch(*zip(*tasks, strict=True))
 
 
-def times(
-    shape: AttentionShape, kernel: Kernel, tasks: TaskBatch, dtype: torch.dtype, stopwatch: Stopwatch
-) -> tuple[float, float]:
+def times(shape: AttentionShape, kernel: Kernel, tasks: TaskBatch, dtype: torch.dtype, timer: _Timer) -> tuple[float, float]:
     """Seconds of a batch, forward and backward. The first one of a kernel may load or compile code, and counts for nothing."""
     rows, keys = sum(tasks.query_length), max(map(add, tasks.key_start, tasks.key_length))
-    made = partial(torch.randn, dtype=dtype, device=stopwatch.device)
-    q_THD = made(rows, shape.query_heads, shape.head_dim)
-    k_TKD, v_TKV = (made(keys, shape.key_value_heads, width) for width in (shape.head_dim, shape.value_head_dim))
+    random = partial(torch.randn, dtype=dtype, device=timer.device)
+    q_THD = random(rows, shape.query_heads, shape.head_dim)
+    k_TKD, v_TKV = (random(keys, shape.key_value_heads, width) for width in (shape.head_dim, shape.value_head_dim))
     scores = Scores(shape.head_dim**-0.5)
-    forward = partial(kernel.forward, q_THD, k_TKD, v_TKV, tasks, scores)
+    forward = partial(kernel.forward, Operands(q_THD, k_TKD, v_TKV), tasks, scores)
     o_THV, lse_TH = forward()
-    backward = partial(kernel.backward, o_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, scores)
-    return stopwatch.seconds(forward), stopwatch.seconds(backward)
+    backward = partial(kernel.backward, Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
+    return timer.seconds(forward), timer.seconds(backward)
 
 
 @dataclass(frozen=True)
-class Stopwatch:
+class _Timer:
     """Times calls on a device."""
 
     device: torch.device

@@ -1,18 +1,17 @@
-"""Short documents on the CPU: how many calls of the op they take, and that what fills up their batches is nowhere seen."""
+"""Whole documents on the CPU, wherever they lie, and what a kernel keeps of a batch."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from dense_attention import PLAIN, SHAPES, Case, case, exact, random_pools, relative_error, run_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.kernels import Scores, TaskBatch, cpu, short
+from hf_distca.kernels import Scores, TaskBatch
+from hf_distca.kernels.base import Operands
 from hf_distca.kernels.cpu import CpuKernel
 
 
@@ -43,7 +42,7 @@ def some_documents(draw: st.DrawFn) -> Case:
 @given(case=some_documents(), window=st.sampled_from([None, None, 8, 64]), loud=st.sampled_from([1.0, 60.0]))
 @settings(max_examples=150, deadline=None)
 def test_any_documents(case: Case, window: int | None, loud: float) -> None:
-    """With loud scores, a row that fills up would have exponentials that overflow if it saw what its document does not have."""
+    """With loud scores, exponentials of keys that a row does not see would overflow."""
     scores = Scores(0.19, window)
     pools = random_pools(case, SHAPES["narrow values"], torch.float64)
     pools["q"] *= loud
@@ -51,63 +50,6 @@ def test_any_documents(case: Case, window: int | None, loud: float) -> None:
     for name, value in found.items():
         assert value.shape == expected[name].shape
         assert relative_error(value, expected[name]) <= 1e-9, name
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes of q in each call of the op."""
-    seen: list[torch.Size] = []
-
-    def counted(op: Callable[..., Any], place: int) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            seen.append(args[place].shape)
-            return op(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(cpu, "_FORWARD", counted(cpu._FORWARD, 0))
-    monkeypatch.setattr(cpu, "_BACKWARD", counted(cpu._BACKWARD, 1))
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("lengths", "shapes"),
-    [
-        ([32] * 128, [(128, 32)]),
-        ([32] * 300, [(128, 32), (128, 32), (44, 32)]),
-        ([200] * 3 + [100] * 2, [(3, 200), (2, 100)]),
-        ([300] * 2, [(1, 300), (1, 300)]),
-        ([2000] * 3, [(1, 2000)] * 3),
-        ([30, 31, 200, 32, 17], [(3, 32), (1, 200), (1, 17)]),
-        (range(1, 65), [(4, 4), (4, 8), (4, 12), (4, 16), (8, 24), (8, 32), (16, 48), (16, 64)]),
-        ([*range(25, 33)] * 40, [(128, 32), (128, 32), (64, 32)]),
-    ],
-    ids=["equal", "very many", "longer", "long", "longest", "mixed", "all lengths", "many"],
-)
-def test_calls_do_not_grow_with_short_documents(
-    lengths: list[int], shapes: list[tuple[int, int]], calls: list[torch.Size]
-) -> None:
-    documents = packed(*lengths)
-    run_kernel(CpuKernel(), random_pools(documents, SHAPES["MQA"], torch.float32), documents.tasks, PLAIN)
-    assert sorted((shape[0], shape[2]) for shape in calls) == sorted(shapes * 2)
-
-
-def test_documents_with_much_in_a_row_are_not_filled_up(calls: list[torch.Size]) -> None:
-    """There the calls saved are less than what is copied and computed more; neighbours of one length still share a call."""
-    documents = packed(30, 31, 12, 12)
-    run_kernel(CpuKernel(), random_pools(documents, (16, 2, 64, 64), torch.float32), documents.tasks, PLAIN)
-    assert sorted((shape[0], shape[2]) for shape in calls) == sorted([(1, 30), (1, 31), (2, 12)] * 2)
-
-
-def test_equal_neighbours_are_not_copied() -> None:
-    documents = packed(*[32] * 8, 100, 100)
-    pools = random_pools(documents, SHAPES["GQA"], torch.float32)
-    batches, others = short.short_documents(documents.tasks, PLAIN, 4 * 64)
-    assert [batch.queries.take(pools["q"]).data_ptr() for batch in batches] == [
-        pools["q"][256:].data_ptr(),
-        pools["q"].data_ptr(),
-    ]
-    assert len(others) == 0
 
 
 def test_what_is_no_number_stays_in_its_document() -> None:
@@ -129,9 +71,9 @@ def test_what_is_derived_from_a_batch_goes_with_it() -> None:
     kernel = CpuKernel()
     pools = random_pools(documents, SHAPES["GQA"], torch.float32)
     run_kernel(kernel, pools, tasks, PLAIN)
-    work = next(iter(kernel._work.values()))[None, 4 * 64]
+    work = next(iter(kernel._work.values()))[None]
     run_kernel(kernel, pools, tasks, PLAIN)
-    assert next(iter(kernel._work.values()))[None, 4 * 64] is work
+    assert next(iter(kernel._work.values()))[None] is work
     del tasks, work
     gc.collect()
     assert len(kernel._work) == 0
@@ -152,9 +94,9 @@ def test_tasks_are_checked_once() -> None:
     tasks, kernel = TaskBatch(starts, lengths, starts, lengths), CpuKernel()
     q = torch.randn(320, 2, 8)
     wider = torch.cat([q, q])
-    kernel.forward(wider, q, q, tasks, PLAIN)
+    kernel.forward(Operands(wider, q, q), tasks, PLAIN)
     before = Counted.read
     assert before > 0
-    kernel.forward(q, q, q, tasks, PLAIN)
-    kernel.forward(wider, q, q, tasks, PLAIN)
+    kernel.forward(Operands(q, q, q), tasks, PLAIN)
+    kernel.forward(Operands(wider, q, q), tasks, PLAIN)
     assert Counted.read == before
