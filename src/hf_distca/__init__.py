@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from hf_distca.integration.document_shares import document_shares
     from hf_distca.integration.loading import prepare, stand_in
     from hf_distca.integration.mixin import DistCATrainerMixin, plan_ahead
-    from hf_distca.integration.reports import Metrics, balance_figures, metrics, profile
-    from hf_distca.integration.session import attention_seconds, balancing, configure
+    from hf_distca.integration.reports import Metrics, attention_seconds, balance_figures, metrics, profile
+    from hf_distca.integration.session import balancing, configure
     from hf_distca.integration.share_tokens import share_tokens
 
     __version__: str
@@ -81,8 +81,8 @@ _MODULES = {
     "integration.document_shares": ("document_shares",),
     "integration.loading": ("prepare", "stand_in"),
     "integration.mixin": ("DistCATrainerMixin", "plan_ahead"),
-    "integration.reports": ("Metrics", "balance_figures", "metrics", "profile"),
-    "integration.session": ("attention_seconds", "balancing", "configure"),
+    "integration.reports": ("Metrics", "attention_seconds", "balance_figures", "metrics", "profile"),
+    "integration.session": ("balancing", "configure"),
     "integration.share_tokens": ("share_tokens",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -16,7 +16,18 @@ from hf_distca.integration.processes import say
 from hf_distca.integration.session import Session, current_session
 from hf_distca.runtime.trace import Trace
 
-__all__ = ["Metrics", "Reading", "balance_figures", "metrics", "profile", "sum_up", "summary", "why_nothing_moved", "write_trace"]
+__all__ = [
+    "attention_seconds",
+    "Metrics",
+    "Reading",
+    "balance_figures",
+    "metrics",
+    "profile",
+    "sum_up",
+    "summary",
+    "why_nothing_moved",
+    "write_trace",
+]
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,14 @@ def metrics() -> Metrics:
     """
     session = current_session()
     return Metrics(session.planner.history.total, session.meter.seconds, time.perf_counter() - session.started)
+
+
+def attention_seconds() -> float:
+    """Seconds this rank has spent in attention kernels, forward and backward, for itself and as a server, since `configure`.
+
+    On CUDA those of finished kernels: synchronise first for an exact figure.
+    """
+    return current_session().meter.seconds
 
 
 class Reading:

@@ -39,7 +39,7 @@ from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["Conductor", "Session", "attention_seconds", "balancing", "configure", "current_session"]
+__all__ = ["Conductor", "Session", "balancing", "configure", "current_session"]
 
 _ALONE = AttentionGroup()
 
@@ -349,11 +349,3 @@ def balancing(enabled: bool) -> Iterator[None]:
         yield
     finally:
         session.config = before
-
-
-def attention_seconds() -> float:
-    """Seconds this rank has spent in attention kernels, forward and backward, for itself and as a server, since `configure`.
-
-    On CUDA those of finished kernels: synchronise first for an exact figure.
-    """
-    return current_session().meter.seconds
