@@ -23,9 +23,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import hf_distca
 from hf_distca.agreement.figures import Estimate, History, Tally
 from hf_distca.integration.record import Recorder
-from hf_distca.run_report.figures import collect
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import RECORD_NAME, PlanRow, Row, RunRow, StepsRow, WarningRow, read_row
+from hf_distca.run_report.run_figures import collect
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.ranks import Ranks
