@@ -18,7 +18,6 @@ from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
 from hf_distca.input_files import read_file
 from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, layer_keys, why_whole
 from hf_distca.kernels import Case, Scores, survey
-from hf_distca.kernels import Case, Scores, survey
 
 __all__ = ["dtype_of", "family", "kernels", "read_config", "with_defaults"]
 
