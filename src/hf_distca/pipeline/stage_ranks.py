@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from hf_distca.agreement.announce import check_equal
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, DistCADesyncError, UnsupportedError
-from hf_distca.integration.mesh import data_parallel_group
+from hf_distca.integration.processes import data_parallel_group
 from hf_distca.integration.session import Session
 from hf_distca.pipeline.borrowed_pipelining import whole_mesh
 from hf_distca.pipeline.stages import TIED, Stage, stage_model

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.families import check_family, check_layerdrop
-from hf_distca.integration.prepare import distca_configs
+from hf_distca.integration.loading import distca_configs
 from hf_distca.pipeline.borrowed_pipelining import without_peft
 
 __all__ = [

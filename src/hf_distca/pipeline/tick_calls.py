@@ -341,7 +341,7 @@ class StageAttention:
         micro_batch = self.micro_batch
         if micro_batch is None:
             raise DistCADesyncError("a stage of a pipeline ran a forward outside its schedule: let `Schedule.step` run it.")
-        handle.documents = micro_batch.documents.in_chunks(handle.chunk)
+        handle.documents = micro_batch.documents.in_chunks(handle.mask.chunk)
         handle.check(micro_batch.layout)
         keep = None if handle.documents.keep is None else to_device(torch.from_numpy(handle.documents.keep), query.device)
         attend = partial(self._attend, micro_batch, key)

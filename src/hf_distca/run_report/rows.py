@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_distca.agreement.figures import Tally
+from hf_distca.agreement.history import Tally
 from hf_distca.errors import PlanError, ReportError
 from hf_distca.schedule.plan import Plan
 
