@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 from hf_distca import borrowed
 
 SOURCE = Path(borrowed.__file__).parent
-OTHERS = sorted(path for path in SOURCE.rglob("*.py") if path.name != "borrowed.py")
+OTHERS = sorted(path for path in SOURCE.rglob("*.py") if not path.name.startswith("borrowed"))
 PACKAGES = ("torch", "transformers", "accelerate")
 
 

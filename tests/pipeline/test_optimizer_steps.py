@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_distca.pipeline import Schedule, Stage, clip_grad_norm_, split
+from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
 
+gather = AttentionGroup.gather
 EXACT = 1e-9
 STEPS = 3
 MAX_NORM, RATE = 0.05, 0.5
@@ -58,15 +61,17 @@ def named_parameters(stage: Stage) -> dict[str, torch.nn.Parameter]:
     return dict(submod.model.named_parameters())
 
 
-def accumulated(rank: int, case: Case) -> dict[str, torch.Tensor]:
-    """Gradients of several steps with the default settings of a schedule."""
+def accumulated(rank: int, case: Case) -> tuple[dict[str, torch.Tensor], int]:
+    """Gradients of several steps with the default settings of a schedule, and collectives of all ranks in the last one."""
     configure(case)
     stage, copy = stage_of(case, "none")
     schedule = Schedule(stage, case.micro_batches, mean_loss)
     ids, positions, targets = stacked(case, copy)
     for _ in range(STEPS):
-        schedule.step(ids, position_ids=positions, target=targets)
-    return {name: whole(weight.grad) for name, weight in named_parameters(stage).items() if weight.grad is not None}
+        with patch.object(AttentionGroup, "gather", autospec=True, side_effect=gather) as gathered:
+            schedule.step(ids, position_ids=positions, target=targets)
+    gradients = {name: whole(weight.grad) for name, weight in named_parameters(stage).items() if weight.grad is not None}
+    return gradients, gathered.call_count
 
 
 def backward_in_one_process(model: Any, case: Case) -> None:
@@ -83,7 +88,8 @@ def test_gradients_of_several_steps_add_up(rank_pool: Callable[[int], RankPool])
     backward_in_one_process(model, CASE)
     wanted = {name: STEPS * weight.grad for name, weight in model.named_parameters()}
     wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
-    for gradients in rank_pool(2)(accumulated, CASE):
+    for gradients, collectives in rank_pool(2)(accumulated, CASE):
+        assert collectives == 2  # of documents, and of plans and all else that ranks compare
         for name, gradient in gradients.items():
             assert (gradient - wanted[name]).norm() <= EXACT * wanted[name].norm(), name
 

@@ -18,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 
 import forks
 import hf_distca
+from hf_distca import PackingCollator, document_shares
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.pipeline import Schedule, split
-from hf_distca.pipeline.step import Mail
+from hf_distca.pipeline.stage_schedule import Messages
 from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
 
@@ -117,8 +118,8 @@ def test_stages_that_differ_in_a_later_step(rank_pool: Callable[[int], RankPool]
 def test_a_stage_that_raises(rank_pool: Callable[[int], RankPool]) -> None:
     """The third forward of stage 1 is the second one of the step: of micro-batch 1, in the third forward tick."""
     (_, first, _), (name, text, _) = rank_pool(2)(failing, 1, "raises")
-    assert (name, "failed to run forward" in text) == ("RuntimeError", True)
-    assert "rank 1 raised RuntimeError while running forward tick 3 (micro-batch 2 on stage 0, micro-batch 1 on stage 1)" in first
+    assert (name, text) == ("ValueError", "disturbed")
+    assert "rank 1 raised ValueError while running forward tick 3 (micro-batch 2 on stage 0, micro-batch 1 on stage 1)" in first
     assert "of step 1, as stage 1" in first
 
 
@@ -147,6 +148,13 @@ def odd_one_out(rank: int, what: str) -> tuple[str, str, float]:
     mine = [batch(case, number) for number in range(count)]
     ids, positions, targets = (torch.cat(each) for each in zip(*mine, strict=True))
     schedule = Schedule(stage, count, loss_for(case), scale_grads=False)
+    more: dict[str, Any] = {}
+    if what == "shares":
+        documents = [{"input_ids": torch.arange(case.tokens)}] * count
+        shares = document_shares(documents, case.tokens, model=model, ranks=1, seed=None, device="cpu")
+        items = [PackingCollator()([shares[number]]) for number in range(count)]
+        positions = torch.cat([item["position_ids"] for item in items])
+        more = {"distca_documents": [item["distca_documents"] for item in items]} if rank == 1 else {}
     if what in ("eval", "configure"):
         schedule.step(ids, position_ids=positions, target=targets)
     if what == "eval":
@@ -155,7 +163,7 @@ def odd_one_out(rank: int, what: str) -> tuple[str, str, float]:
         configure(case)
     started = time.monotonic()
     try:
-        schedule.step(ids, position_ids=positions, target=targets)
+        schedule.step(ids, position_ids=positions, target=targets, **more)
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - started
     return "", "", time.monotonic() - started
@@ -179,6 +187,13 @@ def test_ranks_that_differ_are_told_apart_by_name(rank_pool: Callable[[int], Ran
         assert name == "DistCADesyncError"
         assert said in text
         assert seconds < TIMEOUT
+
+
+def test_shares_on_some_ranks_alone_are_told_apart(rank_pool: Callable[[int], RankPool]) -> None:
+    (name, _, seconds), (other_name, text, other_seconds) = rank_pool(2)(odd_one_out, "shares")
+    assert name == other_name == "DistCADesyncError"
+    assert "some ranks have shares of dealt batches in step 1, 3 micro-batches in 2 stages and others have not" in text
+    assert max(seconds, other_seconds) < TIMEOUT + SLACK
 
 
 def test_a_rank_that_configures_again_tells_the_others_at_once(rank_pool: Callable[[int], RankPool]) -> None:
@@ -231,9 +246,9 @@ def in_vain(rank: int, store: Path, pipe: Connection) -> None:
     dist.init_process_group(store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
     if rank == 0:
         started = time.monotonic()
-        mail = Mail([dist.P2POp(dist.irecv, torch.empty(1), group=dist.group.WORLD, group_peer=1)])
+        messages = Messages([dist.P2POp(dist.irecv, torch.empty(1), group=dist.group.WORLD, group_peer=1)])
         with pytest.raises(RuntimeError):
-            mail.wait(AttentionGroup(timeout_seconds=1.0), "waiting")
+            messages.wait(AttentionGroup(timeout_seconds=1.0), "waiting")
         pipe.send((dist.get_backend(), time.monotonic() - started))
     time.sleep(60)  # until it is killed
 

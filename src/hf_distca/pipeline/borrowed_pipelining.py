@@ -1,6 +1,6 @@
-"""What the room takes from `torch.distributed.pipelining` without its promise to keep it. Seen in torch 2.13.0.
+"""What the room takes from torch and peft without their promise to keep it. Seen in torch 2.13.0 and transformers 5.23.0.
 
-Apart from `hf_distca.borrowed` because importing it takes a second, which only those pay who have a pipeline.
+It is apart from `hf_distca.borrowed` because importing torch.distributed.pipelining takes a second.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
@@ -30,7 +29,7 @@ class OneStageSchedule(PipelineScheduleSingle):
 
     def __init__(self, stage: PipelineStage, n_microbatches: int, loss_fn: Callable[..., Any] | None, **kwargs: Any) -> None:
         super().__init__(stage, n_microbatches, loss_fn, **kwargs)
-        self.stage, self.micro_batches = stage, n_microbatches
+        self.micro_batches = n_microbatches
 
     @property
     def trains(self) -> bool:
@@ -48,37 +47,19 @@ class OneStageSchedule(PipelineScheduleSingle):
             more: ``return_outputs`` and ``loss_kwargs``, as for torch's `step`.
         """
 
-    def connect(self, args: tuple[Any, ...]) -> None:
-        """Make the buffers in which hidden states arrive. No stage waits for another."""
-        self._stage_forward_initialized = self._stage_backward_initialized = False
-        # torch drops the gradients of FSDP's modules then, those of earlier steps as well. They are of sharded weights.
-        for module in self.stage.submod.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        kept = [(weight, weight.grad) for weight in self.stage.submod.parameters()]
-        self._initialize_stage(args, {})  # type: ignore[no-untyped-call]
-        for weight, grad in kept:
-            weight.grad = grad
+    def add_loss(self, output: torch.Tensor, target: Any, loss_kwargs: dict[str, Any] | None) -> None:
+        """Compute the loss of the next micro-batch, on the last stage."""
+        if self._loss_fn is not None:
+            self._internal_losses.append(self._compute_loss(output, target, loss_kwargs))  # type: ignore[no-untyped-call]
 
-    def _warmup_p2p(self, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
-        """Every stage says what travels: there is nothing to vote on, for which stages would wait without a bound."""
-        from torch.distributed.pipelining._utils import InferenceMode  # versions without this vote do not have it
-
-        for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
-
-    def add_loss(self, output: Any, targets: Sequence[Any] | None, at: int, loss_kwargs: dict[str, Any] | None) -> None:
-        """On the last stage, compute the loss of a micro-batch."""
-        self._maybe_compute_loss(self.stage, output, targets, at, loss_kwargs)  # type: ignore[no-untyped-call]
-
-    def loss(self, at: int) -> torch.Tensor | None:
-        """The loss of a micro-batch, of which backward begins; None on stages other than the last one.
+    def loss(self, number: int) -> torch.Tensor:
+        """The loss of a micro-batch, of which backward begins.
 
         With `scale_grads` the loss is divided by the number of micro-batches. torch's schedules divide gradients at the end of a
         step instead, including what earlier steps left in them.
         """
-        loss: torch.Tensor | None = self._maybe_get_loss(self.stage, at)  # type: ignore[no-untyped-call]
-        return loss / self.micro_batches if loss is not None and self.scale_grads else loss
+        loss = self._internal_losses[number]
+        return loss / self.micro_batches if self.scale_grads else loss
 
     def _step_microbatches(
         self,
@@ -92,13 +73,13 @@ class OneStageSchedule(PipelineScheduleSingle):
         args, kwargs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         try:
             self.run(args, kwargs, target_mbs, return_outputs=return_outputs, loss_kwargs=loss_kwargs)
-            self._update_losses(self.stage, losses)  # type: ignore[no-untyped-call]
+            self._update_losses(self._stage, losses)  # type: ignore[no-untyped-call]
         finally:
             self._internal_losses.clear()  # of a step that failed
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether adapters were added to a model of transformers, which then saves nothing else. Seen in transformers 5.23.0."""
+    """Whether adapters were added to a model of transformers, which then saves nothing else."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -111,7 +92,10 @@ def without_peft(model: Any) -> Any:
     if not callable(getattr(model, "get_base_model", None)):
         return model
     if model.active_peft_config.is_prompt_learning:
-        raise UnsupportedError(f"{model.active_peft_config.peft_type.value} puts a prompt before the tokens; stages know none.")
+        kind = model.active_peft_config.peft_type.value
+        raise UnsupportedError(
+            f"{kind} puts a prompt before the tokens, which no stage has. Use adapters of layers, such as LoRA."
+        )
     base = model.get_base_model()
     base._hf_peft_config_loaded = True
     return base
@@ -128,8 +112,8 @@ def adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, t
     if len(model.peft_config) > 1:
         raise UnsupportedError(f"save_pretrained saves one adapter, and the stages have {', '.join(model.peft_config)}.")
     (name,) = model.peft_config
-    found = get_peft_model_state_dict(model, weights, adapter_name=name, save_embedding_layers=False)
-    return {f"base_model.model.{key}": value.contiguous() for key, value in found.items()}
+    adapter = get_peft_model_state_dict(model, weights, adapter_name=name, save_embedding_layers=False)
+    return {f"base_model.model.{key}": value.contiguous() for key, value in adapter.items()}
 
 
 def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:

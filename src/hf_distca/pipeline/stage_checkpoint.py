@@ -1,29 +1,86 @@
-"""Saving what all stages hold together as one ordinary checkpoint."""
+"""Checkpoints of stages: each loads its own weights, and together they save one ordinary checkpoint."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_distca.pipeline.borrowed import adapter_weights, has_adapters, whole_mesh
-from hf_distca.pipeline.parts import head_of
-from hf_distca.pipeline.split import Stage, StageModel, stage_model
+from hf_distca.errors import UnsupportedError
+from hf_distca.pipeline.borrowed_pipelining import adapter_weights, has_adapters, whole_mesh
+from hf_distca.pipeline.stages import (
+    ModelParts,
+    Stage,
+    StageModel,
+    check_mesh,
+    check_split,
+    head_of,
+    stage_layers,
+    stage_model,
+)
 
-__all__ = ["save_pretrained"]
+__all__ = ["from_pretrained", "save_pretrained"]
 
+# Arguments of transformers that say where a checkpoint is, and so its config.
+_LOCATION = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "trust_remote_code"}
 _WHOLE = "model.safetensors"
 _INDEX = f"{_WHOLE}.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _ADAPTER = "adapter_model.safetensors"
+
+
+def from_pretrained(name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None = None, **kwargs: Any) -> Stage:
+    """Load this rank's stage of a checkpoint, and only that: no other weight takes memory.
+
+    Args:
+        name: a directory or a name on the hub, as for transformers.
+        mesh: as for `split`.
+        layers: as for `split`.
+        kwargs: for ``from_pretrained`` of transformers, such as ``dtype``; ``attn_implementation`` is "distca" if not given.
+
+    Raises:
+        UnsupportedError, ConfigError: as `split`.
+    """
+    check_mesh(mesh)
+    implementation = kwargs.pop("attn_implementation", "distca")
+    location = {key: value for key, value in kwargs.items() if key in _LOCATION}
+    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(name, **location)
+    with torch.device("meta"):
+        auto: Any = AutoModelForCausalLM
+        whole = auto.from_config(config, attn_implementation=implementation)
+    check_split(whole)
+    layers = stage_layers(whole, mesh, layers)
+    stages, stage = len(layers), mesh.get_local_rank()
+    base, tied = type(whole), ModelParts.of(whole).tied
+    stage_models: list[StageModel] = []
+
+    def __init__(self: Any, *args: Any, **more: Any) -> None:  # noqa: N807
+        base.__init__(self, *args, **more)
+        stage_models.append(StageModel(self, stage, layers, tied=tied))
+        if stage < stages - 1:
+            self.all_tied_weights_keys = {}  # there is nothing to tie: the head is on the last stage
+
+    # Weights of other stages are in the checkpoint and not in the model: nothing to warn of.
+    names = {"__init__": __init__, "__module__": base.__module__, "_keys_to_ignore_on_load_unexpected": [".*"]}
+    loader: Any = type(base.__name__, (base,), names)
+    model = loader.from_pretrained(name, config=config, attn_implementation=implementation, **kwargs)
+    model.__class__ = base
+    part = stage_models[-1]
+    head = head_of(model) if tied and part.is_last and not part.is_first else None
+    part.loaded()
+    if head is not None and any(weight.is_meta for weight in head.parameters()):
+        raise UnsupportedError(f"the tied head of {name} was not loaded: use `split` on the whole model.")
+    return Stage(part, mesh)
 
 
 def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
@@ -55,7 +112,7 @@ def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
         (_write_adapter if adapted else _write)(model.model, part, weights, kwargs)
     dist.barrier()
     if _writes(stage) and model.is_first:
-        (_merge_adapters if adapted else _merge)(into, [into / f".stage-{at}" for at in range(model.stages)])
+        (_merge_adapters if adapted else _merge)(into, [into / f".stage-{number}" for number in range(model.stages)])
     dist.barrier()
 
 
@@ -89,13 +146,13 @@ def _merge_adapters(into: Path, parts: list[Path]) -> None:
 def _writes(stage: Stage) -> bool:
     """Whether this rank is of the first copy of the model."""
     whole = whole_mesh(stage.mesh)
-    at = dict(zip(whole.mesh_dim_names or (), whole.get_coordinate() or (), strict=True))
-    return not any(place for name, place in at.items() if name not in (stage.mesh.mesh_dim_names or ()))
+    coordinates = zip(whole.mesh_dim_names or (), whole.get_coordinate() or (), strict=True)
+    return not any(coordinate for name, coordinate in coordinates if name not in (stage.mesh.mesh_dim_names or ()))
 
 
 def _weights(model: StageModel) -> dict[str, torch.Tensor]:
     """The stage's weights on the host. Of one that is tied, the first stage has the copy that a checkpoint holds."""
-    found = {
+    weights = {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
         for name, value in model.model.state_dict().items()
     }
@@ -103,8 +160,8 @@ def _weights(model: StageModel) -> dict[str, torch.Tensor]:
         head = head_of(model.model)
         for name, module in model.model.named_modules():
             if module is head:
-                found.pop(f"{name}.weight", None)
-    return found
+                weights.pop(f"{name}.weight", None)
+    return weights
 
 
 def _merge(into: Path, parts: list[Path]) -> None:
