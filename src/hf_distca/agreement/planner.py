@@ -17,12 +17,11 @@ import numpy as np
 import torch.distributed as dist
 
 from hf_distca.agreement.announce import PlanKey, Request, Stated, check_equal, layout_of
-from hf_distca.agreement.costs import Costs
 from hf_distca.agreement.dealt import Dealt, PlanJob, plan_fetched
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.history import History
 from hf_distca.agreement.planned import Planned
-from hf_distca.agreement.world_progress import Progress
+from hf_distca.agreement.world_progress import Costs, Progress
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup

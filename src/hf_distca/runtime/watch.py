@@ -16,7 +16,7 @@ import datetime
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -183,7 +183,7 @@ class Watch:
 
     def say_farewell(self) -> bool:
         """Let the others stop looking for a first word, if the store may end with a process. Returns whether that was so."""
-        if self.left or not isinstance(_innermost(self._store), dist.TCPStore):
+        if self.left or not _served_by_a_process(self._store):
             return False
         with suppress(RuntimeError):
             if not self._store.check([_entry(1)]):
@@ -228,10 +228,11 @@ class Watch:
         return True
 
 
-def _innermost(store: dist.Store) -> dist.Store:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
+def _served_by_a_process(store: Any) -> bool:
+    """Whether a store ends with one of the processes: one over TCP, under whatever prefixes."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return type(store).__name__ == "TCPStore"
 
 
 def _entry(number: int) -> str:
