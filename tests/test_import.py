@@ -32,7 +32,7 @@ def test_a_model_can_be_imported_first_and_brings_in_no_more_for_distca() -> Non
     """What registers distca runs while transformers is half imported: the Trainer's arguments would bring in peft there."""
     seen = run(
         "import torch, hf_distca\nfrom transformers import LlamaForCausalLM\n"
-        "seen['loaded'] = [name for name in ('peft', 'transformers.trainer', 'transformers.training_args') if name in sys.modules]"
+        "late = 'peft', 'transformers.trainer', 'transformers.training_args'\nseen['loaded'] = [n for n in late if n in sys.modules]"
     )
     assert seen == {"loaded": [], "said": ""}
 
