@@ -119,7 +119,9 @@ class Session:
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0 of all: others say nothing of what is the same everywhere."""
-        return self._group is None or self._group.ranks[self._group.rank] == 0
+        if self._group is None:
+            return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        return self._group.ranks[self._group.rank] == 0
 
     def collect(self) -> None:
         """Compare what was measured since the last plan, where no next one will tell: at the end of training, on all ranks."""
