@@ -18,7 +18,7 @@ from hf_distca.schedule.plan import Plan
 __all__ = ["Figures", "PlanPiece", "PlanFigures", "collect"]
 
 _PREFIX = "distca/"
-_TALLY = {figure.name for figure in fields(Tally)}
+_TALLY = [figure.name for figure in fields(Tally)]
 _MOST_STEPS_NAMED = 12
 
 
@@ -119,10 +119,6 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
     )
 
 
-def _tally(row: StepsRow) -> Tally:
-    return Tally(**{name: value for name, value in row.tally.items() if name in _TALLY})  # type: ignore[arg-type]
-
-
 def _short(figures: dict[str, float]) -> dict[str, float]:
     return {name.removeprefix(_PREFIX): value for name, value in figures.items()}
 
@@ -131,7 +127,8 @@ def _of_record(rows: Sequence[StepsRow]) -> tuple[dict[str, float], list[dict[st
     tallies: dict[int, Tally] = {}
     losses: dict[int, dict[str, float]] = {}
     for row in rows:  # what is left at the end of training has the step of the last row
-        tallies[row.step] = tallies.get(row.step, Tally()) + _tally(row)
+        tally = Tally(**{name: row.tally[name] for name in _TALLY})  # type: ignore[arg-type]
+        tallies[row.step] = tallies.get(row.step, Tally()) + tally
         if row.loss is not None:
             losses[row.step] = {"loss": row.loss}
     whole = sum(tallies.values(), Tally())
