@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 import hf_distca.kernels
 from hf_distca.cli import app
+from hf_distca.doctor import Finding, State
 from hf_distca.doctor.exchange import Tried, tried, try_launched, versions
-from hf_distca.doctor.findings import Finding, State
 from hf_distca.doctor.model import dtype_of, family, kernels, read_config
 from hf_distca.errors import ConfigError
 from hf_distca.kernels import flash

@@ -60,9 +60,9 @@ def documents_of(text: str, column: str, longest: int | None) -> Documents:
 def _tables(folder: Path) -> list[Path]:
     """The files of a data set: those that it names, if `datasets` saved it, for what it cached lies beside them."""
     try:
-        return [folder / one["filename"] for one in json.loads(read(folder / "state.json"))["_data_files"]]
+        return [folder / file["filename"] for file in json.loads(read(folder / "state.json"))["_data_files"]]
     except (OSError, KeyError, TypeError, ValueError):  # another folder
-        return sorted(one for kind in _TABLES for one in folder.glob(f"*{kind}") if not one.name.startswith("cache-"))
+        return sorted(file for kind in _TABLES for file in folder.glob(f"*{kind}") if not file.name.startswith("cache-"))
 
 
 def _column(path: Path, tables: list[Path], column: str) -> Any:
@@ -81,7 +81,7 @@ def _column(path: Path, tables: list[Path], column: str) -> Any:
         ) from error
     if not tables:
         raise LayoutError(f"{path} has no {' or '.join(_TABLES)} files: name a data set saved by save_to_disk, or one such file.")
-    found = []
+    by_file = []
     for file in tables:
         check_file(file)  # pyarrow's own error names no file
         try:
@@ -97,6 +97,6 @@ def _column(path: Path, tables: list[Path], column: str) -> Any:
             values = pc.list_value_length(values)
         elif not pa.types.is_integer(kind):
             raise LayoutError(f"column {column!r} of {file} holds {kind}: it must hold lists of tokens, or their numbers.")
-        found.append(np.asarray(values.drop_null().to_numpy()).astype(np.int64))
-    lengths = np.concatenate(found)
+        by_file.append(np.asarray(values.drop_null().to_numpy()).astype(np.int64))
+    lengths = np.concatenate(by_file)
     return lengths[lengths != 0] if (lengths >= 0).all() else lengths

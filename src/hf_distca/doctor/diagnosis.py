@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from hf_distca.doctor import Finding, State
 from hf_distca.doctor.exchange import launched, tried, try_launched, versions
-from hf_distca.doctor.findings import Finding, State
 from hf_distca.doctor.model import dtype_of, family, kernels, read_config
 from hf_distca.errors import DistCAError
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hf_distca.doctor.findings import Finding, State
+from hf_distca.doctor import Finding, State
 from hf_distca.runtime.group import AttentionGroup
 
 __all__ = ["Tried", "launched", "tried", "try_launched", "versions"]
@@ -43,16 +43,6 @@ class Tried:
     seconds: float
     versions: Mapping[str, tuple[str, ...]]
 
-    @property
-    def nodes(self) -> int:
-        """How many machines the ranks are on."""
-        return len(set(self.hosts))
-
-    @property
-    def gigabytes_per_second(self) -> float:
-        """What each rank sent."""
-        return _BYTES * (len(self.hosts) - 1) / self.seconds / 1e9
-
 
 def launched() -> bool:
     """Whether a launcher started this process, and others."""
@@ -61,11 +51,11 @@ def launched() -> bool:
 
 def versions() -> dict[str, str]:
     """Versions of what ranks must have in common, by package, for those that are installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 def try_launched(has: Mapping[str, str], timeout_seconds: float) -> Tried:
@@ -128,7 +118,7 @@ def _mark(source: int, destination: int) -> int:
 
 def tried(outcome: Tried) -> Iterator[Finding]:
     """What an exchange between the ranks of a launcher says of them."""
-    ranks, nodes = len(outcome.hosts), outcome.nodes
+    ranks, nodes = len(outcome.hosts), len(set(outcome.hosts))
     sizes = sorted(set(Counter(outcome.hosts).values()))
     where = f"{nodes} node{'s' if nodes > 1 else ''}, {' or '.join(map(str, sizes))} on each"
     yield Finding("ranks", "attention group", f"{ranks} ranks on {where}")
@@ -136,6 +126,6 @@ def tried(outcome: Tried) -> Iterator[Finding]:
         value = ", ".join(f"{has} on rank {by_rank.index(has)}" for has in dict.fromkeys(by_rank))
         todo = f"install one version of {package} on all nodes: ranks must make the same plans"
         yield Finding("ranks", package, f"differs: {value}", State.bad, todo)
-    megabytes, rate = _BYTES / 1e6, outcome.gigabytes_per_second
+    megabytes, rate = _BYTES / 1e6, _BYTES * (ranks - 1) / outcome.seconds / 1e9
     value = f"{outcome.seconds * 1e3:.3g} ms for {megabytes:.0f} MB from each rank to each other ({rate:.2g} GB/s a rank)"
     yield Finding("ranks", f"exchange over {outcome.backend}", value)

@@ -36,7 +36,7 @@ class PerRank:
     sent_bytes: list[float]
 
     def __post_init__(self) -> None:
-        columns = [getattr(self, one.name) for one in fields(self)]
+        columns = [getattr(self, column.name) for column in fields(self)]
         numbers = [value for column in columns for value in column]
         if len({len(column) for column in columns}) != 1 or not numbers or not all(map(_is_number, numbers)):
             raise ValueError("figures by rank are lists of numbers, of one length")
@@ -199,7 +199,7 @@ def read_row(line: str, name: str) -> Row | None:
 
 
 def _made(kind: type[Row], data: dict[str, Any]) -> Row:
-    known = {one.name for one in fields(kind)}
+    known = {column.name for column in fields(kind)}
     values: dict[str, Any] = {key: value for key, value in data.items() if key in known}  # a newer version may write more
     if isinstance(values.get("per_rank"), Mapping):
         values["per_rank"] = PerRank(**values["per_rank"])
@@ -229,5 +229,5 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, Mapping):
-        return {key: _rounded(one) for key, one in value.items()}
-    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _rounded(entry) for key, entry in value.items()}
+    return [_rounded(entry) for entry in value] if isinstance(value, list | tuple) else value

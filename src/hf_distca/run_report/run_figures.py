@@ -18,7 +18,7 @@ from hf_distca.schedule.plan import Plan
 __all__ = ["Figures", "PlanPiece", "PlanFigures", "collect"]
 
 _PREFIX = "distca/"
-_TALLY = {one.name for one in fields(Tally)}
+_TALLY = [figure.name for figure in fields(Tally)]
 _MOST_STEPS_NAMED = 12
 
 
@@ -108,19 +108,15 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
         steps=steps,
         per_rank=_summed(folder.steps),
         hidden=[
-            {"rank": one.rank, "travelled_seconds": one.travelled, "waited_seconds": one.waited, "share": one.hidden}
-            for one in folder.traces
+            {"rank": trace.rank, "travelled_seconds": trace.travelled, "waited_seconds": trace.waited, "share": trace.hidden}
+            for trace in folder.traces
         ],
         plan=None if row is None else _drawn(row),
         plan_steps=sorted({plan.step for plan in folder.plans}),
         run=_run(folder),
-        warnings=[f"step {one.step}: {one.text}" for one in folder.warnings],
+        warnings=[f"step {warning.step}: {warning.text}" for warning in folder.warnings],
         missing=_missing(folder),
     )
-
-
-def _tally(row: StepsRow) -> Tally:
-    return Tally(**{name: value for name, value in row.tally.items() if name in _TALLY})  # type: ignore[arg-type]
 
 
 def _short(figures: dict[str, float]) -> dict[str, float]:
@@ -131,7 +127,8 @@ def _of_record(rows: Sequence[StepsRow]) -> tuple[dict[str, float], list[dict[st
     tallies: dict[int, Tally] = {}
     losses: dict[int, dict[str, float]] = {}
     for row in rows:  # what is left at the end of training has the step of the last row
-        tallies[row.step] = tallies.get(row.step, Tally()) + _tally(row)
+        tally = Tally(**{name: row.tally[name] for name in _TALLY})  # type: ignore[arg-type]
+        tallies[row.step] = tallies.get(row.step, Tally()) + tally
         if row.loss is not None:
             losses[row.step] = {"loss": row.loss}
     whole = sum(tallies.values(), Tally())
@@ -155,11 +152,11 @@ def _of_log(log: Sequence[dict[str, Any]]) -> tuple[dict[str, float], list[dict[
 
 def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     """The mean of rows by their micro-batches, which are summed."""
-    found = {}
+    means = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         pairs = [(row[name], row.get("micro_batches", 1.0)) for row in rows if name in row]
-        found[name] = sum(value * weight for value, weight in pairs) / (sum(weight for _, weight in pairs) or 1.0)
-    return found | {"micro_batches": sum(row.get("micro_batches", 0.0) for row in rows)}
+        means[name] = sum(value * weight for value, weight in pairs) / (sum(weight for _, weight in pairs) or 1.0)
+    return means | {"micro_batches": sum(row.get("micro_batches", 0.0) for row in rows)}
 
 
 def _summed(rows: Sequence[StepsRow]) -> PerRank | None:
@@ -168,7 +165,8 @@ def _summed(rows: Sequence[StepsRow]) -> PerRank | None:
         return None
     ranks = len(rows[-1].per_rank.tokens)
     kept = [row.per_rank for row in rows if len(row.per_rank.tokens) == ranks]
-    return PerRank(**{one.name: np.sum([getattr(row, one.name) for row in kept], axis=0).tolist() for one in fields(PerRank)})
+    columns = [column.name for column in fields(PerRank)]
+    return PerRank(**{name: np.sum([getattr(row, name) for row in kept], axis=0).tolist() for name in columns})
 
 
 def _uneven(row: PlanRow) -> float:
@@ -258,17 +256,17 @@ def _run(folder: RunFolder) -> dict[str, dict[str, Any]]:
 
 
 def _missing(folder: RunFolder) -> list[str]:
-    found = []
+    absent = []
     if not folder.steps:
-        found.append(
+        absent.append(
             "Figures by rank, plans, settings, versions and warnings: the folder has the Trainer's log alone. "
             "hf_distca.DistCACallback() of this version keeps them, in distca_run.jsonl, unless record=False."
         )
     if not folder.traces:
-        found.append(
+        absent.append(
             "The share of messages that was hidden: it is read from timelines, which DistCACallback(trace_path=...) writes for "
             "the third optimizer step. They have to lie in the folder of the run."
         )
     elif not any(trace.travelled for trace in folder.traces):
-        found.append("The share of messages that was hidden: in the traced step none travelled.")
-    return found
+        absent.append("The share of messages that was hidden: in the traced step none travelled.")
+    return absent
