@@ -49,7 +49,8 @@ from hf_distca.agreement.announce import (
     layout_of,
 )
 from hf_distca.agreement.documents import PackedDocuments, read_documents
-from hf_distca.agreement.figures import Estimate, History
+from hf_distca.agreement.history import History
+from hf_distca.agreement.planned import Planned
 from hf_distca.config import DistCAConfig
 from hf_distca.integration import attention
 from hf_distca.integration.handle import AttentionHandle
@@ -65,6 +66,7 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE
 from hf_distca.schedule.waves import Waves
 from machine import describe
 from output import add_json_option, put_out
@@ -187,17 +189,19 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     rows = []
     for lengths in documents(ranks, arguments.tokens, "long tail"):
         one = read_documents(1, arguments.tokens, packed=PackedDocuments(lengths))
-        figures, settings = [(10**6,) * FIGURES], fingerprint(common)
-        rows.append(Announcement(1, settings, exchanges=0, checksum=0, figures=figures, requests=[(one, key)]).row())
+        own, settings = [(10**6,) * FIGURES], fingerprint(common)
+        rows.append(Announcement(1, settings, exchanges=0, checksum=0, figures=own, requests=[(one, key)]).row())
     (stated,) = agree(Announcements.read(rows), common, group, "here")
     plan = balance(layout_of(stated), COST, config)
     waves = Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups)
-    seconds, sent, history = np.ones(ranks), np.ones(ranks, dtype=np.int64), History()
+    history, figures = History(), np.full((ranks, FIGURES), 10**9)
 
     def bookkeeping() -> None:
-        estimate = Estimate.of(plan, COST, 1.0)
-        history.planned(estimate, 1)
-        history.measured(estimate, 1, seconds, sent, calls=1, rank=0)
+        planned = Planned(key, plan, config, plan.layout.offsets, 1.0, figures=figures)
+        planned.begin(1, COST, ALIKE, Meter())
+        history.planned(planned)
+        history.end()
+        history.begin_anew()
 
     def digest() -> None:
         vars(plan).pop("digest", None)

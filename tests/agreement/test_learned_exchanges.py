@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.figures import Estimate
-from hf_distca.agreement.measured import Measured, observed
-from hf_distca.agreement.rates import Observation, Rates
+from hf_distca.agreement.planned import Observation, Planned, observed
+from hf_distca.agreement.rates import Rates
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
@@ -21,6 +20,7 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE
 
 HOUSE = Path(__file__).parents[2]
 SHIPPED = HOUSE / "benchmarks" / "placements"
@@ -86,13 +86,13 @@ def placements(folder: Path) -> Iterator[tuple[str, Layout]]:
 
 def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> Observation:
     """What ranks would tell each other of one layer."""
-    parts = 2 if config.ping_pong else 1
     keys = [PlanKey(SHAPE, "cuda", nano=nano) for nano in ((1, 2) if config.ping_pong else (0,))]
-    measured = [Measured(key, 1, Estimate.of(plan, COST, 1.0, nano=key.nano), Meter(), plan) for key in keys]
     none, calls = np.zeros_like(truth.kernel), np.ones_like(truth.kernel)
-    columns = [truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls]
-    figures = np.repeat(np.stack(columns, axis=1)[:, None, :], parts, axis=1).astype(np.int64)
-    found = observed(measured, figures, COST, config)
+    figures = np.stack([truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls], axis=1).astype(np.int64)
+    plans = [Planned(key, plan, config, plan.layout.offsets, 1.0, figures=figures) for key in keys]
+    for planned in plans:
+        planned.begin(1, COST, ALIKE, Meter())
+    found = observed(plans, COST, config)
     assert found is not None
     return found
 

@@ -17,8 +17,9 @@ from hf_distca.agreement import dealt as dealt_module
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
+from hf_distca.agreement.planned import Observation
 from hf_distca.agreement.planner import Planner
-from hf_distca.agreement.rates import Correction, Observation, Rates
+from hf_distca.agreement.rates import Correction, Rates
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
@@ -54,9 +55,17 @@ class World:
     """Ranks that take what the true rates say, and a planner that begins with others."""
 
     def __init__(
-        self, given: CostModel, speeds: tuple[float, ...] = (1.0,) * RANKS, exchange: float = 1.0, **settings: object
+        self,
+        given: CostModel,
+        speeds: tuple[float, ...] = (1.0,) * RANKS,
+        exchange: float = 1.0,
+        *,
+        waits: bool = True,
+        **settings: object,
     ) -> None:
+        """Ranks wait for each other in attention, or else elsewhere, where each layer lines them up."""
         self.speeds, self.exchange, self.noise = np.array(speeds), exchange, np.random.default_rng(0)
+        self.waits = waits
         self.planner = Planner(DistCAConfig(**settings), Meter())
         self.planner.costs[SHAPE, "cpu"] = given
         self.group = MadeUpGroup(RANKS, self._rows)
@@ -91,7 +100,7 @@ class World:
         kernel = np.bincount(plan.server, weights=tasks, minlength=RANKS) / self.speeds
         kernel *= self.noise.normal(1.0, 0.01, RANKS)
         moving = self._exchange(plan) if plan.moved else np.zeros(RANKS)
-        waiting = (kernel + moving).max() - kernel if plan.moved else np.zeros(RANKS)
+        waiting = (kernel + moving).max() - kernel if plan.moved and self.waits else moving
         unmoved = np.bincount(plan.home, weights=tasks, minlength=RANKS) / self.speeds
         self.slowdown.append(float((kernel + moving).max() / unmoved.max()))
         self.measured = np.stack([kernel * 1e9, np.zeros(RANKS), waiting * 1e9, np.ones(RANKS)], axis=1).astype(np.int64)
@@ -182,6 +191,15 @@ def test_exchanges_are_taken_up_when_they_pay_again() -> None:
     for number in range(6000, 6008):
         world.step(number)
     assert all(world.moved[-4:])
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting for each other", "lined up elsewhere"])
+@pytest.mark.parametrize("exchange", [3.0, 10.0, 40.0])
+def test_no_network_makes_attention_slower_than_moving_nothing(waits: bool, exchange: float) -> None:
+    world = World(TRUE, exchange=exchange, waits=waits)
+    for number in range(36):
+        world.step(number)
+    assert np.mean(world.slowdown[12:]) <= 1.02
 
 
 @pytest.mark.parametrize("mib", [4, 64])
@@ -320,7 +338,6 @@ def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ..
         if over_at_once:
             for meeting in group.meetings:
                 meeting.done = True
-            planner.look()
     return made
 
 

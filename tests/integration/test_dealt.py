@@ -165,9 +165,9 @@ def odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
         other = made.share(np.array(lengths), (0, 1), 1, names=np.arange(len(lengths)) + (wrong == "seed"))
         batch["distca_documents"] = hf_distca.PackedDocuments(packed.lengths, packed.starts, packed.documents, dealt=other.dealt)
     if wrong == "plan":
-        (key, (*under, plan)), *_ = packed.dealt._plans.items()
+        (key, (job, plan)), *_ = packed.dealt._plans.items()
         tasks = [task._replace(server=1 - task.server) for task in plan.tasks]
-        packed.dealt._plans[key] = *under, type(plan).from_tasks(plan.layout, tasks)
+        packed.dealt._plans[key] = job, type(plan).from_tasks(plan.layout, tasks)
     if wrong == "no share":
         batch["distca_documents"] = hf_distca.PackedDocuments(packed.lengths, packed.starts, packed.documents)
     return batch

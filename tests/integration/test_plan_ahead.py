@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import hf_distca
-from hf_distca.agreement.figures import Tally
+from hf_distca.agreement.history import Tally
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 from recorded import counted_planning

@@ -21,11 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
-from hf_distca.agreement.figures import Estimate, History, Tally
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.history import History, Tally
+from hf_distca.agreement.planned import Planned
 from hf_distca.integration.record import Recorder
 from hf_distca.run_report.figures import collect
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import RECORD_NAME, PlanRow, Row, RunRow, StepsRow, WarningRow, read_row
+from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.ranks import Ranks
@@ -157,14 +160,18 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
     session: Any = SimpleNamespace(planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"])
     recorder = Recorder(tmp_path, session, every_plan=True)
     recorder.begin(TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), 0, None, None)
-    estimates = []
+    plans = []
     for nano, window, lengths in parts:
         cost = replace(PAIRS, window=window)
-        estimates.append(Estimate.of(balance(Layout.from_lengths(lengths), cost, settings(), ranks), cost, 1.0, ranks, nano))
-        history.planned(estimates[-1], 1)
+        plan = balance(Layout.from_lengths(lengths), cost, settings(), ranks)
+        plans.append(Planned(PlanKey(PAIRS.shape, "cpu", window, nano=nano), plan, settings(), plan.layout.offsets, 1.0))
+        plans[-1].begin(1, cost, ranks, Meter())
+        history.planned(plans[-1])
     history.end()
-    for estimate in estimates:
-        history.measured(estimate, 1, estimate.after, np.zeros(2, dtype=np.int64), 1, 0)
+    for measured in plans:
+        measured.figures = np.zeros((2, 4), dtype=np.int64)
+        measured.figures[:, 0] = measured.estimated_after * 1e9
+        history.count(1)
     recorder.end(1)
     found = collect(RunFolder.read(tmp_path))
     assert found.per_rank is not None

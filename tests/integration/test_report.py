@@ -15,8 +15,9 @@ import pytest
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import hf_distca
-from hf_distca.agreement.figures import Tally
-from hf_distca.agreement.rates import Observation, Rates
+from hf_distca.agreement.history import Tally
+from hf_distca.agreement.planned import Observation
+from hf_distca.agreement.rates import Rates
 from hf_distca.integration import progress
 from hf_distca.integration.report import summary, why_given_up, why_nothing_moved
 from hf_distca.integration.session import Session

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from some_run import RUN, documents, plan_row, some_rows, steps_row, write_record, write_state, write_trace
 
-from hf_distca.agreement.figures import Tally
+from hf_distca.agreement.history import Tally
 from hf_distca.errors import ReportError
 from hf_distca.run_report.charts import charts
 from hf_distca.run_report.figures import Figures, collect
@@ -120,16 +120,28 @@ def test_the_log_of_the_trainer_is_enough_for_a_page(tmp_path: Path) -> None:
 
 
 def test_timelines_say_what_was_hidden(tmp_path: Path) -> None:
-    """Those that the run names, wherever they lie; or those in a folder of the run's."""
-    write_record(tmp_path / "run", [replace(RUN, traces=str(tmp_path / "elsewhere")), *some_rows()[1:]])
+    """Those that the run names; or those in a folder of the run's."""
+    (tmp_path / "run" / "traces").mkdir(parents=True)
+    write_record(tmp_path / "run", [replace(RUN, traces="traces/third"), *some_rows()[1:]])
     for rank in (0, 1):
-        write_trace(tmp_path / "elsewhere", rank, 0.2, 0.05 * (rank + 1))
+        write_trace(tmp_path / "run" / "traces" / "third", rank, 0.2, 0.05 * (rank + 1))
         write_trace(tmp_path / "run" / "timeline", rank, 0.2, 0.0)
     assert [one["share"] for one in figures(tmp_path / "run").hidden] == pytest.approx([0.75, 0.5])
     write_record(tmp_path / "run", some_rows())
     found = figures(tmp_path / "run")
     assert [one["share"] for one in found.hidden] == [1.0, 1.0]
     assert not found.missing
+
+
+@pytest.mark.parametrize("place", ["../elsewhere", "{}/elsewhere", "link"])
+def test_timelines_outside_of_the_folder_are_not_read(tmp_path: Path, place: str) -> None:
+    """A record from elsewhere may name any place of this machine."""
+    folder = write_record(tmp_path / "run", [replace(RUN, traces=place.format(tmp_path)), *some_rows()[1:]])
+    write_trace(tmp_path / "elsewhere", 0, 0.2, 0.1)
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    found = figures(folder)
+    assert found.hidden == []
+    assert "timelines" in found.missing[0]
 
 
 def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cached_property
 from threading import Thread, current_thread
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 from weakref import WeakMethod
 
 import numpy as np
@@ -30,7 +30,7 @@ from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 
-__all__ = ["Dealing", "Dealt", "Placement", "plan_fetched"]
+__all__ = ["Dealing", "Dealt", "Placement", "PlanJob", "plan_fetched"]
 
 Placement = Literal["dealt", "in order"]
 
@@ -43,6 +43,20 @@ def plan_fetched(plan: Callable[[Dealt], None]) -> None:
     """Hand every share to a bound method when it is fetched in this process, before its step, as long as the object lives."""
     global _fetching
     _fetching = WeakMethod(plan), os.getpid()
+
+
+class PlanJob(NamedTuple):
+    """What a plan is made with, beside a layout.
+
+    Attributes:
+        key: which plan.
+        cost, config, ranks: as for `balance`.
+    """
+
+    key: PlanKey
+    cost: CostModel
+    config: DistCAConfig
+    ranks: Ranks = ALIKE
 
 
 class Dealt:
@@ -71,7 +85,7 @@ class Dealt:
         numbers = [np.asarray(column, dtype=np.int64).tobytes() for column in (lengths, names) if column is not None]
         self.documents = int.from_bytes(hashlib.sha256(b"".join(numbers)).digest()[:7], "big")
         self.per_node, self.settings = dealing.ranks_per_node, dealing.config
-        self._plans: dict[tuple[PlanKey, Ranks], tuple[CostModel, DistCAConfig, Plan]] = {}
+        self._plans: dict[tuple[PlanKey, Ranks], tuple[PlanJob, Plan]] = {}
         self._planned_here = 0
         self._beside: Thread | None = None
 
@@ -133,39 +147,34 @@ class Dealt:
                 "order, one a batch, with as many processes as they are dealt to."
             )
 
-    def plan(self, key: PlanKey, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE) -> Plan:
-        """The plan of a kind of layer; it is made now, unless one was made before under the same settings.
-
-        Args:
-            key: which plan.
-            cost, config, ranks: as for `balance`.
-        """
+    def plan(self, job: PlanJob) -> Plan:
+        """The plan of a kind of layer; it is made now, unless one was made before under the same settings."""
         if self._beside is not None and self._beside is not current_thread():
             self._beside.join()
-        which = key, ranks.seen_by(cost)
-        made = self._plans.get(which)
-        if made is None or made[:2] != (cost, config):
-            layout = self.layouts[key.nano - 1] if key.nano else self.whole
-            self._plans[which] = made = cost, config, balance(layout, cost, config, ranks)
-            _ = made[2].digest  # is compared; a loader's worker has the time for it
+        plan = self._known(job)
+        if plan is None:
+            layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole
+            plan = balance(layout, job.cost, job.config, job.ranks)
+            _ = plan.digest  # is compared; a loader's worker has the time for it
+            self._plans[job.key, job.ranks.seen_by(job.cost)] = job, plan
             self._planned_here += 1
-        return made[2]
+        return plan
 
-    def plan_beside(self, jobs: Sequence[tuple[PlanKey, CostModel, DistCAConfig, Ranks]]) -> None:
-        """Start to make plans, those that are not there, while this thread goes on. `plan` waits for them.
-
-        Args:
-            jobs: arguments of `plan`.
-        """
-        missing = [job for job in jobs if self._plans.get((job[0], job[3].seen_by(job[1])), ())[:2] != job[1:3]]
+    def plan_beside(self, jobs: Sequence[PlanJob]) -> None:
+        """Start to make plans, those that are not there, while this thread goes on. `plan` waits for them."""
+        missing = [job for job in jobs if self._known(job) is None]
         if missing:
             self._beside = Thread(target=self._make, args=(missing,), name="distca plans", daemon=True)
             self._beside.start()
 
-    def _make(self, jobs: Sequence[tuple[PlanKey, CostModel, DistCAConfig, Ranks]]) -> None:
+    def _known(self, job: PlanJob) -> Plan | None:
+        known, plan = self._plans.get((job.key, job.ranks.seen_by(job.cost)), (None, None))
+        return plan if known is not None and (known.cost, known.config) == (job.cost, job.config) else None
+
+    def _make(self, jobs: Sequence[PlanJob]) -> None:
         with suppress(Exception):  # whoever asks for the plan gets the error
             for job in jobs:
-                self.plan(*job)
+                self.plan(job)
 
     def take_planned_here(self) -> int:
         """How many plans were made since the last call, or since it was fetched, instead of by its loader."""
@@ -220,8 +229,8 @@ class Dealing:
     @property
     def tokens(self) -> int:
         """Tokens of a global batch."""
-        each = self.tokens_per_rank
-        return sum(each) if isinstance(each, Sequence) else self.ranks * each
+        tokens = self.tokens_per_rank
+        return sum(tokens) if isinstance(tokens, Sequence) else self.ranks * tokens
 
     def layouts(self, lengths: IntArray) -> tuple[Layout, ...]:
         """Deal documents of so many tokens, `ranks` times `tokens_per_rank` together.
@@ -260,7 +269,7 @@ class Dealing:
             for key, cost in self.costs.items():
                 for nano in (0,) if dealt.first_tokens is None else (1, 2):
                     settings = replace(self.config, ping_pong=nano > 0)
-                    dealt.plan(key._replace(nano=nano), cost, settings, Ranks(per_node=dealt.per_node))
+                    dealt.plan(PlanJob(key._replace(nano=nano), cost, settings, Ranks(per_node=dealt.per_node)))
             dealt.take_planned_here()
         runs = dealt.whole.segments(rank)
         lengths_, starts, documents = ([getattr(run, name) for run in runs] for name in ("length", "start", "document"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_distca.cli.files import errors_in_one_line, write
+from hf_distca.cli.files import check_documents, errors_in_one_line, write
 from hf_distca.cli.layer import CostName, Layer
 from hf_distca.cli.lengths import read_lengths
 from hf_distca.cli.options import taking
@@ -55,6 +55,7 @@ def deal(
         model = layer.cost_model(cost)
         config = DistCAConfig(tile=layer.tile, ping_pong=ping_pong)
         documents = read_lengths(lengths)
+        check_documents(len(documents), lengths)
         options: dict[str, Any] = {"tile": layer.tile, "ranks_per_node": layer.ranks_per_node}
         layouts: tuple[Layout, ...]
         with said_if_long(PLANNING):

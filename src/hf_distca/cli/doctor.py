@@ -1,4 +1,4 @@
-"""``hf-distca doctor``: what is here, what would run, and what to do."""
+"""``hf-distca doctor``: whether a model is supported, which kernels would run, whether ranks reach each other."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ def doctor(
     timeout: Annotated[float, typer.Option(help="Seconds that an exchange between ranks may take.", min=1.0, max=86400.0)] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Say which versions, devices and kernels are here, whether a model is supported, and what to do.
+    """Say whether a model is supported, which kernels would run, and what to do.
 
-    An exchange is tried: between the ranks, under a launcher, or else between two processes that are started for it. Ends with 1
-    if training would fail.
+    Under a launcher, an exchange between the ranks is tried, and their versions are compared. Ends with 1 if training would fail.
     """
     from hf_distca.doctor.diagnosis import diagnose, speaks
     from hf_distca.errors import DistCAError

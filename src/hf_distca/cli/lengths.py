@@ -68,6 +68,7 @@ def _tables(folder: Path) -> list[Path]:
 def _column(path: Path, tables: list[Path], column: str) -> Any:
     """Tokens of each document of parquet or Arrow files: lists are counted, numbers taken as they are."""
     from hf_distca.errors import LayoutError, UnsupportedError
+    from hf_distca.input_files import check_file
 
     try:
         import numpy as np
@@ -82,15 +83,14 @@ def _column(path: Path, tables: list[Path], column: str) -> Any:
         raise LayoutError(f"{path} has no {' or '.join(_TABLES)} files: name a data set saved by save_to_disk, or one such file.")
     found = []
     for file in tables:
-        file.stat()  # pyarrow's own error names no file
+        check_file(file)  # pyarrow's own error names no file
         try:
             table = pq.read_table(file, columns=None) if file.suffix == ".parquet" else pa.ipc.open_stream(file).read_all()
-        except pa.ArrowInvalid as error:
+            names = table.column_names
+        except (pa.ArrowException, ValueError) as error:  # UnicodeDecodeError among them
             raise LayoutError(f"{file} cannot be read as a table: {error}.") from error
-        if column not in table.column_names:
-            raise LayoutError(
-                f"{file} has no column {column!r}, only {', '.join(map(repr, table.column_names))}: name one with --column."
-            )
+        if column not in names:
+            raise LayoutError(f"{file} has no column {column!r}, only {', '.join(map(repr, names))}: name one with --column.")
         values = table.column(column)
         kind = values.type
         if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):

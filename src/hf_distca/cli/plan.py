@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hf_distca.cli.files import errors_in_one_line, fail, name_of, read, write
+from hf_distca.cli.files import check_documents, errors_in_one_line, fail, name_of, read, write
 from hf_distca.cli.layer import CostName, Layer
 from hf_distca.cli.options import taking
 from hf_distca.cli.waiting import PLANNING, said_if_long
@@ -46,6 +46,7 @@ def plan(
         model = layer.cost_model(cost)
         with said_if_long(PLANNING):
             layout = parse_placement(read(placement), name_of(placement))
+        check_documents(len(layout.document), placement)
         if not layout.query_tokens.any():
             fail(f"{name_of(placement)} has no tokens: there is nothing to plan.")
         ranks = Ranks(per_node=layer.ranks_per_node)

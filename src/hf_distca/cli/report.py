@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -42,4 +43,4 @@ def report(
         typer.echo(figures.verdict)
         for missing in figures.missing:
             typer.echo(f"Not on the page: {missing}")
-        typer.echo(f"The page: {output}")
+        typer.echo(os.fsencode(f"The page: {output}"))  # which need not be text

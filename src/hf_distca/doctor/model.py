@@ -15,6 +15,7 @@ from transformers import __version__ as transformers_version
 
 from hf_distca.doctor.findings import Finding, State
 from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
+from hf_distca.input_files import read_file
 from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, why_whole
 from hf_distca.integration.kinds import layer_keys
 from hf_distca.kernels import Case, Scores, survey
@@ -96,7 +97,9 @@ def with_defaults(path: Path, kind: str) -> dict[str, Any] | None:
 
 def _of_file(path: Path) -> PreTrainedConfig:
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        data: Any = json.loads(read_file(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}.") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}.") from error
     if not isinstance(data, dict) or not isinstance(kind := data.get("model_type"), str):

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.announce import PlanKey, Request
 from hf_distca.agreement.documents import PackedDocuments, PlansAhead, read_documents
-from hf_distca.agreement.planned import Planning, Request
+from hf_distca.agreement.planner import Planning
 from hf_distca.integration.nano_batches import cut
 from hf_distca.integration.session import current_session
 

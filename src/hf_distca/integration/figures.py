@@ -6,7 +6,7 @@ import time
 import weakref
 from dataclasses import dataclass
 
-from hf_distca.agreement.figures import Tally
+from hf_distca.agreement.history import Tally
 from hf_distca.integration.session import Session, current_session
 
 __all__ = ["Metrics", "Reading", "balance_figures", "metrics"]

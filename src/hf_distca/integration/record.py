@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from transformers import TrainingArguments
 
-from hf_distca.agreement.figures import Counted, Measurement, Tally
+from hf_distca.agreement.history import Tally
+from hf_distca.agreement.planned import Planned
 from hf_distca.config import DistCAConfig
 from hf_distca.integration.prepare import distca_configs
 from hf_distca.integration.session import Session
@@ -64,7 +65,8 @@ class Recorder(logging.Filter):
         self._began = session.planner.number
         self._steps = deque([(0, 1)], maxlen=_MOST_STEPS)  # (first micro-batch, step), the newest last
         self._tally, self._ranks = Tally(), np.zeros((len(fields(PerRank)), 0))
-        self._worst: tuple[float, int, Counted] | None = None  # seconds by the mean, step, and what was counted
+        # Seconds by the mean, step, number of the micro-batch and its plans.
+        self._worst: tuple[float, int, int, Sequence[Planned]] | None = None
         self._plan_bytes = 0
         self._plans = 0
         self._failed = False
@@ -127,27 +129,23 @@ class Recorder(logging.Filter):
             self._write([WarningRow(self._steps[-1][1], record.getMessage())])
         return True
 
-    def _count(self, counted: Counted) -> None:
-        if counted.number <= self._began:  # of an evaluation before
+    def _count(self, number: int, tally: Tally, plans: Sequence[Planned]) -> None:
+        if number <= self._began:  # of an evaluation before
             return
-        self._tally += counted.tally
-        ranks = _by_rank(counted.measurements)
+        self._tally += tally
+        ranks = _by_rank(plans)
         self._ranks = ranks if not self._ranks.size else self._ranks + ranks
-        before = counted.tally.estimated_before / max(counted.tally.estimated_mean, 1e-30)
-        step = next((step for first, step in reversed(self._steps) if first <= counted.number), self._steps[0][1])
+        before = tally.estimated_before / max(tally.estimated_mean, 1e-30)
+        step = next((step for first, step in reversed(self._steps) if first <= number), self._steps[0][1])
         if self._every_plan or not self._plans:
-            self._write([self._plan_row(step, counted)])
+            self._write([self._plan_row(step, number, plans)])
         elif self._plan_bytes < _MOST_PLAN_BYTES and (self._worst is None or before > self._worst[0]):
-            self._worst = before, step, counted
+            self._worst = before, step, number, plans
 
-    def _plan_row(self, step: int, counted: Counted) -> PlanRow:
+    def _plan_row(self, step: int, number: int, plans: Sequence[Planned]) -> PlanRow:
         self._plans += 1
-        parts = [
-            PlanPart(json.loads(one.plan.to_json()), one.seconds.tolist(), one.speeds.speeds)
-            for one in (measurement.estimate for measurement in counted.measurements)
-            if one.plan is not None
-        ]
-        return PlanRow(step, counted.number - self._began, _per_rank(_by_rank(counted.measurements)), parts)
+        parts = [PlanPart(json.loads(plan.plan.to_json()), plan.seconds.tolist(), plan.ranks.speeds) for plan in plans]
+        return PlanRow(step, number - self._began, _per_rank(_by_rank(plans)), parts)
 
     def _write(self, rows: Sequence[Row], mode: str = "a") -> None:
         """Append rows. A run does not end because its record cannot be written."""
@@ -164,18 +162,16 @@ class Recorder(logging.Filter):
             _log.warning("no record for `hf-distca report` is kept: %s cannot be written (%s).", self._path, error.strerror)
 
 
-def _by_rank(measurements: Sequence[Measurement]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _by_rank(plans: Sequence[Planned]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """(figures, ranks) in the order of the fields of `PerRank`."""
     rows = []
     counted: set[int] = set()
-    for one in measurements:
-        estimate, tokens = one.estimate, np.zeros(one.estimate.ranks)
+    for plan in plans:
         # Each kind of layers has a plan for the same tokens; each nano-batch has its own.
-        if estimate.plan is not None and estimate.nano not in counted:
-            counted.add(estimate.nano)
-            tokens += estimate.plan.layout.query_tokens
-        measured = estimate.given_back(one.seconds), one.seconds, one.sent_bytes
-        rows.append(np.stack([tokens, estimate.before, estimate.after, *measured]).astype(np.float64))
+        tokens = plan.plan.layout.query_tokens * (plan.key.nano not in counted)
+        counted.add(plan.key.nano)
+        estimated, measured = (plan.estimated_before, plan.estimated_after), (plan.measured_before, plan.measured_after)
+        rows.append(np.stack([tokens, *estimated, *measured, plan.sent_bytes]).astype(np.float64))
     return np.asarray(np.sum(rows, axis=0), dtype=np.float64)
 
 

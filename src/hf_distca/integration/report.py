@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_distca.agreement.figures import Tally
+from hf_distca.agreement.history import Tally
 from hf_distca.integration.progress import say
 from hf_distca.integration.session import Session
 

@@ -126,7 +126,7 @@ class Session:
         """Compare what was measured since the last plan, where no next one will tell: at the end of training, on all ranks."""
         group = self._group
         if group is not None and group.size > 1 and not group.left and dist.is_initialized():
-            self.planner.collect(group)
+            self.planner.flush(group)
 
     @property
     def looks_for_mesh(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_distca.agreement.figures import Tally
+from hf_distca.agreement.history import Tally
 from hf_distca.errors import LayoutError, PlanError, ReportError
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import PerRank, PlanRow, StepsRow
@@ -267,7 +267,7 @@ def _missing(folder: RunFolder) -> list[str]:
     if not folder.traces:
         found.append(
             "The share of messages that was hidden: it is read from timelines, which DistCACallback(trace_path=...) writes for "
-            "the third optimizer step."
+            "the third optimizer step. They have to lie in the folder of the run."
         )
     elif not any(trace.travelled for trace in folder.traces):
         found.append("The share of messages that was hidden: in the traced step none travelled.")

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_distca.errors import ReportError
+from hf_distca.input_files import read_file
 from hf_distca.run_report.rows import RECORD_NAME, PlanRow, Row, RunRow, StepsRow, WarningRow, read_row
 
 __all__ = ["RankTrace", "RunFolder"]
 
 _STATE = "trainer_state.json"
+_MOST_RECORD_BYTES = 2**30  # all plans of a long run
 _EXCHANGES = ("dispatch", "return")
 _HOW = (
     'Train with attn_implementation="distca" and hf_distca.DistCACallback() among the callbacks of the Trainer, and give the '
@@ -79,7 +81,8 @@ class RunFolder:
         return found
 
     def _read_record(self, path: Path) -> None:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        text = read_file(path, _MOST_RECORD_BYTES).decode("utf-8", errors="replace")
+        lines = text.splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             if number == len(lines) and not line.endswith("\n"):
                 return  # it is being written, or the process was killed there
@@ -121,7 +124,7 @@ def _newest_state(path: Path) -> Path | None:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_file(path))
     except ValueError as error:
         raise ReportError(f"{path} is not JSON: {error}. Move the file away to get a page without it.") from error
 
@@ -144,7 +147,8 @@ def _read_traces(path: Path, runs: list[RunRow]) -> Iterator[RankTrace]:
     """Of the folder that the newest run names, or else of the one with timelines in the run's folder."""
     named = [path / run.traces for run in runs[-1:] if run.traces is not None]
     for folder in (*named, path, *sorted(one for one in path.iterdir() if one.is_dir())):
-        files = sorted(folder.glob("rank_*.json"))
+        # A record from elsewhere may name any folder of this machine.
+        files = sorted(folder.glob("rank_*.json")) if folder.resolve().is_relative_to(path.resolve()) else []
         if files:
             for file in files:
                 yield from _read_trace(file)

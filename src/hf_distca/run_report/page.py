@@ -67,9 +67,10 @@ def render(figures: Figures) -> str:
     }
     text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
-    return template.render(
+    page: str = template.render(
         figures=figures, charts=shown, drawn=drawn, tiles=_tiles(figures), plotly=Markup(get_plotlyjs()), version=_version()
     )
+    return page.encode(errors="replace").decode()  # names of folders need not be text
 
 
 def _tiles(figures: Figures) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_distca.errors import ConfigError
+from hf_distca.input_files import read_file
 
 __all__ = ["KNOWN_MODELS", "ModelShape", "find_model"]
 
@@ -110,7 +111,7 @@ def find_model(name: str, defaults: Callable[[Path, str], dict[str, Any] | None]
     if not path.is_file():
         raise ConfigError(f"model {name!r} is neither a config.json nor one of {', '.join(KNOWN_MODELS)}.")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_file(path))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}.") from error
     if not isinstance(data, dict):
