@@ -79,16 +79,6 @@ def test_a_bin_never_gets_more_tokens_than_its_cap() -> None:
     assert loaders.longest_first(np.array([3.0, 2.0, 2.0]), np.array([3, 2, 2]), 2).tolist() == [0, 1, 1]
 
 
-def test_differencing_beats_longest_first_where_it_is_known_to() -> None:
-    seconds = np.array([8.0, 7.0, 6.0, 5.0, 4.0])
-    found = loaders.karmarkar_karp(seconds, 2)
-    assert sorted(np.bincount(found, weights=seconds).tolist()) == [14, 16]
-    many = np.random.default_rng(0).lognormal(0, 1, 500)
-    loads = np.bincount(loaders.karmarkar_karp(many, 7), weights=many, minlength=7)
-    assert loads.sum() == pytest.approx(many.sum())
-    assert loads.max() / loads.mean() < 1.001
-
-
 def test_runs_of_batch_rebalance_are_sorted_and_as_even_as_can_be() -> None:
     lengths = np.random.default_rng(0).integers(1, 5000, 200)
     found = loaders.batch_rebalance(lengths, 8)

@@ -41,11 +41,11 @@ def degrees(group: int) -> list[int]:
 
 def _seconds(cost: CostModel, counts: FloatArray) -> Directions:
     """Seconds of counts of tasks, bytes and flops, shape (n, 3)."""
-    found = []
+    seconds = []
     for kernel, way in zip((cost.forward, cost.backward), _WAYS, strict=True):
         rates = np.array([kernel.task_seconds, 1 / kernel.bytes_per_second, 1 / kernel.flops_per_second])
-        found.append((counts * way * rates).sum(axis=1))
-    return Directions(*found)
+        seconds.append((counts * way * rates).sum(axis=1))
+    return Directions(*seconds)
 
 
 def shared_by_document(cost: CostModel, length: IntArray, row: IntArray, rows: int, degree: int, hops: int = 1) -> Directions:
@@ -114,8 +114,8 @@ def key_bytes(setting: Setting, degree: int, *, again: bool) -> float:
     if degree == 1:
         return 0.0
     # Where a layer is repeated, its forward gathers keys anyway.
-    one = again or setting.checkpointing == "full"
-    kept = 1 if one else setting.stage_layers * in_flight(setting)
+    one_layer = again or setting.checkpointing == "full"
+    kept = 1 if one_layer else setting.stage_layers * in_flight(setting)
     return float(degree * setting.shape.key_value_bytes * (kept + 2))
 
 
@@ -153,7 +153,7 @@ def wlb(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
     def of_kind(cost: CostModel, rows: int) -> tuple[Directions, Directions]:
         ways = [cut(cost, length, row, rows, degree) for cut in (shared_by_document, shared_by_row)]
         first = ways[0].forward + ways[0].backward <= ways[1].forward + ways[1].backward
-        best = Directions(*(np.where(first, one, two) for one, two in zip(*ways, strict=True)))
+        best = Directions(*(np.where(first, by_document, by_row) for by_document, by_row in zip(*ways, strict=True)))
         return best, _gathered(setting, cost, length, row, rows, degree)
 
     work = _layers(setting, length, row, degree, of_kind)

@@ -69,8 +69,8 @@ def published(setting: Setting, lengths: IntArray, *, tolerance: float = 0.05) -
 def _one_after_another(documents: IntArray, ranks: int) -> Layout:
     """Documents in order over all ranks, with tokens as equal as can be. There may be fewer tokens than ranks, or none."""
     starts, total = np.cumsum(documents) - documents, int(documents.sum())
-    each, more = divmod(total, ranks)
-    bounds = np.concatenate([[0], np.cumsum(each + (np.arange(ranks) < more))])
+    least, more = divmod(total, ranks)
+    bounds = np.concatenate([[0], np.cumsum(least + (np.arange(ranks) < more))])
     edges = np.unique(np.concatenate([starts, bounds]))
     edges = edges[edges < total].astype(np.int64)
     document = np.searchsorted(starts, edges, side="right") - 1
@@ -90,12 +90,12 @@ def halved(layout: Layout, tile: int) -> tuple[Layout, Layout]:
         starts = np.cumsum([0, *(row.length for row in rows)])
         nearest = int(starts[np.abs(starts - total / 2).argmin()])
         near = min(nearest, total - nearest) >= total / 4
-        at = nearest if near else total // 2 // tile * tile or total // 2
+        cut = nearest if near else total // 2 // tile * tile or total // 2
         first: list[tuple[int, int, int]] = []
         second: list[tuple[int, int, int]] = []
         before = 0
         for row, start in zip(rows, starts.tolist(), strict=False):
-            here = min(max(at - start, 0), row.length)
+            here = min(max(cut - start, 0), row.length)
             if here:
                 first.append((row.document, row.start, here))
             if 0 < here < row.length:

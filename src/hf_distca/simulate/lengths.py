@@ -88,24 +88,24 @@ class Documents:
 
 def _shared_out(lengths: IntArray, tokens: int, count: int) -> list[IntArray]:
     """Documents in micro-batches of equal tokens: longest first, each where most room is left. What fits nowhere is cut."""
-    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    batches: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     rooms, left = [(-tokens, number) for number in range(count)], []
     for document in np.argsort(-lengths, kind="stable").tolist():
         length, (room, number) = int(lengths[document]), rooms[0]
         if length > -room:
             left.append((document, length))
             continue
-        found[number].append((document, length))
+        batches[number].append((document, length))
         heapq.heapreplace(rooms, (room + length, number))
     for document, whole in left:
         length = whole
         while length:
             room, number = rooms[0]
             part = min(length, -room)
-            found[number].append((document, part))
+            batches[number].append((document, part))
             heapq.heapreplace(rooms, (room + part, number))
             length -= part
-    return [np.array([length for _, length in sorted(one)], dtype=np.int64) for one in found]
+    return [np.array([length for _, length in sorted(batch)], dtype=np.int64) for batch in batches]
 
 
 def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> Documents:
@@ -118,8 +118,10 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
     if not len(length):
         raise LayoutError(f"{name} holds no document lengths: there is nothing to simulate.")
     if length.min() < 1:
-        at = int(np.flatnonzero(length < 1)[0])
-        raise LayoutError(f"{name}: document {at} has length {length[at]}: every document must have at least 1 token.")
+        document = int(np.flatnonzero(length < 1)[0])
+        raise LayoutError(
+            f"{name}: document {document} has length {length[document]}: every document must have at least 1 token."
+        )
     if length.max() > _LONGEST:
         raise LayoutError(f"{name}: document {int(length.argmax())} has {length.max()} tokens: the limit is 2**32.")
     if longest is not None:
@@ -160,7 +162,9 @@ class _Mixture:
 
         def draw(generator: np.random.Generator) -> npt.NDArray[np.float64]:
             is_long = generator.random(_PIECE) < share
-            mean, width = (np.where(is_long, one, other) for one, other in zip(self.long, self.short, strict=True))
+            mean, width = (
+                np.where(is_long, long_value, short_value) for long_value, short_value in zip(self.long, self.short, strict=True)
+            )
             logs = generator.normal(mean, width)
             while (wrong := (logs > math.log(self.boundary)) != is_long).any():
                 logs[wrong] = generator.normal(mean[wrong], width[wrong])

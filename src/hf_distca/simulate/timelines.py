@@ -80,11 +80,11 @@ def one_forward_one_backward(setting: Setting, works: Sequence[Work], parts: Seq
     free = [np.zeros(len(works[0].tokens)) for _ in range(stages)]
     busy = np.zeros((stages, len(works[0].tokens)))
     orders = [_order(stages, stage, count) for stage in range(stages)]
-    at = [0] * stages
-    while any(at[stage] < 2 * count for stage in range(stages)):
+    done = [0] * stages
+    while any(done[stage] < 2 * count for stage in range(stages)):
         for stage in range(stages):
-            while at[stage] < 2 * count:
-                number, back = orders[stage][at[stage]]
+            while done[stage] < 2 * count:
+                number, back = orders[stage][done[stage]]
                 ready = _ready(ends, stage, number, stages, hops[number], back=back)
                 if ready is None:
                     break
@@ -94,7 +94,7 @@ def one_forward_one_backward(setting: Setting, works: Sequence[Work], parts: Seq
                 free[stage] = np.maximum(free[stage], ready) + seconds
                 busy[stage] += seconds
                 ends[stage, number, back] = free[stage]
-                at[stage] += 1
+                done[stage] += 1
     return Timeline(float(max(end.max() for end in free)), busy.ravel())
 
 

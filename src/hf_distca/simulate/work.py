@@ -56,12 +56,12 @@ class Work:
 def together(kinds: list[Work]) -> Work:
     """The work of layers of several kinds, on the same tokens."""
 
-    def both(one: Work, other: Work) -> Work:
-        attention = Directions(*(a + b for a, b in zip(one.attention, other.attention, strict=True)))
-        exposed = Directions(*(a + b for a, b in zip(one.exposed, other.exposed, strict=True)))
-        received = np.maximum(one.received, other.received)
-        meeting = max(one.meeting, other.meeting)
-        return Work(one.tokens, attention, exposed, one.wire + other.wire, received, one.pairs + other.pairs, meeting)
+    def both(left: Work, right: Work) -> Work:
+        attention = Directions(*(a + b for a, b in zip(left.attention, right.attention, strict=True)))
+        exposed = Directions(*(a + b for a, b in zip(left.exposed, right.exposed, strict=True)))
+        received = np.maximum(left.received, right.received)
+        meeting = max(left.meeting, right.meeting)
+        return Work(left.tokens, attention, exposed, left.wire + right.wire, received, left.pairs + right.pairs, meeting)
 
     return reduce(both, kinds)
 
@@ -99,7 +99,7 @@ class _Moves(NamedTuple):
     """One layer of a plan: seconds of each rank."""
 
     attention: Directions
-    own: Directions  # of tasks that wait for nothing
+    unblocked: Directions  # of tasks that wait for nothing
     dispatch: Directions
     back: Directions
     received: FloatArray  # bytes
@@ -125,8 +125,8 @@ def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
     if not plan.moved:
         nowhere = Directions(nothing, nothing)
         return _Moves(attention, attention, nowhere, nowhere, nothing, pairs)
-    queries, keys, found = load.query_tokens, load.key_tokens, load.wave_transfers[0]
-    away, sent = plan.home != plan.server, senders(found, plan.relays)
+    queries, keys, transfers = load.query_tokens, load.key_tokens, load.wave_transfers[0]
+    away, sent = plan.home != plan.server, senders(transfers, plan.relays)
     source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
     query_tokens = (rows * plan.heads)[away]
     key_tokens = (sent.end - sent.start) * plan.layout.heads_of(sent.document)
@@ -144,19 +144,21 @@ def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
         seconds(shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes, shape.key_value_bytes),
     )
     back = Directions(seconds(shape.output_bytes + shape.lse_bytes, 0), seconds(shape.query_bytes, shape.key_value_bytes))
-    remote = found.source != found.server
-    waits = np.isin(plan.document * ranks + plan.server, np.unique(found.document[remote] * ranks + found.server[remote]))
-    own = (plan.home == plan.server) & ~waits
-    each = TransientBytes.of(shape)
-    received = each.query * queries[1] + each.key * keys[1] + each.sent_query * queries[0] + each.sent_key * keys[0]
-    return _Moves(attention, Directions(sums(forward, own), sums(backward, own)), dispatch, back, received, pairs)
+    remote = transfers.source != transfers.server
+    waits = np.isin(plan.document * ranks + plan.server, np.unique(transfers.document[remote] * ranks + transfers.server[remote]))
+    unblocked = (plan.home == plan.server) & ~waits
+    row_bytes = TransientBytes.of(shape)
+    received = row_bytes.query * queries[1] + row_bytes.key * keys[1]
+    received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
+    return _Moves(attention, Directions(sums(forward, unblocked), sums(backward, unblocked)), dispatch, back, received, pairs)
 
 
 def of_plan(plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> Work:
     """One layer of a plan, single-stream: a rank computes its own tasks while messages come, and waits for outputs."""
     layer = _moves(plan, cost, nodes)
     exposed = (
-        np.maximum(dispatch - own, 0) + back for dispatch, own, back in zip(layer.dispatch, layer.own, layer.back, strict=True)
+        np.maximum(dispatch - unblocked, 0) + back
+        for dispatch, unblocked, back in zip(layer.dispatch, layer.unblocked, layer.back, strict=True)
     )
     tokens = plan.layout.query_tokens.astype(np.float64)
     meeting = plan.layout.world_size if plan.moved else 1
@@ -169,20 +171,20 @@ def of_nano_batches(setting: Setting, plans: tuple[Plan, Plan], cost: CostModel,
     In turns: linear layers of A beside the return of B, those of B beside the dispatch of A, attention of A beside the dispatch
     of B, attention of B beside the return of A. What of a message is longer than what runs beside it is waited for.
     """
-    one, two = (_moves(plan, cost, nodes) for plan in plans)
+    first, second = (_moves(plan, cost, nodes) for plan in plans)
     tokens = [plan.layout.query_tokens.astype(np.float64) for plan in plans]
     linear = [layer_seconds(setting, count) for count in tokens]
     hidden = [tensor_seconds(setting, count) for count in tokens]
     exposed = []
     for way in (0, 1):
         beside = (
-            (one.dispatch[way], linear[1][way] + hidden[1]),
-            (two.dispatch[way], one.attention[way]),
-            (one.back[way], two.attention[way]),
-            (two.back[way], linear[0][way] + hidden[0]),
+            (first.dispatch[way], linear[1][way] + hidden[1]),
+            (second.dispatch[way], first.attention[way]),
+            (first.back[way], second.attention[way]),
+            (second.back[way], linear[0][way] + hidden[0]),
         )
         exposed.append(np.asarray(sum(np.maximum(message - work, 0) for message, work in beside)))
-    attention = Directions(*(a + b for a, b in zip(one.attention, two.attention, strict=True)))
-    received = np.maximum(one.received, two.received)
-    pairs, meeting = one.pairs + two.pairs, len(received) if any(plan.moved for plan in plans) else 1
-    return Work(tokens[0] + tokens[1], attention, Directions(*exposed), one.wire + two.wire, received, pairs, meeting)
+    attention = Directions(*(a + b for a, b in zip(first.attention, second.attention, strict=True)))
+    received = np.maximum(first.received, second.received)
+    pairs, meeting = first.pairs + second.pairs, len(received) if any(plan.moved for plan in plans) else 1
+    return Work(tokens[0] + tokens[1], attention, Directions(*exposed), first.wire + second.wire, received, pairs, meeting)
