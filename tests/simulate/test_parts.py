@@ -14,11 +14,11 @@ from hf_distca.schedule.deal import in_order
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
-from hf_distca.simulate import context, loaders
+from hf_distca.simulate import context, loader_rules
 from hf_distca.simulate.collectives import gather_rate, weight_exchange
 from hf_distca.simulate.disaggregated import halved
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.layers import layer_seconds, tensor_seconds
+from hf_distca.simulate.linear_layers import layer_seconds, tensor_seconds
 from hf_distca.simulate.memory import most_tokens, peak_bytes, weight_bytes
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.published import plan_published
@@ -74,14 +74,14 @@ def test_memory_is_full_at_the_tokens_that_fill_it(setting: Setting) -> None:
 
 
 def test_a_bin_never_gets_more_tokens_than_its_cap() -> None:
-    found = loaders.longest_first(LENGTHS.astype(float), LENGTHS, 3, 12000)
+    found = loader_rules.longest_first(LENGTHS.astype(float), LENGTHS, 3, 12000)
     assert np.bincount(found, weights=LENGTHS, minlength=3).max() <= 12000
-    assert loaders.longest_first(np.array([3.0, 2.0, 2.0]), np.array([3, 2, 2]), 2).tolist() == [0, 1, 1]
+    assert loader_rules.longest_first(np.array([3.0, 2.0, 2.0]), np.array([3, 2, 2]), 2).tolist() == [0, 1, 1]
 
 
 def test_runs_of_batch_rebalance_are_sorted_and_as_even_as_can_be() -> None:
     lengths = np.random.default_rng(0).integers(1, 5000, 200)
-    found = loaders.batch_rebalance(lengths, 8)
+    found = loader_rules.batch_rebalance(lengths, 8)
     order = np.argsort(-lengths, kind="stable")
     assert (np.diff(found[order]) >= 0).all()
     assert set(found.tolist()) == set(range(8))
@@ -95,11 +95,11 @@ def test_batch_rebalance_has_no_more_runs_than_bins(bins: int) -> None:
     batches = [np.array([100] + [10] * 10 + [1] * 100), np.ones(1, dtype=np.int64), np.zeros(0, dtype=np.int64)]
     batches += [generator.lognormal(6, 2, 50).astype(np.int64) + 1 for _ in range(20)]
     for lengths in batches:
-        assert loaders.batch_rebalance(lengths, bins).max(initial=0) < bins
+        assert loader_rules.batch_rebalance(lengths, bins).max(initial=0) < bins
 
 
 def test_rows_end_where_they_are_full() -> None:
-    rows = loaders.packed_rows(np.array([10, 10, 4]), 3, 8)
+    rows = loader_rules.packed_rows(np.array([10, 10, 4]), 3, 8)
     assert rows.length.tolist() == [8, 2, 6, 4, 4]
     assert rows.start.tolist() == [0] * 5
     assert rows.query_tokens.tolist() == [8, 8, 8]

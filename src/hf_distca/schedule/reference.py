@@ -100,7 +100,7 @@ class QueryPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class TailMove:
     """Rows of a piece from `start` on, for a server: seconds that its home sheds and the server gets, and the bytes."""
 
     piece: QueryPiece
@@ -179,7 +179,7 @@ class Evening:
                 self.levels = Levels(*(scale * level for level in self.base))
         return [piece for piece in self.pieces if piece.start < piece.end] + moved
 
-    def next_move(self, source: int, pieces: list[QueryPiece], tile: int) -> Move | None:
+    def next_move(self, source: int, pieces: list[QueryPiece], tile: int) -> TailMove | None:
         """The move with the fewest bytes for a second. If none fits the levels, a server may get up to half of what both have."""
         work, levels = self.work, self.levels
         surplus = work[source] - levels.high
@@ -207,7 +207,7 @@ class Evening:
         fitting = [rank for rank in below if levels.floor <= work[rank] + surplus <= levels.cap]
         return min(fitting, key=lambda rank: work[rank], default=emptiest)
 
-    def tail(self, piece: QueryPiece, server: int, leeway: float, tile: int) -> Move | None:
+    def tail(self, piece: QueryPiece, server: int, leeway: float, tile: int) -> TailMove | None:
         """The tail of a piece that its home is to be rid of and a server lacks; None if none fits."""
         kept, served, levels, heads, end = self.kept, self.served, self.levels, piece.heads, piece.end
         home, filled = self.work[piece.home], self.work[server]
@@ -235,7 +235,7 @@ class Evening:
         if not 0 < shed <= over or added > room:
             return None
         amount = self.shape.moved_query_bytes * (end - start) + self.shape.moved_key_bytes * keys
-        return Move(piece, start, server, shed, added, heads * amount)
+        return TailMove(piece, start, server, shed, added, heads * amount)
 
 
 def plan_of(layout: Layout, pieces: list[QueryPiece], groups: int) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hf_distca.simulate.lengths import Documents
+from hf_distca.simulate.document_lengths import DocumentSource
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES
 
@@ -25,7 +25,7 @@ _CHECKPOINTING = {
 }
 
 
-def assumptions(setting: Setting, documents: Documents, names: Iterable[str] = STRATEGIES) -> list[tuple[str, str]]:
+def assumptions(setting: Setting, documents: DocumentSource, names: Iterable[str] = STRATEGIES) -> list[tuple[str, str]]:
     """Pairs of what is assumed about, and what."""
     model, hardware = setting.model, setting.hardware
     facts = [

@@ -14,10 +14,10 @@ import numpy as np
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.collectives import gather_rate
-from hf_distca.simulate.layers import Directions
+from hf_distca.simulate.linear_layers import Directions
 from hf_distca.simulate.memory import in_flight
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import Work, together
+from hf_distca.simulate.work import MicroBatchWork, together
 
 __all__ = [
     "all_gather",
@@ -94,7 +94,7 @@ def _layers(
     row: IntArray,
     degree: int,
     of_kind: Callable[[CostModel, int], tuple[Directions, Directions]],
-) -> Work:
+) -> MicroBatchWork:
     """All layers of rows that `degree` ranks share, of which a kind takes (attention, exchange) seconds for each row."""
     rows = setting.group // degree
     tokens = np.repeat(np.bincount(row, weights=length, minlength=rows) / degree, degree)
@@ -104,7 +104,9 @@ def _layers(
         spread = [Directions(*(np.repeat(part, degree) for part in pair)) for pair in (attention, wire)]
         pairs = float(causal_pairs(length, length, window).sum())
         kinds.append(
-            Work(tokens, spread[0], spread[1], spread[1].forward + spread[1].backward, np.zeros_like(tokens), pairs).times(layers)
+            MicroBatchWork(
+                tokens, spread[0], spread[1], spread[1].forward + spread[1].backward, np.zeros_like(tokens), pairs
+            ).times(layers)
         )
     return together(kinds)
 
@@ -119,7 +121,7 @@ def key_bytes(setting: Setting, degree: int, *, again: bool) -> float:
     return float(degree * setting.shape.key_value_bytes * (kept + 2))
 
 
-def gathered_again(setting: Setting, work: Work, degree: int) -> Work:
+def gathered_again(setting: Setting, work: MicroBatchWork, degree: int) -> MicroBatchWork:
     """The work of `all_gather` or `wlb` if no keys are kept for backward: they come a second time."""
     more = work.exposed.forward
     exposed = Directions(more, work.exposed.backward + more)
@@ -136,7 +138,7 @@ def _gathered(setting: Setting, cost: CostModel, length: IntArray, row: IntArray
     return Directions(once, once)
 
 
-def all_gather(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
+def all_gather(setting: Setting, length: IntArray, row: IntArray, degree: int) -> MicroBatchWork:
     """Each rank gets all keys of its row before it computes its head and tail of every document, and keeps them."""
 
     def of_kind(cost: CostModel, rows: int) -> tuple[Directions, Directions]:
@@ -147,7 +149,7 @@ def all_gather(setting: Setting, length: IntArray, row: IntArray, degree: int) -
     return replace(work, received=work.tokens * key_bytes(setting, degree, again=False))
 
 
-def wlb(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
+def wlb(setting: Setting, length: IntArray, row: IntArray, degree: int) -> MicroBatchWork:
     """All-gather, where each row is cut by document or as one sequence, whichever is faster (arXiv 2503.17924, section 5)."""
 
     def of_kind(cost: CostModel, rows: int) -> tuple[Directions, Directions]:
@@ -160,7 +162,7 @@ def wlb(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
     return replace(work, received=work.tokens * key_bytes(setting, degree, again=False))
 
 
-def ring(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
+def ring(setting: Setting, length: IntArray, row: IntArray, degree: int) -> MicroBatchWork:
     """Keys travel from neighbour to neighbour beside the attention to those that came before."""
     hidden: dict[int | None, Directions] = {}
 
@@ -182,7 +184,7 @@ def ring(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work
     return replace(work, exposed=exposed, received=kept)
 
 
-def ulysses(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
+def ulysses(setting: Setting, length: IntArray, row: IntArray, degree: int) -> MicroBatchWork:
     """Each rank of a row computes some heads of all its documents: q, k, v and o of all tokens change ranks."""
     shape = setting.shape
     # Where there are fewer key/value heads than ranks, each is sent to several.

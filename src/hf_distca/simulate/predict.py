@@ -13,13 +13,13 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.collectives import optimizer_seconds, weight_exchange
-from hf_distca.simulate.layers import Directions, head_seconds
-from hf_distca.simulate.lengths import Documents
+from hf_distca.simulate.document_lengths import DocumentSource
+from hf_distca.simulate.linear_layers import Directions, head_seconds
 from hf_distca.simulate.memory import peak_bytes
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import DISAGGREGATED, STRATEGIES, Candidate, Strategy
 from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
-from hf_distca.simulate.work import Work
+from hf_distca.simulate.work import MicroBatchWork
 from hf_distca.simulate.workers import Told, predict_each
 
 __all__ = ["Prediction", "best_alternative", "best_of", "ideal_seconds", "predict_step", "simulate"]
@@ -135,7 +135,7 @@ def _of_candidate(
 
 def simulate(
     setting: Setting,
-    documents: Documents,
+    documents: DocumentSource,
     names: Iterable[str] = tuple(STRATEGIES),
     *,
     batches: int = 10,
@@ -215,7 +215,7 @@ def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
     for lengths in batches:
         tokens, nothing = np.full(1, float(lengths.sum()) / setting.group), np.zeros(1)
         none = Directions(nothing, nothing)
-        linear = rank_seconds(setting, Work(tokens, none, none, nothing, nothing, 0.0), keeps_attention=True)
+        linear = rank_seconds(setting, MicroBatchWork(tokens, none, none, nothing, nothing, 0.0), keeps_attention=True)
         total += float((linear.forward + linear.backward + head_seconds(setting, tokens))[0]) / setting.stages
         total += sum(layers * float(setting.cost(w).seconds(lengths, lengths).sum()) for w, layers in setting.model.kinds) / parts
     return total

@@ -10,11 +10,11 @@ from functools import partial
 import numpy as np
 
 from hf_distca.schedule.layout import IntArray, Layout
-from hf_distca.simulate import context, loaders
-from hf_distca.simulate.disaggregated import Placed, dealt, given, published, work_of
+from hf_distca.simulate import context, loader_rules
+from hf_distca.simulate.disaggregated import Placement, dealt, given, published, work_of
 from hf_distca.simulate.memory import most_tokens
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import Work, of_documents, side_by_side
+from hf_distca.simulate.work import MicroBatchWork, of_documents, side_by_side
 
 __all__ = ["DISAGGREGATED", "OURS", "STRATEGIES", "Candidate", "Strategy"]
 
@@ -31,7 +31,7 @@ class Candidate:
         ticks: whether stages run the same phase, and idle ones serve.
     """
 
-    works: list[Work]
+    works: list[MicroBatchWork]
     degree: int | None = None
     ticks: bool = False
 
@@ -57,7 +57,7 @@ class Strategy:
 def _plain(setting: Setting, batches: Batches) -> list[Candidate]:
     works = []
     for lengths in batches:
-        rows = loaders.packed_rows(lengths, setting.group, setting.tokens_per_rank)
+        rows = loader_rules.packed_rows(lengths, setting.group, setting.tokens_per_rank)
         works.append(of_documents(setting, rows.length, rows.rank, setting.group))
     return [Candidate(works)]
 
@@ -68,22 +68,24 @@ def _loader(bins: Callable[[Setting, IntArray, int], IntArray], setting: Setting
 
 
 def _lpt(setting: Setting, lengths: IntArray, bins: int) -> IntArray:
-    return loaders.longest_first(loaders.document_seconds(setting, lengths), lengths, bins)
+    return loader_rules.longest_first(loader_rules.document_seconds(setting, lengths), lengths, bins)
 
 
 def _batch_rebalance(_: Setting, lengths: IntArray, bins: int) -> IntArray:
-    return loaders.batch_rebalance(lengths, bins)
+    return loader_rules.batch_rebalance(lengths, bins)
 
 
 def _context(
-    work_of_rows: Callable[[Setting, IntArray, IntArray, int], Work], setting: Setting, batches: Batches
+    work_of_rows: Callable[[Setting, IntArray, IntArray, int], MicroBatchWork], setting: Setting, batches: Batches
 ) -> list[Candidate]:
     """Rows of equally many tokens, each shared by as many ranks; documents are cut at the end of a row."""
     candidates = []
     for degree in context.degrees(setting.group):
         if work_of_rows is context.ulysses and setting.shape.query_heads % degree:
             continue
-        packed = [loaders.packed_rows(lengths, setting.group // degree, setting.tokens_per_rank * degree) for lengths in batches]
+        packed = [
+            loader_rules.packed_rows(lengths, setting.group // degree, setting.tokens_per_rank * degree) for lengths in batches
+        ]
         works = [work_of_rows(setting, rows.length, rows.rank, degree) for rows in packed]
         candidates.append(Candidate(works, degree))
         if work_of_rows is context.all_gather and _comes_again(setting, degree):
@@ -99,7 +101,7 @@ def _comes_again(setting: Setting, degree: int) -> bool:
 def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
     """Rows of about equal seconds, as many tokens as memory allows, over all micro-batches of a step."""
     lengths = np.concatenate(batches)
-    seconds = loaders.document_seconds(setting, lengths)
+    seconds = loader_rules.document_seconds(setting, lengths)
     candidates = []
     for degree in context.degrees(setting.group):
         rows, count = setting.group // degree, len(batches)
@@ -110,7 +112,7 @@ def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
             if int(lengths.max()) > cap:
                 continue
             if fullest > cap:  # else rows that were not filled to this cap are as they would be under it
-                row = loaders.longest_first(seconds, lengths, rows * count, cap)
+                row = loader_rules.longest_first(seconds, lengths, rows * count, cap)
                 fullest = float(np.bincount(row, weights=lengths).max())
             works = [
                 context.wlb(setting, lengths[here], row[here] - index * rows, degree)
@@ -122,7 +124,7 @@ def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
     return candidates
 
 
-def _disaggregated(place: Callable[[Setting, IntArray], Placed], setting: Setting, batches: Batches) -> list[Candidate]:
+def _disaggregated(place: Callable[[Setting, IntArray], Placement], setting: Setting, batches: Batches) -> list[Candidate]:
     placed = [place(setting, lengths) for lengths in batches]
     if setting.stages == 1:
         return [Candidate([work_of(setting, placement) for placement in placed])]
@@ -130,7 +132,7 @@ def _disaggregated(place: Callable[[Setting, IntArray], Placed], setting: Settin
 
 
 def _ours(
-    place: Callable[..., Placed],
+    place: Callable[..., Placement],
     share: Callable[[IntArray, int, int], list[IntArray]],
     ping_pong: bool,
     setting: Setting,
@@ -148,7 +150,7 @@ def _ours(
     return [Candidate(works)]
 
 
-def _ticks(setting: Setting, placed: Sequence[Placed]) -> list[Placed]:
+def _ticks(setting: Setting, placed: Sequence[Placement]) -> list[Placement]:
     """What lies on the ranks of all stages in each tick of one direction; stages without a micro-batch have nothing."""
     ticks = []
     for tick in range(len(placed) + setting.stages - 1):
@@ -157,7 +159,7 @@ def _ticks(setting: Setting, placed: Sequence[Placed]) -> list[Placed]:
             _side_by_side([None if placement is None else placement.layouts[nano] for placement in running], setting.group)
             for nano in range(len(placed[0].layouts))
         )
-        ticks.append(Placed(layouts, placed[0].planner))
+        ticks.append(Placement(layouts, placed[0].planner))
     return ticks
 
 
@@ -231,8 +233,8 @@ STRATEGIES = {
                 keeps_attention=True,
             )
             for way, place, share, about in (
-                ("given", given, loaders.cut_into_batches, f"rows as packed; {_CUT}"),
-                ("dealt", dealt, loaders.filled_batches, "whole documents dealt with equal tokens"),
+                ("given", given, loader_rules.cut_into_batches, f"rows as packed; {_CUT}"),
+                ("dealt", dealt, loader_rules.filled_batches, "whole documents dealt with equal tokens"),
             )
             for ping_pong in (False, True)
         ),

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_distca.schedule.cost import FloatArray
-from hf_distca.simulate.layers import Directions, head_seconds, layer_seconds, tensor_seconds
+from hf_distca.simulate.linear_layers import Directions, head_seconds, layer_seconds, tensor_seconds
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import Work
+from hf_distca.simulate.work import MicroBatchWork
 
 __all__ = ["Timeline", "data_parallel", "one_forward_one_backward", "rank_seconds", "same_phase"]
 
@@ -27,7 +27,7 @@ class Timeline(NamedTuple):
     busy: FloatArray
 
 
-def rank_seconds(setting: Setting, work: Work, *, keeps_attention: bool) -> Directions:
+def rank_seconds(setting: Setting, work: MicroBatchWork, *, keeps_attention: bool) -> Directions:
     """Seconds of each rank for a micro-batch, all layers of the model, without the output layer.
 
     Args:
@@ -46,7 +46,7 @@ def rank_seconds(setting: Setting, work: Work, *, keeps_attention: bool) -> Dire
     return Directions(forward, backward)
 
 
-def data_parallel(setting: Setting, works: Sequence[Work], parts: Sequence[Directions]) -> Timeline:
+def data_parallel(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
     """Every rank runs its micro-batches, whose `rank_seconds` are `parts`; all wait for the last one at the end.
 
     Ranks that exchange something in every layer wait for each other in each direction of a micro-batch, too.
@@ -66,7 +66,7 @@ def _hop_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
     return np.asarray(bytes_ / setting.hardware.link_rate + setting.hardware.exchange_seconds)
 
 
-def one_forward_one_backward(setting: Setting, works: Sequence[Work], parts: Sequence[Directions]) -> Timeline:
+def one_forward_one_backward(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
     """1F1B: each rank of the group stands for a pipeline, whose stages have equally many layers.
 
     Args:
@@ -121,7 +121,7 @@ def _ready(
     return None if end is None else end + (hop if before[0] != stage else 0)
 
 
-def same_phase(setting: Setting, ticks: Sequence[Work], parts: Sequence[Directions]) -> Timeline:
+def same_phase(setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
     """All stages in a forward or all in a backward tick, in which those without a micro-batch serve.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Work`: what a micro-batch asks of every rank under a strategy, and how plans become it."""
+"""`MicroBatchWork`: what a micro-batch asks of every rank under a strategy, and how plans become it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.relays import senders
 from hf_distca.schedule.waves import TransientBytes
-from hf_distca.simulate.layers import Directions, layer_seconds, tensor_seconds
+from hf_distca.simulate.linear_layers import Directions, layer_seconds, tensor_seconds
 from hf_distca.simulate.setting import Setting
 
-__all__ = ["Work", "of_documents", "of_nano_batches", "of_plan", "side_by_side", "together"]
+__all__ = ["MicroBatchWork", "of_documents", "of_nano_batches", "of_plan", "side_by_side", "together"]
 
 
 @dataclass(frozen=True)
-class Work:
+class MicroBatchWork:
     """One micro-batch; arrays have shape (ranks,) and seconds are those of all layers of the model together.
 
     Attributes:
@@ -47,26 +47,28 @@ class Work:
     pairs: float
     meeting: int = 1
 
-    def times(self, layers: int) -> Work:
+    def times(self, layers: int) -> MicroBatchWork:
         """The work of so many layers like this one."""
         attention, exposed = (Directions(*(layers * part for part in pair)) for pair in (self.attention, self.exposed))
         return replace(self, attention=attention, exposed=exposed, wire=layers * self.wire)
 
 
-def together(kinds: list[Work]) -> Work:
+def together(kinds: list[MicroBatchWork]) -> MicroBatchWork:
     """The work of layers of several kinds, on the same tokens."""
 
-    def both(left: Work, right: Work) -> Work:
+    def both(left: MicroBatchWork, right: MicroBatchWork) -> MicroBatchWork:
         attention = Directions(*(a + b for a, b in zip(left.attention, right.attention, strict=True)))
         exposed = Directions(*(a + b for a, b in zip(left.exposed, right.exposed, strict=True)))
         received = np.maximum(left.received, right.received)
         meeting = max(left.meeting, right.meeting)
-        return Work(left.tokens, attention, exposed, left.wire + right.wire, received, left.pairs + right.pairs, meeting)
+        return MicroBatchWork(
+            left.tokens, attention, exposed, left.wire + right.wire, received, left.pairs + right.pairs, meeting
+        )
 
     return reduce(both, kinds)
 
 
-def side_by_side(groups: Sequence[Work]) -> Work:
+def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
     """The work of several groups of ranks, one after another."""
 
     def joined(name: str) -> Directions:
@@ -76,10 +78,12 @@ def side_by_side(groups: Sequence[Work]) -> Work:
     names = ("tokens", "wire", "received")
     tokens, wire, received = (np.concatenate([getattr(group, name) for group in groups]) for name in names)
     meeting = len(groups[0].tokens) if wire.any() else 1
-    return Work(tokens, joined("attention"), joined("exposed"), wire, received, sum(group.pairs for group in groups), meeting)
+    return MicroBatchWork(
+        tokens, joined("attention"), joined("exposed"), wire, received, sum(group.pairs for group in groups), meeting
+    )
 
 
-def of_documents(setting: Setting, length: IntArray, rank: IntArray, ranks: int) -> Work:
+def of_documents(setting: Setting, length: IntArray, rank: IntArray, ranks: int) -> MicroBatchWork:
     """Whole documents, each on one rank, and nothing exchanged."""
 
     def sums(values: npt.NDArray[Any]) -> FloatArray:
@@ -91,7 +95,7 @@ def of_documents(setting: Setting, length: IntArray, rank: IntArray, ranks: int)
         cost = setting.cost(window)
         attention = Directions(sums(cost.forward_seconds(length, length)), sums(cost.backward_seconds(length, length)))
         pairs = float(causal_pairs(length, length, window).sum())
-        kinds.append(Work(sums(length), attention, Directions(nothing, nothing), nothing, nothing, pairs).times(layers))
+        kinds.append(MicroBatchWork(sums(length), attention, Directions(nothing, nothing), nothing, nothing, pairs).times(layers))
     return together(kinds)
 
 
@@ -153,7 +157,7 @@ def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
     return _Moves(attention, Directions(sums(forward, unblocked), sums(backward, unblocked)), dispatch, back, received, pairs)
 
 
-def of_plan(plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> Work:
+def of_plan(plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
     """One layer of a plan, single-stream: a rank computes its own tasks while messages come, and waits for outputs."""
     layer = _moves(plan, cost, nodes)
     exposed = (
@@ -162,10 +166,10 @@ def of_plan(plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> Work:
     )
     tokens = plan.layout.query_tokens.astype(np.float64)
     meeting = plan.layout.world_size if plan.moved else 1
-    return Work(tokens, layer.attention, Directions(*exposed), layer.wire, layer.received, layer.pairs, meeting)
+    return MicroBatchWork(tokens, layer.attention, Directions(*exposed), layer.wire, layer.received, layer.pairs, meeting)
 
 
-def of_nano_batches(setting: Setting, plans: tuple[Plan, Plan], cost: CostModel, nodes: Ranks = ALIKE) -> Work:
+def of_nano_batches(setting: Setting, plans: tuple[Plan, Plan], cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
     """One layer of the plans of two nano-batches in ping-pong.
 
     In turns: linear layers of A beside the return of B, those of B beside the dispatch of A, attention of A beside the dispatch
@@ -187,4 +191,6 @@ def of_nano_batches(setting: Setting, plans: tuple[Plan, Plan], cost: CostModel,
     attention = Directions(*(a + b for a, b in zip(first.attention, second.attention, strict=True)))
     received = np.maximum(first.received, second.received)
     pairs, meeting = first.pairs + second.pairs, len(received) if any(plan.moved for plan in plans) else 1
-    return Work(tokens[0] + tokens[1], attention, Directions(*exposed), first.wire + second.wire, received, pairs, meeting)
+    return MicroBatchWork(
+        tokens[0] + tokens[1], attention, Directions(*exposed), first.wire + second.wire, received, pairs, meeting
+    )

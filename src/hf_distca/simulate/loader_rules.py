@@ -9,7 +9,7 @@ import numpy as np
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray, Layout
-from hf_distca.simulate.layers import layer_seconds
+from hf_distca.simulate.linear_layers import layer_seconds
 from hf_distca.simulate.setting import Setting
 
 __all__ = [

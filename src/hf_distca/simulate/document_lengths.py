@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.layout import IntArray, as_integers
 
-__all__ = ["DISTRIBUTIONS", "Documents", "distribution", "from_list"]
+__all__ = ["DISTRIBUTIONS", "DocumentSource", "distribution", "from_list"]
 
 _PIECE = 1024
 _MOST_PIECES = 2**15  # 33 million documents take some 10 s to draw, and far longer to place
@@ -24,7 +24,7 @@ _BASE = (
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentSource:
     """A source of document lengths.
 
     Attributes:
@@ -108,7 +108,7 @@ def _shared_out(lengths: IntArray, tokens: int, count: int) -> list[IntArray]:
     return [np.array([length for _, length in sorted(batch)], dtype=np.int64) for batch in batches]
 
 
-def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> Documents:
+def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> DocumentSource:
     """Documents of a list, shuffled, and again when it has ended. Longer ones than `longest` are cut off there.
 
     Raises:
@@ -131,7 +131,7 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
         while True:
             yield from np.split(generator.permutation(length), range(_PIECE, len(length), _PIECE))
 
-    return Documents(name, stream, f"{len(length)} lengths, mean {length.mean():.0f}, longest {length.max()}, shuffled")
+    return DocumentSource(name, stream, f"{len(length)} lengths, mean {length.mean():.0f}, longest {length.max()}, shuffled")
 
 
 def _drawn(draw: Callable[[np.random.Generator], npt.NDArray[np.float64]], longest: int) -> Callable[..., Iterator[IntArray]]:
@@ -188,9 +188,9 @@ _PRETRAIN = _Mixture((7.747, 0.998), (10.128, 0.885), 8192)
 _PROLONG = _Mixture((7.657, 0.697), (10.162, 0.522), 16384)
 
 
-def pretrain(longest: int) -> Documents:
+def pretrain(longest: int) -> DocumentSource:
     """Web text with long documents kept more often: half of the tokens are in long ones."""
-    return Documents(
+    return DocumentSource(
         f"pretrain-like up to {longest}",
         _PRETRAIN.stream(0.5, longest / _BASE, longest),
         "two lognormal distributions fitted to the list 'wlbllm' of hao-ai-lab/DistCA (commit 2afd219) below and above 8192 "
@@ -199,9 +199,9 @@ def pretrain(longest: int) -> Documents:
     )
 
 
-def prolong(longest: int) -> Documents:
+def prolong(longest: int) -> DocumentSource:
     """Long-context data: 60 % of the tokens are in long documents."""
-    return Documents(
+    return DocumentSource(
         f"ProLong-like up to {longest}",
         _PROLONG.stream(0.6, longest / _BASE, longest),
         "two lognormal distributions fitted to the list 'prolong' of hao-ai-lab/DistCA (commit 2afd219) below and above 16384 "
@@ -209,10 +209,10 @@ def prolong(longest: int) -> Documents:
     )
 
 
-DISTRIBUTIONS: dict[str, Callable[[int], Documents]] = {"pretrain": pretrain, "prolong": prolong}
+DISTRIBUTIONS: dict[str, Callable[[int], DocumentSource]] = {"pretrain": pretrain, "prolong": prolong}
 
 
-def distribution(text: str, longest: int) -> Documents:
+def distribution(text: str, longest: int) -> DocumentSource:
     """A distribution by name: ``pretrain``, ``prolong``, ``equal:TOKENS`` or ``lognormal:MEDIAN:SIGMA``.
 
     Raises:
@@ -228,10 +228,10 @@ def distribution(text: str, longest: int) -> Documents:
         return DISTRIBUTIONS[name](longest)
     good = all(0 < value <= _LONGEST for value in values)  # no comparison with NaN is true
     if name == "equal" and len(values) == 1 and good and values[0] >= 1:
-        return Documents(text, _drawn(lambda _: np.full(_PIECE, values[0]), longest), "as given")
+        return DocumentSource(text, _drawn(lambda _: np.full(_PIECE, values[0]), longest), "as given")
     if name == "lognormal" and len(values) == 2 and good and values[1] <= 10:
         logs = (math.log(values[0]), values[1])
-        return Documents(text, _drawn(lambda generator: generator.lognormal(*logs, _PIECE), longest), "as given")
+        return DocumentSource(text, _drawn(lambda generator: generator.lognormal(*logs, _PIECE), longest), "as given")
     raise ConfigError(
         f"lengths {text!r} are neither a file nor one of {', '.join(DISTRIBUTIONS)}, equal:TOKENS, lognormal:MEDIAN:SIGMA with "
         "positive numbers."
