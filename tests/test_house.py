@@ -36,7 +36,7 @@ BOUNDS = {
     "run_report": Bounds(files=6, lines=1017, longest_file=274, longest_function=28, parameters=5, pronouns=72),
     "runtime": Bounds(files=22, lines=3445, longest_file=337, longest_function=47, parameters=8, pronouns=141),
     "schedule": Bounds(files=47, lines=7630, longest_file=370, longest_function=56, parameters=9, pronouns=620),
-    "simulate": Bounds(files=19, lines=2595, longest_file=244, longest_function=46, parameters=7, pronouns=0),
+    "simulate": Bounds(files=19, lines=2597, longest_file=244, longest_function=46, parameters=7, pronouns=0),
     "top": Bounds(files=6, lines=824, longest_file=233, longest_function=30, parameters=5, pronouns=3),
 }
 # Names that may still occur more than once. Of each other name there is one.

@@ -111,7 +111,7 @@ def test_alone_a_rank_takes_the_same_however_a_row_is_cut(setting: Setting) -> N
     work = of_documents(setting, LENGTHS, row, 1)
     assert (work.attention.forward[0] / 32, work.attention.backward[0] / 32) == pytest.approx(expected)
     for cut in (context.shared_by_document, context.shared_by_row):
-        assert [part[0] for part in cut(cost, LENGTHS, row, 1, 1)] == pytest.approx(expected, rel=0.01)
+        assert [part[0] for part in cut(cost, context.SharedRows(LENGTHS, row, 1), 1)] == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("window", [None, 1000])
@@ -120,7 +120,7 @@ def test_a_head_and_a_tail_of_every_document_cost_what_their_tasks_do(setting: S
     lengths = np.array([8192, 4096, 16384])
     chunks = [(n // 8, n // 8 * (at + 1)) for n in lengths.tolist() for at in range(8)]
     rows, keys = np.array(chunks).T
-    found = context.shared_by_document(cost, lengths, np.zeros(3, dtype=np.int64), 1, degree)
+    found = context.shared_by_document(cost, context.SharedRows(lengths, np.zeros(3, dtype=np.int64), 1), degree)
     assert found.forward[0] == pytest.approx(cost.forward_seconds(rows, keys).sum() / degree, rel=0.02)
     assert found.backward[0] == pytest.approx(cost.backward_seconds(rows, keys).sum() / degree, rel=0.02)
 
@@ -142,19 +142,21 @@ def test_a_row_cut_as_one_sequence_costs_what_its_slowest_rank_does(setting: Set
                     seconds[min(chunk, 3 - chunk)] += float(cost.forward_seconds(high - low, high - start)[0])
             start += n
         slowest.append(max(seconds))
-    assert context.shared_by_row(cost, LENGTHS, row, 2, degree).forward.tolist() == pytest.approx(slowest)
+    assert context.shared_by_row(cost, context.SharedRows(LENGTHS, row, 2), degree).forward.tolist() == pytest.approx(slowest)
 
 
 def test_context_parallel_ranks_wait_for_keys_and_ring_hides_them(setting: Setting) -> None:
     wide = replace(setting, ranks=64)
-    lengths, row = np.full(64, 16384), np.arange(64) // 8
-    gathered, ringed = context.all_gather(wide, lengths, row, 8), context.ring(wide, lengths, row, 8)
+    rows = context.SharedRows(np.full(64, 16384), np.arange(64) // 8, 8)
+    gathered, ringed = context.all_gather(wide, rows, 8), context.ring(wide, rows, 8)
     keys = 8 * 16384 * 4096 * 7 / 8
     assert gathered.exposed.forward[0] == pytest.approx(32 * (keys / wide.hardware.node_rate + 3e-5))
     assert ringed.exposed.forward[0] < gathered.exposed.forward[0]
     assert ringed.attention.forward[0] > gathered.attention.forward[0]
-    spread = context.ulysses(wide, lengths, row, 8)
-    assert spread.attention.forward.sum() == pytest.approx(of_documents(wide, lengths, row, 8).attention.forward.sum(), rel=0.01)
+    spread = context.ulysses(wide, rows, 8)
+    assert spread.attention.forward.sum() == pytest.approx(
+        of_documents(wide, rows.length, rows.row, 8).attention.forward.sum(), rel=0.01
+    )
 
 
 def test_the_published_planner_fills_ranks_below_the_mean_only() -> None:
@@ -199,8 +201,8 @@ def test_relays_pass_keys_on_in_exchanges_of_their_own(setting: Setting) -> None
 
 def test_gathered_keys_are_kept_or_come_again(setting: Setting) -> None:
     wide = replace(setting, ranks=64)
-    lengths, row = np.full(64, 16384), np.arange(64) // 8
-    kept = context.all_gather(wide, lengths, row, 8)
+    rows = context.SharedRows(np.full(64, 16384), np.arange(64) // 8, 8)
+    kept = context.all_gather(wide, rows, 8)
     again = context.gathered_again(wide, kept, 8)
     assert kept.exposed.backward.tolist() == kept.exposed.forward.tolist(), "only gradients go back"
     assert again.exposed.backward[0] == pytest.approx(2 * kept.exposed.forward[0])
@@ -214,7 +216,9 @@ def test_gathered_keys_take_the_part_of_memory_that_was_measured() -> None:
     parts = []
     for nodes in (2, 16):
         tall = Setting(find_model("llama-3-8b"), find_hardware("h200"), 8 * nodes, 65536, 8, sharding="zero1")
-        work = context.all_gather(tall, np.full(2 * nodes, 32768), np.zeros(2 * nodes, dtype=np.int64), nodes)
+        work = context.all_gather(
+            tall, context.SharedRows(np.full(2 * nodes, 32768), np.zeros(2 * nodes, dtype=np.int64), 1), nodes
+        )
         keys = 65536 * nodes * tall.shape.key_value_bytes * 32
         parts.append(keys / peak_bytes(tall, work.tokens, work.received))
     assert parts[0] == pytest.approx(0.03, abs=0.015)

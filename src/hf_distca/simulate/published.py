@@ -50,10 +50,9 @@ def plan_published(layout: Layout, shape: AttentionShape, *, tolerance: float = 
     load = np.bincount(layout.rank, weights=causal_pairs(layout.length, layout.end), minlength=ranks)
     mean = load.sum() / ranks
     spare = load - mean
-    query, key = shape.query_bytes + shape.output_bytes, shape.key_value_bytes
     for server in np.argsort(spare, kind="stable").tolist():
         while spare[server] < -tolerance * mean:
-            part = _best(items, spare, -spare[server], query, key, tile)
+            part = _best(items, spare, -spare[server], shape, tile)
             if part is None:
                 break
             item, start, end = part
@@ -68,8 +67,9 @@ def plan_published(layout: Layout, shape: AttentionShape, *, tolerance: float = 
     return Plan(layout, items.document, items.start, items.end, items.home, items.server)
 
 
-def _best(items: _Items, spare: FloatArray, wanted: float, query: int, key: int, tile: int) -> tuple[int, int, int] | None:
+def _best(items: _Items, spare: FloatArray, wanted: float, shape: AttentionShape, tile: int) -> tuple[int, int, int] | None:
     """The item, and the part [start, end) of it, that brings the most pairs for its bytes."""
+    query, key = shape.query_bytes + shape.output_bytes, shape.key_value_bytes
     candidates = np.flatnonzero(spare[items.server] > 0)
     start, end = items.start[candidates].astype(np.float64), items.end[candidates].astype(np.float64)
     rows = end - start

@@ -76,17 +76,16 @@ def _batch_rebalance(_: Setting, lengths: IntArray, bins: int) -> IntArray:
 
 
 def _context(
-    work_of_rows: Callable[[Setting, IntArray, IntArray, int], MicroBatchWork], setting: Setting, batches: Batches
+    work_of_rows: Callable[[Setting, context.SharedRows, int], MicroBatchWork], setting: Setting, batches: Batches
 ) -> list[Candidate]:
     """Rows of equally many tokens, each shared by as many ranks; documents are cut at the end of a row."""
     candidates = []
     for degree in context.degrees(setting.group):
         if work_of_rows is context.ulysses and setting.shape.query_heads % degree:
             continue
-        packed = [
-            loader_rules.packed_rows(lengths, setting.group // degree, setting.tokens_per_rank * degree) for lengths in batches
-        ]
-        works = [work_of_rows(setting, rows.length, rows.rank, degree) for rows in packed]
+        count, tokens = setting.group // degree, setting.tokens_per_rank * degree
+        packed = [loader_rules.packed_rows(lengths, count, tokens) for lengths in batches]
+        works = [work_of_rows(setting, context.SharedRows(rows.length, rows.rank, count), degree) for rows in packed]
         candidates.append(Candidate(works, degree))
         if work_of_rows is context.all_gather and _comes_again(setting, degree):
             candidates.append(Candidate([context.gathered_again(setting, work, degree) for work in works], degree))
@@ -114,10 +113,9 @@ def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
             if fullest > cap:  # else rows that were not filled to this cap are as they would be under it
                 row = loader_rules.longest_first(seconds, lengths, rows * count, cap)
                 fullest = float(np.bincount(row, weights=lengths).max())
-            works = [
-                context.wlb(setting, lengths[here], row[here] - index * rows, degree)
-                for index, here in ((index, row // rows == index) for index in range(count))
-            ]
+            batch = row // rows
+            shared = [context.SharedRows(lengths[batch == n], row[batch == n] - n * rows, rows) for n in range(count)]
+            works = [context.wlb(setting, documents, degree) for documents in shared]
             if again:
                 works = [context.gathered_again(setting, work, degree) for work in works]
             candidates.append(Candidate(works, degree))

@@ -85,9 +85,12 @@ def one_forward_one_backward(setting: Setting, works: Sequence[MicroBatchWork], 
         for stage in range(stages):
             while done[stage] < 2 * count:
                 number, back = orders[stage][done[stage]]
-                ready = _ready(ends, stage, number, stages, hops[number], back=back)
-                if ready is None:
+                before = _before(stage, number, stages, back=back)
+                if before is not None and before not in ends:
                     break
+                ready = np.zeros_like(hops[number]) if before is None else ends[before]
+                if before is not None and before[0] != stage:
+                    ready = ready + hops[number]
                 seconds = (parts[number].backward if back else parts[number].forward) / stages
                 if stage == stages - 1:
                     seconds = seconds + heads[number] * (2 / 3 if back else 1 / 3)
@@ -107,18 +110,11 @@ def _order(stages: int, stage: int, count: int) -> list[tuple[int, bool]]:
     return order + [(number, True) for number in range(count - ahead, count)]
 
 
-def _ready(
-    ends: dict[tuple[int, int, bool], FloatArray], stage: int, number: int, stages: int, hop: FloatArray, *, back: bool
-) -> FloatArray | None:
-    """When what a stage needs has arrived; None if it is not known yet."""
-    if back:
-        before = (stage, number, False) if stage == stages - 1 else (stage + 1, number, True)
-    elif stage == 0:
-        return np.zeros_like(hop)
-    else:
-        before = (stage - 1, number, False)
-    end = ends.get(before)
-    return None if end is None else end + (hop if before[0] != stage else 0)
+def _before(stage: int, number: int, stages: int, *, back: bool) -> tuple[int, int, bool] | None:
+    """The part of a micro-batch that a stage waits for, as (stage, micro-batch, whether backward); None if it waits for none."""
+    if not back:
+        return (stage - 1, number, False) if stage else None
+    return (stage, number, False) if stage == stages - 1 else (stage + 1, number, True)
 
 
 def same_phase(setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
