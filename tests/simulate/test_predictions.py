@@ -14,16 +14,16 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import causal_pairs
 from hf_distca.simulate.advice import advise
 from hf_distca.simulate.assumptions import assumptions
+from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.hardware import KNOWN_HARDWARE
-from hf_distca.simulate.layers import Directions, head_seconds
-from hf_distca.simulate.lengths import distribution, from_list
+from hf_distca.simulate.linear_layers import Directions, head_seconds
 from hf_distca.simulate.memory import activation_bytes, peak_bytes
 from hf_distca.simulate.models import KNOWN_MODELS, find_model
 from hf_distca.simulate.predict import best_alternative, best_of, ideal_seconds, predict_step, simulate
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import DISAGGREGATED, OURS, STRATEGIES
 from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
-from hf_distca.simulate.work import Work
+from hf_distca.simulate.work import MicroBatchWork
 
 SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-ping-pong", "published")]
 
@@ -198,10 +198,10 @@ def test_assumptions_name_what_is_used(setting: Setting) -> None:
     assert "pipeline" in dict(assumptions(replace(setting, stages=2), distribution("pretrain", 65536)))
 
 
-def micro_batch(ranks: int, forward: float = 0.0) -> Work:
+def micro_batch(ranks: int, forward: float = 0.0) -> MicroBatchWork:
     nothing = np.zeros(ranks)
     both = Directions(np.full(ranks, forward), np.full(ranks, 2 * forward))
-    return Work(np.full(ranks, 4096.0), both, Directions(nothing, nothing), nothing, nothing, 1.0)
+    return MicroBatchWork(np.full(ranks, 4096.0), both, Directions(nothing, nothing), nothing, nothing, 1.0)
 
 
 def pipeline(setting: Setting, stages: int) -> Setting:
@@ -213,7 +213,7 @@ def pipeline(setting: Setting, stages: int) -> Setting:
 @pytest.mark.parametrize(("meeting", "seconds"), [(1, 6.0), (2, 7.0), (4, 8.0)])
 def test_ranks_that_exchange_wait_for_each_other_in_each_direction(setting: Setting, meeting: int, seconds: float) -> None:
     nothing = np.zeros(4)
-    work = Work(nothing, Directions(nothing, nothing), Directions(nothing, nothing), nothing, nothing, 0.0, meeting)
+    work = MicroBatchWork(nothing, Directions(nothing, nothing), Directions(nothing, nothing), nothing, nothing, 0.0, meeting)
     part = Directions(np.array([1.0, 2.0, 1.0, 0.0]), np.array([2.0, 1.0, 0.0, 6.0]))
     timeline = data_parallel(setting, [work], [part])
     assert timeline.seconds == seconds

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_distca.cli.files import name_of, read
 
 if TYPE_CHECKING:
-    from hf_distca.simulate.lengths import Documents
+    from hf_distca.simulate.document_lengths import DocumentSource
 
 __all__ = ["documents_of", "read_lengths"]
 
@@ -40,13 +40,13 @@ def read_lengths(path: Path) -> list[int]:
         raise LayoutError(f"{name}: {error}") from error
 
 
-def documents_of(text: str, column: str, longest: int | None) -> Documents:
+def documents_of(text: str, column: str, longest: int | None) -> DocumentSource:
     """Documents of a file, of a data set's column, or of a distribution by name.
 
     Raises:
         ConfigError, LayoutError: if there is no such thing, or it holds no lengths.
     """
-    from hf_distca.simulate.lengths import distribution, from_list
+    from hf_distca.simulate.document_lengths import distribution, from_list
 
     path = Path(text)
     tables = [path] if path.suffix in _TABLES else _tables(path) if path.is_dir() else []

@@ -13,7 +13,7 @@ from hf_distca.cli.options import taking
 from hf_distca.cli.scale import Scale
 
 if TYPE_CHECKING:
-    from hf_distca.simulate.lengths import Documents
+    from hf_distca.simulate.document_lengths import DocumentSource
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
@@ -55,7 +55,7 @@ def simulate(
                 typer.echo(fill(f"{what}: {text}", WIDTH, initial_indent="  ", subsequent_indent="    "))
 
 
-def show_predictions(setting: Setting, documents: Documents, predictions: list[Prediction], batches: int) -> None:
+def show_predictions(setting: Setting, documents: DocumentSource, predictions: list[Prediction], batches: int) -> None:
     """A table, one line a strategy."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -94,9 +94,9 @@ def show_predictions(setting: Setting, documents: Documents, predictions: list[P
 
 
 def report(
-    setting: Setting, documents: Documents, predictions: list[Prediction], facts: list[tuple[str, str]], scale: Scale
+    setting: Setting, documents: DocumentSource, predictions: list[Prediction], facts: list[tuple[str, str]], scale: Scale
 ) -> dict[str, Any]:
-    """Everything that was predictions and assumed, for `json`."""
+    """Everything that was predicted and assumed, for `json`."""
     return {
         "setting": {
             "model": setting.model.name,

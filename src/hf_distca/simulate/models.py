@@ -130,10 +130,10 @@ def _from_config(path: str, config: dict[str, Any]) -> ModelShape:
         raise ConfigError(f"{path} describes a mixture of experts, whose layers are not modelled: name a dense model.")
 
     def number(*names: str, default: int | None = None) -> int:
-        found = next((config[name] for name in names if config.get(name) is not None), default)
-        if type(found) is not int:
-            raise ConfigError(f"{path} must have {names[0]!r} as a whole number, it has {found!r}.")
-        return found
+        value = next((config[name] for name in names if config.get(name) is not None), default)
+        if type(value) is not int:
+            raise ConfigError(f"{path} must have {names[0]!r} as a whole number, it has {value!r}.")
+        return value
 
     hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
     layers = number("num_hidden_layers", "n_layer")

@@ -9,7 +9,7 @@ import numpy as np
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray, Layout
-from hf_distca.simulate.layers import layer_seconds
+from hf_distca.simulate.linear_layers import layer_seconds
 from hf_distca.simulate.setting import Setting
 
 __all__ = [
@@ -17,13 +17,10 @@ __all__ = [
     "cut_into_batches",
     "document_seconds",
     "filled_batches",
-    "karmarkar_karp",
     "longest_first",
     "packed_rows",
 ]
 
-# Documents, for each bin, that are differenced; shorter ones then fill up what is emptiest, which loses nothing.
-_DIFFERENCED = 4
 # Weight of a square in transformers' cost of a sample (BatchRebalanceSampler.QUADRATIC_COST_COEF).
 _SQUARE = 0.001
 
@@ -54,19 +51,19 @@ def filled_batches(lengths: IntArray, count: int, tokens: int) -> list[IntArray]
     batches: list[list[int]] = [[] for _ in range(count)]
     rooms, left = np.full(count, tokens), []
     for length in lengths.tolist():
-        at = int(np.argmax(rooms >= length))
-        if rooms[at] < length:
+        batch_index = int(np.argmax(rooms >= length))
+        if rooms[batch_index] < length:
             left.append(length)
             continue
-        batches[at].append(length)
-        rooms[at] -= length
+        batches[batch_index].append(length)
+        rooms[batch_index] -= length
     for whole in left:
         length = whole
         while length:
-            at = int(rooms.argmax())
-            part = min(length, int(rooms[at]))
-            batches[at].append(part)
-            rooms[at] -= part
+            batch_index = int(rooms.argmax())
+            part = min(length, int(rooms[batch_index]))
+            batches[batch_index].append(part)
+            rooms[batch_index] -= part
             length -= part
     return [np.array(batch, dtype=np.int64) for batch in batches]
 
@@ -76,8 +73,8 @@ def document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:
     tokens = lengths.astype(np.float64)
     # A long row's seconds a token: alone, a short document would read all weights by itself.
     row = layer_seconds(setting, np.full(1, float(max(setting.tokens_per_rank, 1))))
-    each = float(row.forward[0] + row.backward[0]) / max(setting.tokens_per_rank, 1)
-    seconds = setting.model.layers * each * tokens
+    token_seconds = float(row.forward[0] + row.backward[0]) / max(setting.tokens_per_rank, 1)
+    seconds = setting.model.layers * token_seconds * tokens
     for window, layers in setting.model.kinds:
         seconds += layers * setting.cost(window).seconds(lengths, lengths)
     return seconds
@@ -91,63 +88,26 @@ def longest_first(seconds: FloatArray, lengths: IntArray, bins: int, cap: int | 
     """
     order = np.argsort(-lengths, kind="stable")
     room = [cap if cap is not None else int(lengths.sum())] * bins
-    loads, ready = [0.0] * bins, [(0.0, one) for one in range(bins)]
+    loads, ready = [0.0] * bins, [(0.0, bin_index) for bin_index in range(bins)]
     waiting: list[tuple[int, int]] = []  # bins without room for a document wait for a shorter one
     chosen = []
     for tokens, taken in zip(lengths[order].tolist(), seconds[order].tolist(), strict=True):
         while waiting and -waiting[0][0] >= tokens:
-            one = heapq.heappop(waiting)[1]
-            heapq.heappush(ready, (loads[one], one))
+            bin_index = heapq.heappop(waiting)[1]
+            heapq.heappush(ready, (loads[bin_index], bin_index))
         while ready and room[ready[0][1]] < tokens:
-            one = heapq.heappop(ready)[1]
-            heapq.heappush(waiting, (-room[one], one))
+            bin_index = heapq.heappop(ready)[1]
+            heapq.heappush(waiting, (-room[bin_index], bin_index))
         if not ready:
             heapq.heappush(ready, (0.0, heapq.heappop(waiting)[1]))
-        one = ready[0][1]
-        chosen.append(one)
-        room[one] -= tokens
-        loads[one] += taken
-        heapq.heapreplace(ready, (loads[one], one))
-    found = np.empty(len(lengths), dtype=np.int64)
-    found[order] = chosen
-    return found
-
-
-def karmarkar_karp(seconds: FloatArray, bins: int) -> IntArray:
-    """The bin of each document by largest differencing for any number of bins."""
-    order = np.argsort(-seconds, kind="stable")
-    large, small = order[: _DIFFERENCED * bins], order[_DIFFERENCED * bins :]
-    # A part is the seconds of its bins that hold anything, falling, and the group of documents in each. A group is a document, by
-    # its number, or two groups that were put together.
-    parts = [(-value, place, np.array([value]), np.array([place])) for place, value in enumerate(seconds[large].tolist())]
-    heapq.heapify(parts)
-    groups: list[tuple[int, int]] = []
-    while len(parts) > 1:
-        (_, place, one, first), (_, _, two, second) = heapq.heappop(parts), heapq.heappop(parts)
-        two, second = two[::-1], second[::-1]
-        shared = max(len(one) + len(two) - bins, 0)  # the most of one with the fewest of the other
-        alone, new = len(one) - shared, len(large) + len(groups)
-        groups += zip(first[alone:].tolist(), second[:shared].tolist(), strict=True)
-        sums = np.concatenate([one[:alone], one[alone:] + two[:shared], two[shared:]])
-        fall = np.argsort(-sums, kind="stable")
-        sums, members = sums[fall], np.concatenate([first[:alone], np.arange(new, new + shared), second[shared:]])[fall]
-        least = float(sums[-1]) if len(sums) == bins else 0.0
-        heapq.heappush(parts, (least - float(sums[0]), place, sums, members))
-    of_group = np.zeros(len(large) + len(groups), dtype=np.int64)
-    if parts:
-        of_group[parts[0][3]] = np.arange(len(parts[0][3]))
-    for number in range(len(groups) - 1, -1, -1):
-        of_group[list(groups[number])] = of_group[len(large) + number]
-    found = np.zeros(len(seconds), dtype=np.int64)
-    found[large] = of_group[: len(large)]
-    loads = np.bincount(found[large], weights=seconds[large], minlength=bins).tolist()
-    ready = [(load, at) for at, load in enumerate(loads)]
-    heapq.heapify(ready)
-    for document, taken in zip(small.tolist(), seconds[small].tolist(), strict=True):
-        load, emptiest = ready[0]
-        found[document] = emptiest
-        heapq.heapreplace(ready, (load + taken, emptiest))
-    return found
+        bin_index = ready[0][1]
+        chosen.append(bin_index)
+        room[bin_index] -= tokens
+        loads[bin_index] += taken
+        heapq.heapreplace(ready, (loads[bin_index], bin_index))
+    bin_of = np.empty(len(lengths), dtype=np.int64)
+    bin_of[order] = chosen
+    return bin_of
 
 
 def batch_rebalance(lengths: IntArray, bins: int) -> IntArray:
@@ -158,23 +118,23 @@ def batch_rebalance(lengths: IntArray, bins: int) -> IntArray:
     """
     order = np.argsort(-lengths, kind="stable")
     falling = lengths[order].astype(np.float64)
-    each = falling + _SQUARE * falling**2
+    sample_costs = falling + _SQUARE * falling**2
 
     def runs(cap: float) -> list[int]:
         """Where runs begin if none costs more than the cap."""
         starts: list[int] = []
-        at = 0
-        while at < len(each) and len(starts) <= bins:
-            starts.append(at)
-            at += max(int(cap // each[at]), 1)
+        start = 0
+        while start < len(sample_costs) and len(starts) <= bins:
+            starts.append(start)
+            start += max(int(cap // sample_costs[start]), 1)
         return starts
 
-    dearest = float(each.max(initial=0))
-    low, high = dearest, dearest * (len(each) + 1)  # a single run of all documents costs less, however that is rounded
+    dearest = float(sample_costs.max(initial=0))
+    low, high = dearest, dearest * (len(sample_costs) + 1)  # a single run of all documents costs less, however that is rounded
     while high - low > 1e-3 * high:
         cap = (low + high) / 2
         low, high = (low, cap) if len(runs(cap)) <= bins else (cap, high)
     starts = runs(high)
-    found = np.zeros(len(lengths), dtype=np.int64)
-    found[order] = np.searchsorted(starts, np.arange(len(order)), side="right") - 1
-    return found
+    bin_of = np.zeros(len(lengths), dtype=np.int64)
+    bin_of[order] = np.searchsorted(starts, np.arange(len(order)), side="right") - 1
+    return bin_of

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.layout import IntArray, as_integers
 
-__all__ = ["DISTRIBUTIONS", "Documents", "distribution", "from_list"]
+__all__ = ["DISTRIBUTIONS", "DocumentSource", "distribution", "from_list"]
 
 _PIECE = 1024
 _MOST_PIECES = 2**15  # 33 million documents take some 10 s to draw, and far longer to place
@@ -24,7 +24,7 @@ _BASE = (
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentSource:
     """A source of document lengths.
 
     Attributes:
@@ -88,27 +88,27 @@ class Documents:
 
 def _shared_out(lengths: IntArray, tokens: int, count: int) -> list[IntArray]:
     """Documents in micro-batches of equal tokens: longest first, each where most room is left. What fits nowhere is cut."""
-    found: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    batches: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     rooms, left = [(-tokens, number) for number in range(count)], []
     for document in np.argsort(-lengths, kind="stable").tolist():
         length, (room, number) = int(lengths[document]), rooms[0]
         if length > -room:
             left.append((document, length))
             continue
-        found[number].append((document, length))
+        batches[number].append((document, length))
         heapq.heapreplace(rooms, (room + length, number))
     for document, whole in left:
         length = whole
         while length:
             room, number = rooms[0]
             part = min(length, -room)
-            found[number].append((document, part))
+            batches[number].append((document, part))
             heapq.heapreplace(rooms, (room + part, number))
             length -= part
-    return [np.array([length for _, length in sorted(one)], dtype=np.int64) for one in found]
+    return [np.array([length for _, length in sorted(batch)], dtype=np.int64) for batch in batches]
 
 
-def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> Documents:
+def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> DocumentSource:
     """Documents of a list, shuffled, and again when it has ended. Longer ones than `longest` are cut off there.
 
     Raises:
@@ -118,8 +118,10 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
     if not len(length):
         raise LayoutError(f"{name} holds no document lengths: there is nothing to simulate.")
     if length.min() < 1:
-        at = int(np.flatnonzero(length < 1)[0])
-        raise LayoutError(f"{name}: document {at} has length {length[at]}: every document must have at least 1 token.")
+        document = int(np.flatnonzero(length < 1)[0])
+        raise LayoutError(
+            f"{name}: document {document} has length {length[document]}: every document must have at least 1 token."
+        )
     if length.max() > _LONGEST:
         raise LayoutError(f"{name}: document {int(length.argmax())} has {length.max()} tokens: the limit is 2**32.")
     if longest is not None:
@@ -129,7 +131,7 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
         while True:
             yield from np.split(generator.permutation(length), range(_PIECE, len(length), _PIECE))
 
-    return Documents(name, stream, f"{len(length)} lengths, mean {length.mean():.0f}, longest {length.max()}, shuffled")
+    return DocumentSource(name, stream, f"{len(length)} lengths, mean {length.mean():.0f}, longest {length.max()}, shuffled")
 
 
 def _drawn(draw: Callable[[np.random.Generator], npt.NDArray[np.float64]], longest: int) -> Callable[..., Iterator[IntArray]]:
@@ -160,7 +162,9 @@ class _Mixture:
 
         def draw(generator: np.random.Generator) -> npt.NDArray[np.float64]:
             is_long = generator.random(_PIECE) < share
-            mean, width = (np.where(is_long, one, other) for one, other in zip(self.long, self.short, strict=True))
+            mean, width = (
+                np.where(is_long, long_value, short_value) for long_value, short_value in zip(self.long, self.short, strict=True)
+            )
             logs = generator.normal(mean, width)
             while (wrong := (logs > math.log(self.boundary)) != is_long).any():
                 logs[wrong] = generator.normal(mean[wrong], width[wrong])
@@ -184,9 +188,9 @@ _PRETRAIN = _Mixture((7.747, 0.998), (10.128, 0.885), 8192)
 _PROLONG = _Mixture((7.657, 0.697), (10.162, 0.522), 16384)
 
 
-def pretrain(longest: int) -> Documents:
+def pretrain(longest: int) -> DocumentSource:
     """Web text with long documents kept more often: half of the tokens are in long ones."""
-    return Documents(
+    return DocumentSource(
         f"pretrain-like up to {longest}",
         _PRETRAIN.stream(0.5, longest / _BASE, longest),
         "two lognormal distributions fitted to the list 'wlbllm' of hao-ai-lab/DistCA (commit 2afd219) below and above 8192 "
@@ -195,9 +199,9 @@ def pretrain(longest: int) -> Documents:
     )
 
 
-def prolong(longest: int) -> Documents:
+def prolong(longest: int) -> DocumentSource:
     """Long-context data: 60 % of the tokens are in long documents."""
-    return Documents(
+    return DocumentSource(
         f"ProLong-like up to {longest}",
         _PROLONG.stream(0.6, longest / _BASE, longest),
         "two lognormal distributions fitted to the list 'prolong' of hao-ai-lab/DistCA (commit 2afd219) below and above 16384 "
@@ -205,10 +209,10 @@ def prolong(longest: int) -> Documents:
     )
 
 
-DISTRIBUTIONS: dict[str, Callable[[int], Documents]] = {"pretrain": pretrain, "prolong": prolong}
+DISTRIBUTIONS: dict[str, Callable[[int], DocumentSource]] = {"pretrain": pretrain, "prolong": prolong}
 
 
-def distribution(text: str, longest: int) -> Documents:
+def distribution(text: str, longest: int) -> DocumentSource:
     """A distribution by name: ``pretrain``, ``prolong``, ``equal:TOKENS`` or ``lognormal:MEDIAN:SIGMA``.
 
     Raises:
@@ -224,10 +228,10 @@ def distribution(text: str, longest: int) -> Documents:
         return DISTRIBUTIONS[name](longest)
     good = all(0 < value <= _LONGEST for value in values)  # no comparison with NaN is true
     if name == "equal" and len(values) == 1 and good and values[0] >= 1:
-        return Documents(text, _drawn(lambda _: np.full(_PIECE, values[0]), longest), "as given")
+        return DocumentSource(text, _drawn(lambda _: np.full(_PIECE, values[0]), longest), "as given")
     if name == "lognormal" and len(values) == 2 and good and values[1] <= 10:
         logs = (math.log(values[0]), values[1])
-        return Documents(text, _drawn(lambda generator: generator.lognormal(*logs, _PIECE), longest), "as given")
+        return DocumentSource(text, _drawn(lambda generator: generator.lognormal(*logs, _PIECE), longest), "as given")
     raise ConfigError(
         f"lengths {text!r} are neither a file nor one of {', '.join(DISTRIBUTIONS)}, equal:TOKENS, lognormal:MEDIAN:SIGMA with "
         "positive numbers."
