@@ -32,7 +32,8 @@ def test_a_model_can_be_imported_first_and_brings_in_no_more_for_distca() -> Non
     """What registers distca runs while transformers is half imported: the Trainer's arguments would bring in peft there."""
     seen = run(
         "import torch, hf_distca\nfrom transformers import LlamaForCausalLM\n"
-        "late = 'peft', 'transformers.trainer', 'transformers.training_args'\nseen['loaded'] = [n for n in late if n in sys.modules]"
+        "late = 'peft', 'transformers.trainer', 'transformers.training_args'\n"
+        "seen['loaded'] = [n for n in late if n in sys.modules]"
     )
     assert seen == {"loaded": [], "said": ""}
 
