@@ -30,11 +30,9 @@ def test_the_import_alone_brings_in_nothing_heavy_and_is_silent() -> None:
 
 def test_a_model_can_be_imported_first_and_brings_in_no_more_for_distca() -> None:
     """What registers distca runs while transformers is half imported: the Trainer's arguments would bring in peft there."""
-    seen = run(
-        "import torch, hf_distca\nfrom transformers import LlamaForCausalLM\n"
-        "late = 'peft', 'transformers.trainer', 'transformers.training_args'\n"
-        "seen['loaded'] = [n for n in late if n in sys.modules]"
-    )
+    late = ("peft", "transformers.trainer", "transformers.training_args")
+    models = "import torch, hf_distca\nfrom transformers import LlamaForCausalLM"
+    seen = run(f"{models}\nseen['loaded'] = [name for name in {late} if name in sys.modules]")
     assert seen == {"loaded": [], "said": ""}
 
 
