@@ -246,7 +246,7 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     shape = (1, tokens, ALONE.num_attention_heads, module.head_dim)
     leaves = [torch.randn(shape).transpose(1, 2).requires_grad_() for _ in range(3)]
     packed = PackedDocuments((tokens // count,) * count)
-    handle = AttentionHandle(1, tokens, None)
+    handle = AttentionHandle(1, tokens)
     functions = AttentionInterface()
     call = {"scaling": module.scaling, "dropout": 0.0}
 

@@ -112,7 +112,6 @@ def test_a_table_whose_names_are_no_text(tmp_path: Path) -> None:
 
 
 def test_a_page_with_a_name_that_is_no_text(tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
     folder = write_record(Path(os.fsdecode(os.fsencode(tmp_path) + b"/run\xff")), some_rows())
     page = Path(os.fsdecode(os.fsencode(tmp_path) + b"/page\xff.html"))
     result = run("report", folder, "--output", page)

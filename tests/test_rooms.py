@@ -85,7 +85,7 @@ def test_a_room_is_free_of_what_it_does_not_know(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "modules", ["schedule.balance, hf_distca.schedule.placement", "run_report.page, hf_distca.run_report.figures"]
+    "modules", ["schedule.balance, hf_distca.schedule.placement", "run_report.page, hf_distca.run_report.run_figures"]
 )
 def test_a_room_runs_without_torch(modules: str) -> None:
     """Not only no import of its own: nothing that it imports brings torch in."""

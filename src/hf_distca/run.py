@@ -167,13 +167,13 @@ def _python_path(options: Options) -> str:
 
 
 def _stand_in(name: str) -> None:
-    from hf_distca.integration.stand_in import stand_in
+    from hf_distca.integration.loading import stand_in
 
     stand_in(name)
 
 
 def _make_default() -> None:
-    from hf_distca.integration.default import make_default
+    from hf_distca.integration.loading import make_default
 
     make_default()
 
@@ -181,7 +181,7 @@ def _make_default() -> None:
 def _sum_up() -> None:
     """Print the balance, on the first rank of a process that balanced anything, unless that was done."""
     if "hf_distca.integration.session" in sys.modules:
-        from hf_distca.integration.report import sum_up
+        from hf_distca.integration.reports import sum_up
         from hf_distca.integration.session import current_session
 
         session = current_session()

@@ -250,7 +250,7 @@ def attention(draw: Random) -> None:
     }
     chosen = {name: options[name]() for name in draw.sample(sorted(options), draw.choice([0, 0, 1, 1, 2]))}
     packed = hf_distca.PackedDocuments(tuple(lengths)) if draw.random() < 0.9 else draw.choice([None, 3, [length]])
-    handle = AttentionHandle(rows, length, None)
+    handle = AttentionHandle(rows, length)
     output, _ = attempt(distca_attention, torch.nn.Module(), q, k, v, handle, distca_documents=packed, **chosen)
     assert not chosen.get("dropout")
     assert chosen.get("is_causal") is not False

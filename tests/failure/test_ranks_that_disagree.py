@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 import hf_distca
 from hf_distca.agreement import planner
-from hf_distca.integration import layers
+from hf_distca.integration import nano_batches
 from hf_distca.integration.session import current_session
 from hf_distca.kernels.cpu import CpuKernel
 from ranks import RankPool
@@ -181,7 +181,7 @@ def differs(rank: int, what: str) -> Found:
     if what == "kinds of batch" and odd:
         del data["distca_documents"]
     if what == "nano-batches":
-        changed = patch.object(layers, "_nano_batches_for", lambda *_: None) if odd else nullcontext()
+        changed = patch.object(nano_batches, "_nano_batches_for", lambda *_: None) if odd else nullcontext()
     with changed:
         return outcome(lambda: model(**data, use_cache=False))
 

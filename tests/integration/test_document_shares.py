@@ -23,8 +23,8 @@ import tiny_runs
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
-from hf_distca.integration import shares as shares_module
-from hf_distca.integration.shares import shares_of
+from hf_distca.integration import document_shares as shares_module
+from hf_distca.integration.document_shares import shares_of
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from recorded import counted_planning

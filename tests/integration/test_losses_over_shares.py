@@ -1,6 +1,6 @@
 """Losses over shares: what one process trains on whole documents, or a refusal by name; with `DistCACallback` and without.
 
-`pytest -s` on this file prints the table of all cases.
+`pytest -s -m slow` on this file prints the table of all cases.
 """
 
 from __future__ import annotations
@@ -139,10 +139,20 @@ def told(found: Outcome, expected: Outcome) -> str:
     return "equal" if found == pytest.approx(expected, rel=1e-4) else f"DIFFERS: {found}, not {expected}"
 
 
-def check_table(by_ranks: dict[int, dict[tuple[str, bool], Outcome]]) -> None:
-    print("", f"{'loss':<30}{'callback':<10}" + "".join(f"{f'{ranks} ranks':<10}" for ranks in by_ranks), sep="\n")  # noqa: T201
+@pytest.mark.parametrize(
+    ("counts", "names"),
+    [
+        pytest.param([2], ["model's loss", "label smoothing", "mean on each rank", "compute_loss of labels"], id="two ranks"),
+        pytest.param([1, 2, 3], list(CASES), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_loss_over_shares_is_that_of_one_process_or_refused(
+    rank_pool: Callable[[int], RankPool], counts: list[int], names: list[str]
+) -> None:
+    by_ranks = {ranks: run(0, 1, names) if ranks == 1 else rank_pool(ranks)(run, ranks, names)[0] for ranks in counts}
+    print("", f"{'loss':<30}{'callback':<10}" + "".join(f"{f'{ranks} ranks':<10}" for ranks in counts), sep="\n")  # noqa: T201
     wrong = []
-    for name, watched in product(CASES, (True, False)):
+    for name, watched in product(names, (True, False)):
         found = {ranks: outcomes[name, watched] for ranks, outcomes in by_ranks.items()}
         cells = {ranks: told(value, one_process(name)) for ranks, value in found.items()}
         print(f"{name:<30}{'yes' if watched else 'no':<10}" + "".join(f"{cell:<10}" for cell in cells.values()))  # noqa: T201
@@ -151,15 +161,6 @@ def check_table(by_ranks: dict[int, dict[tuple[str, bool], Outcome]]) -> None:
             if cell != ("refused" if named else "equal") or (named and named not in found[ranks]):
                 wrong.append((name, watched, ranks, found[ranks]))
     assert not wrong
-
-
-def test_on_two_ranks_and_on_one_a_loss_is_that_of_one_process_or_refused(rank_pool: Callable[[int], RankPool]) -> None:
-    check_table({1: run(0, 1, list(CASES)), 2: rank_pool(2)(run, 2, list(CASES))[0]})
-
-
-@pytest.mark.slow
-def test_on_three_ranks_a_loss_is_that_of_one_process_or_refused(rank_pool: Callable[[int], RankPool]) -> None:
-    check_table({3: rank_pool(3)(run, 3, list(CASES))[0]})
 
 
 def metrics(prediction: Any) -> dict[str, float]:

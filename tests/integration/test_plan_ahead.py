@@ -182,10 +182,6 @@ class PlanningTrainer(hf_distca.DistCATrainerMixin, Trainer):
     pass
 
 
-def test_the_mixin_keeps_its_first_name() -> None:
-    assert hf_distca.PlanAheadMixin is hf_distca.DistCATrainerMixin
-
-
 def train_with(rank: int, ahead: bool) -> tuple[list[dict[str, float]], Tally, int, int]:
     """Log history and balance of a Trainer's run, the number of its last micro-batch, and the rows exchanged for planning."""
     trainer = make_trainer(

@@ -25,9 +25,9 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.history import History, Tally
 from hf_distca.agreement.planned import Planned
 from hf_distca.integration.record import Recorder
-from hf_distca.run_report.figures import collect
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import RECORD_NAME, PlanRow, Row, RunRow, StepsRow, WarningRow, read_row
+from hf_distca.run_report.run_figures import collect
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.layout import Layout

@@ -14,7 +14,7 @@ from test_loaders import jamba
 from transformers import DataCollatorWithFlattening, Trainer
 
 import hf_distca
-from hf_distca.integration.loaders import check_sharing
+from hf_distca.integration.checks import check_sharing
 from ranks import RankPool
 from recorded import counted_planning
 from tiny_runs import documents, losses, make_trainer

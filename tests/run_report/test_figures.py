@@ -16,10 +16,10 @@ from some_run import RUN, documents, plan_row, some_rows, steps_row, write_recor
 
 from hf_distca.agreement.history import Tally
 from hf_distca.errors import ReportError
-from hf_distca.run_report.charts import charts
-from hf_distca.run_report.figures import Figures, collect
 from hf_distca.run_report.folder import RunFolder
+from hf_distca.run_report.pictures import pictures
 from hf_distca.run_report.rows import RECORD_NAME, PlanRow, StepsRow, read_row, write_row
+from hf_distca.run_report.run_figures import Figures, collect
 
 
 def figures(folder: Path, step: int | None = None) -> Figures:
@@ -211,8 +211,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_record_with_anything_in_it_is_read_or_refused(tmp_path: Path, seed: int) -> None:
-    """One place of it is left out or holds something else: no other exception, and figures that charts can be drawn of."""
-    pytest.importorskip("plotly", reason='needs pip install -e ".[report]"')
+    """One place of it is left out or holds something else: no other exception, and figures of which pictures can be drawn."""
     rng = random.Random(seed)
     record = write_record(tmp_path, some_rows()) / RECORD_NAME
     lines, refused = record.read_text().splitlines(), 0
@@ -226,7 +225,7 @@ def test_a_record_with_anything_in_it_is_read_or_refused(tmp_path: Path, seed: i
         changed[number] = json.dumps(row)
         record.write_text("\n".join(changed) + "\n")
         try:
-            assert charts(figures(tmp_path))
+            assert pictures(figures(tmp_path))
         except ReportError:
             refused += 1
     assert 10 < refused < 90

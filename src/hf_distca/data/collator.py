@@ -195,12 +195,12 @@ def _lengths(tokens: int, lengths: IntArray | None, positions: IntArray | None) 
             f"position_ids[{wrong[0]}] of a row is {positions[wrong[0]]}, where a document begins: each counts from 0. Rows of "
             "which other ranks hold the rest are not packed here."
         )
-    found = np.diff(first, append=tokens)
-    if lengths is not None and not np.array_equal(found, lengths[lengths > 0]):
+    counted = np.diff(first, append=tokens)
+    if lengths is not None and not np.array_equal(counted, lengths[lengths > 0]):
         raise LayoutError(
-            f"seq_lengths of a row, {lengths}, and position_ids, {found}, tell of other documents: give one of them."
+            f"seq_lengths of a row, {lengths}, and position_ids, {counted}, tell of other documents: give one of them."
         )
-    return found
+    return counted
 
 
 def _between_padding(mask: IntArray) -> tuple[int, int]:

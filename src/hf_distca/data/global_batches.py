@@ -160,14 +160,14 @@ class GlobalBatches:
         if not len(long):
             return
         row = long[np.argmax(self._length[long])]
-        found = (
+        longer_ones = (
             f"{len(long)} of {len(self._length)} documents are longer than a global batch of {self.tokens} tokens (ranks x "
             f"tokens_per_rank); document {self._document[row]} has {self._length[row]}"
         )
         if longer == "refuse":
-            raise LayoutError(f'{found}. More tokens a rank hold them; longer="cut" cuts them into documents of their own.')
+            raise LayoutError(f'{longer_ones}. More tokens a rank hold them; longer="cut" cuts them into documents of their own.')
         if not quiet:
-            _log.warning("%s. They are cut: each piece is a document of its own.", found)
+            _log.warning("%s. They are cut: each piece is a document of its own.", longer_ones)
         if self._whole:
             self._cut_longer()
 
@@ -224,9 +224,9 @@ def pack_whole(length: IntArray, order: IntArray, tokens: int, *, quiet: bool = 
         for begin in range(0, len(order), _STEP):
             step = length[order[begin : begin + _STEP]].tolist()
             for n in step:
-                at = bisect_left(rooms, n)
-                if at < len(rooms):
-                    room, batch = rooms.pop(at) - n, opened.pop(at)
+                place = bisect_left(rooms, n)
+                if place < len(rooms):
+                    room, batch = rooms.pop(place) - n, opened.pop(place)
                 else:
                     room, batch = tokens - n, count
                     count += 1
@@ -234,9 +234,9 @@ def pack_whole(length: IntArray, order: IntArray, tokens: int, *, quiet: bool = 
                         del rooms[0], opened[0]  # the fullest one
                 batch_of.append(batch)
                 if room:
-                    at = bisect_left(rooms, room)
-                    rooms.insert(at, room)
-                    opened.insert(at, batch)
+                    place = bisect_left(rooms, room)
+                    rooms.insert(place, room)
+                    opened.insert(place, batch)
             bar.update(len(step))
     batch_of_document = np.array(batch_of, dtype=np.int64)
     by_batch = np.argsort(batch_of_document, kind="stable")

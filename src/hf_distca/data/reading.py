@@ -70,13 +70,13 @@ class Piece:
 
     def _slice(self, name: str, begin: int, end: int, kinds: str = "iu") -> IntArray:
         assert self.row is not None
-        found = flat(self.row[name][self.start + begin : self.start + end], name, kinds)
-        if len(found) != end - begin:
+        values = flat(self.row[name][self.start + begin : self.start + end], name, kinds)
+        if len(values) != end - begin:
             raise LayoutError(
                 f"the {name} of a document end before token {self.start + end}: they are fewer than its lengths or its other "
                 "columns say."
             )
-        return found
+        return values
 
 
 class Reader:
@@ -191,8 +191,7 @@ def document_lengths(documents: Any, column: str = "input_ids", lengths: Any = N
     if len(counts) != len(documents):
         raise LayoutError(f"{len(counts)} lengths for {len(documents)} documents: give one for each.")
     if len(counts) and counts.min() < 0:
-        at = int(counts.argmin())
-        raise LayoutError(f"document {at} has length {counts[at]}: lengths are at least 0.")
+        raise LayoutError(f"document {counts.argmin()} has length {counts.min()}: lengths are at least 0.")
     return counts
 
 
@@ -246,20 +245,20 @@ def _in_order(documents: Any, values: Any) -> Any:
 def _one_by_one(documents: Sequence[Any], column: str, quiet: bool) -> IntArray:
     bar = tqdm(documents, "reading lengths of documents", delay=1.0, disable=quiet, unit=" documents")
     counts = np.zeros(len(documents), dtype=np.int64)
-    for at, document in enumerate(bar):
-        counts[at] = length_of(document, column, at)
+    for number, document in enumerate(bar):
+        counts[number] = length_of(document, column, number)
     return counts
 
 
-def length_of(document: Any, column: str, at: int) -> int:
-    """Tokens of document number `at`, a row with the column or the tokens themselves; 0 of a missing one.
+def length_of(document: Any, column: str, number: int) -> int:
+    """Tokens of document number `number`, a row with the column or the tokens themselves; 0 of a missing one.
 
     Raises:
         LayoutError: if it is no such document.
     """
     if hasattr(document, "keys"):
         if column not in document:
-            raise LayoutError(f"document {at} has no {column!r}, only {', '.join(map(repr, document))}.")
+            raise LayoutError(f"document {number} has no {column!r}, only {', '.join(map(repr, document))}.")
         document = document[column]
     if document is None:
         return 0
@@ -268,8 +267,9 @@ def length_of(document: Any, column: str, at: int) -> int:
     if not nested and shape is None and len(document):
         nested = hasattr(document[0], "__len__")
     if nested:
+        shaped = "" if shape is None else f" of shape {tuple(shape)}"
         raise LayoutError(
-            f"document {at} is of {type(document).__name__}{'' if shape is None else f' of shape {tuple(shape)}'}: it must be a "
-            f"flat list of integers, or a row with one in {column!r}."
+            f"document {number} is of {type(document).__name__}{shaped}: it must be a flat list of integers, or a row with one "
+            f"in {column!r}."
         )
     return len(document)

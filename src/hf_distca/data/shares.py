@@ -102,11 +102,11 @@ class Shares:
         numbers, place = np.unique(documents[documents >= 0], return_inverse=True)
         rows = self._reader.rows(numbers)
         places = iter(place.tolist())
-        found: dict[int, Piece] = {}
-        for at, document in zip(here.tolist(), documents.tolist(), strict=True):
+        overlapping: dict[int, Piece] = {}
+        for index, document in zip(here.tolist(), documents.tolist(), strict=True):
             row = None if document < 0 else rows[next(places)]
-            found[at] = Piece(row, int(pieces.starts[at]), int(pieces.ends[at]))
-        return cut_share(packed, found, self.pad_token_id)
+            overlapping[index] = Piece(row, int(pieces.starts[index]), int(pieces.ends[index]))
+        return cut_share(packed, overlapping, self.pad_token_id)
 
     def __call__(self, rows: Mapping[str, list[int]]) -> dict[str, list[Any]]:
         """The shares of items, as a batch of rows of a `datasets.Dataset`."""
@@ -129,16 +129,16 @@ def cut_share(packed: PackedDocuments, pieces: Mapping[int, Piece], pad_token_id
     total, cut = sum(packed.lengths), packed.dealt is None or packed.dealt.ranks > 1
     ids = np.full(total, pad_token_id, dtype=np.int64)
     labels, shifted = (np.full(total, IGNORED_LABEL, dtype=np.int64) for _ in range(2))
-    at = 0
+    begin = 0
     for document, start, length in zip(packed.documents or (), packed.starts or (), packed.lengths, strict=True):
         piece, end = pieces[document], start + length
         tokens = piece.tokens(start, end)
-        own = piece.labels(start, min(end + 1, piece.end - piece.start))  # and that of the next token, if there is one
-        if length and tokens is not None and own is not None:
-            ids[at : at + length] = tokens
-            shifted[at : at + len(own) - 1] = own[1:]
+        labels_here = piece.labels(start, min(end + 1, piece.end - piece.start))  # and that of the next token, if there is one
+        if length and tokens is not None and labels_here is not None:
+            ids[begin : begin + length] = tokens
+            shifted[begin : begin + len(labels_here) - 1] = labels_here[1:]
             if not cut:
-                labels[at + 1 : at + length] = own[1:length]
-        at += length
+                labels[begin + 1 : begin + length] = labels_here[1:length]
+        begin += length
     rows = {"input_ids": ids, "labels": labels, "shift_labels": shifted, "position_ids": packed.positions}
     return {**{name: torch.from_numpy(row) for name, row in rows.items()}, "distca_documents": packed}

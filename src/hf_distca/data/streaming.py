@@ -82,8 +82,8 @@ class StreamedShares(torch.utils.data.IterableDataset[Mapping[str, Any]]):
         tokens = self.dealing.tokens
         pieces: list[Piece] = []
         free = tokens
-        for at, document in enumerate(self.documents):
-            begin, count = 0, length_of(document, self.column, at)
+        for number, document in enumerate(self.documents):
+            begin, count = 0, length_of(document, self.column, number)
             while begin < count:
                 end = min(count, begin + free)
                 pieces.append(Piece(as_row(document, self.column), begin, end))

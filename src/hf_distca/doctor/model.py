@@ -16,8 +16,7 @@ from transformers import __version__ as transformers_version
 from hf_distca.doctor.findings import Finding, State
 from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
 from hf_distca.input_files import read_file
-from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, why_whole
-from hf_distca.integration.kinds import layer_keys
+from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, layer_keys, why_whole
 from hf_distca.kernels import Case, Scores, survey
 
 __all__ = ["dtype_of", "family", "kernels", "read_config", "with_defaults"]

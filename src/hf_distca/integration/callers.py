@@ -128,10 +128,10 @@ def _generate() -> CodeType:
 
 def _of_models(frame: FrameType | None) -> Iterator[FrameType]:
     """The forwards of models that led to a frame, or here, from the inside out."""
-    for one in _callers(frame or inspect.currentframe()):
+    for caller in _callers(frame or inspect.currentframe()):
         # What torch.compile resumes is named after what it compiled.
-        if "forward" in one.f_code.co_name and isinstance(one.f_locals.get("self"), PreTrainedModel):
-            yield one
+        if "forward" in caller.f_code.co_name and isinstance(caller.f_locals.get("self"), PreTrainedModel):
+            yield caller
 
 
 def _above(frame: FrameType | None) -> FrameType | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,14 +15,13 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import MaskCall
+from hf_distca.integration.checks import check_step
 from hf_distca.integration.families import check_family, check_layerdrop, warn_of_family, why_whole
-from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
-from hf_distca.integration.layers import cut_layers
-from hf_distca.integration.loaders import check_step
-from hf_distca.integration.mesh import mesh_of
-from hf_distca.integration.names import check_untouched
-from hf_distca.integration.positions import check_positions
-from hf_distca.integration.rotary import see_longest
+from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, MaskInfo
+from hf_distca.integration.loading import check_untouched
+from hf_distca.integration.nano_batches import cut_layers
+from hf_distca.integration.positions import check_positions, see_longest
+from hf_distca.integration.processes import mesh_of
 from hf_distca.integration.session import current_session
 
 __all__ = ["distca_mask"]
@@ -73,8 +73,21 @@ def distca_mask(
             attention_mask=attention_mask,
             local_size=local_size,
         )
-    padding = None if attention_mask is None else attention_mask[:, :q_length]
-    chunk, window = (local_size, None) if MASK_CHUNKS in parts else (None, local_size)
+    chunked = MASK_CHUNKS in parts
+    info = MaskInfo(
+        padding=None if attention_mask is None else attention_mask[:, :q_length],
+        window=None if chunked else local_size,
+        chunk=local_size if chunked else None,
+        model_type=model_type,
+        # Only what is computed while gradients are recorded can be recomputed. Layers under reentrant checkpointing record none
+        # in their first forward, but their mask is made before.
+        recomputes=torch.is_grad_enabled(),
+    )
+    return AttentionHandle(batch_size, q_length, _with_caller(info, config))
+
+
+def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
+    """With what the model knows that asks for the mask, once that was checked and prepared as far as nobody did so before."""
     call = MaskCall()
     if call.in_data_parallel:
         raise UnsupportedError(
@@ -82,42 +95,23 @@ def distca_mask(
             "processes. Start one process for each GPU, with torchrun or accelerate launch; or make one GPU visible "
             "(CUDA_VISIBLE_DEVICES=0)."
         )
-    warn_of_family(model_type)
-    if _trains(call):
+    warn_of_family(info.model_type)
+    model, packed, position_ids = next(call.models(), None), call.documents, call.position_ids
+    if torch.is_grad_enabled() if model is None else model.training:
         check_layerdrop(config)
     _prepare_caller(call)
-    model, packed, position_ids = next(call.models(), None), call.documents, call.position_ids
     if model is not None and isinstance(packed, PackedDocuments) and packed.starts is not None:
         check_positions(model, packed, position_ids, lacking=call.lacks_positions)
         if packed.dealt is not None:
             check_step(call, packed.dealt)
+    whole = why_whole(info.model_type) or see_longest(model, config, packed)
     # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
-    return AttentionHandle(
-        batch_size,
-        q_length,
-        padding,
-        window=window,
-        chunk=chunk,
-        position_ids=position_ids,
-        packed=packed,
-        model_type=model_type,
-        whole=why_whole(model_type) or see_longest(model, config, packed),
-        alone=call.generating,
-        # Only what is computed while gradients are recorded can be recomputed. Layers under reentrant checkpointing record none
-        # in their first forward, but their mask is made before.
-        recomputes=torch.is_grad_enabled(),
-    )
+    return replace(info, position_ids=position_ids, packed=packed, whole=whole, alone=call.generating)
 
 
 def _cached_mask(**arguments: Any) -> CachedMask:
     """The dense mask that sdpa makes of the arguments of a mask function."""
     return torch.Tensor.as_subclass(sdpa_mask(**arguments), CachedMask)  # type: ignore[arg-type]  # never None without skips
-
-
-def _trains(call: MaskCall) -> bool:
-    """Whether the model that asks for a mask is in training mode; if it is none of transformers', whether it has gradients."""
-    model = next(call.models(), None)
-    return torch.is_grad_enabled() if model is None else model.training
 
 
 def _prepare_caller(call: MaskCall) -> None:

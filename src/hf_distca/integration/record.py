@@ -24,7 +24,7 @@ from transformers import TrainingArguments
 from hf_distca.agreement.history import Tally
 from hf_distca.agreement.planned import Planned
 from hf_distca.config import DistCAConfig
-from hf_distca.integration.prepare import distca_configs
+from hf_distca.integration.loading import distca_configs
 from hf_distca.integration.session import Session
 from hf_distca.run_report.rows import RECORD_NAME, PerRank, PlanPart, PlanRow, Row, RunRow, StepsRow, WarningRow, write_row
 
@@ -176,7 +176,7 @@ def _by_rank(plans: Sequence[Planned]) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 def _per_rank(ranks: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
-    columns = dict(zip((one.name for one in fields(PerRank)), ranks.tolist(), strict=True))
+    columns = dict(zip((field.name for field in fields(PerRank)), ranks.tolist(), strict=True))
     whole = {name: [int(value) for value in columns[name]] for name in ("tokens", "sent_bytes")}
     return PerRank(**{**columns, **whole})
 
@@ -189,23 +189,23 @@ def _described(model: torch.nn.Module | None) -> dict[str, Any]:
     """Type, shape and dtype of the first part of a model that asks for distca."""
     for config in distca_configs(model)[:1]:
         shape = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window")
-        found = {name: value for name in shape if (value := getattr(config, name, None)) is not None}
-        return {"type": config.model_type, **found, "dtype": str(getattr(model, "dtype", ""))}
+        sizes = {name: value for name in shape if (value := getattr(config, name, None)) is not None}
+        return {"type": config.model_type, **sizes, "dtype": str(getattr(model, "dtype", ""))}
     return {}
 
 
 def _settings(config: DistCAConfig) -> dict[str, Any]:
-    values = {one.name: getattr(config, one.name) for one in fields(config)}
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
     return {
         name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value for name, value in values.items()
     }
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -23,10 +23,9 @@ from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
+from hf_distca.integration.families import known_cost
 from hf_distca.integration.handle import AttentionHandle, Work
-from hf_distca.integration.kinds import known_cost
-from hf_distca.integration.mesh import data_parallel_group, find_members, size_of_groups
-from hf_distca.integration.progress import said_if_long
+from hf_distca.integration.processes import data_parallel_group, find_members, said_if_long, size_of_groups
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import to_device
 from hf_distca.measure.calibrate import calibrate, fastest
@@ -40,7 +39,7 @@ from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["Conductor", "Session", "attention_seconds", "balancing", "configure", "current_session"]
+__all__ = ["Conductor", "Session", "balancing", "configure", "current_session"]
 
 _ALONE = AttentionGroup()
 
@@ -145,7 +144,7 @@ class Session:
             handle.group = self.group if together else _ALONE
         return handle.group
 
-    def shares(self, handle: AttentionHandle, training: bool) -> bool:
+    def is_collective(self, handle: AttentionHandle, training: bool) -> bool:
         """Whether other ranks take part in a forward."""
         return self.group_for(handle, training).size > 1
 
@@ -169,12 +168,12 @@ class Session:
         if self.conductor is not None:
             return self.conductor.work_for(handle, arguments, query, key)
         group, handles = self.group_for(handle, training), handle.planned_together
-        keys = [key._replace(nano=one.nano) for one in handles]
-        requests = [(self.documents(one, arguments, training), key) for one, key in zip(handles, keys, strict=True)]
+        keys = [key._replace(nano=part.nano) for part in handles]
+        requests = [(self.documents(part, arguments, training), key) for part, key in zip(handles, keys, strict=True)]
         if group.size == 1:
             evaluating = handle.alone or not training
             alone = zip(handles, requests, strict=True)
-            made = [self._work_alone(one, *request, query.device, evaluating) for one, request in alone]
+            works = [self._work_alone(part, *request, query.device, evaluating) for part, request in alone]
         else:
             with group.reporting(f"measuring costs for micro-batch {self.planner.next_number}"):
                 self.learn_cost(key, query, group)
@@ -183,11 +182,12 @@ class Session:
             with self._reporting(group, "planning"), said:
                 plans = self.planner.plan(requests, group)
             with self._reporting(group, "taking up a plan"):
-                for one, planned in zip(handles, plans, strict=True):
-                    one.check(planned.plan.layout)
-                made = [self._work(one, planned, group, query.device) for (one, _), planned in zip(requests, plans, strict=True)]
-        for one, key, work in zip(handles, keys, made, strict=True):
-            one.work[key] = work if one.recomputes and training else replace(work, outputs=None)
+                for part, planned in zip(handles, plans, strict=True):
+                    part.check(planned.plan.layout)
+                pairs = zip(requests, plans, strict=True)
+                works = [self._work(documents, planned, group, query.device) for (documents, _), planned in pairs]
+        for part, key, work in zip(handles, keys, works, strict=True):
+            part.work[key] = work if part.mask.recomputes and training else replace(work, outputs=None)
         return handle.work[keys[0]]
 
     def _work_alone(
@@ -218,19 +218,8 @@ class Session:
         name += f" ({planned.source})" if planned.source else ""
         return Work(group, route, _keep(documents, device), planned.plan.window, meter, nano, OutputStore(), name)
 
-    def attend(
-        self,
-        work: Work,
-        module: torch.nn.Module,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKV: torch.Tensor,
-        scores: Scores,
-        sink_H: torch.Tensor | None = None,
-        context: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Core attention of one layer for this rank's tokens, whose keys `context` is in front of."""
-        inputs = Inputs(q_THD, k_TKD, v_TKV, context, sink_H)
+    def attend(self, work: Work, module: torch.nn.Module, inputs: Inputs, scores: Scores) -> torch.Tensor:
+        """Core attention of one layer for this rank's tokens."""
         if work.attend is not None:
             return work.attend(module, inputs, scores)
         group, number = work.group, next(work.numbers)
@@ -240,6 +229,7 @@ class Session:
             group = replace(group, data=group.data.at(place, work.route.forward_exchanges))
         reporting = partial(group.reporting, f"computing {place}")
         outputs = None if work.outputs is None else work.outputs.of(module, inputs.tensors)
+        q_THD, k_TKD, v_TKV = inputs.q_THD, inputs.k_TKD, inputs.v_TKV
         tracer = Tracer(self.trace, work.nano, number + 1, q_THD.device)
         with reporting():
             kernel = self.kernel(q_THD, (q_THD.shape[-1], v_TKV.shape[-1]), scores, q_THD.shape[1] // k_TKD.shape[1])
@@ -359,11 +349,3 @@ def balancing(enabled: bool) -> Iterator[None]:
         yield
     finally:
         session.config = before
-
-
-def attention_seconds() -> float:
-    """Seconds this rank has spent in attention kernels, forward and backward, for itself and as a server, since `configure`.
-
-    On CUDA those of finished kernels: synchronise first for an exact figure.
-    """
-    return current_session().meter.seconds

@@ -58,14 +58,15 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
     place = f"sharing tokens from micro-batch {session.planner.next_number} on"
     with group.reporting(place):
         drawn = [_Drawn.of(batch) for batch in batches]
-        rows = group.gather(np.concatenate([[len(drawn)], *(one.row for one in drawn)]), doing=place)
+        rows = group.gather(np.concatenate([[len(drawn)], *(batch.row for batch in drawn)]), doing=place)
         check_equal(group, np.array([row[0] for row in rows]), "numbers of micro-batches", place, "draw as many on every rank")
         lengths = [_lengths(row) for row in rows]
         costs = {key._replace(nano=0): session.planner.costs.of(key) for key in session.planner.recent_keys()}
-        shared = [_deal(session, costs, number, [each[number] for each in lengths]) for number in range(len(drawn))]
+        shared = [_deal(session, costs, number, [of_rank[number] for of_rank in lengths]) for number in range(len(drawn))]
         tokens = _exchange(group, drawn, shared, place)
     return [
-        _batch(one, columns_T2, batch["input_ids"].device) for one, columns_T2, batch in zip(shared, tokens, batches, strict=True)
+        _batch(dealt, columns_T2, batch["input_ids"].device)
+        for dealt, columns_T2, batch in zip(shared, tokens, batches, strict=True)
     ]
 
 
@@ -117,12 +118,12 @@ class _Drawn:
 
 def _lengths(row: IntArray) -> list[IntArray]:
     """The lengths of the documents in each batch of a rank."""
-    found, at = [], 1
+    lengths, place = [], 1
     for _ in range(int(row[0])):
-        count = int(row[at])
-        found.append(row[at + 1 : at + 1 + count])
-        at += 1 + count
-    return found
+        count = int(row[place])
+        lengths.append(row[place + 1 : place + 1 + count])
+        place += 1 + count
+    return lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,12 +149,12 @@ class _Shared:
 def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, lengths: Sequence[IntArray]) -> _Shared:
     group, planner = session.group, session.planner
     joined = np.concatenate(lengths)
-    home = np.repeat(np.arange(group.size), [len(one) for one in lengths])
-    start = np.concatenate([np.cumsum(one) - one for one in lengths])
-    each, more = divmod(int(joined.sum()), group.size)
+    home = np.repeat(np.arange(group.size), [len(of_rank) for of_rank in lengths])
+    start = np.concatenate([np.cumsum(of_rank) - of_rank for of_rank in lengths])
+    fair, more = divmod(int(joined.sum()), group.size)
     dealing = Dealing(
         group.size,
-        [each + (rank < more) for rank in range(group.size)],
+        [fair + (rank < more) for rank in range(group.size)],
         costs or {PlanKey(_SOME_SHAPE, "cpu"): CostModel.pairs(_SOME_SHAPE)},
         session.config,
         group.per_node,
@@ -171,16 +172,16 @@ def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_
             sent += pieces
             send[rank] += sum(map(len, pieces))
     runs = [dealt.runs(group.rank) for dealt in shared]
-    for home, _, tokens in (run for one in runs for run in one):
+    for home, _, tokens in (run for runs_of_batch in runs for run in runs_of_batch):
         receive[home] += tokens
     arrived = group.all_to_all(torch.cat(sent), send, receive, doing=place)
-    at = np.cumsum(receive) - receive
+    begin = np.cumsum(receive) - receive
     columns = []
-    for one in runs:
+    for runs_of_batch in runs:
         pieces = []
-        for home, _, tokens in one:
-            pieces.append(arrived[at[home] : at[home] + tokens])
-            at[home] += tokens
+        for home, _, tokens in runs_of_batch:
+            pieces.append(arrived[begin[home] : begin[home] + tokens])
+            begin[home] += tokens
         columns.append(torch.cat(pieces) if pieces else arrived[:0])
     return columns
 

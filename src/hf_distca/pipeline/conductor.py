@@ -146,7 +146,7 @@ class Conductor:
         micro_batch, seat = self.micro_batch, self.seat
         if micro_batch is None or seat is None:
             raise DistCADesyncError("a stage of a pipeline ran a forward outside its schedule: let `Schedule.step` run it.")
-        handle.documents = micro_batch.documents.in_chunks(handle.chunk)
+        handle.documents = micro_batch.documents.in_chunks(handle.mask.chunk)
         handle.check(micro_batch.layout)
         keep = None if handle.documents.keep is None else to_device(torch.from_numpy(handle.documents.keep), query.device)
         attend = partial(_attend, seat, micro_batch, key)

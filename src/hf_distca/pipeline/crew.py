@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, DistCADesyncError, UnsupportedError
-from hf_distca.integration.mesh import data_parallel_group
+from hf_distca.integration.processes import data_parallel_group
 from hf_distca.integration.session import Session
 from hf_distca.pipeline.borrowed import whole_mesh
 from hf_distca.pipeline.common import Facts, check_facts, fingerprint

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.families import check_family, check_layerdrop
-from hf_distca.integration.prepare import distca_configs
+from hf_distca.integration.loading import distca_configs
 
 __all__ = ["SPLIT", "check_split"]
 

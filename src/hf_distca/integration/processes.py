@@ -1,20 +1,31 @@
-"""Which ranks share core attention, when the user does not say so."""
+"""What a process knows of the others: which ranks share core attention, when the user does not say so; and what rank 0 says.
+
+Lines for whoever watches a run go to standard error, past progress bars. `transformers.utils.logging.disable_progress_bar()`
+switches those off that tell what takes long.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
 
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
+from tqdm import tqdm
 from transformers import PreTrainedModel
+from transformers.utils.logging import is_progress_bar_enabled
 
 from hf_distca.borrowed import accelerate_started, loaded_mesh
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.runtime.group import Members
 
-__all__ = ["data_parallel_group", "find_members", "mesh_of", "size_of_groups"]
+__all__ = ["data_parallel_group", "find_members", "mesh_of", "said_if_long", "say", "size_of_groups"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -96,3 +107,29 @@ def _check_dimensions(sizes: dict[str, int]) -> None:
                 "distca does what context and sequence parallelism are used for, by sharing the attention of long documents "
                 "between data-parallel ranks."
             )
+
+
+_LONG_SECONDS = 1.0
+
+
+def say(text: str) -> None:
+    """Write a line, or several."""
+    tqdm.write(text, file=sys.stderr)
+
+
+@contextmanager
+def said_if_long(what: str) -> Iterator[None]:
+    """Say on rank 0 what a run is at, once that has taken more than a second, and at its end how long it took."""
+    if not is_progress_bar_enabled() or (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
+        yield
+        return
+    started, timer = time.perf_counter(), Timer(_LONG_SECONDS, say, [f"distca: {what} ..."])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+    seconds = time.perf_counter() - started
+    if seconds > _LONG_SECONDS:
+        say(f"distca: {what} took {seconds:.1f} s")

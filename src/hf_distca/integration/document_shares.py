@@ -22,7 +22,7 @@ from hf_distca.data.reading import document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError, UnsupportedError
-from hf_distca.integration.kinds import known_cost, layer_keys
+from hf_distca.integration.families import known_cost, layer_keys
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.members import launched_per_node
 from hf_distca.schedule.cost import AttentionShape
@@ -30,7 +30,7 @@ from hf_distca.schedule.cost import AttentionShape
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["document_shares", "shares_of"]
+__all__ = ["document_shares", "lazy_dataset", "shares_of"]
 
 _COUNTS_SHIFTED = Version("5.11.0")
 
@@ -121,10 +121,20 @@ def document_shares(
     quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
     counts = document_lengths(documents, column, lengths, quiet=quiet)
     batches = GlobalBatches(counts, ranks * tokens_per_rank, seed, fill, longer, quiet=quiet)
-    # Not before it is needed: `datasets` is an extra, and slow to import.
-    from hf_distca.integration.share_dataset import lazy_dataset
-
     return lazy_dataset(Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id))
+
+
+def lazy_dataset(shares: Shares) -> Dataset:
+    """The numbers of items, which a transform makes into shares when they are read.
+
+    Their column bears a name that every model takes, so that no Trainer removes it as unused.
+    """
+    import pyarrow as pa
+    from datasets import Dataset  # an extra, and slow to import
+
+    dataset = Dataset(pa.table({"input_ids": np.arange(len(shares))})).with_transform(shares)
+    dataset.set_epoch = shares.set_epoch  # accelerate's loaders call it, and with them the Trainer
+    return dataset
 
 
 def shares_of(dataset: object) -> Shares | StreamedShares | None:
@@ -140,11 +150,11 @@ def shares_of(dataset: object) -> Shares | StreamedShares | None:
 
 def _check_version(ranks: int) -> None:
     """Refuse versions whose Trainers count targets in `labels`, which lack those at cuts: losses would be too large."""
-    found = Version(version("transformers"))
-    if ranks > 1 and found < _COUNTS_SHIFTED:
+    installed = Version(version("transformers"))
+    if ranks > 1 and installed < _COUNTS_SHIFTED:
         raise UnsupportedError(
             f"documents over {ranks} ranks need transformers {_COUNTS_SHIFTED} or newer, whose Trainer counts the targets in "
-            f"shift_labels; this is {found}."
+            f"shift_labels; this is {installed}."
         )
 
 

@@ -14,12 +14,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import calling_handler, calling_trainer
-from hf_distca.integration.figures import Reading
-from hf_distca.integration.loaders import check_loader, check_shares
-from hf_distca.integration.prepare import distca_configs, prepare
-from hf_distca.integration.profile import write_trace
+from hf_distca.integration.checks import check_loader, check_shares
+from hf_distca.integration.loading import distca_configs, prepare
 from hf_distca.integration.record import Recorder
-from hf_distca.integration.report import sum_up, why_given_up, why_nothing_moved
+from hf_distca.integration.reports import Reading, sum_up, why_given_up, why_nothing_moved, write_trace
 from hf_distca.integration.session import Session, current_session, use_session
 from hf_distca.runtime.trace import Trace
 

@@ -15,7 +15,7 @@ from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import PerRank, PlanRow, StepsRow
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["Figures", "Piece", "PlanFigures", "collect"]
+__all__ = ["Figures", "PlanPiece", "PlanFigures", "collect"]
 
 _PREFIX = "distca/"
 _TALLY = {one.name for one in fields(Tally)}
@@ -23,7 +23,7 @@ _MOST_STEPS_NAMED = 12
 
 
 @dataclass(frozen=True)
-class Piece:
+class PlanPiece:
     """The CA-tasks of one document on one rank.
 
     Attributes:
@@ -53,8 +53,8 @@ class PlanFigures:
 
     step: int
     micro_batch: int
-    before: list[Piece]
-    after: list[Piece]
+    before: list[PlanPiece]
+    after: list[PlanPiece]
     per_rank: PerRank
 
 
@@ -212,7 +212,7 @@ def _drawn(row: PlanRow) -> PlanFigures:
                 piece[1] += seconds / speeds[rank]
     sides = [
         [
-            Piece(rank, home, document, lengths[document], round(tokens), seconds)
+            PlanPiece(rank, home, document, lengths[document], round(tokens), seconds)
             for (rank, document, home), (tokens, seconds) in sorted(side.items())
         ]
         for side in (before, after)

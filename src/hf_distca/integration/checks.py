@@ -18,10 +18,10 @@ from hf_distca.data.collator import IGNORED_LABEL, PackingCollator
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.document_shares import shares_of
 from hf_distca.integration.families import why_whole
-from hf_distca.integration.prepare import distca_configs
+from hf_distca.integration.loading import distca_configs
 from hf_distca.integration.session import current_session
-from hf_distca.integration.shares import shares_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
