@@ -12,7 +12,6 @@ import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, IterableDatasetShard
 from accelerate.utils import DistributedType
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
-from transformers import TrainingArguments
 
 from hf_distca.data.collator import IGNORED_LABEL, PackingCollator
 from hf_distca.data.shares import Shares
@@ -24,7 +23,7 @@ from hf_distca.integration.loading import distca_configs
 from hf_distca.integration.session import current_session
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
 
     from hf_distca.agreement.dealt import Dealt
     from hf_distca.integration.callers import MaskCall
