@@ -40,16 +40,16 @@ class SharedRows(NamedTuple):
 
     Attributes:
         length, row: tokens of each document, and the row that it is in.
-        count: number of rows.
+        row_count: number of rows.
     """
 
     length: IntArray
     row: IntArray
-    count: int
+    row_count: int
 
     def sums(self, values: npt.NDArray[Any]) -> FloatArray:
-        """Sums of values of documents, by row: shape (count,)."""
-        return np.bincount(self.row, weights=values, minlength=self.count).astype(np.float64)
+        """Sums of values of documents, by row: shape (row_count,)."""
+        return np.bincount(self.row, weights=values, minlength=self.row_count).astype(np.float64)
 
 
 def degrees(group: int) -> list[int]:
@@ -101,15 +101,15 @@ def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
     chunk += piece >= begins[owner] + sizes[owner] * np.minimum(chunk + 1, 2 * degree) // (2 * degree)
     rank = np.minimum(chunk, 2 * degree - 1 - chunk)
     seconds = (directed(end - piece, end - starts[document]) for directed in (cost.forward_seconds, cost.backward_seconds))
-    summed = (np.bincount(owner * degree + rank, weights=part, minlength=rows.count * degree) for part in seconds)
-    return Directions(*(part.reshape(rows.count, degree).max(axis=1) for part in summed))
+    summed = (np.bincount(owner * degree + rank, weights=part, minlength=rows.row_count * degree) for part in seconds)
+    return Directions(*(part.reshape(rows.row_count, degree).max(axis=1) for part in summed))
 
 
 def _layers(
     setting: Setting, rows: SharedRows, degree: int, of_kind: Callable[[CostModel], tuple[Directions, Directions]]
 ) -> MicroBatchWork:
     """All layers of rows that `degree` ranks share, of which a kind takes (attention, exchange) seconds for each row."""
-    tokens, nothing = np.repeat(rows.sums(rows.length) / degree, degree), np.zeros(rows.count * degree)
+    tokens, nothing = np.repeat(rows.sums(rows.length) / degree, degree), np.zeros(rows.row_count * degree)
     kinds = []
     for window, layers in setting.model.kinds:
         attention, exposed = (Directions(*(np.repeat(part, degree) for part in pair)) for pair in of_kind(setting.cost(window)))
@@ -140,7 +140,7 @@ def gathered_again(setting: Setting, work: MicroBatchWork, degree: int) -> Micro
 def _gathered(setting: Setting, cost: CostModel, rows: SharedRows, degree: int) -> Directions:
     """Keys and values of a row come to all its ranks; their gradients go back, summed, in backward."""
     if degree == 1:
-        return Directions(np.zeros(rows.count), np.zeros(rows.count))
+        return Directions(np.zeros(rows.row_count), np.zeros(rows.row_count))
     once = _others_key_bytes(cost, rows, degree) / gather_rate(setting, degree) + cost.exchange_seconds
     return Directions(once, once)
 
