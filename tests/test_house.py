@@ -25,7 +25,7 @@ class Bounds(NamedTuple):
 
 
 BOUNDS = {
-    "agreement": Bounds(files=10, lines=2053, longest_file=349, longest_function=38, parameters=8, pronouns=156),
+    "agreement": Bounds(files=9, lines=2053, longest_file=320, longest_function=32, parameters=8, pronouns=0),
     "cli": Bounds(files=16, lines=1192, longest_file=171, longest_function=53, parameters=9, pronouns=73),
     "data": Bounds(files=6, lines=1000, longest_file=275, longest_function=39, parameters=6, pronouns=0),
     "doctor": Bounds(files=6, lines=642, longest_file=210, longest_function=31, parameters=6, pronouns=42),
