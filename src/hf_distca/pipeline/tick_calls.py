@@ -335,7 +335,7 @@ class StageAttention:
     def _learn(self, work: Work, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores) -> torch.Tensor:
         if self.learned is not None:
             self.learned.append(LayerKind.of(key, inputs, scores))
-        return self.session.attend(work, module, *inputs[:3], scores, inputs.sink_H, inputs.context)
+        return self.session.attend(work, module, inputs, scores)
 
     def _work_together(self, handle: AttentionHandle, query: torch.Tensor, key: PlanKey) -> Work:
         micro_batch = self.micro_batch
