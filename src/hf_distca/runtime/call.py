@@ -190,7 +190,12 @@ class Call:
         return self._launch(wave, parts, "dispatch")
 
     def pass_on_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
-        """Where keys are relayed, wait for the dispatch and send those on that this rank is the relay of."""
+        """Where keys are relayed, wait for the dispatch and send those on that this rank is the relay of.
+
+        Args:
+            home: in rows of head groups.
+            dispatch: as `send_queries_and_keys` returned it.
+        """
         passing = self.last.passing
         if passing is None or dispatch is None:
             return dispatch

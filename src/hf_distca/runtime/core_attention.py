@@ -94,9 +94,10 @@ class _Serve(torch.autograd.Function):
         ctx.call = call
         if call.recalled is not None:
             return anchor.clone()
-        home, dispatch = call.take(Operands)
+        tokens, dispatch = call.take(Operands)
+        home = in_groups(tokens, call.route.groups)
         dispatch = call.pass_on_keys(home, dispatch)
-        outputs, home = call.run_local(home), in_groups(home, call.route.groups)
+        outputs = call.run_local(tokens)
         returned = None
         for before, wave in _in_turn(call):
             if before is not None:
@@ -110,9 +111,10 @@ class _Serve(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
-        home, dispatch = call.take(Saved)
+        tokens, dispatch = call.take(Saved)
+        home = in_groups(tokens, call.route.groups)
         dispatch = call.pass_on_keys(home, dispatch)
-        grads, home = call.run_local_backward(home), in_groups(home, call.route.groups)
+        grads = call.run_local_backward(tokens)
         returned = None
         for before, wave in _in_turn(call):
             if before is not None:
