@@ -31,7 +31,7 @@ import hf_distca
 from deal import over_all_ranks
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.kinds import known_cost, layer_keys
+from hf_distca.integration.families import known_cost, layer_keys
 from hf_distca.schedule.layout import Layout
 from machine import describe
 from output import add_json_option, put_out

@@ -38,24 +38,35 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from hf_distca.agreement.announce import FIGURES, Announcement, Announcements, PlanKey, agree, fingerprint, layout_of
+from hf_distca.agreement.announce import (
+    FIGURES,
+    Announcement,
+    Announcements,
+    Common,
+    PlanKey,
+    agree,
+    fingerprint,
+    layout_of,
+)
 from hf_distca.agreement.documents import PackedDocuments, read_documents
-from hf_distca.agreement.figures import Estimate, History
+from hf_distca.agreement.history import History
+from hf_distca.agreement.planned import Planned
 from hf_distca.config import DistCAConfig
 from hf_distca.integration import attention
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.session import Session
-from hf_distca.kernels import Scores, TaskBatch, select_kernel
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.kernels import Case, Scores, TaskBatch, select_kernel
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE
 from hf_distca.schedule.waves import Waves
 from machine import describe
 from output import add_json_option, put_out
@@ -73,11 +84,12 @@ class Zeros:
 
     name = "zeros"
 
-    def forward(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-        return q_THD.new_zeros(*q_THD.shape[:2], v_TKV.shape[2]), q_THD.new_zeros(q_THD.shape[:2], dtype=torch.float32)
+    def forward(self, pools: Operands, *_: Any) -> Outputs:
+        size = pools.q_THD.shape[:2]
+        return Outputs(pools.q_THD.new_zeros(*size, pools.v_TKV.shape[2]), pools.q_THD.new_zeros(size, dtype=torch.float32))
 
-    def backward(self, do_THV: torch.Tensor, *tensors: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.zeros_like(tensor) for tensor in tensors[:3])
+    def backward(self, pools: Saved, *_: Any) -> Grads:
+        return Grads(*map(torch.zeros_like, pools.operands))
 
 
 ZEROS = Zeros()
@@ -173,21 +185,23 @@ def layers(ranks: int, arguments: argparse.Namespace, kind: str) -> dict[str, An
 def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of each step, and of all."""
     config, key = DistCAConfig(), PlanKey(LLAMA_8B, "cuda")
-    common, group = (config, (COST,)), AttentionGroup(tuple(range(ranks)))
+    common, group = Common(config, (COST,)), AttentionGroup(tuple(range(ranks)))
     rows = []
     for lengths in documents(ranks, arguments.tokens, "long tail"):
         one = read_documents(1, arguments.tokens, packed=PackedDocuments(lengths))
-        figures, settings = [(10**6,) * FIGURES], fingerprint(common)
-        rows.append(Announcement(1, settings, exchanges=0, checksum=0, figures=figures, requests=[(one, key)]).row())
+        own, settings = [(10**6,) * FIGURES], fingerprint(common)
+        rows.append(Announcement(1, settings, exchanges=0, checksum=0, figures=own, requests=[(one, key)]).row())
     (stated,) = agree(Announcements.read(rows), common, group, "here")
     plan = balance(layout_of(stated), COST, config)
     waves = Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups)
-    seconds, sent, history = np.ones(ranks), np.ones(ranks, dtype=np.int64), History()
+    history, figures = History(), np.full((ranks, FIGURES), 10**9)
 
     def bookkeeping() -> None:
-        estimate = Estimate.of(plan, COST, 1.0)
-        history.planned(estimate, 1)
-        history.measured(estimate, 1, seconds, sent, calls=1, rank=0)
+        planned = Planned(key, plan, config, plan.layout.offsets, 1.0, figures=figures)
+        planned.begin(1, COST, ALIKE, Meter())
+        history.planned(planned)
+        history.end()
+        history.begin_anew()
 
     def digest() -> None:
         vars(plan).pop("digest", None)
@@ -232,7 +246,7 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     shape = (1, tokens, ALONE.num_attention_heads, module.head_dim)
     leaves = [torch.randn(shape).transpose(1, 2).requires_grad_() for _ in range(3)]
     packed = PackedDocuments((tokens // count,) * count)
-    handle = AttentionHandle(1, tokens, None)
+    handle = AttentionHandle(1, tokens)
     functions = AttentionInterface()
     call = {"scaling": module.scaling, "dropout": 0.0}
 
@@ -248,11 +262,11 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     lengths = (tokens // count,) * count
     starts = tuple(range(0, tokens, tokens // count))
     tasks, scores = TaskBatch(starts, lengths, starts, lengths), Scores(module.scaling)
-    real = select_kernel("auto", CPU, q_THD.dtype, module.head_dim, module.head_dim, scores)
+    real = select_kernel("auto", Case(CPU, q_THD.dtype, module.head_dim, module.head_dim, scores))
 
     def kernel(which: Any) -> None:
-        o_THV, lse_TH = which.forward(q_THD, k_TKD, v_TKV, tasks, scores)
-        which.backward(o_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, scores)
+        o_THV, lse_TH = which.forward(Operands(q_THD, k_TKD, v_TKV), tasks, scores)
+        which.backward(Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
 
     def without_kernel() -> None:
         session.bare = True

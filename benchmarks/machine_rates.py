@@ -24,8 +24,8 @@ import torch.distributed as dist
 import hf_distca
 from dealt_step_time import WAYS, Steps
 from hf_distca.integration.session import current_session
+from hf_distca.measure.calibrate import BACKWARD
 from hf_distca.runtime import meter
-from hf_distca.runtime.calibrate import BACKWARD
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.plan import Plan

@@ -26,13 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import Scores, select_kernel
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
@@ -88,7 +87,7 @@ class Layer:
         self.waves = Waves.of(plan, self.shape, config.tile, bound, config.head_groups)
         self.route, self.group = Route.build(self.waves.plan, rank, self.waves), group
         scores, self.meter = Scores(DIM**-0.5), Meter()
-        kernel = select_kernel("auto", torch.device("cpu"), torch.float32, DIM, DIM, scores)
+        kernel = select_kernel("auto", Case(torch.device("cpu"), torch.float32, DIM, DIM, scores))
         self.server = AttentionServer(kernel, scores, self.meter)
         heads = (self.shape.query_heads, self.shape.key_value_heads, self.shape.key_value_heads)
         self.leaves = [torch.randn(arguments.tokens, n, DIM).requires_grad_() for n in heads]

@@ -25,15 +25,15 @@ from rich.table import Table
 from tqdm import tqdm
 
 from hf_distca.simulate.assumptions import assumptions
+from hf_distca.simulate.document_lengths import DISTRIBUTIONS, DocumentSource
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.layers import Directions
-from hf_distca.simulate.lengths import DISTRIBUTIONS, Documents
+from hf_distca.simulate.linear_layers import Directions
 from hf_distca.simulate.memory import peak_bytes
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.predict import Prediction, ideal_seconds, simulate
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.timelines import rank_seconds
-from hf_distca.simulate.work import Work
+from hf_distca.simulate.work import MicroBatchWork
 from hf_distca.simulate.workers import cores, processes, submit
 from machine import describe
 from output import add_json_option, put_out
@@ -104,7 +104,7 @@ def arrangements(row: Row, *, stages: bool) -> list[Setting]:
     return found
 
 
-def best(row: Row, documents: Documents, batches: int, *, stages: bool) -> dict[str, Any]:
+def best(row: Row, documents: DocumentSource, batches: int, *, stages: bool) -> dict[str, Any]:
     """The best arrangement of every strategy, the ideal of the best arrangement of all, and the bound of its stages."""
     found: dict[str, tuple[Prediction, Setting]] = {}
     ideals, bounds = [], []
@@ -142,7 +142,7 @@ def idle_linear_seconds(setting: Setting) -> float:
     """Seconds in which a device has no linear layers to run, as its stage has no micro-batch: warm-up, and the end of a step."""
     tokens, nothing = np.full(1, float(setting.tokens_per_rank)), np.zeros(1)
     none = Directions(nothing, nothing)
-    linear = rank_seconds(setting, Work(tokens, none, none, nothing, nothing, 0.0), keeps_attention=True)
+    linear = rank_seconds(setting, MicroBatchWork(tokens, none, none, nothing, nothing, 0.0), keeps_attention=True)
     return float((linear.forward + linear.backward)[0]) / setting.stages * (setting.stages - 1)
 
 

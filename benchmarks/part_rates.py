@@ -15,8 +15,8 @@ import torch.distributed as dist
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_distca.kernels import select_kernel
-from hf_distca.kernels.base import Scores
-from hf_distca.runtime.calibrate import measure
+from hf_distca.kernels.base import Case, Scores
+from hf_distca.measure.calibrate import measure
 from hf_distca.schedule.cost import CostModel, KernelCost
 from hf_distca.simulate.hardware import Hardware
 from machine_rates import shape_of
@@ -53,7 +53,7 @@ class PartRates:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             seconds.append(time.process_time() - started)
             model.zero_grad()
-        kernel = select_kernel("auto", torch.device("cpu"), torch.float32, 64, 64, Scores(64**-0.5))
+        kernel = select_kernel("auto", Case(torch.device("cpu"), torch.float32, 64, 64, Scores(64**-0.5)))
         model, device = CostModel.analytic(self.shape, device_type="cpu"), torch.device("cpu")
         found = measure(model, kernel, torch.float32, device, clock=time.process_time)
         return [

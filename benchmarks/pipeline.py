@@ -61,7 +61,6 @@ import hf_distca
 from core_share import core_shares, join, used
 from hf_distca.integration.session import current_session
 from hf_distca.pipeline import Schedule, split
-from hf_distca.pipeline.pace import turnout
 from hf_distca.pipeline.ticks import ticks
 from hf_distca.runtime import meter
 from hf_distca.simulate.setting import Setting
@@ -75,7 +74,7 @@ from simulator_validation import model_shape
 
 PLACEMENT = Path(__file__).with_name("placements") / "long_tail_8_ranks.json"
 VOCABULARY = 512
-WARM_UP = 5  # shared steps: stages compare what they are busy with after the second and the fourth
+WARM_UP = 2  # shared steps
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -202,6 +201,25 @@ class Chunks:
         return [found[at, False] + found[at, True] for at in range(len(found) // 2)]
 
 
+def shared_seconds(attention: list[float], linear: list[float]) -> float:
+    """Seconds until all ranks are done that come to a call of attention when their linear work is done, and share it.
+
+    A rank with work of its own begins with it. Others cannot begin before the first of those is there. An even part of its own
+    work stays with a rank, however late it comes.
+    """
+    count, total = len(attention), sum(attention)
+    begin = []
+    for rank, (own, late) in enumerate(zip(attention, linear, strict=True)):
+        others = [when for other, when in enumerate(linear) if other != rank and attention[other]]
+        begin.append(max(late, min(others, default=0.0) - own))
+    low, high = min(begin), max(begin) + total
+    for _ in range(60):
+        level = (low + high) / 2
+        shares = [max(level - when, own / count) for when, own in zip(begin, attention, strict=True)]
+        low, high = (low, level) if sum(shares) > total else (level, high)
+    return max(when + share for when, share in zip(begin, shares, strict=True))
+
+
 def ideal(work: list[list[list[float]]], cores: int) -> float:
     """Seconds of a step whose ticks share their attention as well as can be, from the work of [stage][micro-batch]."""
     seconds = 0.0
@@ -210,7 +228,7 @@ def ideal(work: list[list[list[float]]], cores: int) -> float:
             [0.0 if at is None else work[stage][at][2 * tick.backward + kind] for stage, at in enumerate(tick.micro_batches)]
             for kind in (0, 1)
         )
-        seconds += max(turnout(attention, linear).seconds, *linear, (sum(linear) + sum(attention)) / cores)
+        seconds += max(shared_seconds(attention, linear), *linear, (sum(linear) + sum(attention)) / cores)
     return seconds
 
 

@@ -3,21 +3,26 @@
 Gloo processes with one thread each train a small, narrow Llama on new documents in every step.
 
 - Wrong rates: kernels compute, and are timed by processor time, which other programs do not change.
-- A slow rank, and a slow network: kernels sleep for as long as a cost model says (``--kernel timed``), so that a rank has a
-  processor to itself whatever else runs; what is tested is what the ranks make of it. With ``--kernel real`` they compute, and
-  need as many idle cores as ranks.
+- A slow rank: one rank's kernels take longer than those of the others.
+- Never slower: steps with balancing on and off in turns, under DDP, where ranks wait for each other in attention alone, and under
+  FSDP2, which lines them up before each layer; over this machine's network, and over slow ones.
 
-    python benchmarks/rates.py --json
-    python benchmarks/rates.py --slow-network --json
+In the last two, kernels sleep for as long as a cost model says (``--kernel timed``), so that a rank has a processor to itself
+whatever else runs; what is tested is what the ranks make of it. With ``--kernel real`` they compute, and need as many idle cores
+as there are ranks.
+
+    python benchmarks/rates.py --json results.json
+    python benchmarks/rates.py --never-slower --layers 2 --steps 36 --json results.json
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +33,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
+from transformers import LlamaForCausalLM
 
 import hf_distca
 from hf_distca.integration import session
@@ -40,7 +48,7 @@ from machine import describe
 from output import add_json_option, put_out
 from processes import in_turns, on_ranks, setting_of
 from slow_network import Late
-from step_time import batch_of, model_of
+from step_time import batch_of, plain_model_of
 from timed_kernels import timed_kernels
 
 SLOWNESS = 1.5
@@ -48,6 +56,7 @@ HIDDEN = 64  # little but attention is left to compute
 STRETCH = 4.0  # times the built-in figures of a CPU that timed kernels take, so that they outweigh all else
 WRONG = 3.0
 FIRST = 12  # steps in which rates are learned
+AT_MOST = 1.02  # times a step with balancing off, after them
 
 
 def profile(arguments: argparse.Namespace, task: float, flop: float) -> Profile:
@@ -103,12 +112,23 @@ def lengths_of(step: int, rank: int, ranks: int, tokens: int) -> list[int]:
     return np.diff([0, *cuts.tolist(), tokens]).tolist()
 
 
+def fsdp2(model: LlamaForCausalLM) -> torch.nn.Module:
+    """A model whose ranks are lined up by an all-gather before each layer, as DDP's are not."""
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+ENGINES: dict[str, Callable[[LlamaForCausalLM], torch.nn.Module]] = {"DDP": DistributedDataParallel, "FSDP2": fsdp2}
+
+
 class Steps:
     """Steps of one rank, which begin and end with those of all."""
 
-    def __init__(self, arguments: argparse.Namespace, rank: int, ranks: int) -> None:
+    def __init__(self, arguments: argparse.Namespace, rank: int, ranks: int, engine: str = "DDP") -> None:
         self.arguments, self.rank, self.ranks = arguments, rank, ranks
-        self.model = model_of(arguments, "distca", HIDDEN)
+        self.model = ENGINES[engine](plain_model_of(arguments, "distca", HIDDEN))
 
     def step(self, number: int) -> dict[str, float]:
         """Seconds of the step; and what was estimated and measured of the one before."""
@@ -189,29 +209,38 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def slow_network(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Exchanges take so long that none pays: steps with balancing on and off, in turns."""
-    hf_distca.configure(hf_distca.DistCAConfig(cost_model=profile(arguments, STRETCH, STRETCH)))
-    seconds: dict[str, list[float]] = {"on": [], "off": []}
-    with kernels(arguments, 1.0), network(arguments.megabytes_per_second):
-        for number in range(arguments.steps):
-            for name in in_turns(seconds, number):
-                with hf_distca.balancing(name == "on"):
-                    seconds[name].append(steps.step(number)["seconds"])
-    ratios = [on / off for on, off in zip(seconds["on"], seconds["off"], strict=True)]
-    return {
-        "seconds": seconds,
-        "on_to_off": ratios,
-        "first_step": ratios[0],
-        "first_steps_together": sum(seconds["on"][:FIRST]) / sum(seconds["off"][:FIRST]),
-        "later_median": statistics.median(ratios[FIRST:]),
-        "later_together": sum(seconds["on"][FIRST:]) / sum(seconds["off"][FIRST:]),
-    }
+def never_slower(arguments: argparse.Namespace, rank: int, ranks: int) -> dict[str, Any]:
+    """Steps with balancing on and off, in turns, for each engine and network: what is learned must not make them slower."""
+    right, found = profile(arguments, STRETCH, STRETCH), {}
+    for engine, rate in itertools.product(ENGINES, [None, *arguments.megabytes_per_second]):
+        steps = Steps(arguments, rank, ranks, engine)
+        # Each mode learns from its own steps alone.
+        sessions = {
+            mode: session.Session(hf_distca.DistCAConfig(cost_model=right, balance=mode == "on")) for mode in ("on", "off")
+        }
+        seconds: dict[str, list[float]] = {mode: [] for mode in sessions}
+        with kernels(arguments, 1.0), network(rate):
+            for number in range(arguments.steps):
+                for mode in in_turns(sessions, number):
+                    with patch.object(session, "_session", sessions[mode]):
+                        seconds[mode].append(steps.step(number)["seconds"])
+        ratios = [on / off for on, off in zip(seconds["on"], seconds["off"], strict=True)]
+        found[f"{engine}, {'this machine' if rate is None else f'{rate:g} MB/s'}"] = {
+            "seconds": seconds,
+            "on_to_off": ratios,
+            "first_step": ratios[0],
+            "first_steps_together": sum(seconds["on"][:FIRST]) / sum(seconds["off"][:FIRST]),
+            "later_median": statistics.median(ratios[FIRST:]),
+            "later_together": sum(seconds["on"][FIRST:]) / sum(seconds["off"][FIRST:]),
+        }
+    return found
 
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.never_slower:
+        return {"never slower": never_slower(arguments, rank, ranks)}
     steps = Steps(arguments, rank, ranks)
-    parts = {"slow network": slow_network} if arguments.slow_network else {"wrong rates": wrong, "slow rank": slow_rank}
+    parts = {"wrong rates": wrong, "slow rank": slow_rank}
     shown = tqdm(parts.items(), desc=f"{ranks} ranks", file=sys.stderr, disable=rank > 0)
     return {name: part(steps, arguments) for name, part in shown}
 
@@ -228,10 +257,9 @@ def show(result: dict[str, Any]) -> None:
             for name, ratio in parts["slow rank"]["to_allowed"].items():
                 attention = parts["slow rank"]["attention_to_allowed"][name]
                 table.add_row(ranks, "slow rank", name, f"step {ratio:.3f}, attention {attention:.3f} of what its speed allows")
-        if "slow network" in parts:
-            row = parts["slow network"]
-            table.add_row(ranks, "slow network", "on / off, first step", f"{row['first_step']:.3f}")
-            table.add_row(ranks, "slow network", f"on / off after {FIRST} steps", f"{row['later_together']:.3f}")
+        for name, row in parts.get("never slower", {}).items():
+            said = f"on / off {row['first_step']:.3f} at first, {row['later_median']:.3f} after {FIRST} steps (median)"
+            table.add_row(ranks, "never slower", name, said)
     Console(width=130).print(table)
 
 
@@ -245,8 +273,14 @@ def main() -> None:
         "--steps", type=int, default=24, help=f"steps of each mode, {FIRST} of them to learn (default: %(default)s)"
     )
     parser.add_argument("--kernel", choices=["timed", "real"], default="timed", help="see above (default: %(default)s)")
-    parser.add_argument("--slow-network", action="store_true", help="exchanges that do not pay, and nothing else")
-    parser.add_argument("--megabytes-per-second", type=float, default=0.5, help="of the slow network (default: %(default)s)")
+    parser.add_argument(
+        "--never-slower",
+        action="store_true",
+        help=f"balancing on and off instead; ends with 1 above {AT_MOST} after {FIRST} steps",
+    )
+    parser.add_argument(
+        "--megabytes-per-second", type=float, nargs="+", default=[0.5, 5.0], help="of slow networks (default: 0.5 5)"
+    )
     add_json_option(parser)
     arguments = parser.parse_args()
     if arguments.steps <= FIRST + 1:
@@ -255,6 +289,9 @@ def main() -> None:
     for ranks in arguments.ranks:
         result["ranks"][str(ranks)] = on_ranks(measure, ranks, arguments)
     put_out(result, arguments.json, show)
+    later = [row["later_median"] for parts in result["ranks"].values() for row in parts.get("never slower", {}).values()]
+    if any(ratio > AT_MOST for ratio in later):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

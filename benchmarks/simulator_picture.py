@@ -18,8 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from hf_distca.schedule.load import imbalance
+from hf_distca.simulate.document_lengths import DISTRIBUTIONS
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.lengths import DISTRIBUTIONS
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.predict import simulate
 from hf_distca.simulate.setting import Setting

@@ -42,8 +42,8 @@ from dealt_step_time import WAYS, Steps, lengths_of
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import CostModel
 from hf_distca.simulate.collectives import weight_exchange
-from hf_distca.simulate.disaggregated import Placed, work_of
-from hf_distca.simulate.layers import Directions
+from hf_distca.simulate.disaggregated import Placement, work_of
+from hf_distca.simulate.linear_layers import Directions
 from hf_distca.simulate.models import ModelShape
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.timelines import rank_seconds
@@ -173,7 +173,7 @@ def predict(case: Case, arguments: argparse.Namespace, machine: Machine, steps: 
     model, ranks = model_shape(arguments, case.layers), case.ranks
     setting = Setting(model, machine.hardware, ranks, arguments.tokens, ranks_per_node=ranks, sharding="ddp")
     plans = iter(planned(steps, case.way, CostModel.analytic(setting.shape, device_type="cpu"), config_of(case)))
-    placed = Placed(steps.dealings[WAYS[case.way][0]].layouts(np.array(steps.lengths)), lambda *_: next(plans))
+    placed = Placement(steps.dealings[WAYS[case.way][0]].layouts(np.array(steps.lengths)), lambda *_: next(plans))
     share = work_of(setting, placed)
     # Nothing hides a message that is carried by those who compute.
     share = replace(share, exposed=Directions(share.exposed.forward, share.wire - share.exposed.forward))

@@ -33,6 +33,11 @@ def model_of(
     arguments: argparse.Namespace, implementation: str, hidden: int | None = None
 ) -> torch.nn.parallel.DistributedDataParallel:
     """A Llama with heads of 64, and as wide as they are together, or `hidden`."""
+    return torch.nn.parallel.DistributedDataParallel(plain_model_of(arguments, implementation, hidden))
+
+
+def plain_model_of(arguments: argparse.Namespace, implementation: str, hidden: int | None = None) -> LlamaForCausalLM:
+    """The same, before an engine takes it."""
     torch.manual_seed(0)
     hidden = hidden or arguments.heads * 64
     config = LlamaConfig(
@@ -46,7 +51,7 @@ def model_of(
         max_position_embeddings=arguments.tokens,
         attn_implementation=implementation,
     )
-    return torch.nn.parallel.DistributedDataParallel(LlamaForCausalLM(config).train())
+    return LlamaForCausalLM(config).train()
 
 
 def batch_of(lengths: list[int], rank: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 
 import hf_distca
 from arguments import DocumentArguments, end, parse
-from hf_distca.pipeline import Schedule, Stage, TickFigures, from_pretrained, save_pretrained, split
+from hf_distca.pipeline import Schedule, Stage, TickFigures, clip_grad_norm_, from_pretrained, save_pretrained, split
 from packing import load_documents, small_model, tokenized
 
 mpl.use("Agg")
@@ -49,6 +49,7 @@ class PipelineArguments:
     tokens: int = field(default=4096, metadata={"help": "Tokens of a micro-batch."})
     max_steps: int = field(default=4, metadata={"help": "Optimizer steps."})
     learning_rate: float = field(default=1e-3, metadata={"help": "Learning rate."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Norm of the gradients of all stages, at most."})
     seed: int = field(default=42, metadata={"help": "Seed of the weights."})
     trace: bool = field(default=False, metadata={"help": "Record the last step for ui.perfetto.dev."})
 
@@ -165,12 +166,13 @@ def train(options: PipelineArguments, data: DocumentArguments) -> None:
     progress = tqdm(total=options.max_steps, disable=not state.is_main_process)
     for number in range(options.max_steps):
         loss = step(number)
+        norm = clip_grad_norm_(stage, options.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         progress.update()
         figures = of_all_ranks(schedule.figures)
         if state.is_main_process:
-            report(progress, f"step {number + 1}: loss {loss.item():.4f}", figures)
+            report(progress, f"step {number + 1}: loss {loss.item():.4f}, norm of gradients {norm.item():.3f}", figures)
     progress.close()
     save_pretrained(stage, options.output_dir)
     with hf_distca.balancing(False):

@@ -17,6 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from hf_distca import kernels
+
 CUDA = torch.device("cuda", 0)
 # A build for CUDA would look for the GPU.
 needs_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA: there a GPU has to be real")
@@ -105,6 +107,9 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[list[tuple[int, 
         _Changed(changes),
         patch.multiple(torch.cuda, **gpu),
         patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True),
+        # What is remembered of the GPU that is there, or of another one.
+        patch.object(kernels, "_selected", kernels._selected.__wrapped__),
+        patch.object(kernels, "_checked", kernels._checked.__wrapped__),
         FakeTensorMode(),
         torch.no_grad(),
     ):

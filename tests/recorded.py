@@ -47,6 +47,6 @@ def counted_planning() -> Iterator[list[str]]:
         return call
 
     with ExitStack() as undo:
-        for name in ("gather", "same"):
+        for name in ("gather", "all_equal"):
             undo.enter_context(patch.object(AttentionGroup, name, spy(name, getattr(AttentionGroup, name))))
         yield seen

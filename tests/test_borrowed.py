@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections import defaultdict
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 from hf_distca import borrowed
 
 SOURCE = Path(borrowed.__file__).parent
-OTHERS = sorted(path for path in SOURCE.rglob("*.py") if path.name != "borrowed.py")
+OTHERS = sorted(path for path in SOURCE.rglob("*.py") if not path.name.startswith("borrowed"))
 PACKAGES = ("torch", "transformers", "accelerate")
 
 
@@ -89,3 +92,42 @@ def test_models_ask_about_the_name_of_their_attention_where_it_is_said() -> None
     Asking._from_config(config, attn_implementation="sdpa")
     assert "sdpa" in asked
     assert borrowed.changed_flash_attention() is None
+
+
+class FakeWorld:
+    """A world of which this is rank 1."""
+
+    bound_device_id = None
+
+    def rank(self) -> int:
+        return 1
+
+
+class FakeNccl:
+    """What a torch without CUDA lacks."""
+
+    class Options:
+        is_high_priority_stream = False
+        _timeout = None
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "gloo"])
+def test_messages_over_nccl_have_a_stream_of_high_priority(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, object] = {}
+    world = FakeWorld()
+
+    def make(*arguments: object, **options: object) -> tuple[str, None]:
+        seen.update(options)
+        return "group", None
+
+    monkeypatch.setattr(borrowed.c10d, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(borrowed.c10d, "_get_default_group", lambda: world)
+    monkeypatch.setattr(borrowed.c10d, "_new_process_group_helper", make)
+    worlds = SimpleNamespace(pg_map=defaultdict(lambda: ("", None)), pg_group_ranks={})
+    monkeypatch.setattr(borrowed.c10d, "_world", worlds)
+    assert borrowed.group_of_members((0, 1), backend, timedelta(seconds=9), "a name", "a purpose") == "group"
+    options = seen["backend_options"]
+    if backend == "gloo":
+        assert options is None
+    else:
+        assert (options.is_high_priority_stream, options._timeout) == (True, timedelta(seconds=9))

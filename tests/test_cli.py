@@ -122,7 +122,7 @@ def test_bad_placements(tmp_path: Path, content: object, message: str) -> None:
         (("--head-dim", str(10**21)), "--head-dim 1000000000000000000000: the limit is 2**31"),
         (("--tile", str(10**30)), "--tile 1000000000000000000000000000000: the limit is 2**31"),
         (("--ranks-per-node", str(2**31)), "--ranks-per-node 2147483648: the limit is 2**31"),
-        (("--link-gigabytes", "inf"), "--link-gigabytes inf: a rate is a finite number above 0 GB/s"),
+        (("--link-gigabytes", "inf"), "--link-gigabytes inf: a rate is a number from 1e-9 to 1e9 GB/s"),
     ],
 )
 def test_bad_options(tmp_path: Path, options: tuple[str, ...], message: str) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
+import forks
 import scripts
 from hf_distca.cli.profile import summary
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
-from hf_distca.runtime import timed
+from hf_distca.measure import machine_profile
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.profiles import Profile
@@ -23,7 +26,7 @@ from ranks import RankPool
 from test_cli_deal import run
 
 SMALL = ("--dtype", "float32", "--width", 16, "--heads", "2:1", "--batch-seconds", 0)
-WANTED = timed.Wanted(torch.device("cpu"), (torch.float32,), (16,), ((2, 1),), batch_seconds=0.0)
+WANTED = machine_profile.Wanted(torch.device("cpu"), (torch.float32,), (16,), ((2, 1),), batch_seconds=0.0)
 
 
 def test_kernels_are_measured_and_their_errors_told(tmp_path: Path) -> None:
@@ -43,7 +46,7 @@ def test_kernels_are_measured_and_their_errors_told(tmp_path: Path) -> None:
 
 def exchanges(rank: int) -> str | None:
     said: list[str] = []
-    profile = timed.on_these_ranks(WANTED, 1, "two", "a test", said.append)
+    profile = machine_profile.on_these_ranks(WANTED, 1, "two", "a test", said.append)
     assert len(said) == WANTED.steps(2) - (0 if rank == 0 else 2)
     return None if profile is None else profile.to_json()
 
@@ -152,7 +155,33 @@ def test_no_other_cost_model_is_taken() -> None:
 
 
 def test_a_group_of_one_has_no_exchanges() -> None:
-    profile = timed.on_these_ranks(WANTED, None, "one", "a test", lambda _: None)
+    profile = machine_profile.on_these_ranks(WANTED, None, "one", "a test", lambda _: None)
     assert AttentionGroup.create().size == 1
     assert profile is not None
     assert profile.inside is None
+
+
+def listening() -> set[str]:
+    """Addresses that this process listens on, as /proc/net has them."""
+    own = {str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_socket()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
+def addresses_of_new_ranks(rank: int, folder: Path) -> None:
+    heard: list[str] = []
+    with patch.object(machine_profile, "on_these_ranks", lambda *_: heard.extend(listening())):
+        machine_profile._rank(rank, 2, folder, WANTED, 1, "", "", heard.append)
+    (folder / f"heard {rank}").write_text(" ".join(heard))
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="of Linux")
+def test_new_ranks_listen_where_only_this_machine_reaches(tmp_path: Path) -> None:
+    others = [name for _, name in socket.if_nameindex() if name != "lo"]
+    changes = {"GLOO_SOCKET_IFNAME": others[0]} if others else {}  # as clusters set it
+    processes = [forks.start(addresses_of_new_ranks, rank, tmp_path, **changes) for rank in (0, 1)]
+    for process in processes:
+        process.join(60)
+        process.kill()
+    heard = [(tmp_path / f"heard {rank}").read_text().split() for rank in (0, 1)]
+    assert heard == [["0100007F"], ["0100007F"]]  # 127.0.0.1

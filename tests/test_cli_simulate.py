@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,9 @@ def test_a_profile_is_read(tmp_path: Path) -> None:
         for source in (shipped, profile)
     )
     assert named == from_file
+    for name, value in (("exchange_seconds", 1e308), ("exchange_bytes_per_second", 5e-324), ("exchange_seconds", math.nan)):
+        profile.write_text(json.dumps({**json.loads(CostModel.analytic(AttentionShape(1, 1, 64, 64, 2)).to_json()), name: value}))
+        one_line(run("simulate", "--lengths", "equal:1024", *SMALL, "--profile", profile), "no seconds that a device takes")
     profile.write_text('{"format": 99}')
     one_line(run("simulate", "--lengths", "equal:1024", *SMALL, "--profile", profile), "no profile in JSON")
     profile.write_text("{}")
@@ -203,6 +207,17 @@ def test_advice_on_documents_of_ones_own(tmp_path: Path) -> None:
     assert len(found["strategies"]) > 10
     one_line(run(*arguments, "--ranks", 0), "ranks=0")
     one_line(run(*arguments, "--lengths", tmp_path / "none.json"), "No such file")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_advice_for_few_ranks(tmp_path: Path, ranks: int) -> None:
+    """Of one rank every way of the loader is the same step; of few, one long document decides."""
+    file = lengths(tmp_path, [900, 400, 20, 30, 50, 600])
+    result = run("advise", "--lengths", file, "--ranks", ranks, "--tokens-per-rank", 1000, "--batches", 1, "--json")
+    assert result.exit_code == 0, result.output
+    seconds = {row["strategy"]: row["step_seconds"] for row in json.loads(result.stdout)["strategies"]}
+    if ranks == 1:
+        assert seconds["batch-rebalance"] == seconds["lpt"] == seconds["plain"]
 
 
 def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,14 @@ def test_the_import_alone_brings_in_nothing_heavy_and_is_silent() -> None:
     assert seen == {"loaded": [], "said": ""}
 
 
+def test_a_model_can_be_imported_first_and_brings_in_no_more_for_distca() -> None:
+    """What registers distca runs while transformers is half imported: the Trainer's arguments would bring in peft there."""
+    late = ("peft", "transformers.trainer", "transformers.training_args")
+    models = "import torch, hf_distca\nfrom transformers import LlamaForCausalLM"
+    seen = run(f"{models}\nseen['loaded'] = [name for name in {late} if name in sys.modules]")
+    assert seen == {"loaded": [], "said": ""}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["transformers", "hf_distca"])
 def test_beside_the_models_of_transformers_the_import_costs_little(first: str) -> None:

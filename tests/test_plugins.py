@@ -30,7 +30,7 @@ def train_under_its_name(result: Path) -> None:
     config = {"attn_implementation": "distca", "sample_packing": True}
     found = plugin()
     found.register(config)
-    from hf_distca.integration.prepare import distca_configs
+    from hf_distca.integration.loading import distca_configs
     from tiny_runs import tiny_llama
 
     model = tiny_llama(config["attn_implementation"])

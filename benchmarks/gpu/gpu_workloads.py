@@ -15,12 +15,10 @@ from torch.nn import attention
 
 from gpu_setting import Setting
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import Kernel, Scores, TaskBatch, select_kernel
+from hf_distca.kernels import Case, Kernel, Scores, TaskBatch, select_kernel
+from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.kernels.cuda import CudaKernel
-from hf_distca.kernels.flash_attn import FlashAttnKernel
-from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel
-from hf_distca.kernels.flash_attn_4 import FlashAttn4Kernel
+from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, causal_pairs
@@ -106,7 +104,7 @@ def server_batches(plan: Plan, rank: int, device: torch.device) -> list[Batch]:
     route, layout = Route.build(plan, rank), plan.layout
     tokens = int(layout.query_tokens[rank] + layout.context_tokens[rank])
     batches = [Batch(route.own, int(layout.query_tokens[rank]), tokens)]
-    for wave in (*([] if route.kept is None else [route.kept]), *route.waves):
+    for wave in (*([] if route.local_wave is None else [route.local_wave]), *route.waves):
         rows = wave.own_rows + sum(wave.queries.receive.values())
         batches.append(Batch(wave.arrived, rows, wave.pool.size, route.groups))
     return [batch for batch in batches if len(batch.tasks)]
@@ -135,10 +133,12 @@ class Calls:
         return tensor.view(-1, heads, width)[:rows]
 
     def forward(self, kernel: Kernel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernel.forward(*self.pools(batch), batch.tasks, self.scores)
+        return kernel.forward(Operands(*self.pools(batch)), batch.tasks, self.scores)
 
     def backward(self, kernel: Kernel, batch: Batch, outputs: tuple[torch.Tensor, torch.Tensor]) -> object:
-        return kernel.backward(self.gradient(batch), *self.pools(batch), *outputs, batch.tasks, self.scores)
+        q_THD, k_TKD, v_TKV = self.pools(batch)
+        saved = Saved(self.gradient(batch), q_THD, *outputs, k_TKD, v_TKV)
+        return kernel.backward(saved, batch.tasks, self.scores)
 
 
 class Variant(NamedTuple):
@@ -166,7 +166,7 @@ class Variant(NamedTuple):
 
 def fastest(setting: Setting) -> Variant:
     """The kernel that `kernel="auto"` takes there, in torch's own implementation."""
-    return Variant(select_kernel("auto", setting.device, setting.dtype, 128, 128, Scores(1.0)))
+    return Variant(select_kernel("auto", Case(setting.device, setting.dtype, 128, 128, Scores(1.0))))
 
 
 def variants(setting: Setting) -> Iterator[Variant]:
@@ -178,9 +178,9 @@ def variants(setting: Setting) -> Iterator[Variant]:
         yield Variant(CpuKernel())
         return
     refused: dict[str, str] = {}
-    kernels = [Variant(kernel) for kernel in (CudaKernel(), FlashAttnKernel(), FlashAttn3Kernel(), FlashAttn4Kernel())]
-    for variant in (*kernels, Variant(CudaKernel(), "FA3"), Variant(CudaKernel(), "FA4")):
-        reason = variant.kernel.unsupported(setting.device, setting.dtype, 128, 128, Scores(1.0))
+    kernels = [Variant(kernel) for kernel in (CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4)]
+    for variant in (*kernels, Variant(CUDA, "FA3"), Variant(CUDA, "FA4")):
+        reason = variant.kernel.unsupported(Case(setting.device, setting.dtype, 128, 128, Scores(1.0)))
         if reason is not None:
             refused[variant.label] = reason
             continue

@@ -14,8 +14,9 @@ import torch
 from gpu_setting import Setting, free, synchronize
 from gpu_workloads import Batch, Calls, cost_model, fastest, made_up, placements, plans, server_batches, shapes, skewed
 from hf_distca.kernels import Kernel
+from hf_distca.kernels.base import Operands, Saved
+from hf_distca.runtime.call import AttentionServer
 from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.server import AttentionServer, Operands, Saved
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import imbalance

@@ -19,13 +19,13 @@ import torch
 from gpu_setting import Setting, free
 from gpu_workloads import Batch, Variant, batch_of, variants
 from hf_distca.kernels import Kernel, Scores, TaskBatch
+from hf_distca.kernels.base import Case, Operands, Saved
 from hf_distca.kernels.reference import ReferenceKernel
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 
@@ -60,8 +60,8 @@ def random_pools(batch: Batch, heads: tuple[int, int, int], like: dict[str, Any]
 
 def results(kernel: Kernel, pools: list[torch.Tensor], tasks: TaskBatch, scores: Scores) -> dict[str, torch.Tensor]:
     q_THD, k_TKD, v_TKV, do_THV = pools
-    o_THV, lse_TH = kernel.forward(q_THD, k_TKD, v_TKV, tasks, scores)
-    grads = kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, tasks, scores)
+    o_THV, lse_TH = kernel.forward(Operands(q_THD, k_TKD, v_TKV), tasks, scores)
+    grads = kernel.backward(Saved(do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
     return {"o": o_THV, "lse": lse_TH, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
@@ -87,7 +87,7 @@ def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], d
 
 def one_case(variant: Variant, kernel: Kernel, setting: Setting, case: tuple[Any, ...]) -> dict[str, Any]:
     dtype, heads, name, scores = case
-    reason = kernel.unsupported(setting.device, dtype, heads[2], heads[2], scores)
+    reason = kernel.unsupported(Case(setting.device, dtype, heads[2], heads[2], scores))
     row: dict[str, Any] = {"kernel": variant.label, "dtype": str(dtype), "heads": heads, "scores": name, "batches": {}}
     if reason is not None:
         return {**row, "unsupported": reason}

@@ -1,6 +1,6 @@
 """A cost model from timing the kernel, its error on shapes it was not fitted to, and plans that are made with it.
 
-Fitted twice: to calls of one task, and to calls of many equal tasks, more like what servers run and `runtime.calibrate` times. On
+Fitted twice: to calls of one task, and to calls of many equal tasks, more like what servers run and `measure.calibrate` times. On
 a GPU these differ: a single short task leaves most of the processor idle.
 """
 

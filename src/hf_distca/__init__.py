@@ -22,16 +22,13 @@ if TYPE_CHECKING:
         ReportError,
         UnsupportedError,
     )
-    from hf_distca.integration.ahead import plan_ahead
-    from hf_distca.integration.figures import Metrics, balance_figures, metrics
-    from hf_distca.integration.mixin import DistCATrainerMixin, PlanAheadMixin
-    from hf_distca.integration.prepare import prepare
-    from hf_distca.integration.profile import profile
-    from hf_distca.integration.session import attention_seconds, balancing, configure
+    from hf_distca.integration.callback import DistCACallback
+    from hf_distca.integration.document_shares import document_shares
+    from hf_distca.integration.loading import prepare, stand_in
+    from hf_distca.integration.mixin import DistCATrainerMixin, plan_ahead
+    from hf_distca.integration.reports import Metrics, attention_seconds, balance_figures, metrics, profile
+    from hf_distca.integration.session import balancing, configure
     from hf_distca.integration.share_tokens import share_tokens
-    from hf_distca.integration.shares import document_shares
-    from hf_distca.integration.stand_in import stand_in
-    from hf_distca.integration.trainer import DistCACallback
 
     __version__: str
 
@@ -47,7 +44,6 @@ __all__ = [
     "Metrics",
     "PackedDocuments",
     "PackingCollator",
-    "PlanAheadMixin",
     "PlanError",
     "ReportError",
     "UnsupportedError",
@@ -81,16 +77,13 @@ _MODULES = {
         "ReportError",
         "UnsupportedError",
     ),
-    "integration.ahead": ("plan_ahead",),
-    "integration.figures": ("Metrics", "balance_figures", "metrics"),
-    "integration.mixin": ("DistCATrainerMixin", "PlanAheadMixin"),
-    "integration.prepare": ("prepare",),
-    "integration.profile": ("profile",),
-    "integration.session": ("attention_seconds", "balancing", "configure"),
+    "integration.callback": ("DistCACallback",),
+    "integration.document_shares": ("document_shares",),
+    "integration.loading": ("prepare", "stand_in"),
+    "integration.mixin": ("DistCATrainerMixin", "plan_ahead"),
+    "integration.reports": ("Metrics", "attention_seconds", "balance_figures", "metrics", "profile"),
+    "integration.session": ("balancing", "configure"),
     "integration.share_tokens": ("share_tokens",),
-    "integration.shares": ("document_shares",),
-    "integration.stand_in": ("stand_in",),
-    "integration.trainer": ("DistCACallback",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

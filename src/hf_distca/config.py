@@ -59,7 +59,8 @@ class DistCAConfig:
             neighbours, which must divide their number. Balance is within groups, and so is what a document may span. Of whole
             nodes, groups keep what two levels of links gain. None for one group of up to 512 ranks, and for groups of 256 to 512
             where there are more; see `group_ranks`.
-        timeout_seconds: how long a rank waits for the others before it gives up with `DistCADesyncError`.
+        timeout_seconds: how long a rank waits for the others before it gives up with `DistCADesyncError`. None for as long as
+            the collectives of torch.distributed may take, which the Trainer calls `ddp_timeout`.
 
     Raises:
         ConfigError: if a value is out of range; the message states the value.
@@ -78,7 +79,7 @@ class DistCAConfig:
     ping_pong: bool = False
     max_transient_bytes: int | None = None
     group_size: int | None = None
-    timeout_seconds: float = 600.0
+    timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("balance", "measured_rates", "documents_span_ranks", "balance_evaluation", "ping_pong"):
@@ -91,6 +92,8 @@ class DistCAConfig:
                 raise ConfigError(f"{name}={value!r} must be a whole number.")
         for name in ("tolerance", "min_gain", "timeout_seconds"):
             value = getattr(self, name)
+            if name == "timeout_seconds" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise ConfigError(f"{name}={value!r} must be a number.")
         if not 0.0 <= self.tolerance < 1.0:
@@ -105,8 +108,11 @@ class DistCAConfig:
             raise ConfigError(f"max_transient_bytes={self.max_transient_bytes} must be at least 1, or None for no bound.")
         if self.group_size is not None and self.group_size < 1:
             raise ConfigError(f"group_size={self.group_size} must be at least 1, or None for groups of up to 512 ranks.")
-        if not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:
-            raise ConfigError(f"timeout_seconds={self.timeout_seconds} must be in (0, {_LONGEST_TIMEOUT:g}], a year.")
+        if self.timeout_seconds is not None and not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:
+            raise ConfigError(
+                f"timeout_seconds={self.timeout_seconds} must be in (0, {_LONGEST_TIMEOUT:g}], a year, or None for that of "
+                "torch.distributed."
+            )
         _check_choice("kernel", self.kernel, get_args(KernelName))
         if not isinstance(self.cost_model, CostModel | Profile):
             _check_choice("cost_model", self.cost_model, get_args(CostSource))

@@ -1,44 +1,28 @@
 """``hf-distca run train.py ...`` or ``python -m hf_distca.run``: run a script that does not import hf_distca, under distca.
 
-What holds for the script holds for Python processes that it starts, such as those of accelerate's launcher: each of them runs a
-``sitecustomize`` module that is in front of their ``PYTHONPATH`` while the script runs. No other way reaches them all: launchers
-write their own command lines, and packages of others call launchers in more ways than could be rewritten.
+What holds for the script holds for Python processes that it starts, such as those of accelerate's launcher: each of them runs the
+``sitecustomize`` module of the folder ``child_start``, which is put in front of their ``PYTHONPATH``. No other way reaches them
+all: launchers write their own command lines, and packages of others call launchers in more ways than could be rewritten. That
+folder is part of the installed package, so that a process that outlives the run finds there what was installed and nothing else.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
+from shutil import which
+from typing import Literal, NamedTuple, NoReturn, cast
 
-from hf_distca.errors import UnsupportedError
-from hf_distca.register import check_stand_in, when_models_load
+from hf_distca.register import when_models_load
 
-__all__ = ["Options", "begin", "main", "run_command"]
+__all__ = ["Options", "begin", "find_command", "find_module", "run_command", "run_module"]
 
 _PYTHONPATH = "PYTHONPATH"
-# Each Python process runs this at its start; an interpreter of another environment may lack hf_distca, and then has no models.
-_AT_THE_START = '''\
-"""Written by `hf-distca run`, which deletes it at its end."""
-
-import sys
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
-
-hidden = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != {folder!r}])
-if hidden is not None and hidden.loader is not None:
-    hidden.loader.exec_module(module_from_spec(hidden))
-try:
-    from hf_distca.run import Options, begin
-except ImportError:
-    pass
-else:
-    begin(Options{options!r})
-'''
+_CHILD_START = str(Path(__file__).parent / "cli" / "child_start")
 
 
 class Options(NamedTuple):
@@ -54,6 +38,19 @@ class Options(NamedTuple):
     summary: bool = True
     instead_of: str | None = None
 
+    def search_path(self) -> list[str]:
+        """What goes in front of ``PYTHONPATH``: the folder, and a name in it for each option, which `read` looks for."""
+        names = [f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults[name]]
+        return [_CHILD_START, *(os.path.join(_CHILD_START, name) for name in names)]  # noqa: PTH118
+
+    @classmethod
+    def read(cls, search_path: Sequence[str]) -> Options:
+        """The options in a search path that began with those of `search_path`; the first one of a name counts."""
+        names = [os.path.basename(path) for path in search_path if os.path.dirname(path) == _CHILD_START]  # noqa: PTH119, PTH120
+        values = dict(name.split("=", 1) for name in reversed(names) if "=" in name)
+        attention = cast("Literal['distca'] | None", values.get("attn_implementation"))
+        return cls(attention, "summary" not in values, values.get("instead_of"))
+
 
 def begin(options: Options) -> None:
     """Set up this process."""
@@ -67,119 +64,116 @@ def begin(options: Options) -> None:
         atexit.register(_sum_up)
 
 
-def run_command(command: str, arguments: Sequence[str], options: Options) -> None:
-    """Run a Python script in this process as ``__main__``, any other command in one of its own.
+def find_command(command: str) -> Path:
+    """The file of a command: what has a slash is a path and a name is looked up on the PATH, as in a shell.
 
-    Args:
-        command: path of a script, or the name of a command on the PATH.
-        arguments: what it gets as its arguments.
-        options: what holds for it.
-
-    Raises:
-        FileNotFoundError: if there is neither.
-        UnsupportedError: if distca can stand in for no attention of that name.
-        SystemExit: with the exit status of a command that is no Python script, unless that is 0.
-    """
-    path = _find(command)
-    if options.instead_of is not None:
-        check_stand_in(options.instead_of)
-    begin(options)
-    with _for_children(options):
-        if not _is_python(path):
-            import subprocess
-
-            if status := subprocess.run([path, *arguments], check=False).returncode:
-                raise SystemExit(status)
-            return
-        import runpy
-
-        sys.argv = [str(path), *arguments]
-        if not sys.flags.safe_path:  # as Python does for a script: what lies beside it can be imported
-            sys.path[0] = str(path.resolve().parent)
-        runpy.run_path(str(path), run_name="__main__")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the script named in the arguments, those of the command line by default."""
-    import argparse
-
-    parser = argparse.ArgumentParser(
-        prog="python -m hf_distca.run",
-        description='Run a Python script with attn_implementation="distca" registered.',
-        epilog="Under a launcher: accelerate launch -m hf_distca.run train.py --attn_implementation distca",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--attn-implementation", choices=["distca"], help="attention of models that are loaded without naming one"
-    )
-    parser.add_argument(
-        "--instead-of",
-        metavar="NAME",
-        help='the attention that distca stands in for, like "flash_attention_2", for scripts with a closed list of names',
-    )
-    parser.add_argument("--no-summary", dest="summary", action="store_false", help="do not print the balance at the end")
-    parser.add_argument("script", help="the script, or a command such as trl")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets as its arguments")
-    parsed = parser.parse_args(arguments)
-    try:
-        run_command(parsed.script, parsed.arguments, Options(parsed.attn_implementation, parsed.summary, parsed.instead_of))
-    except (FileNotFoundError, UnsupportedError) as error:
-        parser.error(str(error))
-
-
-def _find(command: str) -> Path:
-    """The file of a command.
+    A name that ends in ``.py`` is a script of the current folder first, as for Python.
 
     Raises:
         FileNotFoundError: if there is none.
     """
-    if Path(command).is_file():
-        return Path(command)
-    from shutil import which
-
-    found = which(command)
-    if found is None:
+    path, is_path = Path(command), os.sep in command
+    if (is_path or path.suffix == ".py") and path.is_file():
+        return path.absolute()
+    on_the_path = None if is_path else which(command)
+    if on_the_path is not None:
+        return Path(on_the_path)
+    if is_path or path.suffix == ".py":
         raise FileNotFoundError(
             f"there is no file {command!r} in {Path.cwd()}, and no such command on the PATH: the first argument is what to run."
         )
-    return Path(found)
+    beside = f" The file in this folder is ./{command}." if path.is_file() else ""
+    raise FileNotFoundError(f"there is no command {command!r} on the PATH: the first argument is what to run.{beside}")
+
+
+def find_module(name: str) -> None:
+    """Check that there is a module that can be run by this name, with the current folder in front of the search path.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path.cwd())  # as Python does for a module
+    try:
+        spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = find_spec(name)
+    except (ModuleNotFoundError, ValueError):
+        spec = None
+    if spec is None:
+        raise FileNotFoundError(f"there is no module {name!r} that could be run in {Path.cwd()} or among the installed ones.")
+
+
+def run_module(name: str, arguments: Sequence[str], options: Options) -> None:
+    """Run a module in this process as ``__main__``, as ``python -m`` does."""
+    import runpy
+
+    _set_up(options)
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def run_command(path: Path, arguments: Sequence[str], options: Options) -> None:
+    """Run a Python script in this process as ``__main__``; any other command takes the place of this process.
+
+    Signals, the exit status and the terminal are then the command's, as if it had been started without this one.
+
+    Args:
+        path: as `find_command` returns it.
+        arguments: what it gets as its arguments.
+        options: what holds for it.
+
+    Raises:
+        SystemExit: if the file is no program.
+    """
+    if not _is_python(path):
+        _become(path, arguments, options)
+    import runpy
+
+    _set_up(options)
+    sys.argv = [str(path), *arguments]
+    if not sys.flags.safe_path:  # as Python does for a script: what lies beside it can be imported
+        sys.path[0] = str(path.resolve().parent)
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def _is_python(path: Path) -> bool:
     if path.suffix == ".py":
         return True
-    with path.open("rb") as file:
-        first = file.readline(256)
+    try:
+        with path.open("rb") as file:
+            first = file.readline(256)
+    except OSError:  # programs can be run that cannot be read
+        return False
     return first.startswith(b"#!") and b"python" in first
 
 
-@contextmanager
-def _for_children(options: Options) -> Iterator[None]:
-    """Let Python processes that start inside begin as this one did."""
-    from tempfile import TemporaryDirectory
+def _set_up(options: Options) -> None:
+    os.environ[_PYTHONPATH] = _python_path(options)
+    begin(options)
 
-    with TemporaryDirectory(prefix="hf-distca-") as folder:
-        module = _AT_THE_START.format(folder=folder, options=tuple(options))
-        Path(folder, "sitecustomize.py").write_text(module, encoding="utf-8")
-        before = os.environ.get(_PYTHONPATH)
-        os.environ[_PYTHONPATH] = folder if not before else os.pathsep.join([folder, before])
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[_PYTHONPATH]
-            else:
-                os.environ[_PYTHONPATH] = before
+
+def _become(path: Path, arguments: Sequence[str], options: Options) -> NoReturn:
+    try:
+        os.execve(path, [str(path), *arguments], os.environ | {_PYTHONPATH: _python_path(options)})
+    except OSError as error:
+        sys.stderr.write(f"hf-distca: {path} cannot be run: {error.strerror}.\n")
+        raise SystemExit(2) from None
+
+
+def _python_path(options: Options) -> str:
+    return os.pathsep.join([*options.search_path(), *filter(None, [os.environ.get(_PYTHONPATH)])])
 
 
 def _stand_in(name: str) -> None:
-    from hf_distca.integration.stand_in import stand_in
+    from hf_distca.integration.loading import stand_in
 
     stand_in(name)
 
 
 def _make_default() -> None:
-    from hf_distca.integration.default import make_default
+    from hf_distca.integration.loading import make_default
 
     make_default()
 
@@ -187,12 +181,19 @@ def _make_default() -> None:
 def _sum_up() -> None:
     """Print the balance, on the first rank of a process that balanced anything, unless that was done."""
     if "hf_distca.integration.session" in sys.modules:
-        from hf_distca.integration.report import sum_up
+        from hf_distca.integration.reports import sum_up
         from hf_distca.integration.session import current_session
 
         session = current_session()
         if not session.summarized:
             sum_up(session.planner.history.total, session)
+
+
+def main() -> None:
+    """``hf-distca run`` with the arguments of the command line, for launchers that start modules."""
+    from hf_distca.cli import app
+
+    app(["run", *sys.argv[1:]], prog_name="hf-distca")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stand_ins import MadeUpGroup
 
-from hf_distca.agreement.announce import Announcement, Announcements, PlanKey, agree, fingerprint, layout_of
+from hf_distca.agreement.announce import Announcement, Announcements, Common, PlanKey, agree, fingerprint, layout_of
 from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
@@ -18,7 +18,7 @@ from hf_distca.schedule.layout import Layout
 
 SHAPE = AttentionShape(4, 2, 16, 16, 2)
 KEY = PlanKey(SHAPE, "cpu")
-COMMON = (DistCAConfig(), (CostModel.pairs(SHAPE),))
+COMMON = Common(DistCAConfig(), (CostModel.pairs(SHAPE),), ("torch.bfloat16",))
 LENGTHS = st.lists(st.lists(st.integers(1, 50), max_size=6), min_size=1, max_size=6)
 
 
@@ -95,13 +95,13 @@ def test_a_rank_that_asks_for_more_plans_is_named() -> None:
 
 
 def test_settings_and_costs_are_in_the_fingerprint() -> None:
-    config, costs = COMMON
     others = {
-        fingerprint((DistCAConfig(tolerance=0.5), costs)),
-        fingerprint((config, (CostModel.analytic(SHAPE),))),
+        fingerprint(COMMON._replace(config=DistCAConfig(tolerance=0.5))),
+        fingerprint(COMMON._replace(costs=(CostModel.analytic(SHAPE),))),
+        fingerprint(COMMON._replace(dtypes=("torch.float16",))),
         fingerprint(COMMON),
     }
-    assert len(others) == 3
+    assert len(others) == 4
     assert all(0 <= one < 2**63 for one in others)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hf_distca.agreement import dealt as dealt_module
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.dealt import Dealing, PlanJob
 from hf_distca.agreement.documents import read_documents
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
@@ -60,11 +60,11 @@ def test_plans_travel_and_are_made_again_under_other_settings() -> None:
     share = pickle.loads(pickle.dumps(dealing(2, 32).share(np.array([40, 24]), (0, 0), 1)))
     config = DistCAConfig(tile=4, min_gain=0.0)
     with patch.object(dealt_module, "balance", wraps=dealt_module.balance) as made:
-        plan = share.dealt.plan(KEY, COST, config)
+        plan = share.dealt.plan(PlanJob(KEY, COST, config))
         assert not made.called
-        assert share.dealt.plan(KEY, COST, config) is plan
-        share.dealt.plan(KEY, COST, replace(config, balance=False))
-        share.dealt.plan(KEY._replace(window=8), replace(COST, window=8), config)
+        assert share.dealt.plan(PlanJob(KEY, COST, config)) is plan
+        share.dealt.plan(PlanJob(KEY, COST, replace(config, balance=False)))
+        share.dealt.plan(PlanJob(KEY._replace(window=8), replace(COST, window=8), config))
         assert made.call_count == 2
 
 
@@ -84,6 +84,6 @@ def test_shares_are_planned_for_the_nodes_they_are_dealt_to() -> None:
     nodes = Ranks(per_node=share.dealt.per_node)
     assert nodes == Ranks(per_node=2)
     with patch.object(dealt_module, "balance", side_effect=AssertionError("planned again")):
-        share.dealt.plan(KEY, cost, DistCAConfig(), nodes)
+        share.dealt.plan(PlanJob(KEY, cost, DistCAConfig(), nodes))
         with pytest.raises(AssertionError, match="planned again"):
-            share.dealt.plan(KEY, cost, DistCAConfig())
+            share.dealt.plan(PlanJob(KEY, cost, DistCAConfig()))

@@ -14,7 +14,7 @@ from stand_ins import MadeUpGroup
 from hf_distca.agreement import planner as planner_module
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, PackedDocuments, PlansAhead, read_documents
-from hf_distca.agreement.figures import Estimate
+from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
@@ -22,6 +22,7 @@ from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE
 
 SHAPE = AttentionShape(4, 2, 16, 16, 2)
 KEY = PlanKey(SHAPE, "cpu")
@@ -137,18 +138,22 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
     layout = Layout.from_lengths([[64, 64, 128]] * ranks)
     plan, cost = Plan.local(layout), CostModel.pairs(SHAPE)
     tracemalloc.start()
-    estimate = Estimate.of(plan, cost, 1.0)
-    estimate.given_back(np.ones(ranks))
+    measured = Planned(KEY, plan, DistCAConfig(), layout.offsets, 1.0, figures=np.ones((ranks, 4), dtype=np.int64))
+    measured.begin(1, cost, ALIKE, Meter())
+    _ = measured.measured_before
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 * ranks * ranks / 20
     started = time.perf_counter()
-    estimate.given_back(np.ones(ranks))
+    _ = measured.measured_before
     assert time.perf_counter() - started < 0.05
 
 
 def test_measured_seconds_go_home_in_proportion() -> None:
-    estimate = Estimate(2, np.array([0, 0, 1]), np.array([0, 1, 1]), np.array([2.0, 1.0, 1.0]), 5.0)
-    assert estimate.before.tolist() == [3.0, 1.0]
-    assert estimate.after.tolist() == [2.0, 2.0]
-    assert estimate.given_back(np.array([2.0, 3.0])).tolist() == [3.5, 1.5]
+    layout = Layout.from_lengths([[8, 4], [4]])
+    plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
+    measured = Planned(KEY, plan, DistCAConfig(), layout.offsets, 1.0, seconds=np.array([2.0, 1.0, 1.0]))
+    assert measured.estimated_before.tolist() == [3.0, 1.0]
+    assert measured.estimated_after.tolist() == [2.0, 2.0]
+    measured.figures = np.array([[2 * 10**9, 0, 0, 1], [3 * 10**9, 0, 0, 1]])
+    assert measured.measured_before.tolist() == [3.5, 1.5]

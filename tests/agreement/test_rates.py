@@ -5,21 +5,29 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from threading import current_thread
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from stand_ins import MadeUpGroup
 
+from hf_distca.agreement import dealt as dealt_module
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
+from hf_distca.agreement.planned import Observation
 from hf_distca.agreement.planner import Planner
-from hf_distca.agreement.rates import Correction, Observation, Rates
+from hf_distca.agreement.rates import Correction, Rates
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.waves import Waves
 
 SHAPE = AttentionShape(4, 2, 64, 64, 4)
@@ -47,9 +55,17 @@ class World:
     """Ranks that take what the true rates say, and a planner that begins with others."""
 
     def __init__(
-        self, given: CostModel, speeds: tuple[float, ...] = (1.0,) * RANKS, exchange: float = 1.0, **settings: object
+        self,
+        given: CostModel,
+        speeds: tuple[float, ...] = (1.0,) * RANKS,
+        exchange: float = 1.0,
+        *,
+        waits: bool = True,
+        **settings: object,
     ) -> None:
+        """Ranks wait for each other in attention, or else elsewhere, where each layer lines them up."""
         self.speeds, self.exchange, self.noise = np.array(speeds), exchange, np.random.default_rng(0)
+        self.waits = waits
         self.planner = Planner(DistCAConfig(**settings), Meter())
         self.planner.costs[SHAPE, "cpu"] = given
         self.group = MadeUpGroup(RANKS, self._rows)
@@ -84,7 +100,7 @@ class World:
         kernel = np.bincount(plan.server, weights=tasks, minlength=RANKS) / self.speeds
         kernel *= self.noise.normal(1.0, 0.01, RANKS)
         moving = self._exchange(plan) if plan.moved else np.zeros(RANKS)
-        waiting = (kernel + moving).max() - kernel if plan.moved else np.zeros(RANKS)
+        waiting = (kernel + moving).max() - kernel if plan.moved and self.waits else moving
         unmoved = np.bincount(plan.home, weights=tasks, minlength=RANKS) / self.speeds
         self.slowdown.append(float((kernel + moving).max() / unmoved.max()))
         self.measured = np.stack([kernel * 1e9, np.zeros(RANKS), waiting * 1e9, np.ones(RANKS)], axis=1).astype(np.int64)
@@ -175,6 +191,15 @@ def test_exchanges_are_taken_up_when_they_pay_again() -> None:
     for number in range(6000, 6008):
         world.step(number)
     assert all(world.moved[-4:])
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting for each other", "lined up elsewhere"])
+@pytest.mark.parametrize("exchange", [3.0, 10.0, 40.0])
+def test_no_network_makes_attention_slower_than_moving_nothing(waits: bool, exchange: float) -> None:
+    world = World(TRUE, exchange=exchange, waits=waits)
+    for number in range(36):
+        world.step(number)
+    assert np.mean(world.slowdown[12:]) <= 1.02
 
 
 @pytest.mark.parametrize("mib", [4, 64])
@@ -280,7 +305,7 @@ class Later:
 class Slow(MadeUpGroup):
     """Two ranks whose meetings take long on this one."""
 
-    def meet(self, row: np.ndarray, **_: object) -> Later:
+    def gather_async(self, row: np.ndarray, **_: object) -> Later:
         self.meetings.append(Later([row, self.other(row)]))
         return self.meetings[-1]
 
@@ -313,7 +338,6 @@ def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ..
         if over_at_once:
             for meeting in group.meetings:
                 meeting.done = True
-            planner.look()
     return made
 
 
@@ -325,6 +349,67 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch_whenever_a_rank_hears_
     assert speeds is not None
     assert speeds[0] > 1.5 * speeds[1]
     assert soon[-1][2] != soon[0][2]  # planned again, with what was measured
+
+
+def train_on_fetched(planner: Planner, dealing: Dealing, steps: int, key: PlanKey = KEY) -> tuple[list[int], list[int]]:
+    """Train on shares that a worker made, each fetched while the one before it trains.
+
+    Returns:
+        The steps that had to make a plan, and those from which on rates were others than before.
+    """
+    planned: list[tuple[str, int]] = []
+    rates: list[tuple[CostModel, Ranks]] = []
+
+    def counted(layout: Layout, *args: Any) -> Plan:
+        planned.append((current_thread().name, step))
+        return balance(layout, *args)
+
+    group = Slow(2)
+    object.__setattr__(group, "meetings", [])
+    sent = [pickle.dumps(dealing.share(np.array([5120, 1024, 2048]), (0, number), 0)) for number in range(steps)]
+    with patch.object(dealt_module, "balance", counted):
+        step, fetched = 0, pickle.loads(sent[0])
+        for step in range(steps):
+            share, fetched = fetched, pickle.loads(sent[min(step + 1, steps - 1)])
+            rates.append((planner.costs.of(key), planner.costs.ranks(2)))
+            documents = read_documents(1, 4096, packed=share)
+            (plan,) = planner.plan([(documents, key)], group)
+            meter = planner.use(plan, documents)
+            meter.count(calls=1, kernel_calls=2, backward_calls=1)
+            meter.add(0.1)
+    waited = [number for thread, number in planned if thread == current_thread().name]
+    return waited, [number for number in range(1, steps) if rates[number] != rates[number - 1]]
+
+
+def test_shares_of_workers_are_planned_with_learned_rates_while_they_are_fetched() -> None:
+    planner = Planner(DistCAConfig(), Meter())
+    planner.costs[SHAPE, "cpu"] = TRUE
+    waited, changed = train_on_fetched(planner, Dealing(2, 4096, {KEY: TRUE}, planner.config), 40)
+    assert waited == changed
+    assert 1 <= len(changed) <= 5
+    planner.history.end()
+    total = planner.history.total
+    assert total.planned_here >= total.micro_batches - changed[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("key", "config", "said"),
+    [
+        (KEY, DistCAConfig(tolerance=0.2), "tolerance was 0.01 and is 0.2"),
+        (KEY._replace(shape=replace(SHAPE, element_bytes=2)), DistCAConfig(), "elements had 4 bytes and have 2 (dtype)"),
+        (KEY, DistCAConfig(), None),
+    ],
+)
+def test_shares_that_were_planned_for_other_settings_are_told_of_once(
+    caplog: pytest.LogCaptureFixture, key: PlanKey, config: DistCAConfig, said: str | None
+) -> None:
+    planner = Planner(config, Meter())
+    planner.costs[key.shape, "cpu"] = replace(TRUE, shape=key.shape)
+    waited, _ = train_on_fetched(planner, Dealing(2, 4096, {KEY: TRUE}, DistCAConfig()), 6, key)
+    lines = [record.getMessage() for record in caplog.records if "shares were planned for other settings" in record.getMessage()]
+    assert len(lines) == (said is not None)
+    assert said is None or said in lines[0]
+    assert waited == ([] if said is None else [0, 1]), "the second share was fetched before the first had come to attention"
 
 
 def test_a_correction_of_exchanges_is_one_of_both_levels() -> None:

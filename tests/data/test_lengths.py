@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_distca import LayoutError
-from hf_distca.data.lengths import document_lengths
+from hf_distca.data.reading import document_lengths
 
 ROWS = [[5, 6, 7], [], [8], [9, 4, 4, 4], [1, 2]]
 

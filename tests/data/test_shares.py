@@ -16,7 +16,7 @@ from some_documents import check_shares, dealing, some_documents, some_lengths, 
 
 from hf_distca import ConfigError, LayoutError, PackingCollator
 from hf_distca.data.global_batches import GlobalBatches
-from hf_distca.data.lengths import document_lengths
+from hf_distca.data.reading import document_lengths
 from hf_distca.data.shares import Shares
 
 FORMS: dict[str, Any] = {
@@ -80,9 +80,41 @@ def test_labels_at_a_cut_are_known_to_the_rank_before_it() -> None:
     for token in range(100, 116):
         share, at = rows[token]
         assert share["shift_labels"][at] == (token + 1 if token < 115 else -100)
-        begins = at == 0 or share["input_ids"][at - 1] != token - 1
-        assert share["labels"][at] == (-100 if begins else token)
+        assert share["labels"][at] == -100
     assert len({id(share) for share, _ in rows.values()}) == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_that_a_mask_leaves_out_are_no_targets(form: str) -> None:
+    rows = some_documents(some_lengths())
+    masks = [[int(place % 5 > 1) for place in range(len(row["input_ids"]))] for row in rows]
+    masked = [{**row, "completion_mask": mask, "assistant_masks": mask[::-1]} for row, mask in zip(rows, masks, strict=True)]
+    expected = [
+        {**row, "labels": [t if a and b else -100 for t, a, b in zip(row["input_ids"], mask, mask[::-1], strict=True)]}
+        for row, mask in zip(rows, masks, strict=True)
+    ]
+    check_epoch(make(FORMS[form](masked), 3, 200), expected)
+    labelled = [{**row, "labels": row["input_ids"]} for row in masked]
+    check_epoch(make(FORMS[form](labelled), 3, 200), rows)
+
+
+PACKED: dict[str, tuple[dict[str, list[int]], str]] = {
+    "seq_lengths": ({"seq_lengths": [7, 13]}, "'seq_lengths'.*packed already"),
+    "position_ids": ({"position_ids": [*range(7), *range(13)]}, r"position_ids of a document .*packed already"),
+    "token_type_ids": ({"token_type_ids": [0] * 20}, "'token_type_ids', an input of models"),
+    "shift_labels": ({"shift_labels": [0] * 20}, "'shift_labels', an input of models"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", PACKED)
+def test_a_column_that_changes_what_is_trained_is_refused(form: str, name: str) -> None:
+    columns, named = PACKED[name]
+    documents = FORMS[form]([{"input_ids": list(range(20)), **columns}])
+    with pytest.raises(LayoutError, match=named):
+        make(documents, 1, 20)[0]
+    harmless = {"input_ids": list(range(20)), "position_ids": list(range(20)), "special_tokens_mask": [0] * 20}
+    check_epoch(make(FORMS[form]([harmless]), 2, 10), [harmless])
 
 
 def test_the_tokens_may_have_a_column_of_another_name() -> None:

@@ -120,7 +120,7 @@ def counting_gathers() -> Iterator[list[str]]:
         return call
 
     with ExitStack() as stack:
-        for name in ("gather", "same"):
+        for name in ("gather", "all_equal"):
             if hasattr(AttentionGroup, name):
                 stack.enter_context(patch.object(AttentionGroup, name, counted(name, getattr(AttentionGroup, name))))
         yield seen

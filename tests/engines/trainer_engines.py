@@ -22,7 +22,7 @@ import hf_distca
 from tiny_runs import COMMON
 
 
-class TrainerAhead(hf_distca.PlanAheadMixin, Trainer):
+class TrainerAhead(hf_distca.DistCATrainerMixin, Trainer):
     """Plans each optimizer step before its first micro-batch."""
 
 

@@ -102,7 +102,7 @@ def config(draw: Random) -> None:
     made = attempt(hf_distca.DistCAConfig, **values)
     assert 0 <= made.tolerance < 1
     assert 0 <= made.min_gain < 1
-    assert 0 < made.timeout_seconds < math.inf
+    assert made.timeout_seconds is None or 0 < made.timeout_seconds < math.inf
     assert type(made.tile) is int
     assert made.tile >= 1
     assert made.max_transient_bytes is None or (type(made.max_transient_bytes) is int and made.max_transient_bytes >= 1)
@@ -250,7 +250,7 @@ def attention(draw: Random) -> None:
     }
     chosen = {name: options[name]() for name in draw.sample(sorted(options), draw.choice([0, 0, 1, 1, 2]))}
     packed = hf_distca.PackedDocuments(tuple(lengths)) if draw.random() < 0.9 else draw.choice([None, 3, [length]])
-    handle = AttentionHandle(rows, length, None)
+    handle = AttentionHandle(rows, length)
     output, _ = attempt(distca_attention, torch.nn.Module(), q, k, v, handle, distca_documents=packed, **chosen)
     assert not chosen.get("dropout")
     assert chosen.get("is_causal") is not False

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 import hf_distca
 from hf_distca.agreement import planner
-from hf_distca.integration import layers
+from hf_distca.integration import nano_batches
 from hf_distca.integration.session import current_session
 from hf_distca.kernels.cpu import CpuKernel
 from ranks import RankPool
@@ -172,7 +172,8 @@ def differs(rank: int, what: str) -> Found:
     }
     configure(timeout_seconds=PATIENCE, **settings)
     model = llama(key_value_heads=4 if what == "shapes" and odd else 2)
-    model.to(torch.float64 if what == "dtypes" and odd else torch.float32)
+    dtypes = {"dtypes": torch.float64, "dtypes of one size": torch.float16}
+    model.to(dtypes.get(what, torch.float32) if odd else torch.bfloat16 if what == "dtypes of one size" else torch.float32)
     data = batch(rank)
     changed: AbstractContextManager[object] = nullcontext()
     if what == "plans" and odd:
@@ -180,7 +181,7 @@ def differs(rank: int, what: str) -> Found:
     if what == "kinds of batch" and odd:
         del data["distca_documents"]
     if what == "nano-batches":
-        changed = patch.object(layers, "_nano_batches_for", lambda *_: None) if odd else nullcontext()
+        changed = patch.object(nano_batches, "_nano_batches_for", lambda *_: None) if odd else nullcontext()
     with changed:
         return outcome(lambda: model(**data, use_cache=False))
 
@@ -199,6 +200,10 @@ def differs(rank: int, what: str) -> Found:
         (
             "dtypes",
             "widths, version) in micro-batch 1: element_bytes is 4 on rank 0, 8 on rank 1",
+        ),
+        (
+            "dtypes of one size",
+            "widths, version) in micro-batch 1: dtype is torch.bfloat16 on rank 0, torch.float16 on rank 1",
         ),
         ("plans", "different plans for the same documents in micro-batch 1: rank 0: "),
         ("kinds of batch", "different ways of giving documents in micro-batch 1: rank 0: 0, rank 1: 1"),

@@ -179,7 +179,7 @@ def call(**changes: object) -> None:
 
     module = torch.nn.Module().train()
     q = torch.randn(1, 4, 6, 16)
-    arguments = {"attention_mask": AttentionHandle(1, 6, None), "scaling": 0.25, **changes}
+    arguments = {"attention_mask": AttentionHandle(1, 6), "scaling": 0.25, **changes}
     AttentionInterface()["distca"](module, q, q, q, **arguments)
 
 
@@ -298,8 +298,8 @@ def test_a_handle_says_whether_its_forward_has_gradients(reentrant: bool | None)
             lambda _module, _args, kwargs: handles.append(kwargs["attention_mask"]), with_kwargs=True
         )
     model(input_ids=tokens(1, 8), use_cache=False)
-    assert [handle.recomputes for handle in handles] == [True, True]
+    assert [handle.mask.recomputes for handle in handles] == [True, True]
     if not reentrant:  # which warns of it
         with torch.no_grad():
             model(input_ids=tokens(1, 8), use_cache=False)
-        assert [handle.recomputes for handle in handles[2:]] == [False, False]
+        assert [handle.mask.recomputes for handle in handles[2:]] == [False, False]

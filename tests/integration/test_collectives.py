@@ -18,6 +18,7 @@ from checkpointed import checkpoint_layers
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.session import current_session
 from hf_distca.kernels import Scores
+from hf_distca.runtime.call import Inputs
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
 from recorded import recorded
@@ -106,7 +107,7 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
         one.start()
     try:
         with _Operations() as operations:
-            session.attend(work, torch.nn.Module(), *leaves, Scores(0.25)).sum().backward()
+            session.attend(work, torch.nn.Module(), Inputs(*leaves), Scores(0.25)).sum().backward()
     finally:
         for one in readers:
             one.stop()

@@ -70,7 +70,7 @@ def documents(number: int) -> list[torch.Tensor]:
 
 def share(made: Dealing, number: int, rank: int) -> dict[str, Any]:
     texts = documents(number)
-    packed = made.share(np.array([len(one) for one in texts]), (0, number), rank)
+    packed = made.share(np.array([len(one) for one in texts]), (0, number), rank, names=np.arange(len(texts)))
     shifted = [torch.cat([one[1:], torch.tensor([-100])]) for one in texts]
     runs = list(zip(packed.documents or (), packed.starts or (), packed.lengths, strict=True))
     pieces = [[column[d][s : s + n] for d, s, n in runs] for column in (texts, shifted)]
@@ -160,10 +160,14 @@ def odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
     """What rank 1 of two gets as the second global batch, if something is wrong."""
     batch = share(made, 2 if wrong == "batch" else 1, 0 if wrong == "share" else 1)
     packed = batch["distca_documents"]
+    if wrong in ("lengths", "seed"):  # of as many tokens together, or of equal lengths
+        lengths = BATCHES[1][::-1] if wrong == "lengths" else BATCHES[1]
+        other = made.share(np.array(lengths), (0, 1), 1, names=np.arange(len(lengths)) + (wrong == "seed"))
+        batch["distca_documents"] = hf_distca.PackedDocuments(packed.lengths, packed.starts, packed.documents, dealt=other.dealt)
     if wrong == "plan":
-        (key, (*under, plan)), *_ = packed.dealt._plans.items()
+        (key, (job, plan)), *_ = packed.dealt._plans.items()
         tasks = [task._replace(server=1 - task.server) for task in plan.tasks]
-        packed.dealt._plans[key] = *under, type(plan).from_tasks(plan.layout, tasks)
+        packed.dealt._plans[key] = job, type(plan).from_tasks(plan.layout, tasks)
     if wrong == "no share":
         batch["distca_documents"] = hf_distca.PackedDocuments(packed.lengths, packed.starts, packed.documents)
     return batch
@@ -191,10 +195,12 @@ def apart(rank: int, wrong: str) -> str:
     ("wrong", "said"),
     [
         ("batch", "different global batches in micro-batch 2 .*rank 0: 1, rank 1: 2; all ranks must read their shares in order"),
-        ("plan", "different plans for the same global batch in micro-batch 2 .*rank 0: [0-9]+, rank 1: [0-9]+"),
+        ("plan", "different plans for the same documents of a global batch in micro-batch 2 .*rank 0: [0-9]+, rank 1: [0-9]+"),
+        ("lengths", "different documents in the same global batch .* in micro-batch 2 .*give .* the same documents, seed"),
+        ("seed", "different documents in the same global batch .* in micro-batch 2 .*give .* the same documents, seed"),
         ("share", "rank 1 holds the share of rank 0 of global batch 1 of epoch 0"),
         ("settings", "tolerance is 0.01 on rank 0, 0.5 on rank 1"),
-        ("no share", "different ways of loading batches .* in micro-batch 2.*rank 0: 4, rank 1: 0"),
+        ("no share", "different ways of loading batches .* in micro-batch 2.*rank 0: 5, rank 1: 0"),
     ],
 )
 def test_shares_that_do_not_belong_together_end_in_an_error(rank_pool: Callable[[int], RankPool], wrong: str, said: str) -> None:

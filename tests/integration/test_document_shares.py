@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
+from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader, Subset
 from transformers import Gemma2Config, LlamaConfig, Trainer, TrainerCallback
 
@@ -21,8 +23,8 @@ import tiny_runs
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
-from hf_distca.integration import shares as shares_module
-from hf_distca.integration.shares import shares_of
+from hf_distca.integration import document_shares as shares_module
+from hf_distca.integration.document_shares import shares_of
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from recorded import counted_planning
@@ -171,6 +173,23 @@ def test_what_is_dealt_by_is_the_model_the_settings_and_the_place() -> None:
     assert made.costs[key] == replace(own, shape=key.shape)
     hf_distca.configure()
     assert list(dealing_of(shapes=[(SHAPE, 5)], device="cpu").costs) == [PlanKey(SHAPE, "cpu", 5)]
+
+
+@pytest.mark.parametrize(("mixed", "element_bytes"), [("bf16", 2), ("fp16", 2), ("no", 4), (None, 4)])
+def test_shares_are_planned_for_the_mixed_precision_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, mixed: str | None, element_bytes: int
+) -> None:
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    if mixed is not None:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mixed)
+    model = tiny_runs.tiny_llama("sdpa")
+    assert [key.shape.element_bytes for key in dealing_of(model=model).costs] == [element_bytes]
+    assert [key.shape.element_bytes for key in dealing_of(model=model, dtype=torch.float64).costs] == [8]
+    if mixed not in (None, "fp16"):  # fp16 is for GPUs
+        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+        Accelerator(mixed_precision=mixed, cpu=True)
+        assert [key.shape.element_bytes for key in dealing_of(model=model).costs] == [element_bytes]
 
 
 class Endless:

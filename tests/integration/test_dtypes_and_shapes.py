@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 import hf_distca
-from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.handle import AttentionHandle, MaskInfo
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
@@ -86,7 +86,7 @@ def ours(fused: torch.Tensor, d_out: torch.Tensor, case: Case, documents: list[t
     for row, start, tokens in documents:
         positions[row, start : start + tokens] = torch.arange(tokens)
         padding[row, start : start + tokens] = True
-    handle = AttentionHandle(batch, length, None if case.padding is None else padding)
+    handle = AttentionHandle(batch, length, MaskInfo(None if case.padding is None else padding))
     attention = AttentionInterface()["distca"]
     module = torch.nn.Module().train()
     out, _ = attention(module, *split(leaf, case), handle, scaling=case.scaling, position_ids=positions)

@@ -1,4 +1,4 @@
-"""What a session does with the kernel that was the fastest on rank 0: tests/runtime/test_fastest.py has how it is found."""
+"""What a session does with the kernel that was the fastest on rank 0: tests/calibration/test_fastest.py has how it is found."""
 
 from __future__ import annotations
 

@@ -7,15 +7,16 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from peft import PromptTuningConfig, get_peft_model
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler, Subset
 from transformers import AutoModelForCausalLM, JambaConfig, Trainer, TrainingArguments, WhisperConfig
 
 import hf_distca
-from hf_distca.integration.loaders import check_shares
+from hf_distca.integration.checks import check_shares
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 from tiny_runs import COMMON, PAIRS, documents, make_trainer, rows, settings, tiny_llama
@@ -24,12 +25,12 @@ TOKENS = 64
 collate = hf_distca.PackingCollator()
 
 
-def shares(ranks: int | None = 2, *, length: int = 8, group_size: int | None = None) -> Any:
+def shares(ranks: int | None = 2, *, length: int = 8, group_size: int | None = None, seed: int | None = 0) -> Any:
     """`length` global batches, some with a document that is longer than a rank."""
     lengths = [100, 20, 8, 64, 50, 14] * length
     config = settings(group_size=group_size)
     return hf_distca.document_shares(
-        documents(*lengths), TOKENS, shapes=[(PAIRS.shape, None)], ranks=ranks, device="cpu", config=config
+        documents(*lengths), TOKENS, shapes=[(PAIRS.shape, None)], ranks=ranks, device="cpu", config=config, seed=seed
     )
 
 
@@ -56,10 +57,13 @@ def stream(rank: int | None = None, *, group_size: int | None = None) -> Any:
 
 
 class Odd(Dataset):
-    """All shares but the last."""
+    """All shares but the last, in the order of each epoch."""
 
     def __init__(self) -> None:
         self.dataset = shares()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
         return len(self.dataset) - 1
@@ -83,6 +87,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "stream": lambda: loader_of(stream()),
     "stream, two groups": lambda: loader_of(stream(group_size=2), processes=4),
     "stream of one rank": lambda: DataLoader(stream(0), collate_fn=collate),
+    "part of shares in the order as given": lambda: loader_of(shares(seed=None).select(range(4))),
     "no shares": lambda: loader_of(rows(3), shuffle=True, batch_size=2),
 }
 
@@ -110,6 +115,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "not prepared": (lambda: DataLoader(shares(), collate_fn=collate), "shares for 2 ranks, and 1 process reads them"),
     "ragged end": (lambda: loader_of(Odd()), "31 of them for 2 processes.*dataloader_drop_last=True"),
     "ragged end, uneven": (lambda: loader_of(Odd(), even=False), "31 of them for 2 processes.*dataloader_drop_last=True"),
+    "selected": (lambda: loader_of(shares().select(range(4))), "a Dataset around them does not pass set_epoch on"),
+    "concatenated": (lambda: loader_of(datasets.concatenate_datasets([shares()] * 2)), "a Dataset around them does not pass"),
+    "subset": (lambda: loader_of(Subset(shares(), range(4))), "a Subset around them does not pass set_epoch on"),
     "stream, split": (lambda: loader_of(stream(), split=True, batch_size=2), "split_batches=True"),
     "stream, two a batch": (lambda: loader_of(stream(), batch_size=2), "batches of 2"),
     "stream, three processes": (lambda: loader_of(stream(), processes=3), "3 processes read them"),
@@ -126,16 +134,10 @@ def test_a_loader_that_gives_ranks_other_shares_is_refused(name: str) -> None:
         check_shares(make())
 
 
-def named_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    return outputs.loss
-
-
 IN_ORDER = {"per_device_eval_batch_size": 1, "train_sampling_strategy": "sequential"}
 
 
-def trainer_of(
-    kind: type[Trainer] = Trainer, *, eval_dataset: Any = None, compute_loss_func: Any = None, **changes: Any
-) -> Trainer:
+def trainer_of(kind: type[Trainer] = Trainer, *, eval_dataset: Any = None, **changes: Any) -> Trainer:
     """A Trainer of shares for one rank."""
     arguments = {**COMMON, **IN_ORDER, "output_dir": tempfile.gettempdir(), "max_steps": 1, **changes}
     return kind(
@@ -145,7 +147,6 @@ def trainer_of(
         train_dataset=shares(1),
         eval_dataset=eval_dataset,
         callbacks=[hf_distca.DistCACallback(settings(), record=False)],
-        compute_loss_func=compute_loss_func,
     )
 
 
@@ -171,8 +172,6 @@ def test_a_trainer_of_shares_trains_and_evaluates(kind: type[Trainer]) -> None:
         ({"train_sampling_strategy": "batch_rebalance"}, "BatchRebalanceSampler .*train_sampling_strategy"),
         ({"per_device_train_batch_size": 2}, "batches of 2"),
         ({"dataloader_num_workers": 1, "dataloader_in_order": False}, "dataloader_in_order=True"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 shifts"),
-        ({"compute_loss_func": named_loss}, "compute_loss_func=named_loss gets `labels`"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -185,8 +184,8 @@ def test_the_trainer_is_told_before_its_first_step(kind: type[Trainer], changes:
 
 @KINDS
 def test_a_loader_for_evaluation_is_refused_too(kind: type[Trainer]) -> None:
-    trainer = trainer_of(kind, eval_dataset=shares(1), label_smoothing_factor=0.1)
-    with pytest.raises(hf_distca.UnsupportedError, match=r"label_smoothing_factor=0\.1"):
+    trainer = trainer_of(kind, eval_dataset=shares(1), dataloader_num_workers=1, dataloader_in_order=False)
+    with pytest.raises(hf_distca.UnsupportedError, match="dataloader_in_order=True"):
         trainer.evaluate()
 
 
@@ -194,7 +193,7 @@ def test_columns_that_the_trainer_drops_are_named() -> None:
     """Of a torch data set it looks at the items; a `datasets.Dataset` keeps what is made when it is read."""
     trainer = trainer_of(remove_unused_columns=True)
     trainer.train()
-    trainer.train_dataset = hf_distca.integration.shares.shares_of(shares(1))
+    trainer.train_dataset = hf_distca.integration.document_shares.shares_of(shares(1))
     with pytest.raises(hf_distca.UnsupportedError, match=r"drops distca_documents, shift_labels .*remove_unused_columns=False"):
         trainer.train()
 
@@ -267,6 +266,11 @@ def test_models_that_need_whole_documents_are_refused_on_several_ranks(make: Cal
     with pytest.raises(hf_distca.UnsupportedError, match=named):
         check_shares(loader_of(shares()), model=model)
     check_shares(loader_of(shares(1), processes=1), model=model)
+
+
+def test_a_part_of_shares_may_evaluate_in_any_epoch() -> None:
+    hf_distca.configure(settings(balance_evaluation=True))
+    check_shares(loader_of(shares().select(range(4))), evaluating=True)
 
 
 def train_on_two_ranks(rank: int, changes: dict[str, Any]) -> str:

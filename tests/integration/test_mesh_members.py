@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
 from hf_distca import UnsupportedError
-from hf_distca.integration.mesh import data_parallel_group, find_members, mesh_of
+from hf_distca.integration.processes import data_parallel_group, find_members, mesh_of
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 

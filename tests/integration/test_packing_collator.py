@@ -84,6 +84,78 @@ def test_what_is_no_document_is_refused(feature: dict[str, Any], named: str) -> 
         hf_distca.PackingCollator()([feature])
 
 
+def packed(feature: dict[str, Any]) -> tuple[tuple[int, ...], list[int]]:
+    batch = hf_distca.PackingCollator()([feature])
+    return batch["distca_documents"].lengths, batch["labels"][0].tolist()
+
+
+IDS = list(range(11, 19))
+
+
+@pytest.mark.parametrize("made", [list, np.array, torch.tensor], ids=["list", "numpy", "torch"])
+@pytest.mark.parametrize("columns", [{"seq_lengths": [3, 5]}, {"position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}, "both"])
+def test_rows_that_were_packed_already_are_the_documents_that_they_say(columns: Any, made: Callable[[list[int]], Any]) -> None:
+    if columns == "both":
+        columns = {"seq_lengths": [3, 5], "position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}
+    row = {name: made(column) for name, column in {"input_ids": IDS, "labels": [-7] * 8, **columns}.items()}
+    assert packed(row) == ((3, 5), [-100, -7, -7, -100, -7, -7, -7, -7])
+
+
+def test_padding_of_packed_rows_is_cut_off() -> None:
+    row = {"input_ids": [0, *IDS, 0], "attention_mask": [0, *[1] * 8, 0]}
+    expected = (3, 5), [-100, 12, 13, -100, 15, 16, 17, 18]
+    assert packed({**row, "seq_lengths": [3, 5]}) == expected
+    assert packed({**row, "position_ids": [0, 0, 1, 2, 0, 1, 2, 3, 4, 0]}) == expected
+
+
+@pytest.mark.parametrize("names", [("completion_mask",), ("assistant_masks",), ("completion_mask", "assistant_masks")])
+def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) -> None:
+    masks = {"completion_mask": [0, 0, 1, 1, 1, 1, 1, 1], "assistant_masks": [1, 1, 1, 1, 1, 1, 0, 0]}
+    kept = [all(masks[name][place] for name in names) for place in range(8)]
+    labels = [token if keep else -100 for token, keep in zip(IDS, kept, strict=True)]
+    chosen = {name: masks[name] for name in names}
+    assert packed({"input_ids": IDS, **chosen}) == ((8,), [-100, *labels[1:]])
+    assert packed({"input_ids": IDS, **chosen, "labels": IDS}) == ((8,), [-100, *IDS[1:]]), "labels are masked already"
+    padded = {name: torch.tensor([0, *mask]) for name, mask in chosen.items()}
+    assert packed({"input_ids": [0, *IDS], "attention_mask": [0, *[1] * 8], **padded}) == ((8,), [-100, *labels[1:]])
+
+
+@pytest.mark.parametrize(
+    ("columns", "named"),
+    [
+        ({"seq_lengths": [3, 4]}, "seq_lengths of a row are of 7 tokens, and it has 8"),
+        ({"seq_lengths": [9, -1]}, "seq_lengths of a row .*at least 0"),
+        ({"position_ids": [2, 3, 4, 0, 1, 2, 3, 4]}, r"position_ids\[0\] of a row is 2"),
+        ({"position_ids": [0, 1, 2, 0, 1, 3, 4, 5]}, r"position_ids\[5\] of a row is 3"),
+        ({"position_ids": [0, 1]}, "8 input_ids and 2 numbers in its position_ids"),
+        ({"position_ids": [0, 1, 2, 3, 0, 1, 2, 3], "seq_lengths": [3, 5]}, "seq_lengths .* and position_ids, .*other documents"),
+        ({"completion_mask": [1]}, "8 input_ids and 1 numbers in its completion_mask"),
+        ({"token_type_ids": [0] * 8}, "'token_type_ids', an input of models"),
+        ({"shift_labels": IDS}, "'shift_labels', an input of models"),
+        ({"pixel_values": torch.ones(3, 2, 2)}, "'pixel_values', an input of models"),
+        ({"distca_documents": hf_distca.PackedDocuments((3, 5))}, "'distca_documents', an input of models"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_a_column_that_changes_what_is_trained_is_read_or_refused(columns: dict[str, Any], named: str) -> None:
+    with pytest.raises(hf_distca.LayoutError, match=named):
+        packed({"input_ids": IDS, **columns})
+
+
+def test_of_other_columns_those_with_a_number_for_each_token_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    others = {"text": "eight ...", "length": 8, "url": None, "words": ["a"] * 8, "score": 0.5, "image": torch.ones(3, 2, 2)}
+    for _ in range(2):
+        assert packed({"input_ids": IDS, **others, "loss_weights": [1.0] * 8})[0] == (8,)
+        assert packed({"input_ids": IDS, **others, "weights": torch.ones(8)})[0] == (8,)
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["loss_weights", "weights"]
+
+
+@pytest.mark.parametrize("name", ["labels", "completion_mask", "position_ids", "seq_lengths", "input_ids"])
+def test_documents_of_a_row_have_no_columns_beside_them(name: str) -> None:
+    with pytest.raises(hf_distca.LayoutError, match=f"'documents' and '{name}'"):
+        packed({"documents": [[1, 2]], name: [1, 2]})
+
+
 def lines_run(features: list[dict[str, Any]]) -> int:
     """Lines of Python that run while a batch is packed."""
     count = 0

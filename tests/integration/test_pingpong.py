@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import hf_distca
 from checkpointed import checkpoint_layers
 from hf_distca.agreement.documents import read_documents
-from hf_distca.integration import layers
+from hf_distca.integration import nano_batches
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.session import current_session
@@ -300,14 +300,14 @@ def test_attention_that_is_sharded_by_itself_keeps_its_layer_whole(rank_pool: Ca
 def test_copies_and_pickles_are_of_the_class_the_model_was_made_with() -> None:
     model = model_for(2, "distca", torch.float32)
     original = type(model.model.layers[0])
-    layers.cut_layers(model.model)
+    nano_batches.cut_layers(model.model)
     cut = type(model.model.layers[0])
     assert cut is not original
     assert cut.__name__ == original.__name__
     assert isinstance(model.model.layers[0], original)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(twin.model.layers[0]) is original
-        layers.cut_layers(twin.model)
+        nano_batches.cut_layers(twin.model)
         assert type(twin.model.layers[0]) is cut
         assert twin.state_dict().keys() == model.state_dict().keys()
 
@@ -316,7 +316,7 @@ def test_a_model_that_is_not_proven_is_left_whole(caplog: pytest.LogCaptureFixtu
     model = model_for(2, "distca", torch.float32)
     model.model.config.model_type = "somebodys-own"
     before = type(model.model.layers[0])
-    layers.cut_layers(model.model)
+    nano_batches.cut_layers(model.model)
     assert type(model.model.layers[0]) is before
     assert "somebodys-own" in caplog.text
 
@@ -324,7 +324,7 @@ def test_a_model_that_is_not_proven_is_left_whole(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("rows", [1, 4])
 def test_outputs_are_joined_by_rows_or_tokens_and_others_refused(rows: int) -> None:
     local = read_documents(rows, 6, packed=hf_distca.PackedDocuments((6,) * rows))
-    halves = NanoBatches.of(AttentionHandle(rows, 6, None), local, tile=1)
+    halves = NanoBatches.of(AttentionHandle(rows, 6), local, tile=1)
     whole = torch.randn(rows, 6, 5)
     first, second = (halves.part(nano, (whole, [whole[..., 0]], None)) for nano in (1, 2))
     joined, (inner,), nothing = halves.join(first, second)

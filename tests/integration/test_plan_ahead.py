@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 import hf_distca
-from hf_distca.agreement.figures import Tally
+from hf_distca.agreement.history import Tally
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 from recorded import counted_planning
@@ -131,20 +132,42 @@ def test_padding_is_planned_ahead(rank_pool: Callable[[int], RankPool]) -> None:
     assert [gathers for _, gathers in ahead] == [2, 2]
 
 
-def unequal(rank: int) -> str:
+def unequal(rank: int, first: int) -> str:
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=5))
     model = model_for("full", "distca")
     for batch in batches(rank, 0):
         model(**batch, use_cache=False).loss.backward()
     with pytest.raises(hf_distca.DistCADesyncError) as caught:
-        hf_distca.plan_ahead(batches(rank, 1)[rank:])
+        hf_distca.plan_ahead(batches(rank, 1)[rank * first :])
     return str(caught.value)
 
 
-def test_ranks_with_other_numbers_of_micro_batches_all_get_an_error(rank_pool: Callable[[int], RankPool]) -> None:
-    for message in rank_pool(2)(unequal, timeout=60):
-        assert "different numbers of plans at once in micro-batches 4 to " in message
-        assert "rank 0: 3, rank 1: 2" in message
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (1, "different numbers of plans at once in {}: rank 0: 3, rank 1: 2"),
+        (3, "different batches to plan (0: none) in {}: rank 0: 1, rank 1: 0"),
+    ],
+)
+def test_ranks_with_other_numbers_of_micro_batches_all_get_an_error(
+    rank_pool: Callable[[int], RankPool], first: int, said: str
+) -> None:
+    began = time.monotonic()
+    for rank, message in enumerate(rank_pool(2)(unequal, first, timeout=60)):
+        assert said.format(f"micro-batches 4 to {6 - first * rank}, ahead") in message
+    assert time.monotonic() - began < 5, "at once, not after the timeout"
+
+
+def nothing(rank: int) -> list[Any]:
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=5))
+    model = model_for("full", "distca")
+    for batch in batches(rank, 0):
+        model(**batch, use_cache=False).loss.backward()
+    return hf_distca.plan_ahead([])
+
+
+def test_ranks_that_all_have_no_micro_batches_go_on(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2)(nothing, timeout=60) == [[], []]
 
 
 def test_batches_without_documents_and_ranks_alone_are_left_as_they_are() -> None:
@@ -157,10 +180,6 @@ def test_batches_without_documents_and_ranks_alone_are_left_as_they_are() -> Non
 
 class PlanningTrainer(hf_distca.DistCATrainerMixin, Trainer):
     pass
-
-
-def test_the_mixin_keeps_its_first_name() -> None:
-    assert hf_distca.PlanAheadMixin is hf_distca.DistCATrainerMixin
 
 
 def train_with(rank: int, ahead: bool) -> tuple[list[dict[str, float]], Tally, int, int]:

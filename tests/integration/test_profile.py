@@ -21,8 +21,8 @@ from test_pingpong import PLACEMENTS, batch_of, configure
 import hf_distca
 from hf_distca.agreement import planner
 from hf_distca.integration import session
+from hf_distca.runtime.call import AttentionServer
 from hf_distca.runtime.channel import Channel, Transfer
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Span
 from hf_distca.schedule.plan import Plan
 from ranks import RankPool

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 import json
 import logging
+import re
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -16,11 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
-from hf_distca.agreement.figures import Estimate, History, Tally
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.history import History, Tally
+from hf_distca.agreement.planned import Planned
 from hf_distca.integration.record import Recorder
-from hf_distca.run_report.figures import collect
 from hf_distca.run_report.folder import RunFolder
 from hf_distca.run_report.rows import RECORD_NAME, PlanRow, Row, RunRow, StepsRow, WarningRow, read_row
+from hf_distca.run_report.run_figures import collect
+from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.ranks import Ranks
@@ -152,14 +160,18 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
     session: Any = SimpleNamespace(planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"])
     recorder = Recorder(tmp_path, session, every_plan=True)
     recorder.begin(TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), 0, None, None)
-    estimates = []
+    plans = []
     for nano, window, lengths in parts:
         cost = replace(PAIRS, window=window)
-        estimates.append(Estimate.of(balance(Layout.from_lengths(lengths), cost, settings(), ranks), cost, 1.0, ranks, nano))
-        history.planned(estimates[-1], 1)
+        plan = balance(Layout.from_lengths(lengths), cost, settings(), ranks)
+        plans.append(Planned(PlanKey(PAIRS.shape, "cpu", window, nano=nano), plan, settings(), plan.layout.offsets, 1.0))
+        plans[-1].begin(1, cost, ranks, Meter())
+        history.planned(plans[-1])
     history.end()
-    for estimate in estimates:
-        history.measured(estimate, 1, estimate.after, np.zeros(2, dtype=np.int64), 1, 0)
+    for measured in plans:
+        measured.figures = np.zeros((2, 4), dtype=np.int64)
+        measured.figures[:, 0] = measured.estimated_after * 1e9
+        history.count(1)
     recorder.end(1)
     found = collect(RunFolder.read(tmp_path))
     assert found.per_rank is not None
@@ -198,6 +210,47 @@ def unwritable(rank: int, folder: str) -> None:
 
 def test_a_record_that_cannot_be_written_ends_no_run(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
     rank_pool(2)(unwritable, str(tmp_path))
+
+
+def told(rank: int, folder: str, full: bool) -> tuple[str, bool]:
+    """What stands on the console of a script that sets up no logging, when all warn, or the disk is full."""
+    logging.getLogger("hf_distca").handlers.clear()
+    if full and rank == 0:
+        Path(folder, RECORD_NAME).symlink_to("/dev/full")
+    console = io.StringIO()
+    with redirect_stderr(console):
+        train(rank, folder, True, False, {"max_steps": 3})
+    return console.getvalue(), logging.getLogger("hf_distca").filters == []
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_warnings_are_seen_while_they_are_recorded(rank_pool: Callable[[int], RankPool], tmp_path: Path, full: bool) -> None:
+    (first, over), _ = rank_pool(2)(told, str(tmp_path), full)
+    assert "something to act on" in first
+    assert ("no record for `hf-distca report` is kept" in first) == full
+    assert ("No space left on device" in first) == full
+    assert over, "nothing is left behind"
+
+
+def test_the_record_names_no_folder_outside_its_own(tmp_path: Path) -> None:
+    planner = SimpleNamespace(number=0, next_number=1, history=History())
+    session: Any = SimpleNamespace(planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"])
+    arguments = TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to="none")
+    for traces, noted in ((tmp_path / "run" / "deep" / "traces", "deep/traces"), (tmp_path / "elsewhere", None), (None, None)):
+        recorder = Recorder(tmp_path / "run", session, every_plan=True)
+        recorder.begin(arguments, 0, None, traces)
+        recorder.stop()
+        (row,) = rows(tmp_path / "run")
+        assert isinstance(row, RunRow)
+        assert row.traces == noted
+        assert str(tmp_path) not in (tmp_path / "run" / RECORD_NAME).read_text()
+
+
+def test_push_to_hub_leaves_the_record_out() -> None:
+    pushed = inspect.getsource(Trainer.push_to_hub) + inspect.getsource(Trainer._push_from_checkpoint)
+    patterns = re.findall(r"ignore_patterns=(\[.*?\])", pushed)
+    assert len(patterns) == 2
+    assert all(fnmatch(RECORD_NAME, "_*") and '"_*"' in pattern for pattern in patterns)
 
 
 def alone(rank: int, folder: str) -> None:

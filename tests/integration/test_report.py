@@ -15,10 +15,11 @@ import pytest
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 import hf_distca
-from hf_distca.agreement.figures import Tally
-from hf_distca.agreement.rates import Observation, Rates
-from hf_distca.integration import progress
-from hf_distca.integration.report import summary, why_given_up, why_nothing_moved
+from hf_distca.agreement.history import Tally
+from hf_distca.agreement.planned import Observation
+from hf_distca.agreement.rates import Rates
+from hf_distca.integration import processes
+from hf_distca.integration.reports import summary, why_given_up, why_nothing_moved
 from hf_distca.integration.session import Session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
@@ -160,12 +161,12 @@ def test_the_summary_can_be_switched_off(rank_pool: Callable[[int], RankPool]) -
 @pytest.mark.parametrize(("seconds", "enabled", "lines"), [(0.0, True, 0), (0.3, True, 2), (0.3, False, 0)])
 def test_what_takes_long_is_said(seconds: float, enabled: bool, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(progress, "_LONG_SECONDS", 0.1)
-    monkeypatch.setattr(progress, "say", said.append)
+    monkeypatch.setattr(processes, "_LONG_SECONDS", 0.1)
+    monkeypatch.setattr(processes, "say", said.append)
     if not enabled:
         disable_progress_bar()
     try:
-        with progress.said_if_long("timing the attention kernel"):
+        with processes.said_if_long("timing the attention kernel"):
             time.sleep(seconds)
     finally:
         enable_progress_bar()
@@ -180,7 +181,7 @@ def waits(rank: int) -> str:
     """What rank 0 writes while the first step is prepared, with a clock for which all takes long."""
     hf_distca.configure(hf_distca.DistCAConfig(cost_model="calibrated"))
     trainer = make_trainer("distca", rows(2), config=hf_distca.DistCAConfig(cost_model="calibrated"), max_steps=1)
-    with patch.object(progress, "_LONG_SECONDS", 1e-3), contextlib.redirect_stderr(io.StringIO()) as written:
+    with patch.object(processes, "_LONG_SECONDS", 1e-3), contextlib.redirect_stderr(io.StringIO()) as written:
         trainer.train()
     return written.getvalue()
 

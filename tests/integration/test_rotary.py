@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
-from hf_distca.integration.rotary import see_longest
+from hf_distca.integration.positions import see_longest
 from ranks import RankPool
 from tiny_runs import PAIRS, settings, tiny_llama
 

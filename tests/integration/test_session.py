@@ -12,8 +12,13 @@ from test_parity import PAIRS, model_for
 from transformers import TrainingArguments
 
 import hf_distca
-from hf_distca.agreement.figures import Estimate, History
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.history import History
+from hf_distca.agreement.planned import Planned
 from hf_distca.integration.session import current_session
+from hf_distca.schedule.cost import AttentionShape
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
 from ranks import RankPool
 
 
@@ -116,12 +121,17 @@ def test_calibration_gives_all_ranks_the_same_costs(rank_pool: Callable[[int], R
 
 
 def test_figures_of_a_tally() -> None:
-    history = History()
-    estimate = Estimate(2, np.array([0, 0, 1]), np.array([0, 1, 1]), np.array([2.0, 1.0, 1.0]), 5.0)
-    history.planned(estimate, 1)
-    history.measured(estimate, 1, np.array([2.0, 3.0]), np.array([4_000_000, 1_000_000]), 2, rank=1)
+    history, layout = History(), Layout.from_lengths([[8, 4], [4]])
+    plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
+    key = PlanKey(AttentionShape(4, 2, 16, 16, 4), "cpu")
+    how: dict[str, Any] = {"config": hf_distca.DistCAConfig(), "rows": layout.offsets, "planning_ms": 5.0}
+    first, second = (Planned(key, plan, **how, seconds=np.array([2.0, 1.0, 1.0]), number=number) for number in (1, 2))
+    history.planned(first)
+    first.figures = np.array([[2 * 10**9, 4_000_000, 0, 2], [3 * 10**9, 1_000_000, 0, 2]])
+    first.meter.count(calls=2)
+    history.count(1)
     assert history.total.figures() == {}, "the micro-batch is not over"
-    history.planned(estimate, 2)
+    history.planned(second)
     before = history.total
     figures = before.figures()
     assert figures["distca/imbalance_estimated_before"] == pytest.approx(3 / 2)
@@ -134,7 +144,9 @@ def test_figures_of_a_tally() -> None:
     assert (history.total - before).figures() == {}
     history.end()
     assert (history.total - before).figures() == {}, "it is not measured yet"
-    history.measured(estimate, 2, np.array([1.0, 1.0]), np.array([0, 0]), 2, rank=1)
+    second.figures = np.array([[10**9, 0, 0, 2], [10**9, 0, 0, 2]])
+    second.meter.count(calls=2)
+    history.count(2)
     after = (history.total - before).figures()
     assert after.keys() == figures.keys()
     assert after["distca/exchanged_mb_per_layer"] == 0.0
@@ -155,7 +167,7 @@ def test_collator_names_what_is_wrong() -> None:
         hf_distca.PackingCollator()([{"text": "x"}])
     with pytest.raises(hf_distca.LayoutError, match="no tokens"):
         hf_distca.PackingCollator()([{"input_ids": []}])
-    with pytest.raises(hf_distca.LayoutError, match="2 input_ids and 1 labels"):
+    with pytest.raises(hf_distca.LayoutError, match="2 input_ids and 1 numbers in its labels"):
         hf_distca.PackingCollator()([{"input_ids": [1, 2], "labels": [1]}])
 
 

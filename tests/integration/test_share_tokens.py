@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from test_dealt import model_for, settings
 from test_loaders import jamba
-from transformers import Trainer
+from transformers import DataCollatorWithFlattening, Trainer
 
 import hf_distca
-from hf_distca.integration.loaders import check_sharing
+from hf_distca.integration.checks import check_sharing
 from ranks import RankPool
 from recorded import counted_planning
 from tiny_runs import documents, losses, make_trainer
@@ -29,6 +29,8 @@ def drawn(rank: int, form: str) -> list[dict[str, Any]]:
         texts = documents(*lengths, seed=10 * rank + number)
         if form != "padded":
             made.append(hf_distca.PackingCollator()([{"documents": texts}]))
+            if form == "flattened":
+                made[-1] = flattened(texts)
             if form == "filled up":
                 made[-1] = filled_up(made[-1])
             continue
@@ -38,6 +40,15 @@ def drawn(rank: int, form: str) -> list[dict[str, Any]]:
             ids[row, longest - len(text) :], mask[row, longest - len(text) :] = torch.tensor(text), 1
         made.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
     return made
+
+
+def flattened(texts: list[list[int]]) -> dict[str, Any]:
+    """As padding-free loaders have it for flash attention."""
+    rows = [{"input_ids": text, "labels": text} for text in texts]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = dict(collate(rows))
+    assert {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "position_ids"} <= batch.keys()
+    return batch
 
 
 def filled_up(batch: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +90,9 @@ def train(rank: int, ranks: int, form: str, ping_pong: bool) -> tuple[float, dic
     return total.item(), grads, [batch["input_ids"].numel() for batch in batches], planning
 
 
-@pytest.mark.parametrize(("form", "ping_pong"), [("packed", False), ("padded", False), ("filled up", False), ("packed", True)])
+@pytest.mark.parametrize(
+    ("form", "ping_pong"), [("packed", False), ("padded", False), ("filled up", False), ("flattened", False), ("packed", True)]
+)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shared_tokens_train_as_the_batches_that_were_drawn(
     rank_pool: Callable[[int], RankPool], ranks: int, form: str, ping_pong: bool

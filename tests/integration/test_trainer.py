@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_distca
 from checkpointed import ARGUMENT
-from hf_distca.integration import trainer as ours
+from hf_distca.integration import callback as ours
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 from tiny_runs import dispatches, make_trainer, rows, settings
@@ -237,7 +237,7 @@ def groups(rank: int) -> list[tuple[int, ...]]:
     begin(hf_distca.DistCACallback(settings()))
     assert current_session().config == settings()
     begin(hf_distca.DistCACallback(group=dist.group.WORLD))
-    assert current_session().config == settings(), "those that were there"
+    assert current_session().config == hf_distca.DistCAConfig(), "those of configure, not those of another callback"
     hf_distca.configure()
     begin(hf_distca.DistCACallback(settings(), group=own))
     hf_distca.configure()

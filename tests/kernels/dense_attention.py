@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hf_distca.kernels import Kernel, Scores, TaskBatch
+from hf_distca.kernels.base import Operands, Saved
 
 Tensors = dict[str, torch.Tensor]
 
@@ -115,8 +116,8 @@ def random_pools(case: Case, shape: tuple[int, int, int, int], dtype: torch.dtyp
 def run_kernel(kernel: Kernel, pools: Tensors, tasks: TaskBatch, scores: Scores) -> Tensors:
     """Everything a kernel computes."""
     q, k, v = pools["q"], pools["k"], pools["v"]
-    o, lse = kernel.forward(q, k, v, tasks, scores)
-    dq, dk, dv = kernel.backward(pools["do"], q, k, v, o, lse, tasks, scores)
+    o, lse = kernel.forward(Operands(q, k, v), tasks, scores)
+    dq, dk, dv = kernel.backward(Saved(pools["do"], q, o, lse, k, v), tasks, scores)
     return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 

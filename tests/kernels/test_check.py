@@ -10,7 +10,7 @@ import pytest
 import torch
 from strict_varlen_op import StrictVarlenOp
 
-from hf_distca.kernels import Scores
+from hf_distca.kernels import Case, Scores
 from hf_distca.kernels.check import wrong
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.reference import ReferenceKernel
@@ -87,9 +87,9 @@ def not_a_number(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize(("dtype", "widths"), [(torch.bfloat16, (128, 64)), (torch.float16, (40, 40))], ids=str)
 @pytest.mark.parametrize("scores", [PLAIN, WINDOW, SOFTCAP, Scores(0.1, 7, 30.0)])
 def test_right_kernels_pass(dtype: torch.dtype, widths: tuple[int, int], scores: Scores) -> None:
-    assert wrong(VarlenKernel(StrictVarlenOp()), CPU, dtype, *widths, scores) is None
+    assert wrong(VarlenKernel(StrictVarlenOp()), Case(CPU, dtype, *widths, scores)) is None
     if scores.softcap is None:
-        assert wrong(CpuKernel(), CPU, dtype, *widths, scores) is None
+        assert wrong(CpuKernel(), Case(CPU, dtype, *widths, scores)) is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_right_kernels_pass(dtype: torch.dtype, widths: tuple[int, int], scores:
     ],
 )
 def test_wrong_kernels_are_found(op: StrictVarlenOp, scores: Scores, named: set[str]) -> None:
-    reason = wrong(VarlenKernel(op), CPU, torch.bfloat16, 64, 64, scores)
+    reason = wrong(VarlenKernel(op), Case(CPU, torch.bfloat16, 64, 64, scores))
     assert reason is not None
     assert reason.startswith("its results on cpu are wrong: ")
     found = {phrase.split(" by ")[0] for phrase in reason.split(": ", 1)[1].split(" (")[0].split(", ")}
@@ -115,7 +115,7 @@ def test_wrong_kernels_are_found(op: StrictVarlenOp, scores: Scores, named: set[
 
 def test_each_ratio_of_heads_is_other_code() -> None:
     kernel = VarlenKernel(WrongRatio())
-    found = {ratio: wrong(kernel, CPU, torch.bfloat16, 64, 64, PLAIN, ratio) for ratio in (1, 2, 5, 8)}
+    found = {ratio: wrong(kernel, Case(CPU, torch.bfloat16, 64, 64, PLAIN, ratio)) for ratio in (1, 2, 5, 8)}
     assert [ratio for ratio, reason in found.items() if reason is not None] == [8]
 
 
@@ -124,8 +124,17 @@ def test_what_a_kernel_raises_is_the_reason() -> None:
         def backward(self, *args: Any) -> Any:
             raise TypeError("got an unexpected keyword argument")
 
-    reason = wrong(VarlenKernel(Other()), CPU, torch.bfloat16, 64, 64, PLAIN)
+    reason = wrong(VarlenKernel(Other()), Case(CPU, torch.bfloat16, 64, 64, PLAIN))
     assert reason == "its check on cpu raised TypeError: got an unexpected keyword argument"
+
+
+def test_a_device_that_is_full_says_nothing_of_a_kernel() -> None:
+    class Full(StrictVarlenOp):
+        def forward(self, *args: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        wrong(VarlenKernel(Full()), Case(CPU, torch.bfloat16, 64, 64, PLAIN))
 
 
 def test_training_does_not_notice() -> None:
@@ -135,7 +144,7 @@ def test_training_does_not_notice() -> None:
     torch.set_default_device("meta")
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            assert wrong(ReferenceKernel(), CPU, torch.float16, 64, 64, PLAIN) is None
+            assert wrong(ReferenceKernel(), Case(CPU, torch.float16, 64, 64, PLAIN)) is None
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)

@@ -7,10 +7,9 @@ import torch
 from dense_attention import CASES, PLAIN, SCORES, SHAPES, exact, plain, random_pools, relative_error, run_kernel
 
 from hf_distca.kernels import Kernel, Scores
-from hf_distca.kernels.cuda import CudaKernel
-from hf_distca.kernels.flash_attn import FlashAttnKernel
-from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel
-from hf_distca.kernels.flash_attn_4 import FlashAttn4Kernel
+from hf_distca.kernels.base import Case
+from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
+from hf_distca.kernels.flash import FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -18,17 +17,17 @@ if not torch.cuda.is_available():
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture(params=[CudaKernel, FlashAttnKernel, FlashAttn3Kernel, FlashAttn4Kernel])
+@pytest.fixture(params=[CUDA_KERNEL, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4], ids=lambda kernel: kernel.name)
 def kernel(request: pytest.FixtureRequest) -> Kernel:
-    made: Kernel = request.param()
-    reason = made.unsupported(CUDA, torch.bfloat16, 64, 64, PLAIN)
+    kernel: Kernel = request.param
+    reason = kernel.unsupported(Case(CUDA, torch.bfloat16, 64, 64, PLAIN))
     if reason is not None:
         pytest.skip(reason)
-    return made
+    return kernel
 
 
 def check(kernel: Kernel, case: str, shape: str, dtype: torch.dtype, scores: Scores) -> None:
-    reason = kernel.unsupported(CUDA, dtype, *SHAPES[shape][2:], scores)
+    reason = kernel.unsupported(Case(CUDA, dtype, *SHAPES[shape][2:], scores))
     if reason is not None:
         pytest.skip(reason)
     pools, tasks = random_pools(CASES[case], SHAPES[shape], dtype, "cuda"), CASES[case].tasks

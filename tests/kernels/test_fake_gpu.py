@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,15 +10,12 @@ import torch
 from dense_attention import CASES
 
 from fake_cuda import CUDA, fake_cuda, needs_cpu_build
-from hf_distca.kernels import Scores, flash_attn, flash_attn_3, flash_attn_4
-from hf_distca.kernels.cuda import CudaKernel
-from hf_distca.kernels.flash_attn import FlashAttnKernel
-from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel
-from hf_distca.kernels.flash_attn_4 import FlashAttn4Kernel
+from hf_distca.kernels import Case, Scores, flash
+from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.varlen import VarlenKernel
 
 pytestmark = needs_cpu_build
-KERNELS = {kind.name: kind for kind in (CudaKernel, FlashAttnKernel, FlashAttn3Kernel, FlashAttn4Kernel)}
+KERNELS = {kernel.name: kernel for kernel in (flash.CUDA, flash.FLASH_ATTN, flash.FLASH_ATTN_3, flash.FLASH_ATTN_4)}
 
 
 class Interface:
@@ -45,11 +43,9 @@ class Interface:
 
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VarlenKernel:
-    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8, 3))
-    monkeypatch.setattr(flash_attn, "_op", lambda name: getattr(Interface, name))
-    for module in (flash_attn_3, flash_attn_4):
-        monkeypatch.setattr(module, "_interface", lambda: Interface)
-    return KERNELS[request.param]()
+    monkeypatch.setattr(flash, "_installed", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash, "_module", lambda name: Interface)
+    return KERNELS[request.param]
 
 
 @pytest.mark.parametrize(
@@ -62,19 +58,20 @@ def test_results_are_where_and_what_they_should_be(
 ) -> None:
     width, value_width = widths
     with fake_cuda() as pinned:
-        assert kernel.unsupported(CUDA, dtype, *widths, Scores(0.1)) is None
+        assert kernel.unsupported(Case(CUDA, dtype, *widths, Scores(0.1))) is None
         for case in map(CASES.__getitem__, cases):
+            tasks = replace(case.tasks)  # index tensors of the last GPU are not for this one
             made = {"dtype": dtype, "device": CUDA}
             q = torch.empty(case.rows, 4, width, **made)
             k, v = torch.empty(case.keys, 2, width, **made), torch.empty(case.keys, 2, value_width, **made)
             for scores in (Scores(0.1), Scores(0.1, window=7)):
                 pinned.clear()
-                o, lse = kernel.forward(q, k, v, case.tasks, scores)
+                o, lse = kernel.forward(Operands(q, k, v), tasks, scores)
                 assert (o.shape, o.dtype, o.device) == ((case.rows, 4, value_width), dtype, CUDA)
                 assert (lse.shape, lse.dtype, lse.device) == ((case.rows, 4), torch.float32, CUDA)
                 made_once = list(pinned)
-                dq, dk, dv = kernel.backward(torch.empty_like(o), q, k, v, o, lse, case.tasks, scores)
-                wide = torch.float32 if case.tasks.shares_keys else dtype
+                dq, dk, dv = kernel.backward(Saved(torch.empty_like(o), q, o, lse, k, v), tasks, scores)
+                wide = torch.float32 if tasks.shares_keys else dtype
                 for found, like, expected in ((dq, q, dtype), (dk, k, wide), (dv, v, wide)):
                     assert (found.shape, found.dtype, found.device) == (like.shape, expected, CUDA)
                 assert pinned == made_once, "index tensors go to the GPU in the first call for a batch alone"
@@ -85,7 +82,8 @@ def test_results_are_where_and_what_they_should_be(
 @pytest.mark.usefixtures("kernel")
 def test_which_kernels_a_gpu_has(capability: tuple[int, int], newest: str) -> None:
     with fake_cuda(capability):
-        names = [name for name, kind in KERNELS.items() if kind().unsupported(CUDA, torch.bfloat16, 64, 64, Scores(0.1)) is None]
+        case = Case(CUDA, torch.bfloat16, 64, 64, Scores(0.1))
+        names = [name for name, kernel in KERNELS.items() if kernel.unsupported(case) is None]
     assert set(names) >= {"cuda", "flash_attn", newest}
     assert ("flash_attn_3" in names) == (capability[0] == 9)
     assert ("flash_attn_4" in names) == (capability[0] >= 9)

@@ -26,6 +26,7 @@ from strict_varlen_op import StrictVarlenOp
 
 from hf_distca.errors import KernelError
 from hf_distca.kernels import Kernel, Scores, TaskBatch, reference
+from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.reference import ReferenceKernel
 from hf_distca.kernels.varlen import VarlenKernel
@@ -146,15 +147,15 @@ def test_no_graph_is_recorded(kernel: str) -> None:
 def test_tasks_outside_their_pools_are_refused(kernel: str, tasks: TaskBatch, heads: int, message: str) -> None:
     q, k = torch.zeros(10, heads, 8), torch.zeros(10, 2, 8)
     with pytest.raises(KernelError, match=message):
-        KERNELS[kernel]().forward(q, k, k, tasks, PLAIN)
+        KERNELS[kernel]().forward(Operands(q, k, k), tasks, PLAIN)
     with pytest.raises(KernelError, match=message):
-        KERNELS[kernel]().backward(q, q, k, k, q, q[..., 0], tasks, PLAIN)
+        KERNELS[kernel]().backward(Saved(q, q, q, q[..., 0], k, k), tasks, PLAIN)
 
 
 @pytest.mark.parametrize(("k", "v"), [((10, 2, 16), (10, 2, 8)), ((10, 2, 8), (9, 2, 8)), ((10, 16), (10, 16))])
 def test_pools_that_do_not_fit_are_refused(k: tuple[int, ...], v: tuple[int, ...]) -> None:
     with pytest.raises(KernelError, match=r"got q \(10, 4, 8\), k \(10, "):
-        CpuKernel().forward(torch.zeros(10, 4, 8), torch.zeros(k), torch.zeros(v), TaskBatch([0], [4], [0], [4]), PLAIN)
+        CpuKernel().forward(Operands(torch.zeros(10, 4, 8), torch.zeros(k), torch.zeros(v)), TaskBatch([0], [4], [0], [4]), PLAIN)
 
 
 @pytest.mark.parametrize("scores", SCORES)

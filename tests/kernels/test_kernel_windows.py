@@ -9,6 +9,7 @@ from strict_varlen_op import StrictVarlenOp
 
 from hf_distca.errors import KernelError
 from hf_distca.kernels import Kernel, Scores, TaskBatch, cpu
+from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.reference import ReferenceKernel
 from hf_distca.kernels.varlen import VarlenKernel
@@ -116,8 +117,8 @@ def test_key_gradients_of_blocks_are_summed_in_float32(monkeypatch: pytest.Monke
     cpu._block_mask.cache_clear()
     tasks, scores = TaskBatch([0], [2200], [0], [2200]), Scores(0.1, 1024)
     zeros, ones = torch.zeros(2200, 1, 8, dtype=torch.bfloat16), torch.ones(2200, 1, 8, dtype=torch.bfloat16)
-    o, lse = CpuKernel().forward(zeros, zeros, ones, tasks, scores)
-    _, _, dv = CpuKernel().backward(ones, zeros, zeros, ones, o, lse, tasks, scores)
+    o, lse = CpuKernel().forward(Operands(zeros, zeros, ones), tasks, scores)
+    _, _, dv = CpuKernel().backward(Saved(ones, zeros, o, lse, zeros, ones), tasks, scores)
     assert dv.dtype == torch.bfloat16
     assert dv[1100, 0].tolist() == [1.0] * 8
     cpu._block_mask.cache_clear()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,9 @@ from dense_attention import CASES, SCORES, SHAPES, exact, random_pools, relative
 from signatures import FLASH_ATTN_3, FLASH_ATTN_4
 from strict_varlen_op import StrictVarlenOp
 
-from hf_distca.kernels import Scores, flash_attn, flash_attn_3, flash_attn_4
-from hf_distca.kernels.cuda import CudaKernel, _AtenFlash
-from hf_distca.kernels.flash_attn import FlashAttnKernel
-from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel
-from hf_distca.kernels.flash_attn_4 import FlashAttn4Kernel
-from hf_distca.kernels.varlen import Sequences, VarlenKernel
+from hf_distca.kernels import Kernel, Scores, flash
+from hf_distca.kernels.flash import AtenFlash
+from hf_distca.kernels.varlen import Sequences
 
 OP = StrictVarlenOp()
 
@@ -181,26 +179,24 @@ class Interface4(Interface3):
 
 
 @pytest.fixture(params=["cuda", "flash_attn 2.6.2", "flash_attn 2.8.3", "flash_attn_3", "flash_attn_4"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> VarlenKernel:
-    if request.param == "flash_attn_3":
-        monkeypatch.setattr(flash_attn_3, "_interface", Interface3)
-        return FlashAttn3Kernel()
-    if request.param == "flash_attn_4":
-        monkeypatch.setattr(flash_attn_4, "_interface", Interface4)
-        return FlashAttn4Kernel()
-    if request.param == "cuda":
-        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
-        monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
-        return CudaKernel()
-    version = tuple(map(int, request.param.split()[1].split(".")))
-    functions = package(version)
-    monkeypatch.setattr(flash_attn, "_installed", lambda: version)
-    monkeypatch.setattr(flash_attn, "_op", functions.__getitem__)
-    return FlashAttnKernel()
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    name, _, numbers = request.param.partition(" ")
+    version = tuple(map(int, numbers.split("."))) if numbers else None
+    functions = SimpleNamespace(**package(version)) if version else None
+    modules = {
+        "flash_attn.flash_attn_interface": functions,
+        "flash_attn_interface": Interface3(),
+        "flash_attn.cute.interface": Interface4(),
+    }
+    monkeypatch.setattr(flash, "_module", modules.__getitem__)
+    monkeypatch.setattr(flash, "_installed", lambda: version)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
+    return {kernel.name: kernel for kernel in (flash.CUDA, flash.FLASH_ATTN, flash.FLASH_ATTN_3, flash.FLASH_ATTN_4)}[name]
 
 
 @pytest.mark.parametrize("scores", SCORES)
-def test_results(kernel: VarlenKernel, scores: str) -> None:
+def test_results(kernel: Kernel, scores: str) -> None:
     if kernel.name == "cuda" and SCORES[scores].softcap is not None:
         pytest.skip("the op has no softcap; test_select_kernel has the refusal")
     case = CASES["shared keys with gaps"]
@@ -215,10 +211,10 @@ def test_the_installed_torch_takes_these_arguments(window: int | None) -> None:
     q, k = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((10, 4, 64), (20, 2, 64)))
     cu = torch.empty(2, dtype=torch.int32, device="meta")
     sequences, scores = Sequences(cu, cu, 10, 20), Scores(0.1, window)
-    o, lse = _AtenFlash().forward(q, k, k, sequences, scores)
+    o, lse = AtenFlash().forward(q, k, k, sequences, scores)
     assert o.shape == q.shape
     assert lse.shape == (4, 10)
-    dq, dk, dv = _AtenFlash().backward(q, q, k, k, o, lse, sequences, scores)
+    dq, dk, dv = AtenFlash().backward(q, q, k, k, o, lse, sequences, scores)
     assert dq.shape == q.shape
     assert dk.shape == dv.shape == k.shape
 

@@ -10,11 +10,31 @@ import torch
 import hf_distca.kernels as kernels
 from hf_distca.config import KernelName
 from hf_distca.errors import KernelError
-from hf_distca.kernels import Kernel, Scores, flash_attn, flash_attn_3, flash_attn_4, runnable, select_kernel
-from hf_distca.kernels.cuda import flash_attention_unsupported
+from hf_distca.kernels import Case, Kernel, Scores, flash, runnable, select_kernel
+from hf_distca.kernels.flash import unsupported_by_flash
 
+SELECTED = kernels._selected
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PLAIN, WINDOW, BOTH = Scores(0.1), Scores(0.1, window=7), Scores(0.1, window=7, softcap=30.0)
+
+
+def select(name: Any, *case: Any, first: str | None = None, ratio: int = 2) -> Kernel:
+    return select_kernel(name, Case(*case, ratio), first=first)
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Modules of packages by name; all others cannot be imported."""
+    modules: dict[str, object] = {}
+    monkeypatch.setattr(flash, "_module", lambda name: modules.get(name, ImportError("not here")))
+    return modules
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests change what is installed, which a process does not."""
+    monkeypatch.setattr(kernels, "_selected", SELECTED.__wrapped__)
+    kernels._checked.cache_clear()
 
 
 @pytest.fixture
@@ -23,44 +43,41 @@ def _new_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def _one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_hopper(monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(kernels, "_checked", {})
-    monkeypatch.setattr(kernels, "wrong", lambda *case: None)
-    for module in (flash_attn_3, flash_attn_4):
-        monkeypatch.setattr(module, "_interface", lambda: ImportError("not here"))
+    monkeypatch.setattr(kernels, "wrong", lambda kernel, case: None)
 
 
 def test_auto_on_cpu() -> None:
-    assert select_kernel("auto", CPU, torch.bfloat16, 64, 64, PLAIN).name == "cpu"
-    assert select_kernel("auto", CPU, torch.float64, 24, 16, PLAIN).name == "cpu"
-    assert select_kernel("auto", CPU, torch.float32, 64, 64, WINDOW).name == "cpu"
-    assert select_kernel("auto", CPU, torch.float32, 64, 64, BOTH).name == "reference"
+    assert select("auto", CPU, torch.bfloat16, 64, 64, PLAIN).name == "cpu"
+    assert select("auto", CPU, torch.float64, 24, 16, PLAIN).name == "cpu"
+    assert select("auto", CPU, torch.float32, 64, 64, WINDOW).name == "cpu"
+    assert select("auto", CPU, torch.float32, 64, 64, BOTH).name == "reference"
 
 
 def test_auto_on_other_devices() -> None:
-    assert select_kernel("auto", torch.device("mps"), torch.float32, 64, 64, PLAIN).name == "reference"
+    assert select("auto", torch.device("mps"), torch.float32, 64, 64, PLAIN).name == "reference"
 
 
 @pytest.mark.usefixtures("_one_hopper")
 def test_auto_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
-    assert select_kernel("auto", CUDA, torch.bfloat16, 192, 128, PLAIN).name == "cuda"
-    assert select_kernel("auto", CUDA, torch.float32, 64, 64, PLAIN).name == "reference"
-    assert select_kernel("auto", CUDA, torch.float16, 512, 512, PLAIN).name == "reference"
-    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8, 3))
-    assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "flash_attn"
-    assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64, BOTH).name == "flash_attn"
-    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 6, 1))
-    assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64, WINDOW).name == "cuda"
-    assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64, BOTH).name == "reference"
+    monkeypatch.setattr(flash, "_installed", lambda: None)
+    assert select("auto", CUDA, torch.bfloat16, 192, 128, PLAIN).name == "cuda"
+    assert select("auto", CUDA, torch.float32, 64, 64, PLAIN).name == "reference"
+    assert select("auto", CUDA, torch.float16, 512, 512, PLAIN).name == "reference"
+    monkeypatch.setattr(flash, "_installed", lambda: (2, 8, 3))
+    assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "flash_attn"
+    assert select("auto", CUDA, torch.bfloat16, 64, 64, BOTH).name == "flash_attn"
+    monkeypatch.setattr(flash, "_installed", lambda: (2, 6, 1))
+    assert select("auto", CUDA, torch.bfloat16, 64, 64, WINDOW).name == "cuda"
+    assert select("auto", CUDA, torch.bfloat16, 64, 64, BOTH).name == "reference"
 
 
 def test_a_named_kernel() -> None:
-    assert select_kernel("reference", CPU, torch.float32, 64, 64, PLAIN).name == "reference"
-    assert select_kernel("cpu", CPU, torch.float32, 64, 64, PLAIN) is select_kernel("auto", CPU, torch.float32, 64, 64, PLAIN)
+    assert select("reference", CPU, torch.float32, 64, 64, PLAIN).name == "reference"
+    assert select("cpu", CPU, torch.float32, 64, 64, PLAIN) is select("auto", CPU, torch.float32, 64, 64, PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +98,13 @@ def test_a_named_kernel() -> None:
 )
 def test_refusals(name: str, device: torch.device, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(KernelError, match=message):
-        select_kernel(name, device, dtype, 64, 64, PLAIN)
+        select(name, device, dtype, 64, 64, PLAIN)
 
 
 def test_flash_attn_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed", lambda: None)
     with pytest.raises(KernelError, match=r"flash-attn is not installed: pip install flash-attn"):
-        select_kernel("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
+        select("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
 
 
 def test_flash_attn_4_alone_is_no_flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,21 +112,21 @@ def test_flash_attn_4_alone_is_no_flash_attn(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    flash_attn._installed.cache_clear()
+    flash._installed.cache_clear()
     try:
         with pytest.raises(KernelError, match="the package flash-attn is not installed: pip install flash-attn"):
-            select_kernel("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
+            select("flash_attn", CUDA, torch.bfloat16, 64, 64, PLAIN)
     finally:
-        flash_attn._installed.cache_clear()
+        flash._installed.cache_clear()
 
 
 @pytest.mark.usefixtures("_one_hopper")
 def test_flash_attention_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flash_attention_unsupported(CUDA, torch.bfloat16, 256, 256) is None
-    assert "up to 256, got 264" in str(flash_attention_unsupported(CUDA, torch.bfloat16, 264, 64))
-    assert "not in torch.float32" in str(flash_attention_unsupported(CUDA, torch.float32, 64, 64))
+    assert unsupported_by_flash(Case(CUDA, torch.bfloat16, 256, 256, PLAIN)) is None
+    assert "up to 256, got 264" in str(unsupported_by_flash(Case(CUDA, torch.bfloat16, 264, 64, PLAIN)))
+    assert "not in torch.float32" in str(unsupported_by_flash(Case(CUDA, torch.float32, 64, 64, PLAIN)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "cuda:0 has 7.5" in str(flash_attention_unsupported(CUDA, torch.bfloat16, 64, 64))
+    assert "cuda:0 has 7.5" in str(unsupported_by_flash(Case(CUDA, torch.bfloat16, 64, 64, PLAIN)))
 
 
 @pytest.mark.usefixtures("_one_hopper")
@@ -117,31 +134,31 @@ def test_flash_attention_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_head_dims_that_backward_has_on_some_gpus_only(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """On the others the op raises in backward, after a forward that ran."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash, "_installed", lambda: (2, 8, 3))
     everywhere = capability in ((8, 0), (9, 0), (10, 0))
     for head_dim, value_head_dim in ((193, 128), (224, 224), (64, 200)):
-        reason = flash_attention_unsupported(CUDA, torch.bfloat16, head_dim, value_head_dim)
+        reason = unsupported_by_flash(Case(CUDA, torch.bfloat16, head_dim, value_head_dim, PLAIN))
         assert (reason is None) == everywhere
         assert everywhere or f"193 to 224 on GPUs of compute capability 8.0, 9 and 10 only, cuda:0 has {capability[0]}." in reason
-        name = select_kernel("auto", CUDA, torch.bfloat16, head_dim, value_head_dim, PLAIN).name
+        name = select("auto", CUDA, torch.bfloat16, head_dim, value_head_dim, PLAIN).name
         assert name == ("flash_attn" if everywhere else "reference")
     for head_dim in (192, 225, 256):
-        assert flash_attention_unsupported(CUDA, torch.bfloat16, head_dim, head_dim) is None
+        assert unsupported_by_flash(Case(CUDA, torch.bfloat16, head_dim, head_dim, PLAIN)) is None
 
 
 def test_every_kernel_has_a_name_that_can_be_set() -> None:
-    assert sorted(get_args(KernelName)) == sorted(["auto", *(kind.name for kind, _ in kernels._KERNELS)])
+    assert sorted(get_args(KernelName)) == sorted(["auto", *(kernel.name for kernel, _ in kernels._KERNELS)])
 
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
 def test_says_what_flash_attention_3_would_do(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed", lambda: None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
-        select_kernel("auto", CUDA, torch.bfloat16, 64, 64, PLAIN)
+        select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-        select_kernel("auto", CUDA, torch.float16, 64, 64, PLAIN)
+        select("auto", CUDA, torch.float16, 64, 64, PLAIN)
         monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
-        select_kernel("auto", CUDA, torch.bfloat16, 64, 64, WINDOW)
+        select("auto", CUDA, torch.bfloat16, 64, 64, WINDOW)
     hopper, ampere, active = (record.getMessage() for record in caplog.records)
     assert hopper.endswith("; FlashAttention 3 (flash_attn_interface) is made for this GPU, and is taken where it is installed")
     assert "FlashAttention 3 (" not in ampere
@@ -151,32 +168,32 @@ def test_says_what_flash_attention_3_would_do(caplog: pytest.LogCaptureFixture, 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
 @pytest.mark.parametrize("case", ["named", "slower", "wrong"])
 def test_says_nothing_of_flash_attention_3_where_it_would_not_be_taken(
-    case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed", lambda: None)
     if case != "named":
-        monkeypatch.setattr(flash_attn_3, "_interface", object)
+        packages["flash_attn_interface"] = object()
     if case == "wrong":
-        monkeypatch.setattr(kernels, "wrong", lambda kernel, *case: "wrong" if kernel.name == "flash_attn_3" else None)
+        monkeypatch.setattr(kernels, "wrong", lambda kernel, case: "wrong" if kernel.name == "flash_attn_3" else None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         name, first = ("cuda", None) if case == "named" else ("auto", "cuda" if case == "slower" else None)
-        assert select_kernel(name, CUDA, torch.bfloat16, 64, 64, PLAIN, first=first).name == "cuda"
+        assert select(name, CUDA, torch.bfloat16, 64, 64, PLAIN, first=first).name == "cuda"
     assert "is made for this GPU" not in caplog.text
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_newer_flash_attentions_come_first_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8, 3))
+def test_newer_flash_attentions_come_first_where_they_run(monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]) -> None:
+    monkeypatch.setattr(flash, "_installed", lambda: (2, 8, 3))
 
     def chosen(scores: Scores = PLAIN, width: int = 64, first: str | None = None) -> str:
-        return select_kernel("auto", CUDA, torch.bfloat16, width, width, scores, first=first).name
+        return select("auto", CUDA, torch.bfloat16, width, width, scores, first=first).name
 
     assert chosen() == "flash_attn"
-    monkeypatch.setattr(flash_attn_4, "_interface", object)
+    packages["flash_attn.cute.interface"] = object()
     assert chosen() == "flash_attn_4"
-    monkeypatch.setattr(flash_attn_3, "_interface", object)
+    packages["flash_attn_interface"] = object()
     assert chosen() == chosen(BOTH) == "flash_attn_3"
-    assert [kernel.name for kernel in runnable(CUDA, torch.bfloat16, 64, 64, PLAIN)] == [
+    assert [kernel.name for kernel in runnable(Case(CUDA, torch.bfloat16, 64, 64, PLAIN))] == [
         "flash_attn_3",
         "flash_attn_4",
         "flash_attn",
@@ -193,28 +210,28 @@ def test_newer_flash_attentions_come_first_where_they_run(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
 def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:
     """It is checked once a case; whether there is a window, and a softcap, makes a case."""
-    checked: list[tuple[str, Scores]] = []
+    checked: list[tuple[str, bool]] = []
 
-    def wrong(kernel: Kernel, device: Any, dtype: torch.dtype, width: int, value: int, scores: Scores, ratio: int) -> str | None:
-        checked.append((kernel.name, scores))
-        return "its results on cuda:0 are wrong: dq by 0.3" if (kernel.name, scores.window) == ("flash_attn_3", None) else None
+    def wrong(kernel: Kernel, case: Case) -> str | None:
+        checked.append((kernel.name, case.scores.window is not None))
+        return "its results on cuda:0 are wrong: dq by 0.3" if checked[-1] == ("flash_attn_3", False) else None
 
-    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
-    monkeypatch.setattr(flash_attn_3, "_interface", object)
+    monkeypatch.setattr(flash, "_installed", lambda: None)
+    packages["flash_attn_interface"] = object()
     monkeypatch.setattr(kernels, "wrong", wrong)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         for _ in range(3):
-            assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
-            assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64, WINDOW).name == "flash_attn_3"
-            assert select_kernel("auto", CUDA, torch.bfloat16, 64, 64, Scores(0.3, window=99)).name == "flash_attn_3"
-    assert checked == [("flash_attn_3", PLAIN), ("cuda", PLAIN), ("flash_attn_3", WINDOW)]
+            assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
+            assert select("auto", CUDA, torch.bfloat16, 64, 64, WINDOW).name == "flash_attn_3"
+            assert select("auto", CUDA, torch.bfloat16, 64, 64, Scores(0.3, window=99)).name == "flash_attn_3"
+    assert checked == [("flash_attn_3", False), ("cuda", False), ("flash_attn_3", True)]
     assert "(flash_attn_3: its results on cuda:0 are wrong: dq by 0.3; flash_attn_4: " in caplog.records[0].getMessage()
     with pytest.raises(KernelError, match=r"'flash_attn_3' cannot run .*: its results on cuda:0 are wrong: dq by 0.3. Set"):
-        select_kernel("flash_attn_3", CUDA, torch.bfloat16, 64, 64, PLAIN)
-    assert select_kernel("reference", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "reference"
+        select("flash_attn_3", CUDA, torch.bfloat16, 64, 64, PLAIN)
+    assert select("reference", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "reference"
     assert len(checked) == 3
 
 
@@ -223,14 +240,14 @@ def test_a_ratio_of_heads_and_deterministic_algorithms_are_checked_once(monkeypa
     """Kernels have other code for them: one that is wrong for a ratio is passed over where a model has that ratio."""
     checked: list[int] = []
 
-    def wrong(kernel: Kernel, device: Any, dtype: Any, width: int, value: int, scores: Scores, ratio: int) -> str | None:
-        checked.append(ratio)
-        return "wrong" if (kernel.name, ratio) == ("flash_attn", 8) else None
+    def wrong(kernel: Kernel, case: Case) -> str | None:
+        checked.append(case.ratio)
+        return "wrong" if (kernel.name, case.ratio) == ("flash_attn", 8) else None
 
     def chosen(ratio: int) -> str:
-        return select_kernel("auto", CUDA, torch.bfloat16, 64, 64, PLAIN, ratio=ratio).name
+        return select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN, ratio=ratio).name
 
-    monkeypatch.setattr(flash_attn, "_installed", lambda: (2, 8, 3))
+    monkeypatch.setattr(flash, "_installed", lambda: (2, 8, 3))
     monkeypatch.setattr(kernels, "wrong", wrong)
     assert [chosen(ratio) for ratio in (1, 4, 8, 1, 4, 8)] == ["flash_attn", "flash_attn", "cuda"] * 2
     assert checked == [1, 4, 8, 8], "the last one with the kernel 'cuda'"
@@ -243,7 +260,7 @@ def test_a_ratio_of_heads_and_deterministic_algorithms_are_checked_once(monkeypa
 def test_says_once_what_runs(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         for dtype in (torch.float32, torch.float32, torch.bfloat16):
-            select_kernel("auto", CPU, dtype, 64, 64, PLAIN)
+            select("auto", CPU, dtype, 64, 64, PLAIN)
     assert [record.getMessage() for record in caplog.records] == [
         "core attention in torch.float32 on cpu runs in kernel 'cpu'",
         "core attention in torch.bfloat16 on cpu runs in kernel 'cpu'",
@@ -252,17 +269,17 @@ def test_says_once_what_runs(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_softcap_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KernelError, match=r"tensors on cpu with window and softcap, .*CPU kernel has no softcap. Set kernel="):
-        select_kernel("cpu", CPU, torch.float32, 64, 64, BOTH)
-    monkeypatch.setattr("hf_distca.kernels.cuda.flash_attention_unsupported", lambda *args: None)
+        select("cpu", CPU, torch.float32, 64, 64, BOTH)
+    monkeypatch.setattr(flash, "unsupported_by_flash", lambda case: None)
     with pytest.raises(KernelError, match=r"no softcap, the flash-attn package has: pip install flash-attn"):
-        select_kernel("cuda", CUDA, torch.bfloat16, 64, 64, BOTH)
+        select("cuda", CUDA, torch.bfloat16, 64, 64, BOTH)
 
 
 @pytest.mark.usefixtures("_new_log")
 def test_says_once_for_windows_and_softcaps(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         for scores in (WINDOW, Scores(0.2, window=9), BOTH, BOTH):
-            select_kernel("auto", CPU, torch.float32, 64, 64, scores)
+            select("auto", CPU, torch.float32, 64, 64, scores)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "core attention in torch.float32 on cpu with window runs in kernel 'cpu'"),
         (
@@ -275,14 +292,14 @@ def test_says_once_for_windows_and_softcaps(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.usefixtures("_new_log", "_one_hopper")
 def test_warns_of_the_reference_on_a_gpu(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
+    monkeypatch.setattr(flash, "_installed", lambda: None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         for scores in (PLAIN, PLAIN, BOTH):
-            select_kernel("auto", CUDA, torch.float32, 64, 64, scores)
-        select_kernel("auto", CUDA, torch.bfloat16, 64, 64, BOTH)
-        select_kernel("auto", CUDA, torch.bfloat16, 512, 512, PLAIN)
-        select_kernel("auto", CUDA, torch.bfloat16, 64, 64, WINDOW)
-        select_kernel("reference", CUDA, torch.float64, 64, 64, PLAIN)
+            select("auto", CUDA, torch.float32, 64, 64, scores)
+        select("auto", CUDA, torch.bfloat16, 64, 64, BOTH)
+        select("auto", CUDA, torch.bfloat16, 512, 512, PLAIN)
+        select("auto", CUDA, torch.bfloat16, 64, 64, WINDOW)
+        select("reference", CUDA, torch.float64, 64, 64, PLAIN)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 4 + ["INFO"] * 2
     both_types, both_ways, softcap, width = (record.getMessage() for record in caplog.records[:4])
     assert "far slower than flash attention (flash_attn_3: it computes in bfloat16" in both_types
@@ -292,3 +309,14 @@ def test_warns_of_the_reference_on_a_gpu(caplog: pytest.LogCaptureFixture, monke
     assert "cuda: torch's flash attention has no softcap" in softcap
     assert "bf16=True" not in softcap
     assert width.endswith("for values).")
+
+
+def test_kernels_are_asked_once_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(kernels, "_selected", SELECTED)
+    SELECTED.cache_clear()
+    monkeypatch.setattr(kernels.CpuKernel, "unsupported", lambda *case: asked.append(case))
+    for _ in range(3):
+        for window in (7, 8):
+            select("auto", CPU, torch.float32, 64, 64, Scores(0.1, window))
+    assert len(asked) == 2

@@ -9,6 +9,7 @@ from hypothesis import given
 from strict_varlen_op import StrictVarlenOp
 
 from hf_distca.kernels import Scores, TaskBatch, varlen
+from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.varlen import VarlenKernel
 
 
@@ -68,8 +69,8 @@ def test_key_gradients_are_summed_in_float32() -> None:
     tasks = TaskBatch(list(range(400)), [1] * 400, [0] * 400, [1] * 400)
     ones = torch.ones(400, 1, 8, dtype=torch.bfloat16)
     kernel = VarlenKernel(StrictVarlenOp())
-    o, lse = kernel.forward(ones, ones, ones, tasks, PLAIN)
-    _, _, dv = kernel.backward(ones, ones, ones, ones, o, lse, tasks, PLAIN)
+    o, lse = kernel.forward(Operands(ones, ones, ones), tasks, PLAIN)
+    _, _, dv = kernel.backward(Saved(ones, ones, o, lse, ones, ones), tasks, PLAIN)
     assert dv.dtype == torch.float32
     assert dv[0, 0].tolist() == [400.0] * 8
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+import hf_distca
 import scripts
+from hf_distca.cli import app
+from hf_distca.run import find_command, main
 from pages import ROOT, words_of
 
 SCRIPT = """
@@ -41,6 +46,7 @@ if __name__ == "__main__":
 NEIGHBOUR = """
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -68,19 +74,12 @@ def test_an_unmodified_script_takes_the_name(script: Path, tmp_path: Path) -> No
     assert seen["attention"] == "distca"
 
 
-def test_help_and_a_missing_script(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_distca.run import main
-
+def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["hf_distca.run", "--help"])
     with pytest.raises(SystemExit) as ended:
-        main(["--help"])
+        main()
     assert ended.value.code == 0
-    assert "accelerate launch -m hf_distca.run" in capsys.readouterr().out
-    monkeypatch.chdir(tmp_path)
-    for arguments, named in (([], "script"), (["train.py", "--help"], f"no file 'train.py' in {tmp_path}, and no such command")):
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert ended.value.code == 2
-        assert named in capsys.readouterr().err
+    assert "accelerate launch -m hf_distca.run" in " ".join(capsys.readouterr().out.split())
 
 
 def test_under_a_launcher(script: Path, tmp_path: Path) -> None:
@@ -164,18 +163,119 @@ def test_the_script_gets_its_arguments_and_gives_its_status(tmp_path: Path) -> N
     assert f"there is no file 'none.py' in {tmp_path}" in missing.stderr
 
 
-def test_a_command_that_is_no_python_is_run_beside(tmp_path: Path) -> None:
-    from hf_distca.run import Options, run_command
+def distca_run(*words: str | Path, folder: Path, path: str = "", **changes: str) -> subprocess.CompletedProcess[str]:
+    """`hf-distca run` with these words, in an interpreter of its own."""
+    program = str(Path(sys.executable).with_name("hf-distca"))
+    environment = os.environ | {"PATH": os.pathsep.join([path, os.environ["PATH"]])} | changes
+    command = [program, "run", *map(str, words)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
-    with pytest.raises(SystemExit) as ended:
-        run_command(
-            "bash", ["-c", f'echo "$PYTHONPATH" > {tmp_path}/path; cp "${{PYTHONPATH%%:*}}"/* {tmp_path}; exit 3'], Options()
-        )
-    assert ended.value.code == 3
-    folder = Path((tmp_path / "path").read_text().split(os.pathsep)[0].strip())
-    assert not folder.exists(), "what children begin with is gone at the end"
-    assert "begin(Options(None, True, None))" in (tmp_path / "sitecustomize.py").read_text()
-    assert os.environ.get("PYTHONPATH", "").split(os.pathsep)[0] != str(folder)
+
+def executable(path: Path, *lines: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(0o755)
+    return path
+
+
+def test_a_path_is_that_file_and_a_name_is_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a shell: what others put into the current folder is not run for a command's name."""
+    here, commands = tmp_path / "here", tmp_path / "commands"
+    for name in ("tool", "train.sh", "other"):
+        executable(here / name, "echo the file; exit 3")
+    executable(commands / "tool", "echo the command")
+    (here / "script.py").touch()
+    (here / "other").chmod(0o644)
+    for word, said, status in (("./train.sh", "the file", 3), ("tool", "the command", 0)):
+        done = distca_run(word, folder=here, path=str(commands))
+        assert (done.returncode, done.stdout.strip()) == (status, said), (word, done.stderr)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PATH", str(commands))
+    for word, path in (
+        ("./tool", here / "tool"),
+        ("tool", commands / "tool"),
+        ("script.py", here / "script.py"),
+        ("../commands/tool", commands / "tool"),
+        (str(here / "train.sh"), here / "train.sh"),
+    ):
+        assert find_command(word).samefile(path), word
+    for word in ("other", "train.sh"):
+        with pytest.raises(FileNotFoundError, match=rf"no command '{word}' on the PATH.* The file in this folder is \./{word}\."):
+            find_command(word)
+
+
+def test_what_cannot_be_run_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    (tmp_path / "plain.sh").write_text("echo")
+    executable(tmp_path / "binary").write_bytes(b"\x7fELF, but no program")
+    os.mkfifo(tmp_path / "pipe.py")
+    for words, said in (
+        (["./plain.sh"], "Permission denied"),
+        (["./binary"], "Exec format error"),
+        (["./pipe.py"], "no file"),
+        (["-m", "no_such.module"], "no module 'no_such.module'"),
+        (["-m", "importlib"], "no module 'importlib.__main__'"),
+        (["train.py", "--help"], f"no file 'train.py' in {tmp_path}, and no such command"),
+        (["--instead-of", "flex_attention", "train.py"], "cannot stand in for 'flex_attention'"),
+        ([], "Missing argument 'script'"),
+    ):
+        done = CliRunner().invoke(app, ["run", *words])
+        assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+        assert said in done.stderr
+
+
+def test_a_module(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for name in ("module", "__main__"):
+        (package / f"{name}.py").write_text("import package, sys\nprint(__name__, sys.argv)")
+    for name, file in (("package.module", "module.py"), ("package", "__main__.py")):
+        done = distca_run("-m", name, "-m", "--help", folder=tmp_path)
+        assert done.stdout.strip() == f"__main__ ['{package / file}', '-m', '--help']", done.stderr
+
+
+def test_an_error_of_the_script_is_told_by_the_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("open('no such file')")
+    done = distca_run("script.py", folder=tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_command_too(stop: signal.Signals, tmp_path: Path) -> None:
+    executable(tmp_path / "long.sh", "echo $$", "exec sleep 100")
+    program = str(Path(sys.executable).with_name("hf-distca"))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen([program, "run", "./long.sh"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        command = int(process.stdout.readline())
+        process.send_signal(stop)
+        assert process.wait(20) == -stop
+        with pytest.raises(ProcessLookupError):
+            os.kill(command, 0)
+    assert not list(temporary.iterdir())
+
+
+def test_what_children_begin_with_lies_in_the_package(tmp_path: Path) -> None:
+    """Processes that outlive the run keep it in PYTHONPATH: it has to lie where nobody else can put something."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text("import sys\nsys.was_customized = True\n")
+    child = "import os, sys, hf_distca.run as r; print(sys.was_customized, r.Options.read(sys.path), os.environ['PYTHONPATH'])"
+    executable(tmp_path / "starts.sh", f'exec {sys.executable} -c "{child}"')
+    before = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
+    options = ["--attn-implementation", "distca", "--no-summary", "--instead-of", "sdpa"]
+    done = distca_run(*options, "./starts.sh", folder=tmp_path, TMPDIR=str(tmp_path / "none"), PYTHONPATH=before)
+    package = Path(hf_distca.__file__).parent
+    customized, begun = done.stdout.split(maxsplit=1)[0], done.stdout.partition(" ")[2]
+    assert customized == "True", done.stderr
+    assert begun.startswith("Options(attn_implementation='distca', summary=False, instead_of='sdpa')")
+    added = begun.split()[-1].removesuffix(before).rstrip(os.pathsep).split(os.pathsep)
+    assert all(Path(path).is_relative_to(package) for path in added), added
 
 
 def test_distca_stands_in_for_what_a_script_knows(script: Path, tmp_path: Path) -> None:
@@ -184,12 +284,3 @@ def test_distca_stands_in_for_what_a_script_knows(script: Path, tmp_path: Path) 
     said = scripts.run([*command[:-1], str(script), *options], tmp_path)
     assert 'distca stands in for attn_implementation="flash_attention_2"' in said
     assert json.loads((tmp_path / "seen.json").read_text())["attention"] == "flash_attention_2"
-
-
-def test_what_distca_cannot_stand_in_for(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from hf_distca.run import main
-
-    with pytest.raises(SystemExit) as ended:
-        main(["--instead-of", "flex_attention", str(script)])
-    assert ended.value.code == 2
-    assert "cannot stand in for 'flex_attention'" in capsys.readouterr().err

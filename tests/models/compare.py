@@ -23,7 +23,7 @@ from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, build
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, PreTrainedModel
 
-from hf_distca.integration import families, names
+from hf_distca.integration import families, loading
 
 PACKED = (23, 1, 40, 9)  # tokens of the documents of a packed row
 ROWS = (24, 24, 24)  # tokens of the documents of a batch of full rows
@@ -73,8 +73,8 @@ def spying(name: str) -> Iterator[Calls]:
         calls.variants |= _variants(given["query"], given["key"], given["value"], given.get("attention_mask"), kwargs)
         return original(module, *args, **kwargs)
 
-    ours = {name: spy} if name in names.registered() else {}  # else distca would find that it was replaced, and refuse
-    with patch.dict(known, {name: spy}), patch.dict(names._attention, ours):
+    ours = {name: spy} if name in loading.registered() else {}  # else distca would find that it was replaced, and refuse
+    with patch.dict(known, {name: spy}), patch.dict(loading._attention, ours):
         yield calls
 
 

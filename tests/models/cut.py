@@ -46,7 +46,7 @@ def share(rank: int, model_type: str, dtype: torch.dtype, all_parts: Parts, tabl
             batch = {
                 "input_ids": torch.cat([docs[d][start:end] for d, start, end in parts])[None],
                 "position_ids": torch.cat([torch.arange(start, end) for _, start, end in parts])[None],
-                "labels": shifted,
+                "labels": torch.full_like(shifted, -100),
                 "shift_labels": shifted,
                 "num_items_in_batch": torch.tensor(TARGETS),
                 "distca_documents": hf_distca.PackedDocuments(sizes, starts, numbers),

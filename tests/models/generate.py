@@ -23,7 +23,7 @@ from hf_distca.integration import families
 from ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
-TABLE = Path(families.__file__)
+TABLE = Path(families.__file__).with_suffix(".txt")
 PAGE = ROOT / "docs" / "models.md"
 # Why a family cannot work, by what was seen when it ran without the table. The first that fits is taken.
 REASONS = (
@@ -40,7 +40,9 @@ REASONS = (
 
 # What stands behind the table.
 NOTES = """
-Nobody has tried models that are not in the table. Documents over ranks pass with a warning, and it is for you to compare.
+Nobody has tried models that are not in the table. They pass with a warning, once a type: the arguments of every attention call
+are checked, and it is for you to compare a few losses with those of sdpa, and with one process where documents lie on several
+ranks.
 
 Rotary embeddings that depend on the longest document in a batch (`rope_type` "dynamic" and "longrope", as in Phi-3) are made for
 the longest document of all ranks. Only the shares of `document_shares` know it; other batches with a document in several parts
@@ -92,12 +94,12 @@ def write(results: list[Result], cuts: dict[str, str]) -> None:
         groups[group] = [model_type for model_type, found in cuts.items() if found == group]
     groups["PING_PONG"] = [result.model_type for result in results if result.halves]
     source = TABLE.read_text()
-    for group in re.findall(r"^_(\w+) = \"\"\"", source, re.MULTILINE):
+    for group in re.findall(r"^([A-Z_]+)$", source, re.MULTILINE):
         names = " ".join(sorted(groups.pop(group, [])))
         names = textwrap.fill(names, 118, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
-        source = re.sub(rf'^_{group} = """.*?"""', f'_{group} = """\n{names}\n"""', source, flags=re.MULTILINE | re.DOTALL)
+        source = re.sub(rf"^{group}\n(    .*\n)*", f"{group}\n{names}\n", source, flags=re.MULTILINE)
     if groups:
-        raise ValueError(f"families.py has no place for {groups}")
+        raise ValueError(f"families.txt has no place for {groups}")
     TABLE.write_text(source)
     PAGE.write_text(page(results, cuts))
 

@@ -31,7 +31,7 @@ from tiny import MODEL_TYPES, build
 
 import hf_distca
 from hf_distca import DistCAError, UnsupportedError
-from hf_distca.integration import layers
+from hf_distca.integration import nano_batches
 from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.session import Session
 
@@ -139,7 +139,7 @@ def in_halves() -> Iterator[None]:
     with (
         patch.object(Session, "shares", lambda self, handle, training: training),
         patch.object(NanoBatches, "pointless", False),
-        patch.object(layers, "PING_PONG", frozenset(MODEL_TYPES)),
+        patch.object(nano_batches, "PING_PONG", frozenset(MODEL_TYPES)),
     ):
         hf_distca.configure(hf_distca.DistCAConfig(ping_pong=True))
         try:

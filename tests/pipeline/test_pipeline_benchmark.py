@@ -29,6 +29,20 @@ def test_a_step_is_replayed_from_message_to_message(benchmark: Any) -> None:
         replay([home, []])
 
 
+@pytest.mark.parametrize(
+    ("attention", "linear", "seconds"),
+    [
+        ([4.0, 2.0], [1.0, 1.0], 4.0),  # both come at once
+        ([4.0, 4.0], [0.0, 2.0], 5.0),  # one comes later: both end together
+        ([4.0, 0.0], [3.0, 0.0], 5.0),  # one without tokens has nothing to begin with before the other is there
+        ([4.0, 1.0], [3.0, 0.0], 5.0),  # one begins with its own and then waits: the late one keeps half of its own
+        ([2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 2.0], 2.5),
+    ],
+)
+def test_all_are_done_at_once_if_they_can_be(benchmark: Any, attention: list[float], linear: list[float], seconds: float) -> None:
+    assert benchmark.shared_seconds(attention, linear) == pytest.approx(seconds, abs=1e-6)
+
+
 def test_the_ideal_shares_attention_and_nothing_else(benchmark: Any) -> None:
     """Two stages, two micro-batches: linear work and attention, forward and then backward."""
     classic, ideal = benchmark.classic, benchmark.ideal

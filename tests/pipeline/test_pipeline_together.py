@@ -274,7 +274,7 @@ def counted() -> Iterator[list[str]]:
 
         return patch.object(AttentionGroup, name, call)
 
-    with counting("gather"), counting("same"):
+    with counting("gather"), counting("all_equal"):
         yield calls
 
 

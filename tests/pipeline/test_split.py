@@ -11,9 +11,7 @@ from tiny import build
 
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.families import FAMILIES
-from hf_distca.pipeline.families import SPLIT, check_split
-from hf_distca.pipeline.parts import Parts, layers_of_stages
-from hf_distca.pipeline.split import StageModel, split
+from hf_distca.pipeline.stages import SPLIT, ModelParts, StageModel, check_split, layers_of_stages, split
 
 EXACT = 1e-9  # both run the same operations in the same order
 IDS = torch.randint(40, 90, (1, 24), generator=torch.Generator().manual_seed(0))
@@ -23,7 +21,7 @@ POSITIONS = torch.arange(24)[None]
 def compare(family: str) -> None:
     """Raises unless two stages are the whole model."""
     whole: Any = build(family, "distca", torch.float64)
-    layers = len(Parts.of(whole).layers)
+    layers = len(ModelParts.of(whole).layers)
     logits = whole(input_ids=IDS, position_ids=POSITIONS, use_cache=False).logits
     logits.square().sum().backward()
     gradients = {name: weight.grad for name, weight in whole.named_parameters() if weight.grad is not None}
@@ -96,7 +94,7 @@ def test_layers_that_are_not_those_of_the_model_are_refused() -> None:
 def test_the_head_counts() -> None:
     """A vocabulary as large as layers leaves the last stage fewer of them."""
     model = build("llama", "distca", torch.float32)
-    costs = Parts.of(model).costs(model)
+    costs = ModelParts.of(model).costs(model)
     layer = sum(weight.numel() for weight in model.model.layers[0].parameters())
     head = model.lm_head.weight.numel() + model.model.norm.weight.numel()
     assert costs == [layer + model.config.hidden_size, layer + head]

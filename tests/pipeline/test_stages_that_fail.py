@@ -18,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 
 import forks
 import hf_distca
+from hf_distca import PackingCollator, document_shares
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.pipeline import Schedule, split
-from hf_distca.pipeline.step import Mail
+from hf_distca.pipeline.stage_schedule import Messages
 from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
 
@@ -103,7 +104,7 @@ def differing(rank: int, what: str) -> tuple[str, str, float]:
     [
         ("tokens", "ranks 0 and 1 are stages of one copy of the model and have different documents in micro-batch 0"),
         ("batch", "ranks 0 and 1 are stages of one copy of the model and have micro-batches of shapes (1, 96) and (2, 48)"),
-        ("evaluates", "ranks have different runs (1 with a backward, 0 without) in step 2, 3 micro-batches in 2 stages"),
+        ("evaluates", "in step 2, 3 micro-batches in 2 stages: the run is step on rank 0, eval on rank 1"),
     ],
 )
 def test_stages_that_differ_in_a_later_step(rank_pool: Callable[[int], RankPool], what: str, said: str) -> None:
@@ -117,8 +118,8 @@ def test_stages_that_differ_in_a_later_step(rank_pool: Callable[[int], RankPool]
 def test_a_stage_that_raises(rank_pool: Callable[[int], RankPool]) -> None:
     """The third forward of stage 1 is the second one of the step: of micro-batch 1, in the third forward tick."""
     (_, first, _), (name, text, _) = rank_pool(2)(failing, 1, "raises")
-    assert (name, "failed to run forward" in text) == ("RuntimeError", True)
-    assert "rank 1 raised RuntimeError while running forward tick 3 (micro-batch 2 on stage 0, micro-batch 1 on stage 1)" in first
+    assert (name, text) == ("ValueError", "disturbed")
+    assert "rank 1 raised ValueError while running forward tick 3 (micro-batch 2 on stage 0, micro-batch 1 on stage 1)" in first
     assert "of step 1, as stage 1" in first
 
 
@@ -129,6 +130,83 @@ def test_a_stage_that_sleeps(rank_pool: Callable[[int], RankPool]) -> None:
     assert "rank 1 is silent" in text
     assert "attention call 0 of forward tick 3 (micro-batch 2 on stage 0, micro-batch 1 on stage 1) of step 1" in text
     assert seconds < TIMEOUT + SLACK
+
+
+def odd_one_out(rank: int, what: str) -> tuple[str, str, float]:
+    """As `failing`, with something that rank 1 has otherwise than rank 0, in its second step or from the beginning."""
+    settings = {"ping_pong": True} if rank == 1 and what == "ping_pong" else {}
+    case = CASE._replace(layers=3 if rank == 1 and what == "layers" else 2, settings=(*CASE.settings, *settings.items()))
+    configure(case)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "pp"))
+    model = model_for(case._replace(tied=what == "copies"), "distca")
+    if rank == 1 and what == "copies":
+        model.get_input_embeddings().weight.data.mul_(1.5)
+    if what == "float16":
+        model = model.half()
+    stage = split(model, mesh["pp"])
+    count = case.micro_batches - (rank == 1 and what == "micro-batches")
+    mine = [batch(case, number) for number in range(count)]
+    ids, positions, targets = (torch.cat(each) for each in zip(*mine, strict=True))
+    schedule = Schedule(stage, count, loss_for(case), scale_grads=False)
+    more: dict[str, Any] = {}
+    if what == "shares":
+        documents = [{"input_ids": torch.arange(case.tokens)}] * count
+        shares = document_shares(documents, case.tokens, model=model, ranks=1, seed=None, device="cpu")
+        items = [PackingCollator()([shares[number]]) for number in range(count)]
+        positions = torch.cat([item["position_ids"] for item in items])
+        more = {"distca_documents": [item["distca_documents"] for item in items]} if rank == 1 else {}
+    if what in ("eval", "configure"):
+        schedule.step(ids, position_ids=positions, target=targets)
+    if what == "eval":
+        stage.submod.train(rank == 0)
+    if rank == 1 and what == "configure":
+        configure(case)
+    started = time.monotonic()
+    try:
+        schedule.step(ids, position_ids=positions, target=targets, **more)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", time.monotonic() - started
+
+
+DIFFERENT = "ranks do not run the same in the first step: "
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("layers", "config.num_hidden_layers is 2 on rank 0, 3 on rank 1"),
+        ("micro-batches", DIFFERENT + "n_microbatches is 3 on rank 0, 2 on rank 1."),
+        ("ping_pong", DIFFERENT + "ping_pong is False on rank 0, True on rank 1."),
+        ("eval", "in step 2, 3 micro-batches in 2 stages: the mode of the model is train on rank 0, eval on rank 1."),
+        ("copies", "model.embed_tokens.weight and lm_head.weight are one weight, of which ranks 0 and 1 have a copy each"),
+    ],
+)
+def test_ranks_that_differ_are_told_apart_by_name(rank_pool: Callable[[int], RankPool], what: str, said: str) -> None:
+    for name, text, seconds in rank_pool(2)(odd_one_out, what):
+        assert name == "DistCADesyncError"
+        assert said in text
+        assert seconds < TIMEOUT
+
+
+def test_shares_on_some_ranks_alone_are_told_apart(rank_pool: Callable[[int], RankPool]) -> None:
+    (name, _, seconds), (other_name, text, other_seconds) = rank_pool(2)(odd_one_out, "shares")
+    assert name == other_name == "DistCADesyncError"
+    assert "some ranks have shares of dealt batches in step 1, 3 micro-batches in 2 stages and others have not" in text
+    assert max(seconds, other_seconds) < TIMEOUT + SLACK
+
+
+def test_a_rank_that_configures_again_tells_the_others_at_once(rank_pool: Callable[[int], RankPool]) -> None:
+    (_, first, seconds), (name, text, _) = rank_pool(2)(odd_one_out, "configure")
+    assert (name, "make the Schedule again" in text) == ("ConfigError", True)
+    assert "rank 1 raised ConfigError while reading the documents of step 2" in first
+    assert seconds < TIMEOUT
+
+
+def test_float16_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
+    for name, text, _ in rank_pool(2)(odd_one_out, "float16"):
+        assert name == "UnsupportedError"
+        assert "float16 needs a GradScaler" in text
 
 
 def frozen(rank: int, when: str) -> tuple[str, str, float]:
@@ -168,9 +246,9 @@ def in_vain(rank: int, store: Path, pipe: Connection) -> None:
     dist.init_process_group(store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
     if rank == 0:
         started = time.monotonic()
-        mail = Mail([dist.P2POp(dist.irecv, torch.empty(1), group=dist.group.WORLD, group_peer=1)])
+        messages = Messages([dist.P2POp(dist.irecv, torch.empty(1), group=dist.group.WORLD, group_peer=1)])
         with pytest.raises(RuntimeError):
-            mail.wait(AttentionGroup(timeout_seconds=1.0), "waiting")
+            messages.wait(AttentionGroup(timeout_seconds=1.0), "waiting")
         pipe.send((dist.get_backend(), time.monotonic() - started))
     time.sleep(60)  # until it is killed
 
@@ -194,14 +272,15 @@ def test_what_stages_cannot_do_is_refused(rank_pool: Callable[[int], RankPool]) 
 
 def refusals(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    configure(Case(settings=(("ping_pong", True),)))
     stage = split(model_for(Case(layers=2), "distca"), mesh)
-    with pytest.raises(UnsupportedError, match="set ping_pong=False"):
-        Schedule(stage, 2)
-    for setting, why in (("group_size", 1), "leave it out"), (("documents_span_ranks", True), "distca_documents with numbers"):
+    for setting, why in (
+        (("ping_pong", True), "set ping_pong=False"),
+        (("group_size", 1), "group_size=1.*leave it out"),
+        (("documents_span_ranks", True), "documents_span_ranks=True.*distca_documents with numbers"),
+    ):
         configure(Case(settings=(setting,)))
         schedule = Schedule(stage, 2, loss_for(Case()))
-        with pytest.raises(UnsupportedError, match=rf"{setting[0]}={setting[1]}.*{why}"):
+        with pytest.raises(UnsupportedError, match=why):
             schedule.step(torch.zeros(2, 8, dtype=torch.long), target=torch.zeros(2, 8, dtype=torch.long))
     configure(Case())
     sharded = model_for(Case(layers=2), "distca")

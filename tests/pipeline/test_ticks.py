@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from hf_distca.errors import ConfigError
-from hf_distca.pipeline.parts import layers_of_stages
-from hf_distca.pipeline.ticks import merged, ticks
+from hf_distca.pipeline.stages import layers_of_stages
+from hf_distca.pipeline.ticks import joint_calls, ticks
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 8), (4, 3), (4, 8), (8, 32)]
 
@@ -58,8 +58,8 @@ def test_evaluation_has_forward_ticks_alone() -> None:
     ],
 )
 def test_calls_of_one_kind_are_made_together(stages: list[str], expected: list[str]) -> None:
-    found = ["".join([turn.kind, *("-" if at is None else str(at) for at in turn.calls)]) for turn in merged(stages)]
-    assert found == expected
+    calls = ["".join([call.kind, *("-" if own is None else str(own) for own in call.calls)]) for call in joint_calls(stages)]
+    assert calls == expected
 
 
 @pytest.mark.parametrize(

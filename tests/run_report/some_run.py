@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_distca.agreement.figures import Tally
+from hf_distca.agreement.history import Tally
 from hf_distca.config import DistCAConfig
 from hf_distca.run_report.rows import RECORD_NAME, PerRank, PlanPart, PlanRow, Row, RunRow, StepsRow, WarningRow, write_row
 from hf_distca.schedule.balance import balance

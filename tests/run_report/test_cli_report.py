@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ def one_line(result: Result, message: str) -> None:
 
 
 def test_a_page_and_what_it_says(tmp_path: Path) -> None:
-    pytest.importorskip("plotly", reason='needs pip install -e ".[report]"')
     page = tmp_path / "page.html"
     result = run("report", write_record(tmp_path / "run", some_rows()), "--output", page)
     assert result.exit_code == 0, result.output
@@ -37,7 +35,7 @@ def test_a_page_and_what_it_says(tmp_path: Path) -> None:
 
 
 def test_the_figures_behind_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They need no plotly, and no file is written."""
+    """No file is written."""
     monkeypatch.chdir(tmp_path)
     folder = write_record(tmp_path / "run", some_rows())
     write_trace(folder / "timeline", 0, 0.2, 0.1)
@@ -52,27 +50,17 @@ def test_the_figures_behind_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, options: tuple[str, ...]) -> None:
-    if not options:
-        pytest.importorskip("plotly", reason='needs pip install -e ".[report]"')
     one_line(run("report", tmp_path / "none", *options), "there is no folder")
-    one_line(run("report", tmp_path, *options), "holds neither distca_run.jsonl nor trainer_state.json")
+    one_line(run("report", tmp_path, *options), "holds neither _distca_run.jsonl nor trainer_state.json")
     folder = write_record(tmp_path / "run", some_rows())
     one_line(run("report", folder, "--step", 9, *options), "Plans of these steps were kept: 1, 2, 3, 4.")
-    (folder / "distca_run.jsonl").write_text("{\n")
+    (folder / "_distca_run.jsonl").write_text("{\n")
     one_line(run("report", folder, *options), "is not JSON")
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
-    pytest.importorskip("plotly", reason='needs pip install -e ".[report]"')
     folder = write_record(tmp_path / "run", some_rows())
     one_line(run("report", folder, "--output", tmp_path / "none" / "page.html"), "No such file")
-
-
-def test_plotly_is_asked_for_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "plotly").is_dir()])
-    one_line(run("report", tmp_path), "pip install 'hf-distca[report]'")
 
 
 @pytest.mark.parametrize(
@@ -84,8 +72,6 @@ def test_plotly_is_asked_for_before_anything_is_read(tmp_path: Path, monkeypatch
     ],
 )
 def test_the_commands_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], page: str | None) -> None:
-    if page is not None:
-        pytest.importorskip("plotly", reason='needs pip install -e ".[report]"')
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
     write_record(tmp_path / "outputs" / "finetune_long_documents", some_rows())

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from some_run import RUN, documents, plan_row, some_rows, steps_row, write_record, write_state, write_trace
 
-from hf_distca.agreement.figures import Tally
+from hf_distca.agreement.history import Tally
 from hf_distca.errors import ReportError
-from hf_distca.run_report.charts import charts
-from hf_distca.run_report.figures import Figures, collect
 from hf_distca.run_report.folder import RunFolder
+from hf_distca.run_report.pictures import pictures
 from hf_distca.run_report.rows import RECORD_NAME, PlanRow, StepsRow, read_row, write_row
+from hf_distca.run_report.run_figures import Figures, collect
 
 
 def figures(folder: Path, step: int | None = None) -> Figures:
@@ -120,16 +120,28 @@ def test_the_log_of_the_trainer_is_enough_for_a_page(tmp_path: Path) -> None:
 
 
 def test_timelines_say_what_was_hidden(tmp_path: Path) -> None:
-    """Those that the run names, wherever they lie; or those in a folder of the run's."""
-    write_record(tmp_path / "run", [replace(RUN, traces=str(tmp_path / "elsewhere")), *some_rows()[1:]])
+    """Those that the run names; or those in a folder of the run's."""
+    (tmp_path / "run" / "traces").mkdir(parents=True)
+    write_record(tmp_path / "run", [replace(RUN, traces="traces/third"), *some_rows()[1:]])
     for rank in (0, 1):
-        write_trace(tmp_path / "elsewhere", rank, 0.2, 0.05 * (rank + 1))
+        write_trace(tmp_path / "run" / "traces" / "third", rank, 0.2, 0.05 * (rank + 1))
         write_trace(tmp_path / "run" / "timeline", rank, 0.2, 0.0)
     assert [one["share"] for one in figures(tmp_path / "run").hidden] == pytest.approx([0.75, 0.5])
     write_record(tmp_path / "run", some_rows())
     found = figures(tmp_path / "run")
     assert [one["share"] for one in found.hidden] == [1.0, 1.0]
     assert not found.missing
+
+
+@pytest.mark.parametrize("place", ["../elsewhere", "{}/elsewhere", "link"])
+def test_timelines_outside_of_the_folder_are_not_read(tmp_path: Path, place: str) -> None:
+    """A record from elsewhere may name any place of this machine."""
+    folder = write_record(tmp_path / "run", [replace(RUN, traces=place.format(tmp_path)), *some_rows()[1:]])
+    write_trace(tmp_path / "elsewhere", 0, 0.2, 0.1)
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    found = figures(folder)
+    assert found.hidden == []
+    assert "timelines" in found.missing[0]
 
 
 def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
@@ -142,7 +154,7 @@ def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "step", "message"),
     [
-        ({}, None, "holds neither distca_run.jsonl nor trainer_state.json. Train with attn_implementation"),
+        ({}, None, "holds neither _distca_run.jsonl nor trainer_state.json. Train with attn_implementation"),
         ({RECORD_NAME: ""}, None, "tells of no micro-batch yet"),
         ({RECORD_NAME: write_row(RUN) + "\n"}, None, "tells of no micro-batch yet"),
         ({RECORD_NAME: "{\n"}, None, "is not JSON"),
@@ -199,8 +211,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_record_with_anything_in_it_is_read_or_refused(tmp_path: Path, seed: int) -> None:
-    """One place of it is left out or holds something else: no other exception, and figures that charts can be drawn of."""
-    pytest.importorskip("plotly", reason='needs pip install -e ".[report]"')
+    """One place of it is left out or holds something else: no other exception, and figures of which pictures can be drawn."""
     rng = random.Random(seed)
     record = write_record(tmp_path, some_rows()) / RECORD_NAME
     lines, refused = record.read_text().splitlines(), 0
@@ -214,7 +225,7 @@ def test_a_record_with_anything_in_it_is_read_or_refused(tmp_path: Path, seed: i
         changed[number] = json.dumps(row)
         record.write_text("\n".join(changed) + "\n")
         try:
-            assert charts(figures(tmp_path))
+            assert pictures(figures(tmp_path))
         except ReportError:
             refused += 1
     assert 10 < refused < 90

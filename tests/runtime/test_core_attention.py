@@ -13,15 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from hf_distca.kernels import Scores, select_kernel
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan, Relays
@@ -98,7 +97,7 @@ def run_plan(
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     sink = torch.linspace(-1, 2, HEADS, dtype=dtype).requires_grad_() if with_sink else None
     meter = Meter()
-    kernel = select_kernel("auto", q.device, dtype, DIM, VALUE_DIM, scores)
+    kernel = select_kernel("auto", Case(q.device, dtype, DIM, VALUE_DIM, scores))
     shape = AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, q.element_size())
     route = Route.build(plan, rank, Waves.of(plan, shape, TILE, bound, head_groups))
     out = core_attention(Inputs(*leaves, sink_H=sink), Call(route, group, AttentionServer(kernel, scores, meter)))
@@ -198,18 +197,22 @@ def recomputed(rank: int, tasks: Tasks, kept: bool, reentrant: bool) -> tuple[li
     if group.data is not None:
         place = f"layer 0, kept {kept}, reentrant {reentrant}, moved {plan.moved}"
         group = replace(group, data=group.data.at(place, 2))
-    server = AttentionServer(select_kernel("auto", torch.device("cpu"), torch.float64, DIM, DIM, Scores(1.0)), Scores(1.0), meter)
+    server = AttentionServer(
+        select_kernel("auto", Case(torch.device("cpu"), torch.float64, DIM, DIM, Scores(1.0))), Scores(1.0), meter
+    )
     q, k, v, do = document_tensors(rank, (40, 24)[rank], torch.float64)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
 
     def forward(*inputs: torch.Tensor) -> torch.Tensor:
-        return core_attention(Inputs(*inputs), Call(Route.build(plan, rank), group, server, store.of(layer) if kept else None))
+        return core_attention(
+            Inputs(*inputs), Call(Route.build(plan, rank), group, server, store.of(layer, inputs) if kept else None)
+        )
 
     checkpoint(forward, *leaves, use_reentrant=reentrant).backward(do)
     whole = [t.clone().requires_grad_() for t in (q, k, v)]
     dense(*whole, None, Scores(1.0)).backward(do)
     errors = [float((leaf.grad - exact.grad).abs().max()) for leaf, exact in zip(leaves, whole, strict=True)]
-    return [meter.calls, meter.recalls, meter.dispatches, meter.returns], len(store.kept), errors
+    return [meter.calls, meter.recalls, meter.dispatches, meter.returns], len(store.by_layer), errors
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -14,12 +14,11 @@ from torch.utils._device import _device_constructors
 from hf_distca.kernels import Scores, TaskBatch
 from hf_distca.kernels.cpu import CpuKernel, _block_mask
 from hf_distca.kernels.varlen import _op_call
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
@@ -69,9 +68,9 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
         group = AttentionGroup.create(timeout_seconds=30)
         numbers = [np.arange(length) for length in (3, 150 + rank, 150 + 400 * rank)]
         gathered = [[row.tolist() for row in group.gather(one, doing="gathering")] for one in numbers]
-        meeting = group.meet(numbers[0] + rank, doing="meeting", agree=lambda rows: None)
+        meeting = group.gather_async(numbers[0] + rank, doing="meeting", agree=lambda rows: None)
         meeting.wait()
-        traded = group.trade(torch.tensor([rank, rank], device="cpu"), [1, 1], [1, 1], doing="trading")
+        traded = group.all_to_all(torch.tensor([rank, rank], device="cpu"), [1, 1], [1, 1], doing="trading")
         plan = Plan.from_tasks(Layout.from_segments(ROWS, [0, 0]), [CATask(*task) for task in TASKS], window)
         shape = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 4)
         server = AttentionServer(CpuKernel(), Scores(0.2, window), Meter())

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,19 +9,10 @@ import torch
 import torch.distributed as dist
 
 from hf_distca import DistCADesyncError
-from hf_distca.kernels import Scores, select_kernel
-from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.runtime.call import Call, Inputs
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.exchange import Part, launch
 from hf_distca.runtime.format import Rows
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.meter import Meter
-from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
-from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.plan import Plan
 from ranks import RankPool
 
 
@@ -251,33 +241,3 @@ def test_a_missing_rank_ends_in_an_error_that_says_what_was_awaited() -> None:
     finally:
         pool.close()
     assert "rank 0 waited up to 3 s for ranks (0, 1) while planning micro-batch 7" in message
-
-
-def order(rank: int) -> list[str]:
-    """What a rank does in a call: rank 0 has all documents, and rank 1 computes some of them."""
-    happened: list[str] = []
-
-    def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            happened.append(name)
-            return original(*args, **kwargs)
-
-        return call
-
-    plan = Plan.from_tasks(Layout.from_lengths([[64, 64], []]), [(0, 0, 64, 0, 0), (1, 0, 64, 0, 1)])
-    scores = Scores(0.25)
-    server = AttentionServer(select_kernel("auto", torch.device("cpu"), torch.float64, 16, 16, scores), scores, Meter())
-    q, k, v = (torch.randn(128 * (1 - rank), heads, 16, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
-    call = Call(Route.build(plan, rank), AttentionGroup.of(timeout_seconds=30), server)
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((dist, "isend"), (dist, "irecv"), (CpuKernel, "forward"), (CpuKernel, "backward")):
-            patch.setattr(owner, name, noted(name, getattr(owner, name)))
-        core_attention(Inputs(q, k, v), call).sum().backward()
-    return happened
-
-
-def test_a_home_is_ready_for_what_comes_back_before_it_computes(rank_pool: Callable[[int], RankPool]) -> None:
-    home, server = rank_pool(2)(order)
-    # Each calls its kernel for its own tasks and for those of others, of which there may be none.
-    assert home == ["isend", "irecv", "forward", "forward", "isend", "irecv", "backward", "backward"]
-    assert server == ["irecv", "forward", "forward", "isend", "irecv", "backward", "backward", "isend"]

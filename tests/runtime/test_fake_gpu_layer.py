@@ -18,14 +18,13 @@ from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.session import current_session
 from hf_distca.kernels import Scores
-from hf_distca.kernels.cuda import CudaKernel
+from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
 from hf_distca.runtime import core_attention as module
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
@@ -93,7 +92,7 @@ def test_a_layer_stays_on_the_gpu(
     monkeypatch.setattr(module, "_apply", tape.apply)
     with fake_cuda(), gpu.installed():
         group = AttentionGroup((0, 1), rank, data=peers)  # type: ignore[arg-type]
-        server = AttentionServer(CudaKernel(), Scores(DIM**-0.5), meter, Tracer(trace, device=CUDA))
+        server = AttentionServer(CUDA_KERNEL, Scores(DIM**-0.5), meter, Tracer(trace, device=CUDA))
         q, k, v = leaves(tokens, dtype)
         sink = torch.empty(HEADS, dtype=torch.float32, device=CUDA)
 
@@ -121,7 +120,6 @@ def test_a_layer_stays_on_the_gpu(
 
 def test_the_attention_function_stays_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a model's layout of q, k and v to its layout of outputs, with padding: two layers of one micro-batch."""
-    monkeypatch.setattr(kernels, "_checked", {})
     monkeypatch.setattr(kernels, "wrong", lambda *case: None)
     hf_distca.configure(hf_distca.DistCAConfig(kernel="cuda"))
     layer_of_model, gpu, tape = torch.nn.Linear(1, 1).train(), Device(), Tape()

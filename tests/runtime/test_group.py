@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -76,7 +77,7 @@ def compared(rank: int) -> list[bool]:
 
     with patch.object(dist, "all_reduce", all_reduce):
         same = [
-            group.same(np.array(numbers), doing="testing")
+            group.all_equal(np.array(numbers), doing="testing")
             for numbers in ([7], [rank], [0, *ends], [7, 0, 7 - (rank == 1)], [ends[rank % 2]], [-rank // 3, 0])
         ]
     assert sizes == [2, 2, 6, 6, 2, 4]  # one collective each, however many ranks there are
@@ -89,7 +90,7 @@ def test_numbers_are_compared_in_one_collective(rank_pool: Callable[[int], RankP
 
 
 def test_a_rank_alone_agrees_with_itself() -> None:
-    assert AttentionGroup().same(np.array([1, 2]), doing="testing")
+    assert AttentionGroup().all_equal(np.array([1, 2]), doing="testing")
 
 
 def one_compares(rank: int) -> str:
@@ -97,7 +98,7 @@ def one_compares(rank: int) -> str:
     if rank == 1:
         return ""
     with pytest.raises(DistCADesyncError) as caught:
-        group.same(np.array([1]), doing="comparing plans of micro-batch 7")
+        group.all_equal(np.array([1]), doing="comparing plans of micro-batch 7")
     return str(caught.value)
 
 
@@ -118,7 +119,7 @@ class CountedStore:
         return getattr(self.store, name)
 
     def link(self) -> Any:
-        return SimpleNamespace(name=lambda: "no gloo", get_group_store=lambda: self)
+        return SimpleNamespace(name=lambda: "no gloo", get_group_store=lambda: self, abort=lambda: None)
 
 
 def gives_up(watch: Watch) -> str:
@@ -306,22 +307,40 @@ def test_a_rank_that_asks_alone_whether_the_group_stands_says_so(rank_pool: Call
     assert "while making the attention group again, and not all came" in message
 
 
-def asked_in_every_layer(rank: int) -> list[int]:
-    members = dist.new_group([0, 1])
-    group = AttentionGroup.of(members, timeout_seconds=30)
-    assert group.watch is not None
-    with (
-        patch.object(dist, "get_process_group_ranks", wraps=dist.get_process_group_ranks) as ranks,
-        patch.object(group.watch, "_store") as store,
-    ):
-        assert all(AttentionGroup.of(members, timeout_seconds=30, agree=False) is group for _ in range(64))
-    return [ranks.call_count, len(store.mock_calls)]
-
-
-def test_asking_again_for_a_group_reads_no_ranks_and_no_store(rank_pool: Callable[[int], RankPool]) -> None:
-    assert rank_pool(2)(asked_in_every_layer) == [[0, 0]] * 2
-
-
 def test_checksum_is_that_of_the_exchanges() -> None:
     data: Any = SimpleNamespace(checksum=5)
     assert (AttentionGroup().checksum, AttentionGroup(data=data).checksum) == (0, 5)
+
+
+def patient(rank: int) -> list[float]:
+    groups = [AttentionGroup.of(), AttentionGroup.create(), AttentionGroup.of(timeout_seconds=7)]
+    return [group.timeout_seconds for group in groups]
+
+
+def test_ranks_wait_as_long_as_their_world_does(rank_pool: Callable[[int], RankPool]) -> None:
+    world = dist.default_pg_timeout.total_seconds()
+    assert rank_pool(2)(patient) == [[world, world, 7]] * 2
+
+
+def served_meanwhile(rank: int, port: int) -> float:
+    """Seconds that the store takes for a request while another thread waits for what a rank says that says nothing."""
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=True)
+    link: Any = SimpleNamespace(name=lambda: "no gloo", get_group_store=lambda: store, abort=lambda: None)
+    seconds = 0.0
+    if rank == 1:
+        thread = Thread(target=Watch((0, 1), 1, 3.0, (link,)).gather_text, args=("here",), daemon=True)
+        thread.start()
+        time.sleep(0.3)
+        started = time.monotonic()
+        store.add("other", 1)
+        seconds = time.monotonic() - started
+        assert thread.is_alive()
+    dist.barrier()
+    return seconds
+
+
+def test_what_ranks_say_keeps_nobody_from_the_store(rank_pool: Callable[[int], RankPool]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert max(rank_pool(2)(served_meanwhile, port)) < 1.0

@@ -25,11 +25,11 @@ def attend(rank: int) -> tuple[float, bool, list[list[int]], list[list[int]]]:
     if rank == 1:
         time.sleep(LATE)
     began = time.perf_counter()
-    meeting = group.meet(np.arange(rank + 1), doing="meeting", agree=lambda _: None)
+    meeting = group.gather_async(np.arange(rank + 1), doing="meeting", agree=lambda _: None)
     seconds, done = time.perf_counter() - began, meeting.done
     between = group.gather(np.array([10 * rank]), doing="gathering")
     meeting.wait()
-    group.heed()
+    group.raise_pending()
     return seconds, done, [row.tolist() for row in meeting.rows], [row.tolist() for row in between]
 
 
@@ -50,14 +50,14 @@ def disagree(rank: int) -> tuple[str, str, float]:
         raise DistCADesyncError(f"ranks have {[int(row[0]) for row in rows]}")
 
     began = time.monotonic()
-    meeting = group.meet(np.array([rank]), doing="meeting", agree=agree)
+    meeting = group.gather_async(np.array([rank]), doing="meeting", agree=agree)
     received, peer = torch.empty(8, dtype=torch.uint8), 1 - rank
     found: list[Any] = []
     with pytest.raises(DistCADesyncError) as caught:
         group.data.at(f"something of rank {rank}", 1).start(received, received.clone(), {peer: 8}, {peer: 8}).wait()
     found.append(str(caught.value))
     with pytest.raises(DistCADesyncError) as caught:
-        group.heed()
+        group.raise_pending()
     found.append(str(caught.value))
     with pytest.raises(DistCADesyncError):
         meeting.wait()
@@ -76,7 +76,7 @@ def crash(error: Exception, group: AttentionGroup) -> list[str]:
     def agree(rows: Sequence[IntArray]) -> None:
         raise error
 
-    meeting = group.meet(np.array([1]), doing="meeting", agree=agree)
+    meeting = group.gather_async(np.array([1]), doing="meeting", agree=agree)
     found = []
     for learn in (meeting.wait, lambda: meeting.done):
         with pytest.raises(type(error)) as caught:

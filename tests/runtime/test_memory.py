@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from test_core_attention import random_case
 
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import Scores, select_kernel
+from hf_distca.kernels import Case, Scores, select_kernel
 from hf_distca.runtime import call as runtime
-from hf_distca.runtime.call import Inputs
+from hf_distca.runtime.call import AttentionServer, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
@@ -53,7 +52,7 @@ class Call:
     def __init__(self, plan: Plan, rank: int, dtype: torch.dtype, bound: int | None) -> None:
         self.live, self.meter = LiveBytes(), Meter()
         scores = Scores(DIM**-0.5, plan.window)
-        self.kernel = OutsideKernel(select_kernel("auto", torch.device("cpu"), dtype, DIM, DIM, scores), self.live)
+        self.kernel = OutsideKernel(select_kernel("auto", Case(torch.device("cpu"), dtype, DIM, DIM, scores)), self.live)
         self.waves = Waves.of(plan, shape_of(dtype), 16, bound)
         group = AttentionGroup.of(timeout_seconds=60)
         if group.data is not None:  # a place of its own: calls that ended early have left messages in the others

@@ -17,15 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from hf_distca.borrowed import without_dispatch_modes
-from hf_distca.kernels import Kernel, Scores, select_kernel
+from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
@@ -62,7 +61,7 @@ def kernel_of(name: str, scores: Scores) -> Kernel:
     return (
         VarlenKernel(Reading())
         if name == "reading"
-        else select_kernel(name, torch.device("cpu"), torch.float32, DIM, DIM, scores)
+        else select_kernel(name, Case(torch.device("cpu"), torch.float32, DIM, DIM, scores))
     )
 
 
@@ -105,7 +104,7 @@ def layer(
 
     def attend(*leaves: torch.Tensor) -> torch.Tensor:
         inputs = Inputs(*leaves, context=given, sink_H=sink)
-        return core_attention(inputs, Call(route, group, server, None if reentrant is None else store.of(module)))
+        return core_attention(inputs, Call(route, group, server, None if reentrant is None else store.of(module, inputs.tensors)))
 
     with NoHostSyncs() as mode:
         out = attend(q, k, v) if reentrant is None else checkpoint(attend, q, k, v, use_reentrant=reentrant)

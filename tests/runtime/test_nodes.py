@@ -12,7 +12,7 @@ import pytest
 
 from hf_distca import ConfigError
 from hf_distca.runtime.group import AttentionGroup, Members
-from hf_distca.runtime.nodes import launched_per_node, node_number, ranks_per_node
+from hf_distca.runtime.members import launched_per_node, node_number, ranks_per_node
 from ranks import RankPool
 
 
@@ -95,7 +95,7 @@ def test_other_orders_of_nodes_are_one_level_which_is_said_once(rank_pool: Calla
 
 def in_parts(rank: int, size: int) -> tuple[tuple[int, ...], int]:
     group = AttentionGroup.of(timeout_seconds=30, size=size)
-    assert AttentionGroup.of(timeout_seconds=30, size=size, agree=False) is group
+    assert AttentionGroup.of(timeout_seconds=30, size=size) is group
     return group.ranks, group.rank
 
 

@@ -15,7 +15,7 @@ from test_core_attention import DIM, HEADS, KEY_HEADS, TILE, VALUE_DIM, random_c
 
 from hf_distca.kernels import TaskBatch
 from hf_distca.runtime import format as runtime
-from hf_distca.runtime.keys import Piece
+from hf_distca.runtime.keys import PoolRun
 from hf_distca.runtime.route import Route, Wave
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
@@ -96,7 +96,7 @@ def cut(rows: Rows, start: int, count: int, step: int = 1) -> Rows:
     return rows[start : start + count * step : step][:count]
 
 
-def pooled(pieces: Iterable[Piece], own: Rows, sections: list[Rows]) -> Rows:
+def pooled(pieces: Iterable[PoolRun], own: Rows, sections: list[Rows]) -> Rows:
     parts = [cut(own if piece.section is None else sections[piece.section], *piece[1:]) for piece in pieces]
     return np.concatenate([own[:0], *parts])
 
@@ -158,10 +158,12 @@ def test_every_task_finds_its_keys(random_: random.Random, world: int, kind: int
         for found, rows in zip(computed, check_wave(plan, list(each), queries, keys), strict=True):
             found += rows.tolist()
     for rank, route in enumerate(routes):
-        if route.kept is not None:
-            kept = [cut(queries[rank], *run[1:]) for run in route.kept.own_queries]
+        if route.local_wave is not None:
+            kept = [cut(queries[rank], *run[1:]) for run in route.local_wave.own_queries]
             computed[rank] += np.concatenate(kept).tolist()
-            check_batch(plan, route.kept.arrived, np.concatenate(kept), pooled(route.kept.pool.pieces, keys[rank], []))
+            check_batch(
+                plan, route.local_wave.arrived, np.concatenate(kept), pooled(route.local_wave.pool.pieces, keys[rank], [])
+            )
         for group in range(layout.groups):
             own = queries[rank][group :: layout.groups], keys[rank][group :: layout.groups]
             check_batch(plan, route.own, *own)

@@ -14,11 +14,11 @@ from hf_distca.schedule.deal import in_order
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
-from hf_distca.simulate import context, loaders
+from hf_distca.simulate import context, loader_rules
 from hf_distca.simulate.collectives import gather_rate, weight_exchange
 from hf_distca.simulate.disaggregated import halved
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.layers import layer_seconds, tensor_seconds
+from hf_distca.simulate.linear_layers import layer_seconds, tensor_seconds
 from hf_distca.simulate.memory import most_tokens, peak_bytes, weight_bytes
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.published import plan_published
@@ -74,24 +74,14 @@ def test_memory_is_full_at_the_tokens_that_fill_it(setting: Setting) -> None:
 
 
 def test_a_bin_never_gets_more_tokens_than_its_cap() -> None:
-    found = loaders.longest_first(LENGTHS.astype(float), LENGTHS, 3, 12000)
+    found = loader_rules.longest_first(LENGTHS.astype(float), LENGTHS, 3, 12000)
     assert np.bincount(found, weights=LENGTHS, minlength=3).max() <= 12000
-    assert loaders.longest_first(np.array([3.0, 2.0, 2.0]), np.array([3, 2, 2]), 2).tolist() == [0, 1, 1]
-
-
-def test_differencing_beats_longest_first_where_it_is_known_to() -> None:
-    seconds = np.array([8.0, 7.0, 6.0, 5.0, 4.0])
-    found = loaders.karmarkar_karp(seconds, 2)
-    assert sorted(np.bincount(found, weights=seconds).tolist()) == [14, 16]
-    many = np.random.default_rng(0).lognormal(0, 1, 500)
-    loads = np.bincount(loaders.karmarkar_karp(many, 7), weights=many, minlength=7)
-    assert loads.sum() == pytest.approx(many.sum())
-    assert loads.max() / loads.mean() < 1.001
+    assert loader_rules.longest_first(np.array([3.0, 2.0, 2.0]), np.array([3, 2, 2]), 2).tolist() == [0, 1, 1]
 
 
 def test_runs_of_batch_rebalance_are_sorted_and_as_even_as_can_be() -> None:
     lengths = np.random.default_rng(0).integers(1, 5000, 200)
-    found = loaders.batch_rebalance(lengths, 8)
+    found = loader_rules.batch_rebalance(lengths, 8)
     order = np.argsort(-lengths, kind="stable")
     assert (np.diff(found[order]) >= 0).all()
     assert set(found.tolist()) == set(range(8))
@@ -99,8 +89,17 @@ def test_runs_of_batch_rebalance_are_sorted_and_as_even_as_can_be() -> None:
     assert max(costs) / np.mean(costs) < 1.2
 
 
+@pytest.mark.parametrize("bins", [1, 2, 3, 4])
+def test_batch_rebalance_has_no_more_runs_than_bins(bins: int) -> None:
+    generator = np.random.default_rng(bins)
+    batches = [np.array([100] + [10] * 10 + [1] * 100), np.ones(1, dtype=np.int64), np.zeros(0, dtype=np.int64)]
+    batches += [generator.lognormal(6, 2, 50).astype(np.int64) + 1 for _ in range(20)]
+    for lengths in batches:
+        assert loader_rules.batch_rebalance(lengths, bins).max(initial=0) < bins
+
+
 def test_rows_end_where_they_are_full() -> None:
-    rows = loaders.packed_rows(np.array([10, 10, 4]), 3, 8)
+    rows = loader_rules.packed_rows(np.array([10, 10, 4]), 3, 8)
     assert rows.length.tolist() == [8, 2, 6, 4, 4]
     assert rows.start.tolist() == [0] * 5
     assert rows.query_tokens.tolist() == [8, 8, 8]
@@ -112,7 +111,7 @@ def test_alone_a_rank_takes_the_same_however_a_row_is_cut(setting: Setting) -> N
     work = of_documents(setting, LENGTHS, row, 1)
     assert (work.attention.forward[0] / 32, work.attention.backward[0] / 32) == pytest.approx(expected)
     for cut in (context.shared_by_document, context.shared_by_row):
-        assert [part[0] for part in cut(cost, LENGTHS, row, 1, 1)] == pytest.approx(expected, rel=0.01)
+        assert [part[0] for part in cut(cost, context.SharedRows(LENGTHS, row, 1), 1)] == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("window", [None, 1000])
@@ -121,7 +120,7 @@ def test_a_head_and_a_tail_of_every_document_cost_what_their_tasks_do(setting: S
     lengths = np.array([8192, 4096, 16384])
     chunks = [(n // 8, n // 8 * (at + 1)) for n in lengths.tolist() for at in range(8)]
     rows, keys = np.array(chunks).T
-    found = context.shared_by_document(cost, lengths, np.zeros(3, dtype=np.int64), 1, degree)
+    found = context.shared_by_document(cost, context.SharedRows(lengths, np.zeros(3, dtype=np.int64), 1), degree)
     assert found.forward[0] == pytest.approx(cost.forward_seconds(rows, keys).sum() / degree, rel=0.02)
     assert found.backward[0] == pytest.approx(cost.backward_seconds(rows, keys).sum() / degree, rel=0.02)
 
@@ -143,19 +142,21 @@ def test_a_row_cut_as_one_sequence_costs_what_its_slowest_rank_does(setting: Set
                     seconds[min(chunk, 3 - chunk)] += float(cost.forward_seconds(high - low, high - start)[0])
             start += n
         slowest.append(max(seconds))
-    assert context.shared_by_row(cost, LENGTHS, row, 2, degree).forward.tolist() == pytest.approx(slowest)
+    assert context.shared_by_row(cost, context.SharedRows(LENGTHS, row, 2), degree).forward.tolist() == pytest.approx(slowest)
 
 
 def test_context_parallel_ranks_wait_for_keys_and_ring_hides_them(setting: Setting) -> None:
     wide = replace(setting, ranks=64)
-    lengths, row = np.full(64, 16384), np.arange(64) // 8
-    gathered, ringed = context.all_gather(wide, lengths, row, 8), context.ring(wide, lengths, row, 8)
+    rows = context.SharedRows(np.full(64, 16384), np.arange(64) // 8, 8)
+    gathered, ringed = context.all_gather(wide, rows, 8), context.ring(wide, rows, 8)
     keys = 8 * 16384 * 4096 * 7 / 8
     assert gathered.exposed.forward[0] == pytest.approx(32 * (keys / wide.hardware.node_rate + 3e-5))
     assert ringed.exposed.forward[0] < gathered.exposed.forward[0]
     assert ringed.attention.forward[0] > gathered.attention.forward[0]
-    spread = context.ulysses(wide, lengths, row, 8)
-    assert spread.attention.forward.sum() == pytest.approx(of_documents(wide, lengths, row, 8).attention.forward.sum(), rel=0.01)
+    spread = context.ulysses(wide, rows, 8)
+    assert spread.attention.forward.sum() == pytest.approx(
+        of_documents(wide, rows.length, rows.row, 8).attention.forward.sum(), rel=0.01
+    )
 
 
 def test_the_published_planner_fills_ranks_below_the_mean_only() -> None:
@@ -200,8 +201,8 @@ def test_relays_pass_keys_on_in_exchanges_of_their_own(setting: Setting) -> None
 
 def test_gathered_keys_are_kept_or_come_again(setting: Setting) -> None:
     wide = replace(setting, ranks=64)
-    lengths, row = np.full(64, 16384), np.arange(64) // 8
-    kept = context.all_gather(wide, lengths, row, 8)
+    rows = context.SharedRows(np.full(64, 16384), np.arange(64) // 8, 8)
+    kept = context.all_gather(wide, rows, 8)
     again = context.gathered_again(wide, kept, 8)
     assert kept.exposed.backward.tolist() == kept.exposed.forward.tolist(), "only gradients go back"
     assert again.exposed.backward[0] == pytest.approx(2 * kept.exposed.forward[0])
@@ -215,7 +216,9 @@ def test_gathered_keys_take_the_part_of_memory_that_was_measured() -> None:
     parts = []
     for nodes in (2, 16):
         tall = Setting(find_model("llama-3-8b"), find_hardware("h200"), 8 * nodes, 65536, 8, sharding="zero1")
-        work = context.all_gather(tall, np.full(2 * nodes, 32768), np.zeros(2 * nodes, dtype=np.int64), nodes)
+        work = context.all_gather(
+            tall, context.SharedRows(np.full(2 * nodes, 32768), np.zeros(2 * nodes, dtype=np.int64), 1), nodes
+        )
         keys = 65536 * nodes * tall.shape.key_value_bytes * 32
         parts.append(keys / peak_bytes(tall, work.tokens, work.received))
     assert parts[0] == pytest.approx(0.03, abs=0.015)

@@ -13,8 +13,8 @@ import pytest
 
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.cost import CostModel
+from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.hardware import KNOWN_HARDWARE, find_hardware
-from hf_distca.simulate.lengths import distribution, from_list
 from hf_distca.simulate.models import KNOWN_MODELS, find_model
 from hf_distca.simulate.setting import Setting
 

@@ -18,7 +18,7 @@ import pytest
 
 from hf_distca.errors import ConfigError
 from hf_distca.simulate import workers
-from hf_distca.simulate.lengths import distribution
+from hf_distca.simulate.document_lengths import distribution
 from hf_distca.simulate.predict import simulate
 from hf_distca.simulate.setting import Setting
 

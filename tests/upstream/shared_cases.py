@@ -24,7 +24,7 @@ from transformers_shared_tests.test_modeling_common import ModelTesterMixin
 from transformers_shared_tests.test_training_mixin import TrainingTesterMixin
 
 import hf_distca
-from hf_distca.integration import names
+from hf_distca.integration import loading
 
 
 class Maker:
@@ -103,7 +103,7 @@ def distca_as_sdpa(model_classes: tuple[type[PreTrainedModel], ...]) -> Iterator
 
     with ExitStack() as undo:
         undo.enter_context(patch.dict(functions, {"distca": counted, "sdpa": counted}))
-        undo.enter_context(patch.dict(names._attention, {"distca": counted, "sdpa": counted}))  # else it would be refused
+        undo.enter_context(patch.dict(loading._attention, {"distca": counted, "sdpa": counted}))  # else it would be refused
         undo.enter_context(patch.dict(masks, {"sdpa": masks["distca"]}))
         for model_class in model_classes:
             lifted = {"_supports_sdpa": True, "_supports_flash_attn": True, "_compatible_flash_implementations": None}

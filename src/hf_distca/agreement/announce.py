@@ -27,8 +27,10 @@ __all__ = [
     "FIGURES",
     "Announcement",
     "Announcements",
+    "Common",
     "Figures",
     "PlanKey",
+    "Request",
     "Stated",
     "agree",
     "check_equal",
@@ -47,8 +49,19 @@ _REQUEST = 4
 Figures = tuple[int, int, int, int]
 FIGURES = 4
 
-# What ranks must have in common: settings, and the cost models that they plan with.
-Common = tuple[DistCAConfig, tuple[CostModel, ...]]
+
+class Common(NamedTuple):
+    """What ranks must have in common.
+
+    Attributes:
+        config: the settings.
+        costs: the cost models that they plan with.
+        dtypes: of what they send. Messages are bytes, and dtypes of one size look the same in them.
+    """
+
+    config: DistCAConfig
+    costs: tuple[CostModel, ...]
+    dtypes: tuple[str, ...] = ()
 
 
 class PlanKey(NamedTuple):
@@ -69,6 +82,10 @@ class PlanKey(NamedTuple):
     nano: int = 0
 
 
+# Documents, and which plan of them is asked for.
+Request = tuple[Documents, PlanKey]
+
+
 @dataclass(frozen=True, eq=False)
 class Announcement:
     """What one rank announces.
@@ -80,7 +97,7 @@ class Announcement:
         checksum: what they were for; it tells exchanges of other layers from the same ones, which their number does not.
         figures: of measured plans.
         requests: the plans that are asked for.
-        dealt: of a share: epoch and number of the global batch, rank, and a digest of each plan.
+        dealt: of a share: epoch and number of the global batch, rank, and digests of its documents and of each plan.
     """
 
     count: int
@@ -88,14 +105,14 @@ class Announcement:
     exchanges: int
     checksum: int
     figures: Sequence[Figures]
-    requests: Sequence[tuple[Documents, PlanKey]] = ()
+    requests: Sequence[Request] = ()
     dealt: Sequence[int] = ()
 
     def row(self) -> IntArray:
         """The announcement as int64 numbers."""
         counts = [len(self.requests), len(self.figures), len(self.dealt)]
         header = [self.count, self.settings, self.exchanges, self.checksum, *counts]
-        parts: list[object] = [header, [number for one in self.figures for number in one], self.dealt]
+        parts: list[object] = [header, [number for figures in self.figures for number in figures], self.dealt]
         for documents, key in self.requests:
             parts.append([documents.spans, key.nano, documents.context > 0, len(documents.rows)])
             parts.append(documents.rows.reshape(-1) if documents.spans else documents.rows[:, 2])
@@ -165,17 +182,17 @@ class Announcements:
 
     def stated(self) -> list[Stated]:
         """The documents for each plan that all ranks ask for."""
-        at = self.offsets + _HEADER + FIGURES * self.header[:, _MEASURED] + self.header[:, _DEALT]
-        found = []
+        begin = self.offsets + _HEADER + FIGURES * self.header[:, _MEASURED] + self.header[:, _DEALT]
+        requests = []
         for _ in range(int(self.header[:, _REQUESTS].min())):
-            spans, nano, context, count = self.numbers[at[:, None] + np.arange(_REQUEST)].T
+            spans, nano, context, count = self.numbers[begin[:, None] + np.arange(_REQUEST)].T
             sizes = count * np.where(spans, 3, 1)
-            begin = at + _REQUEST
+            begin = begin + _REQUEST
             ragged = np.repeat(begin - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
             numbers = self.numbers[ragged]
-            found.append(Stated(spans, nano, context, count, numbers.reshape(-1, 3) if spans.all() else numbers))
-            at = begin + sizes
-        return found
+            requests.append(Stated(spans, nano, context, count, numbers.reshape(-1, 3) if spans.all() else numbers))
+            begin = begin + sizes
+        return requests
 
 
 def room_for_figures(numbers: int, dealt: Sequence[int]) -> int:
@@ -194,14 +211,16 @@ def agree(announced: Announcements, common: Common, group: AttentionGroup, place
     """
     header, forwards = announced.header, "every rank must run the same number of training forwards"
     check_equal(group, header[:, _COUNT], "numbers of plans asked for", place, forwards)
+    some = np.any(header[:, [_REQUESTS, _DEALT]] > 0, axis=1).astype(np.int64)  # a rank without has no costs to compare either
+    check_equal(group, some, "batches to plan (0: none)", place, "give every rank as many micro-batches a step")
     if (header[:, _SETTINGS] != header[0, _SETTINGS]).any():
         raise _settings_differ(common, group, place)
     shares = "give every rank its share of one data set"
     check_equal(group, header[:, _DEALT], "ways of loading batches (numbers that come with a share)", place, shares)
     stated = announced.stated()
-    for one in stated:
-        check_equal(group, one.spans, "ways of giving documents", place, "use the same collator on every rank")
-        check_equal(group, one.nano, "nano-batches (0 is a whole batch)", place, "give every rank the same model")
+    for documents in stated:
+        check_equal(group, documents.spans, "ways of giving documents", place, "use the same collator on every rank")
+        check_equal(group, documents.nano, "nano-batches (0 is a whole batch)", place, "give every rank the same model")
     check_equal(group, header[:, _REQUESTS], "numbers of plans at once", place, "give every rank as many micro-batches a step")
     layers = "run the same layers on every rank"
     check_equal(group, header[:, _EXCHANGES], "numbers of exchanges up to here", place, layers)
@@ -214,15 +233,18 @@ def agree(announced: Announcements, common: Common, group: AttentionGroup, place
 
 def _check_shares(dealt: IntArray, group: AttentionGroup, place: str) -> None:
     """Raise if ranks hold shares of different batches, not their own, or with different plans."""
-    epoch, number, rank, *digests = dealt.T
+    epoch, number, rank, documents, *digests = dealt.T
     order = "all ranks must read their shares in order, one a batch: no shuffling, no workers out of order"
     check_equal(group, epoch, "epochs of their global batches", place, "call set_epoch on every rank")
     check_equal(group, number, "global batches", place, order)
     if (rank != np.arange(len(rank))).any():
-        held = ", ".join(f"rank {own}: that of {of}" for own, of in zip(group.ranks, rank.tolist(), strict=True))
+        held = ", ".join(f"rank {reader}: that of {owner}" for reader, owner in zip(group.ranks, rank.tolist(), strict=True))
         raise DistCADesyncError(f"ranks hold shares of other ranks in {place}: {held}; {order}.")
+    arguments = "give document_shares the same documents, seed and other arguments on every rank"
+    check_equal(group, documents, "documents in the same global batch (as checksums)", place, arguments)
     for digest in digests:
-        check_equal(group, digest, "plans for the same global batch", place, "use one version of hf_distca and numpy")
+        versions = f"{arguments}, and use one version of hf_distca and numpy"
+        check_equal(group, digest, "plans for the same documents of a global batch", place, versions)
 
 
 def check_equal(group: AttentionGroup, values: IntArray, what: str, place: str, remedy: str) -> None:
@@ -264,20 +286,21 @@ def fingerprint(common: Common) -> int:
 
 def _by_name(common: Common) -> str:
     """What ranks must have in common, as JSON of names and values."""
-    config, costs = common
     values: dict[str, list[str]] = {"hf-distca": [version("hf-distca")]}
-    for part in (config, *(part for cost in costs for part in (cost.shape, cost))):
+    for part in (common.config, *(part for cost in common.costs for part in (cost.shape, cost))):
         for name in (field.name for field in fields(part) if field.name not in ("shape", "name")):
             values.setdefault(name, []).append(repr(getattr(part, name)))
-    return json.dumps({name: ", ".join(dict.fromkeys(each)) for name, each in values.items()})
+    values["dtype"] = list(common.dtypes)
+    return json.dumps({name: ", ".join(dict.fromkeys(parts)) for name, parts in values.items()})
 
 
 def _settings_differ(common: Common, group: AttentionGroup, place: str) -> DistCADesyncError:
-    own = _by_name(common)
-    settings = [json.loads(said or "{}") for said in group.tell(own)]
-    different = [name for name in json.loads(own) if len({str(one.get(name)) for one in settings}) > 1]
+    text = _by_name(common)
+    settings = [json.loads(said or "{}") for said in group.gather_text(text)]
+    different = [name for name in json.loads(text) if len({str(theirs.get(name)) for theirs in settings}) > 1]
     by_name = "; ".join(
-        f"{name} is " + ", ".join(f"{one.get(name)} on rank {rank}" for rank, one in zip(group.ranks, settings, strict=True))
+        f"{name} is "
+        + ", ".join(f"{theirs.get(name)} on rank {rank}" for rank, theirs in zip(group.ranks, settings, strict=True))
         for name in different
     )
     return DistCADesyncError(

@@ -6,10 +6,17 @@ have, deals and plans for itself, and finds what they find: ranks need not meet 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
 from functools import cached_property
-from typing import Literal, get_args
+from threading import Thread, current_thread
+from typing import Literal, NamedTuple, get_args
+from weakref import WeakMethod
+
+import numpy as np
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import PackedDocuments
@@ -23,9 +30,33 @@ from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 
-__all__ = ["Dealing", "Dealt", "Placement"]
+__all__ = ["Dealing", "Dealt", "Placement", "PlanJob", "plan_fetched"]
 
 Placement = Literal["dealt", "in order"]
+
+
+# Who plans the shares that are fetched in a process, and the process: workers that are forked from it only make them.
+_fetching: tuple[WeakMethod[Callable[[Dealt], None]], int] | None = None
+
+
+def plan_fetched(plan: Callable[[Dealt], None]) -> None:
+    """Hand every share to a bound method when it is fetched in this process, before its step, as long as the object lives."""
+    global _fetching
+    _fetching = WeakMethod(plan), os.getpid()
+
+
+class PlanJob(NamedTuple):
+    """What a plan is made with, beside a layout.
+
+    Attributes:
+        key: which plan.
+        cost, config, ranks: as for `balance`.
+    """
+
+    key: PlanKey
+    cost: CostModel
+    config: DistCAConfig
+    ranks: Ranks = ALIKE
 
 
 class Dealt:
@@ -34,15 +65,44 @@ class Dealt:
     No dataclass: engines that move batches to a device, or cast what is in them, rebuild those.
 
     Args:
+        dealing: how the batch is dealt.
         batch: epoch and number of the global batch.
         rank: whose share this is.
+        lengths: (documents,) tokens of each.
+        names: as for `Dealing.share`.
+
+    Attributes:
         layouts: who has which tokens; one layout, or those of both nano-batches, which share no document.
+        documents: a number below 2**56 that tells the documents from others; the same on all ranks.
         per_node: ranks of a node, for which it was dealt; None if nodes were not told apart.
+        settings: under which its loader plans.
     """
 
-    def __init__(self, batch: tuple[int, int], rank: int, layouts: tuple[Layout, ...], per_node: int | None = None) -> None:
-        self.batch, self.rank, self.layouts, self.per_node = batch, rank, layouts, per_node
-        self._plans: dict[tuple[PlanKey, Ranks], tuple[CostModel, DistCAConfig, Plan]] = {}
+    def __init__(
+        self, dealing: Dealing, batch: tuple[int, int], rank: int, lengths: IntArray, names: IntArray | None = None
+    ) -> None:
+        self.batch, self.rank, self.layouts = batch, rank, dealing.layouts(lengths)
+        numbers = [np.asarray(column, dtype=np.int64).tobytes() for column in (lengths, names) if column is not None]
+        self.documents = int.from_bytes(hashlib.sha256(b"".join(numbers)).digest()[:7], "big")
+        self.per_node, self.settings = dealing.ranks_per_node, dealing.config
+        self._plans: dict[tuple[PlanKey, Ranks], tuple[PlanJob, Plan]] = {}
+        self._planned_here = 0
+        self._beside: Thread | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_planned_here": 0, "_beside": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.fetch()  # a loader's worker has sent it
+
+    def fetch(self) -> bool:
+        """Hand the share to whoever plans fetched shares in this process. Returns whether there is anybody."""
+        known, process = _fetching or (None, None)
+        plan = known() if known is not None and process == os.getpid() else None
+        if plan is not None:
+            plan(self)
+        return plan is not None
 
     def __str__(self) -> str:
         epoch, number = self.batch
@@ -87,20 +147,52 @@ class Dealt:
                 "order, one a batch, with as many processes as they are dealt to."
             )
 
-    def plan(self, key: PlanKey, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE) -> Plan:
-        """The plan of a kind of layer; it is made now, unless one was made before under the same settings.
+    def plan(self, job: PlanJob) -> Plan:
+        """The plan of a kind of layer; it is made now, unless one was made before under the same settings."""
+        if self._beside is not None and self._beside is not current_thread():
+            self._beside.join()
+        plan = self._known(job)
+        if plan is None:
+            layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole
+            plan = balance(layout, job.cost, job.config, job.ranks)
+            _ = plan.digest  # is compared; a loader's worker has the time for it
+            self._plans[job.key, job.ranks.seen_by(job.cost)] = job, plan
+            self._planned_here += 1
+        return plan
 
-        Args:
-            key: which plan.
-            cost, config, ranks: as for `balance`.
-        """
-        which = key, ranks.seen_by(cost)
-        made = self._plans.get(which)
-        if made is None or made[:2] != (cost, config):
-            layout = self.layouts[key.nano - 1] if key.nano else self.whole
-            self._plans[which] = made = cost, config, balance(layout, cost, config, ranks)
-            _ = made[2].digest  # is compared; a loader's worker has the time for it
-        return made[2]
+    def plan_beside(self, jobs: Sequence[PlanJob]) -> None:
+        """Start to make plans, those that are not there, while this thread goes on. `plan` waits for them."""
+        missing = [job for job in jobs if self._known(job) is None]
+        if missing:
+            self._beside = Thread(target=self._make, args=(missing,), name="distca plans", daemon=True)
+            self._beside.start()
+
+    def _known(self, job: PlanJob) -> Plan | None:
+        known, plan = self._plans.get((job.key, job.ranks.seen_by(job.cost)), (None, None))
+        return plan if known is not None and (known.cost, known.config) == (job.cost, job.config) else None
+
+    def _make(self, jobs: Sequence[PlanJob]) -> None:
+        with suppress(Exception):  # whoever asks for the plan gets the error
+            for job in jobs:
+                self.plan(job)
+
+    def take_planned_here(self) -> int:
+        """How many plans were made since the last call, or since it was fetched, instead of by its loader."""
+        count, self._planned_here = self._planned_here, 0
+        return count
+
+    def other_settings(self, key: PlanKey, config: DistCAConfig) -> str | None:
+        """What its loader planned for otherwise than it is now; None if it planned for this, or for other kinds of layers."""
+        said = [
+            f"{field.name} was {before!r} and is {now!r}"
+            for field in fields(config)
+            if (before := getattr(self.settings, field.name)) != (now := getattr(config, field.name))
+        ]
+        planned = {known.shape for known, _ in self._plans}
+        sizes = {shape.element_bytes for shape in planned if replace(shape, element_bytes=key.shape.element_bytes) == key.shape}
+        if sizes and key.shape.element_bytes not in sizes:
+            said.insert(0, f"elements had {min(sizes)} bytes and have {key.shape.element_bytes} (dtype)")
+        return "; ".join(said) or None
 
 
 class Dealing:
@@ -137,8 +229,8 @@ class Dealing:
     @property
     def tokens(self) -> int:
         """Tokens of a global batch."""
-        each = self.tokens_per_rank
-        return sum(each) if isinstance(each, Sequence) else self.ranks * each
+        tokens = self.tokens_per_rank
+        return sum(tokens) if isinstance(tokens, Sequence) else self.ranks * tokens
 
     def layouts(self, lengths: IntArray) -> tuple[Layout, ...]:
         """Deal documents of so many tokens, `ranks` times `tokens_per_rank` together.
@@ -158,22 +250,27 @@ class Dealing:
             )
         return (deal(lengths, self.ranks, self.tokens_per_rank, cost, tile=self.config.tile, ranks_per_node=self.ranks_per_node),)
 
-    def share(self, lengths: IntArray, batch: tuple[int, int], rank: int) -> PackedDocuments:
+    def share(self, lengths: IntArray, batch: tuple[int, int], rank: int, names: IntArray | None = None) -> PackedDocuments:
         """A rank's share of a global batch of documents with these lengths.
 
         Args:
             lengths: (documents,) tokens of each.
             batch: epoch and number of the global batch.
             rank: whose share.
+            names: integers that tell these documents from others of equal lengths, where there are some. Ranks whose documents
+                differ end in an error.
 
         Returns:
             Its runs of tokens, where a document's number is its index in `lengths`; with the layout and plans of all ranks.
         """
-        dealt = Dealt(batch, rank, self.layouts(lengths), self.ranks_per_node)
-        for key, cost in self.costs.items() if self.ranks > 1 else ():
-            for nano in (0,) if dealt.first_tokens is None else (1, 2):
-                settings = replace(self.config, ping_pong=nano > 0)
-                dealt.plan(key._replace(nano=nano), cost, settings, Ranks(per_node=dealt.per_node))
+        dealt = Dealt(self, batch, rank, lengths, names)
+        # Without workers the process that trains makes the shares, and knows by which rates it will plan.
+        if self.ranks > 1 and not dealt.fetch():
+            for key, cost in self.costs.items():
+                for nano in (0,) if dealt.first_tokens is None else (1, 2):
+                    settings = replace(self.config, ping_pong=nano > 0)
+                    dealt.plan(PlanJob(key._replace(nano=nano), cost, settings, Ranks(per_node=dealt.per_node)))
+            dealt.take_planned_here()
         runs = dealt.whole.segments(rank)
         lengths_, starts, documents = ([getattr(run, name) for run in runs] for name in ("length", "start", "document"))
         return PackedDocuments(lengths_, starts, documents, dealt=dealt)

@@ -112,9 +112,9 @@ _LARGEST = {"lengths": 2**48, "starts": 2**48, "documents": 2**63 - 1}
 
 def _counts(values: Sequence[int], name: str) -> tuple[int, ...]:
     counts: list[int] = as_integers(values, f"{name} of PackedDocuments").tolist()
-    for at, count in enumerate(counts):
+    for index, count in enumerate(counts):
         if not 0 <= count <= _LARGEST[name]:
-            raise LayoutError(f"{name}[{at}] of PackedDocuments is {count}: it must be in 0..{_LARGEST[name]}.")
+            raise LayoutError(f"{name}[{index}] of PackedDocuments is {count}: it must be in 0..{_LARGEST[name]}.")
     return tuple(counts)
 
 
@@ -147,16 +147,16 @@ class Documents:
                 f"a layer with attention chunks of {size} tokens met documents that span ranks: distca cuts documents in chunks "
                 "only where each lies on one rank."
             )
-        lengths = [min(size, length - at) for length in self.rows[:, 2].tolist() for at in range(0, length, size)]
+        lengths = [min(size, length - start) for length in self.rows[:, 2].tolist() for start in range(0, length, size)]
         rows = np.array([(-1, 0, length) for length in lengths], dtype=np.int64).reshape(-1, 3)
         return replace(self, rows=rows)
 
-    def cut(self, at: int) -> tuple[Documents, Documents]:
-        """The documents before and from index `at` among batch * sequence; those that span ranks only between two runs."""
+    def cut(self, index: int) -> tuple[Documents, Documents]:
+        """The documents before and from this index among batch * sequence; those that span ranks only between two runs."""
         if self.spans:
-            runs = int(np.searchsorted(np.cumsum(self.rows[:, 2]), at, side="right"))
+            runs = int(np.searchsorted(np.cumsum(self.rows[:, 2]), index, side="right"))
             return replace(self, rows=self.rows[:runs]), replace(self, rows=self.rows[runs:])
-        tokens = at if self.keep is None else int(np.searchsorted(self.keep, at))
+        tokens = index if self.keep is None else int(np.searchsorted(self.keep, index))
         first: list[tuple[int, int, int]] = []
         second: list[tuple[int, int, int]] = []
         context = begin = 0
@@ -170,10 +170,10 @@ class Documents:
                     context = here
                 second.append((-1, here, length - here))
             begin += length
-        keeps = (None, None) if self.keep is None else (self.keep[:tokens], self.keep[tokens:] - at)
+        keeps = (None, None) if self.keep is None else (self.keep[:tokens], self.keep[tokens:] - index)
         rows = (np.array(part, dtype=np.int64).reshape(-1, 3) for part in (first, second))
-        one, two = (replace(self, rows=part, keep=keep) for part, keep in zip(rows, keeps, strict=True))
-        return one, replace(two, context=context)
+        before, after = (replace(self, rows=part, keep=keep) for part, keep in zip(rows, keeps, strict=True))
+        return before, replace(after, context=context)
 
 
 def read_documents(
@@ -271,8 +271,8 @@ def _from_positions(
     token = np.arange(batch_size * length) if keep is None else keep
     position = position[token]
     if position.size and position.min() < 0:
-        at = int(token[position.argmin()])
-        raise LayoutError(f"position_ids[{at // length}, {at % length}] is {position.min()}: positions start at 0.")
+        index = int(token[position.argmin()])
+        raise LayoutError(f"position_ids[{index // length}, {index % length}] is {position.min()}: positions start at 0.")
     if training and not span_ranks:
         _refuse_continuations(position, token, length)
     step, gap = np.diff(position), np.diff(token)

@@ -1,59 +1,248 @@
-"""Plans that are asked for, are being made, and are made."""
+"""`Planned`: a plan of a micro-batch, from when it is made to what all ranks measured of it.
+
+An `Observation` is the same for one layer: of the plans of a micro-batch together, as rates are learned from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.documents import Documents
+import numpy as np
+
+from hf_distca.agreement.announce import Figures, PlanKey
 from hf_distca.config import DistCAConfig
+from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.cost import CostModel, FloatArray
 from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE, Ranks
+from hf_distca.schedule.waves import Waves
 
-__all__ = ["Planned", "Planning", "Request"]
+__all__ = ["Observation", "Planned", "observed", "take_measured"]
 
-Request = tuple[Documents, PlanKey]
+_HIDDEN = 0.05  # exchanges are hidden where attention takes at most this much longer than the kernels of the slowest rank
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Planned:
-    """A plan, and what it was made of.
+    """A plan of a micro-batch, from when it is made to what all ranks measured of it.
 
     Attributes:
-        key: what it is for.
-        plan: the same on all ranks.
+        key: which plan of the micro-batch.
+        plan: the plan; the same on all ranks.
         config: the settings that it was made under.
         rows: the documents that this rank announced for it, as in `Documents`.
-        milliseconds: what planning took, exchange of documents included.
+        planning_ms: milliseconds of planning, exchange of documents included.
         source: of a share, which global batch, and which plan; the same on all ranks that hold the same.
         per_node: ranks of a node, as the plan counts on; None if nodes were not told apart.
+        planned_here: plans of its share that this process made since the last one, instead of the loader.
+        number: of the micro-batch that uses it; 0 until one does.
+        seconds: (tasks,) estimated, forward and backward, on a rank of speed 1; none until it is used.
+        ranks: what ranks are like, as estimated then.
+        meter: of what this rank does by it.
+        figures: (ranks, 4) int64, what each rank announced of it, as in `own_figures`; None until that is known.
     """
 
     key: PlanKey
     plan: Plan
     config: DistCAConfig
     rows: IntArray
-    milliseconds: float
+    planning_ms: float
     source: str = ""
     per_node: int | None = None
+    planned_here: int = 0
+    number: int = 0
+    seconds: FloatArray = field(default_factory=lambda: np.zeros(0))
+    ranks: Ranks = ALIKE
+    meter: Meter = field(default_factory=Meter)
+    figures: IntArray | None = None
+
+    def begin(self, number: int, cost: CostModel, ranks: Ranks, meter: Meter) -> None:
+        """A micro-batch uses the plan from now on; its tasks are to take what the cost model says."""
+        self.number, self.ranks, self.meter = number, ranks, meter
+        self.seconds = cost.seconds(self.plan.end - self.plan.start, self.plan.end, self.plan.heads)
+
+    @property
+    def own_figures(self) -> Figures:
+        """Kernel nanoseconds, -1 while kernels still run; sent bytes; nanoseconds of exchanging; calls.
+
+        The last two are -1 where backward did not run for every call: rates are those of whole layers.
+        """
+        meter = self.meter
+        whole = meter.calls > 0 and meter.kernel_calls == 2 * meter.backward_calls
+        rest = (int(meter.exchange_seconds * 1e9), meter.calls) if whole else (-1, -1)
+        return int(meter.seconds * 1e9) if meter.finished else -1, meter.sent_bytes, *rest
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether all ranks said what they measured, and no kernel ran any more."""
+        return self.figures is not None and bool(self.figures[:, 0].min() >= 0)
+
+    @property
+    def moves(self) -> bool:
+        """Whether a task has another server than its home."""
+        return bool((self.plan.home != self.plan.server).any())
+
+    @property
+    def estimated_before(self) -> FloatArray:
+        """(ranks,) seconds if every rank computed its own attention."""
+        return self.ranks.taken(self._sum(self.plan.home, self.seconds))
+
+    @property
+    def estimated_after(self) -> FloatArray:
+        """(ranks,) seconds of every server."""
+        return self.ranks.taken(self._sum(self.plan.server, self.seconds))
+
+    @property
+    def measured_before(self) -> FloatArray:
+        """(ranks,) measured seconds of servers, given back to the home ranks of the tasks in proportion to their estimates."""
+        measured, served = self.measured_after, self.estimated_after
+        rate = np.divide(measured, served, out=np.zeros_like(served), where=served > 0)
+        return self.ranks.taken(self._sum(self.plan.home, self.seconds * rate[self.plan.server]))
+
+    @property
+    def measured_after(self) -> FloatArray:
+        """(ranks,) measured seconds in attention kernels."""
+        return self._known[:, 0] / 1e9
+
+    @property
+    def sent_bytes(self) -> IntArray:
+        """(ranks,) bytes sent."""
+        return self._known[:, 1]
+
+    @property
+    def _known(self) -> IntArray:
+        if self.figures is None:
+            raise RuntimeError(f"what ranks measured of {self.key} in micro-batch {self.number} is not known yet.")
+        return self.figures
+
+    def _sum(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
+        return np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size).astype(np.float64)
+
+
+def take_measured(plans: list[Planned], keys: Iterable[PlanKey]) -> list[Planned]:
+    """Take those out that are announced with the next plans of these keys: until then all of them was launched.
+
+    On a GPU the newest of a key stays: its kernels may still have to run.
+    """
+    newest = {plan.key: plan for plan in plans if plan.key.device != "cpu"}
+    asked = set(keys)
+    taken = [plan for plan in plans if plan.key in asked and newest.get(plan.key) is not plan]
+    plans[:] = [plan for plan in plans if plan not in taken]
+    return taken
 
 
 @dataclass(frozen=True, eq=False)
-class Planning:
-    """Plans that are being made.
+class Observation:
+    """What all ranks estimated and measured of a micro-batch, in seconds of one layer.
 
     Attributes:
-        requests: what they are for, in the order of the plans.
-        config: the settings.
-        place: what is planned, for errors.
-        milliseconds: what announcing took.
-        plans: the plans and the milliseconds of making them.
+        parts: (ranks, 3) seconds of tasks, bytes and flops by the uncorrected cost model.
+        kernel: (ranks,) measured in kernels.
+        exchanging: (ranks,) measured in packing, waiting and unpacking.
+        exchange: (ranks,) estimated of exchanges by the uncorrected cost model; 0 on ranks that send and receive nothing.
+        unmoved: (ranks,) what kernels would have taken with nothing moved.
+        unmoved_exchange: (ranks,) as `exchange`, with nothing moved: of documents that span ranks.
+        overlapped: whether exchanges are hidden behind the other nano-batch.
     """
 
-    requests: Sequence[Request]
-    config: DistCAConfig
-    place: str
-    milliseconds: float
-    plans: Future[tuple[list[Plan], float]]
+    parts: FloatArray
+    kernel: FloatArray
+    exchanging: FloatArray
+    exchange: FloatArray
+    unmoved: FloatArray
+    unmoved_exchange: FloatArray
+    overlapped: bool = False
+
+    @property
+    def moved(self) -> bool:
+        """Whether anything was exchanged."""
+        return bool(self.exchange.any())
+
+    @property
+    def loss(self) -> float:
+        """What moving cost more than it gained, as a part of what moving nothing would take; negative if it gained."""
+        return self._slowest(self.kernel, self.exchange) / max(self._slowest(self.unmoved, self.unmoved_exchange), 1e-12) - 1
+
+    def estimated(self, factors: FloatArray) -> FloatArray:
+        """(ranks,) seconds by the cost model with these factors. Not `parts @ factors`, which processors round differently."""
+        tasks, moved_bytes, flops = self.parts.T
+        return np.asarray(tasks * factors[0] + moved_bytes * factors[1] + flops * factors[2])
+
+    def exchange_factor(self) -> float | None:
+        """The factor that makes the estimated exchanges as long as measured; None if they hid behind other work.
+
+        No rank is done with its exchange before it has arrived, and most ranks wait for others besides: in the exchange, or
+        elsewhere, after they were done. The rank that waits least, for what it exchanges, tells how long exchanges take.
+        """
+        if not self.moved:
+            return None
+        exchanges = self.exchange > 0
+        kernel, estimated = self.kernel[exchanges], self.exchange[exchanges]
+        taken = self.exchanging[exchanges] + (kernel if self.overlapped else 0)
+        factor = float((taken / estimated).min())
+        hidden = self.overlapped and factor * float(estimated.max()) <= float(self.kernel.max()) * (1 + _HIDDEN)
+        return None if hidden else factor
+
+    def _slowest(self, kernel: FloatArray, exchange: FloatArray) -> float:
+        """Seconds of the slowest rank for kernels and exchanges of so many estimated seconds."""
+        taken = exchange * (self.exchange_factor() or 0.0)
+        return float((np.maximum(kernel, taken) if self.overlapped else kernel + taken).max())
+
+
+def observed(plans: Sequence[Planned], cost: CostModel, config: DistCAConfig) -> Observation | None:
+    """What all ranks measured of the plans of one micro-batch, whole or in two nano-batches, for one kind of layer.
+
+    Args:
+        plans: with figures of all ranks.
+        cost: the uncorrected cost model of the layer.
+        config: settings under which plans were made.
+
+    Returns:
+        None if some rank did not run whole layers, has kernels that still run, or one of two nano-batches is missing.
+    """
+    nano = plans[0].key.nano > 0
+    figures = np.stack([plan.figures for plan in plans if plan.figures is not None])
+    calls = figures[:, :, 3]
+    if len(plans) != 1 + nano or figures.min() < 0 or (calls != calls[0, 0]).any():
+        return None
+    layers = calls[0, 0]
+    return Observation(
+        parts=_summed(_parts(plan.plan, cost) for plan in plans),
+        kernel=figures[:, :, 0].sum(axis=0) / (1e9 * layers),
+        exchanging=figures[:, :, 2].sum(axis=0) / (1e9 * layers),
+        exchange=_summed(_exchange(plan.plan, cost, config, plan.ranks) for plan in plans),
+        unmoved=_summed(plan.measured_before / layers for plan in plans),
+        unmoved_exchange=_summed(_unmoved_exchange(plan, cost, config) for plan in plans),
+        overlapped=nano,
+    )
+
+
+def _parts(plan: Plan, cost: CostModel) -> FloatArray:
+    """(ranks, 3) seconds of tasks, bytes and flops, forward and backward, of every server."""
+    parts = replace(cost, window=plan.window).parts(plan.end - plan.start, plan.end, plan.heads)
+    columns = (np.bincount(plan.server, weights=column, minlength=plan.layout.world_size) for column in parts.T)
+    return np.stack([column.astype(np.float64) for column in columns], axis=1)
+
+
+def _exchange(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks) -> FloatArray:
+    """(ranks,) estimated seconds of exchanges; 0 on ranks that send and receive nothing, which wait for nobody."""
+    if not plan.moved:
+        return np.zeros(plan.layout.world_size)
+    waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)
+    load = PlanLoad(plan, cost, waves, ranks=ranks)
+    return np.where(load.wire_seconds.any(axis=0), load.exchange_seconds, 0.0)
+
+
+def _unmoved_exchange(measured: Planned, cost: CostModel, config: DistCAConfig) -> FloatArray:
+    """(ranks,) the same if nothing were moved: of documents that span ranks."""
+    layout = measured.plan.layout
+    if not layout.scattered:
+        return np.zeros(layout.world_size)
+    return _exchange(Plan.local(layout, measured.plan.window), cost, config, measured.ranks)
+
+
+def _summed(arrays: Iterable[FloatArray]) -> FloatArray:
+    return np.asarray(sum(arrays), dtype=np.float64)

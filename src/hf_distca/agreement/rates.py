@@ -6,10 +6,11 @@ Sums run in a fixed order and results are rounded, so that no processor finds ot
 - **The kernel.** A cost model adds up seconds for tasks, for bytes and for flops. Each of the three gets a factor, fitted to the
   kernel seconds of all ranks, and drawn to one common factor where the figures do not tell them apart.
 - **Ranks.** A rank whose kernels keep taking longer or shorter than that has another speed.
-- **Exchanges.** Seconds of packing, waiting and unpacking, on the rank that has the least of them beside its kernels: others also
-  wait for slower ranks. The factor is what makes the estimate as long. Where exchanges take longer than they gain, plans by that
-  estimate are coarser, or move nothing. Then nothing more would be learned of exchanges, so one micro-batch is planned without
-  the factor now and then, the more rarely the more it costs.
+- **Exchanges.** Seconds of packing, waiting and unpacking, on the rank that has the least of them for what it exchanges: others
+  also wait for slower ranks. The factor is what makes the estimate as long. With it, attention takes as long as the rank whose
+  kernels and exchanges take longest; what others measured says nothing of that, for they may wait elsewhere for that rank. Where
+  exchanges take longer than they gain, plans by that estimate are coarser, or move nothing. Then nothing more would be learned of
+  exchanges, so one micro-batch is planned without the factor now and then, the more rarely the more it costs.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from hf_distca.agreement.planned import Observation
 from hf_distca.schedule.cost import CostModel, FloatArray, KernelCost
 from hf_distca.schedule.ranks import ALIKE, Ranks
 
-__all__ = ["Correction", "Observation", "Rates", "kernel_factors"]
+__all__ = ["Correction", "Rates", "kernel_factors"]
 
 _WARM_UP = 2  # micro-batches that make buffers and caches
 _ENOUGH = 4  # micro-batches for a change
@@ -73,54 +75,6 @@ class Correction:
         return KernelCost(cost.task_seconds * self.task, cost.bytes_per_second / self.byte, cost.flops_per_second / self.flop)
 
 
-@dataclass(frozen=True, eq=False)
-class Observation:
-    """What all ranks estimated and measured of a micro-batch, in seconds of one layer.
-
-    Attributes:
-        parts: (ranks, 3) seconds of tasks, bytes and flops by the uncorrected cost model.
-        kernel: (ranks,) measured in kernels.
-        exchanging: (ranks,) measured in packing, waiting and unpacking.
-        exchange: (ranks,) estimated of exchanges by the uncorrected cost model; zeros if nothing was moved.
-        unmoved: (ranks,) what kernels would have taken with nothing moved.
-        unmoved_exchange: (ranks,) as `exchange`, with nothing moved: of documents that span ranks.
-        overlapped: whether exchanges are hidden behind the other nano-batch.
-    """
-
-    parts: FloatArray
-    kernel: FloatArray
-    exchanging: FloatArray
-    exchange: FloatArray
-    unmoved: FloatArray
-    unmoved_exchange: FloatArray
-    overlapped: bool = False
-
-    @property
-    def moved(self) -> bool:
-        """Whether anything was exchanged."""
-        return bool(self.exchange.any())
-
-    @property
-    def attention(self) -> float:
-        """Seconds that attention took: kernels and exchanges on the rank that waits for nobody."""
-        return float((self.kernel + self.exchanging).min())
-
-    @property
-    def loss(self) -> float:
-        """What moving cost more than it gained, as a part of what moving nothing would take; negative if it gained."""
-        exchange = self.unmoved_exchange * max(self.exchange_factor() or 0.0, 0.0)
-        slowest = np.maximum(self.unmoved, exchange) if self.overlapped else self.unmoved + exchange
-        return self.attention / max(float(slowest.max()), 1e-12) - 1
-
-    def exchange_factor(self) -> float | None:
-        """The factor that makes the estimated exchanges as long as measured; None if they hid behind other work."""
-        at = self.exchange > 0
-        if self.overlapped:
-            hidden = self.attention <= float(self.kernel.max()) * (1 + _OFF)
-            return None if hidden else float((self.attention / self.exchange[at]).min())
-        return float(((self.attention - self.kernel[at]) / self.exchange[at]).min())
-
-
 @dataclass(eq=False)
 class _Fitted:
     """What is known of one attention shape."""
@@ -142,18 +96,16 @@ class Rates:
 
     Attributes:
         ranks: their speeds.
-        changes: what changed, as sentences for a log, until they are taken.
     """
 
     def __init__(self) -> None:
         self.ranks: Ranks = ALIKE
-        self.changes: list[str] = []
         self._fitted: dict[object, _Fitted] = {}
 
     @property
     def slower(self) -> float | None:
         """How much longer attention took with exchanges than without, as a fraction, if they were given up for it."""
-        return max((one.slower for one in self._fitted.values() if one.slower is not None), default=None)
+        return max((fitted.slower for fitted in self._fitted.values() if fitted.slower is not None), default=None)
 
     def cost(self, shape: object, cost: CostModel, *, trial: bool = False) -> CostModel:
         """The corrected cost model.
@@ -182,109 +134,99 @@ class Rates:
         fitted.offered += 1
         return fitted.offered <= _WINDOW or fitted.offered % _SELDOM == 0 or fitted.slower is not None
 
-    def learn(self, shape: object, one: Observation) -> None:
-        """Take in what was measured; all ranks the same, in the same order."""
-        fitted = self._fitted.setdefault(shape, _Fitted())
+    def learn(self, shape: object, sample: Observation) -> list[str]:
+        """Take in what was measured; all ranks the same, in the same order. Returns what changes, as sentences."""
+        fitted, changes = self._fitted.setdefault(shape, _Fitted()), list[str]()
         fitted.seen += 1
         if fitted.seen <= _WARM_UP:
-            return
-        if self.ranks.speeds is not None and len(self.ranks.speeds) != len(one.kernel):
+            return changes
+        if self.ranks.speeds is not None and len(self.ranks.speeds) != len(sample.kernel):
             self.ranks = ALIKE
-        fitted.new.append(one)
-        alike = [other for other in fitted.new if len(other.kernel) == len(one.kernel)]  # of as many ranks
+        fitted.new.append(sample)
+        alike = [other for other in fitted.new if len(other.kernel) == len(sample.kernel)]  # of as many ranks
         if len(alike) >= _ENOUGH and self._off(fitted.correction, alike):
-            self._fit(fitted, alike)
-        self._learn_exchange(fitted, one)
+            changes += self._fit(fitted, alike)
+        return changes + self._learn_exchange(fitted, sample)
 
-    def take_changes(self) -> list[str]:
-        """What changed since the last call."""
-        changes, self.changes = self.changes, []
-        return changes
-
-    def _off(self, correction: Correction, observations: Sequence[Observation]) -> bool:
+    def _off(self, correction: Correction, samples: Sequence[Observation]) -> bool:
         """Whether estimates are so far from what was measured that rates are worth a change."""
-        estimated = [self.ranks.taken(_seconds(one.parts, correction.kernel)) for one in observations]
-        ratios = [float(mine.max() / max(one.kernel.max(), 1e-12)) for mine, one in zip(estimated, observations, strict=True)]
+        estimated = [self.ranks.taken(sample.estimated(correction.kernel)) for sample in samples]
+        ratios = [seconds.max() / max(sample.kernel.max(), 1e-12) for seconds, sample in zip(estimated, samples, strict=True)]
         if abs(math.log(max(float(np.median(ratios)), 1e-12))) > _OFF:
             return True
-        speeds = _speeds(estimated, observations)
-        return bool(np.abs(np.log(speeds)).max() > _SPEED_OFF)
+        return bool(np.abs(np.log(_speeds(estimated, samples))).max() > _SPEED_OFF)
 
-    def _fit(self, fitted: _Fitted, observations: Sequence[Observation]) -> None:
-        before, ranks_before = fitted.correction, self.ranks
-        count = len(observations[0].kernel)
+    def _fit(self, fitted: _Fitted, samples: Sequence[Observation]) -> list[str]:
+        before, ranks_before, changes = fitted.correction, self.ranks, []
+        count = len(samples[0].kernel)
         speeds = np.array(self.ranks.each(count))
         factors = before.kernel
         for _ in range(3):  # what is a rank's and what is the kernel's tell each other apart in turns
-            factors = _factors(observations, speeds)
-            speeds = _speeds([_seconds(one.parts, factors) for one in observations], observations)
+            factors = _factors(samples, speeds)
+            speeds = _speeds([sample.estimated(factors) for sample in samples], samples)
         alike = bool(np.abs(np.log(speeds)).max() <= _SPEED_OFF)
         if alike:
-            factors = _factors(observations, np.ones(count))
+            factors = _factors(samples, np.ones(count))
         self.ranks = ALIKE if alike else Ranks.of([_rounded(speed) for speed in speeds])
         task, byte, flop = (_rounded(float(np.clip(factor, *_FACTORS))) for factor in factors)
         fitted.correction = replace(before, task=task, byte=byte, flop=flop)
         fitted.new.clear()
         if fitted.correction != before:
-            mine = [_seconds(one.parts, fitted.correction.kernel).max() / one.parts.sum(axis=1).max() for one in observations]
-            self.changes.append(f"attention takes {np.median(mine):.3g} times as long as the cost model says")
+            times = [sample.estimated(fitted.correction.kernel).max() / sample.parts.sum(axis=1).max() for sample in samples]
+            changes.append(f"attention takes {np.median(times):.3g} times as long as the cost model says")
         if self.ranks != ranks_before:
-            self.changes.append(_said_of(self.ranks))
+            changes.append(_said_of(self.ranks))
+        return changes
 
-    def _learn_exchange(self, fitted: _Fitted, one: Observation) -> None:
-        if not one.moved:
+    @staticmethod
+    def _learn_exchange(fitted: _Fitted, sample: Observation) -> list[str]:
+        changes: list[str] = []
+        if not sample.moved:
             fitted.still += fitted.slower is not None
             if fitted.still >= fitted.wait:
                 fitted.due, fitted.still = True, 0
-            return
+            return changes
         tried, fitted.tried = fitted.tried, False
-        moved = [other for other in fitted.new if other.moved] or [one]
-        found = [factor for other in moved if (factor := other.exchange_factor()) is not None]
+        moved = [other for other in fitted.new if other.moved] or [sample]
+        factors = [factor for other in moved if (factor := other.exchange_factor()) is not None]
         clear = all(other.loss > _SLOWER - 1 for other in moved)
-        if not found or len(moved) < (1 if tried else _CLEAR if clear else _ENOUGH):
-            return
-        factor = _rounded(float(np.clip(np.median(found), *_FACTORS)))
+        if not factors or len(moved) < (1 if tried else _CLEAR if clear else _ENOUGH):
+            return changes
+        factor = _rounded(float(np.clip(np.median(factors), *_FACTORS)))
         loss = float(np.median([other.loss for other in moved]))
-        change = abs(factor - fitted.correction.exchange) * float(one.exchange.max())
-        if change > (_OFF if loss <= 0 else 0) * float(one.kernel.max()):
+        change = abs(factor - fitted.correction.exchange) * float(sample.exchange.max())
+        if change > (_OFF if loss <= 0 else 0) * float(sample.kernel.max()):
             fitted.correction = replace(fitted.correction, exchange=factor)
-            self.changes.append(f"exchanges take {factor:.3g} times as long as the cost model says")
+            changes.append(f"exchanges take {factor:.3g} times as long as the cost model says")
             fitted.new.clear()
         if loss <= 0:
             fitted.slower, fitted.wait = None, _FIRST_TRIAL
-            return
-        fitted.slower = loss
-        again = 2 * fitted.wait if tried else fitted.wait
-        fitted.wait = min(max(again, math.ceil(loss / _TRIAL_SHARE)), _LAST_TRIAL)
+        else:
+            again = 2 * fitted.wait if tried else fitted.wait
+            fitted.slower, fitted.wait = loss, min(max(again, math.ceil(loss / _TRIAL_SHARE)), _LAST_TRIAL)
+        return changes
 
 
-def _seconds(parts: FloatArray, factors: FloatArray) -> FloatArray:
-    """(ranks,) seconds of (ranks, 3) parts. Not `parts @ factors`, which processors round differently."""
-    tasks, moved, flops = parts.T
-    return np.asarray(tasks * factors[0] + moved * factors[1] + flops * factors[2])
-
-
-def _speeds(estimated: Sequence[FloatArray], observations: Sequence[Observation]) -> FloatArray:
+def _speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> FloatArray:
     """(ranks,) how fast each rank is against the others: what it was estimated to take / what it took.
 
     A rank with next to nothing to do says nothing of its speed.
     """
-    found = []
-    for mine, one in zip(estimated, observations, strict=True):
-        tells = (mine > 0.2 * mine.mean()) & (one.kernel > 0)
-        found.append(np.where(tells, mine / np.where(tells, one.kernel, 1.0), np.nan))
-    stacked = np.stack(found)
-    known = ~np.isnan(stacked).all(axis=0)
-    speeds = np.ones(stacked.shape[1])
+    ratios = np.full((len(samples), len(samples[0].kernel)), np.nan)
+    for ratio, seconds, sample in zip(ratios, estimated, samples, strict=True):
+        tells = (seconds > 0.2 * seconds.mean()) & (sample.kernel > 0)
+        ratio[tells] = seconds[tells] / sample.kernel[tells]
+    known = ~np.isnan(ratios).all(axis=0)
+    speeds = np.ones(ratios.shape[1])
     if known.any():
-        speeds[known] = np.nanmedian(stacked[:, known], axis=0)
+        speeds[known] = np.nanmedian(ratios[:, known], axis=0)
         speeds[known] /= np.median(speeds[known])
     return speeds
 
 
-def _factors(observations: Sequence[Observation], speeds: FloatArray) -> FloatArray:
-    parts = np.concatenate([one.parts / speeds[:, None] for one in observations])
-    return kernel_factors(parts, np.concatenate([one.kernel for one in observations]))
+def _factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
+    parts = np.concatenate([sample.parts / speeds[:, None] for sample in samples])
+    return kernel_factors(parts, np.concatenate([sample.kernel for sample in samples]))
 
 
 def kernel_factors(parts: FloatArray, taken: FloatArray, pull: float = _PULL) -> FloatArray:
@@ -293,7 +235,7 @@ def kernel_factors(parts: FloatArray, taken: FloatArray, pull: float = _PULL) ->
     Args:
         parts: (measurements, 3) seconds of tasks, bytes and flops by a cost model.
         taken: (measurements,) seconds measured; those of 0 or less are left out.
-        pull: per measurement. A part that is less than the root of it beside all is not told apart from the others.
+        pull: per measurement. A part whose share of all seconds is below the square root of it hardly has a factor of its own.
     """
     use = (taken > 0) & (parts.sum(axis=1) > 0)
     if not use.any():

@@ -8,10 +8,9 @@ import typer
 from typer.core import TyperGroup
 
 from hf_distca.cli.advise import advise
-from hf_distca.cli.deal import deal
 from hf_distca.cli.doctor import doctor
 from hf_distca.cli.files import fail
-from hf_distca.cli.plan import plan
+from hf_distca.cli.plan import deal, plan
 from hf_distca.cli.profile import profile
 from hf_distca.cli.report import report
 from hf_distca.cli.run import run

@@ -27,14 +27,14 @@ def advise(scale: Scale, as_json: InJson = False) -> None:
 
     with errors_in_one_line():
         setting, documents = scale.setting(), scale.documents()
-        found = scale.predictions(setting, documents, list(STRATEGIES))
-        advice = advised(setting, found)
+        predictions = scale.predictions(setting, documents, list(STRATEGIES))
+        advice = advised(setting, predictions)
         if as_json:
-            whole = report(setting, documents, found, assumptions(setting, documents), scale)
+            whole = report(setting, documents, predictions, assumptions(setting, documents), scale)
             typer.echo(json.dumps({"advice": advice.to_dict(), **whole}, indent=1))
             return
         typer.echo(fill(advice.text, WIDTH) + "\n")
         if advice.settings:
             typer.echo("Settings")
             typer.echo("".join(f"  {line}\n" for line in advice.settings))
-        show_predictions(setting, documents, found, scale.batches)
+        show_predictions(setting, documents, predictions, scale.batches)

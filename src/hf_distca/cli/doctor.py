@@ -1,4 +1,4 @@
-"""``hf-distca doctor``: what is here, what would run, and what to do."""
+"""``hf-distca doctor``: whether a model is supported, which kernels would run, whether ranks reach each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from hf_distca.cli.files import fail
 
 if TYPE_CHECKING:
-    from hf_distca.doctor.findings import Finding
+    from hf_distca.doctor import Finding
 
 __all__ = ["doctor"]
 
@@ -30,10 +30,9 @@ def doctor(
     timeout: Annotated[float, typer.Option(help="Seconds that an exchange between ranks may take.", min=1.0, max=86400.0)] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Say which versions, devices and kernels are here, whether a model is supported, and what to do.
+    """Say whether a model is supported, which kernels would run, and what to do.
 
-    An exchange is tried: between the ranks, under a launcher, or else between two processes that are started for it. Ends with 1
-    if training would fail.
+    Under a launcher, an exchange between the ranks is tried, and their versions are compared. Ends with 1 if training would fail.
     """
     from hf_distca.doctor.diagnosis import diagnose, speaks
     from hf_distca.errors import DistCAError
@@ -59,14 +58,16 @@ def doctor(
 def _as_json(findings: list[Finding]) -> str:
     from dataclasses import asdict
 
-    return json.dumps({"findings": [asdict(one) for one in findings], "to_do": [one.todo for one in findings if one.todo]})
+    return json.dumps(
+        {"findings": [asdict(finding) for finding in findings], "to_do": [finding.todo for finding in findings if finding.todo]}
+    )
 
 
 def _as_text(findings: list[Finding], todo: list[Finding]) -> str:
     lines = []
-    for section, found in groupby(findings, key=lambda one: one.section):
+    for section, group in groupby(findings, key=lambda finding: finding.section):
         lines.append(section)
-        lines += [f"{_MARKS[one.state]} {one.name:<{_WIDTH}} {one.value}" for one in found]
+        lines += [f"{_MARKS[finding.state]} {finding.name:<{_WIDTH}} {finding.value}" for finding in group]
         lines.append("")
     lines.append("what to do" if todo else "nothing to do")
-    return "\n".join([*lines, *(f"  {number}. {one.todo}" for number, one in enumerate(todo, 1))])
+    return "\n".join([*lines, *(f"  {number}. {finding.todo}" for number, finding in enumerate(todo, 1))])

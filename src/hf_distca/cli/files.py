@@ -12,11 +12,14 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["NAME_OF_INPUT", "InJson", "check_place", "errors_in_one_line", "fail", "name_of", "read", "write"]
+__all__ = ["NAME_OF_INPUT", "InJson", "check_documents", "check_place", "errors_in_one_line", "fail", "name_of", "read", "write"]
 
 InJson = Annotated[bool, typer.Option("--json", help="Write everything as JSON.")]
 NAME_OF_INPUT = "standard input"
 _STANDARD = Path("-")
+_MOST_BYTES = 2**24  # of a list: a placement on 4,096 ranks takes 7 MB
+_MOST_DOCUMENTS = 2**18  # of a micro-batch that is planned, which takes minutes
+_MOST_CHARACTERS = 600
 
 
 def name_of(path: Path) -> str:
@@ -26,8 +29,28 @@ def name_of(path: Path) -> str:
 
 def read(path: Path) -> bytes:
     """All of a file, without the mark that some editors put before the first character."""
-    text = sys.stdin.buffer.read() if path == _STANDARD else path.read_bytes()
-    return text.removeprefix(BOM_UTF8)
+    from hf_distca.input_files import read_file, read_stream
+
+    if path == _STANDARD:
+        content = read_stream(sys.stdin.buffer, NAME_OF_INPUT, _MOST_BYTES)
+    else:
+        content = read_file(path, _MOST_BYTES)
+    return content.removeprefix(BOM_UTF8)
+
+
+def check_documents(count: int, path: Path) -> None:
+    """Refuse more documents than can be planned in minutes.
+
+    Raises:
+        LayoutError: if they are.
+    """
+    from hf_distca.errors import LayoutError
+
+    if count > _MOST_DOCUMENTS:
+        raise LayoutError(
+            f"{name_of(path)} holds {count} documents or parts of documents: at most {_MOST_DOCUMENTS} can be planned as one "
+            "micro-batch."
+        )
 
 
 def check_place(path: Path | None) -> None:
@@ -55,8 +78,11 @@ def write(result: str, summary: str, path: Path | None) -> None:
 
 
 def fail(message: str) -> None:
-    """Say what is wrong in one line and end."""
-    typer.echo(f"hf-distca: {' '.join(message.split())}", err=True)
+    """Say what is wrong in one line and end; of a long message, with the contents of a file in it, the middle is left out."""
+    line = " ".join(message.split())
+    if len(line) > _MOST_CHARACTERS:
+        line = f"{line[: 2 * _MOST_CHARACTERS // 3]} ... {line[-_MOST_CHARACTERS // 3 :]}"
+    typer.echo(f"hf-distca: {line}", err=True)
     raise typer.Exit(2)
 
 

@@ -57,8 +57,8 @@ class Layer:
         from hf_distca.schedule.cost import AttentionShape, CostModel
 
         for option, rate in (("--link-gigabytes", self.link_gigabytes), ("--node-gigabytes", self.node_gigabytes)):
-            if rate is not None and not 0 < rate < float("inf"):
-                raise ConfigError(f"{option} {rate:g}: a rate is a finite number above 0 GB/s.")
+            if rate is not None and not 1e-9 <= rate <= 1e9:
+                raise ConfigError(f"{option} {rate:g}: a rate is a number from 1e-9 to 1e9 GB/s.")
         for name in ("tile", "query_heads", "key_value_heads", "head_dim", "window", "ranks_per_node", "ranks_per_link"):
             number = getattr(self, name)
             if number is not None and number >= _LIMIT:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_distca.cli.files import name_of, read
 
 if TYPE_CHECKING:
-    from hf_distca.simulate.lengths import Documents
+    from hf_distca.simulate.document_lengths import DocumentSource
 
 __all__ = ["documents_of", "read_lengths"]
 
@@ -40,13 +40,13 @@ def read_lengths(path: Path) -> list[int]:
         raise LayoutError(f"{name}: {error}") from error
 
 
-def documents_of(text: str, column: str, longest: int | None) -> Documents:
+def documents_of(text: str, column: str, longest: int | None) -> DocumentSource:
     """Documents of a file, of a data set's column, or of a distribution by name.
 
     Raises:
         ConfigError, LayoutError: if there is no such thing, or it holds no lengths.
     """
-    from hf_distca.simulate.lengths import distribution, from_list
+    from hf_distca.simulate.document_lengths import distribution, from_list
 
     path = Path(text)
     tables = [path] if path.suffix in _TABLES else _tables(path) if path.is_dir() else []
@@ -60,14 +60,15 @@ def documents_of(text: str, column: str, longest: int | None) -> Documents:
 def _tables(folder: Path) -> list[Path]:
     """The files of a data set: those that it names, if `datasets` saved it, for what it cached lies beside them."""
     try:
-        return [folder / one["filename"] for one in json.loads(read(folder / "state.json"))["_data_files"]]
+        return [folder / file["filename"] for file in json.loads(read(folder / "state.json"))["_data_files"]]
     except (OSError, KeyError, TypeError, ValueError):  # another folder
-        return sorted(one for kind in _TABLES for one in folder.glob(f"*{kind}") if not one.name.startswith("cache-"))
+        return sorted(file for kind in _TABLES for file in folder.glob(f"*{kind}") if not file.name.startswith("cache-"))
 
 
 def _column(path: Path, tables: list[Path], column: str) -> Any:
     """Tokens of each document of parquet or Arrow files: lists are counted, numbers taken as they are."""
     from hf_distca.errors import LayoutError, UnsupportedError
+    from hf_distca.input_files import check_file
 
     try:
         import numpy as np
@@ -80,23 +81,22 @@ def _column(path: Path, tables: list[Path], column: str) -> Any:
         ) from error
     if not tables:
         raise LayoutError(f"{path} has no {' or '.join(_TABLES)} files: name a data set saved by save_to_disk, or one such file.")
-    found = []
+    by_file = []
     for file in tables:
-        file.stat()  # pyarrow's own error names no file
+        check_file(file)  # pyarrow's own error names no file
         try:
             table = pq.read_table(file, columns=None) if file.suffix == ".parquet" else pa.ipc.open_stream(file).read_all()
-        except pa.ArrowInvalid as error:
+            names = table.column_names
+        except (pa.ArrowException, ValueError) as error:  # UnicodeDecodeError among them
             raise LayoutError(f"{file} cannot be read as a table: {error}.") from error
-        if column not in table.column_names:
-            raise LayoutError(
-                f"{file} has no column {column!r}, only {', '.join(map(repr, table.column_names))}: name one with --column."
-            )
+        if column not in names:
+            raise LayoutError(f"{file} has no column {column!r}, only {', '.join(map(repr, names))}: name one with --column.")
         values = table.column(column)
         kind = values.type
         if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
             values = pc.list_value_length(values)
         elif not pa.types.is_integer(kind):
             raise LayoutError(f"column {column!r} of {file} holds {kind}: it must hold lists of tokens, or their numbers.")
-        found.append(np.asarray(values.drop_null().to_numpy()).astype(np.int64))
-    lengths = np.concatenate(found)
+        by_file.append(np.asarray(values.drop_null().to_numpy()).astype(np.int64))
+    lengths = np.concatenate(by_file)
     return lengths[lengths != 0] if (lengths >= 0).all() else lengths

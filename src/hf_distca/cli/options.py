@@ -24,17 +24,18 @@ def taking(options: type[Options]) -> Callable[[Callable[Concatenate[Options, Ow
     shared = [_parameter(field, hints[field.name]) for field in fields(options)]  # type: ignore[arg-type]
 
     def decorate(verb: Callable[Concatenate[Options, Own], None]) -> Callable[..., None]:
-        own = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in list(signature(verb, eval_str=True).parameters.values())[1:]]
+        _, *rest = signature(verb, eval_str=True).parameters.values()
+        special = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in rest]
 
         @wraps(verb)
         def command(**given: Any) -> None:
-            filled = options(**{one.name: given.pop(one.name) for one in shared})
+            filled = options(**{parameter.name: given.pop(parameter.name) for parameter in shared})
             verb(filled, **given)  # type: ignore[call-arg]
 
-        needed = [one for one in (*own, *shared) if one.default is Parameter.empty]
-        every = [*needed, *(one for one in (*shared, *own) if one not in needed)]
-        vars(command)["__signature__"] = Signature(every)
-        command.__annotations__ = {one.name: one.annotation for one in every}
+        needed = [parameter for parameter in (*special, *shared) if parameter.default is Parameter.empty]
+        parameters = [*needed, *(parameter for parameter in (*shared, *special) if parameter not in needed)]
+        vars(command)["__signature__"] = Signature(parameters)
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
     return decorate

@@ -1,18 +1,29 @@
-"""``hf-distca plan``: which rank computes which attention, for document lengths of your own."""
+"""``hf-distca plan`` and ``hf-distca deal``: which rank computes which attention, and which rank gets which documents."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_distca.cli.files import errors_in_one_line, fail, name_of, read, write
+from hf_distca.cli.files import check_documents, errors_in_one_line, fail, name_of, read, write
 from hf_distca.cli.layer import CostName, Layer
+from hf_distca.cli.lengths import read_lengths
 from hf_distca.cli.options import taking
 from hf_distca.cli.waiting import PLANNING, said_if_long
 
-__all__ = ["plan"]
+if TYPE_CHECKING:
+    from hf_distca.config import DistCAConfig
+    from hf_distca.schedule.cost import CostModel
+    from hf_distca.schedule.layout import Layout
+    from hf_distca.schedule.ranks import Ranks
+
+__all__ = ["deal", "plan"]
+
+_MOST_RANKS = 65536
+_Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where the result goes, as JSON; else standard output.")]
 
 
 @taking(Layer)
@@ -21,9 +32,7 @@ def plan(
     placement: Annotated[
         Path, typer.Argument(help="JSON file with 'rank_segments' or 'lengths'; - for standard input.", show_default=False)
     ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where the plan goes, as JSON; standard output if left out.")
-    ] = None,
+    output: _Output = None,
     tolerance: Annotated[float, typer.Option(help="How far a rank may lie from the mean, as a fraction.")] = 0.01,
     min_gain: Annotated[float, typer.Option(help="Smallest gain for which anything is moved, as a fraction.")] = 0.02,
     head_groups: Annotated[int, typer.Option(help="Most head groups of a long document; 1 plans all heads together.")] = 8,
@@ -46,6 +55,7 @@ def plan(
         model = layer.cost_model(cost)
         with said_if_long(PLANNING):
             layout = parse_placement(read(placement), name_of(placement))
+        check_documents(len(layout.document), placement)
         if not layout.query_tokens.any():
             fail(f"{name_of(placement)} has no tokens: there is nothing to plan.")
         ranks = Ranks(per_node=layer.ranks_per_node)
@@ -57,3 +67,78 @@ def plan(
             lines.append(f"{'sliding window':<26} {layer.window} keys{'' if result.window else ', as long as any document'}")
         lines.append(summarize(result, model, ranks).table(seconds=layer.measured is not None or cost is not CostName.pairs))
         write(result.to_json(), "\n".join(lines), output)
+
+
+@taking(Layer)
+def deal(
+    layer: Layer,
+    lengths: Annotated[
+        Path, typer.Argument(help="JSON file with a list of lengths in tokens; - for standard input.", show_default=False)
+    ],
+    ranks: Annotated[int, typer.Option(help="Ranks to deal to, 1 to 65536.", show_default=False)],
+    tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank.", show_default=False)],
+    output: _Output = None,
+    ping_pong: Annotated[bool, typer.Option("--ping-pong", help="Deal two nano-batches that share no document.")] = False,
+    cost: Annotated[CostName, typer.Option(help="What is dealt by: causal pairs, or seconds on a device.")] = CostName.cuda,
+) -> None:
+    """Deal documents to ranks, with equal tokens and about equal attention, and write the placement as JSON.
+
+    LENGTHS holds [tokens of a document, ...], RANKS times TOKENS_PER_RANK in all. The placement is what `hf-distca plan` reads;
+    with --ping-pong it also holds "first_nano_batch", the tokens that each rank has in its first half. The default shape is
+    that of Llama-3-8B in bfloat16.
+    """
+    from hf_distca.config import DistCAConfig
+    from hf_distca.errors import ConfigError
+    from hf_distca.schedule.deal import deal as deal_documents
+    from hf_distca.schedule.deal import deal_nano_batches
+    from hf_distca.schedule.ranks import Ranks
+
+    with errors_in_one_line():
+        if not 1 <= ranks <= _MOST_RANKS:
+            raise ConfigError(f"ranks={ranks} must be a whole number from 1 to {_MOST_RANKS}.")
+        model = layer.cost_model(cost)
+        config = DistCAConfig(tile=layer.tile, ping_pong=ping_pong)
+        documents = read_lengths(lengths)
+        check_documents(len(documents), lengths)
+        options: dict[str, Any] = {"tile": layer.tile, "ranks_per_node": layer.ranks_per_node}
+        layouts: tuple[Layout, ...]
+        with said_if_long(PLANNING):
+            if ping_pong:
+                layouts = deal_nano_batches(documents, ranks, tokens_per_rank, model, **options)
+            else:
+                layouts = (deal_documents(documents, ranks, tokens_per_rank, model, **options),)
+            lines = [f"{'cost model':<26} {model.name}"]
+            for number, layout in enumerate(layouts, 1):
+                if ping_pong:
+                    lines.append(f"{'nano-batch':<26} {number}")
+                lines += _dealt(layout, model, config, Ranks(per_node=layer.ranks_per_node))
+        write(json.dumps(_placement(layouts), separators=(",", ":")), "\n".join(lines), output)
+
+
+def _dealt(layout: Layout, model: CostModel, config: DistCAConfig, ranks: Ranks) -> list[str]:
+    """What there is to say about a layout, and about its plan."""
+    from hf_distca.schedule.balance import balance
+    from hf_distca.schedule.load import summarize
+
+    tokens = layout.query_tokens
+    equal = f"{tokens.max()} on each rank" if tokens.min() == tokens.max() else f"{tokens.min()} or {tokens.max()} on a rank"
+    documents = len(set(layout.document.tolist()))
+    return [
+        f"{'tokens':<26} {equal}",
+        f"{'documents':<26} {documents}, {len(layout.spanning)} of them on several ranks",
+        str(summarize(balance(layout, model, config, ranks), model, ranks)),
+    ]
+
+
+def _placement(layouts: tuple[Layout, ...]) -> dict[str, Any]:
+    """The rows of a rank, those of its first nano-batch first."""
+    ends: dict[int, int] = {}
+    for layout in layouts:
+        for document, end in zip(layout.document.tolist(), layout.end.tolist(), strict=True):
+            ends[document] = max(ends.get(document, 0), end)
+    ranks = range(layouts[0].world_size)
+    rows = [[[s.document, s.start, s.end, ends[s.document]] for layout in layouts for s in layout.segments(r)] for r in ranks]
+    placement: dict[str, Any] = {"rank_segments": rows}
+    if len(layouts) > 1:
+        placement["first_nano_batch"] = layouts[0].query_tokens.tolist()
+    return placement

@@ -55,28 +55,28 @@ def profile(
     file to --cost-model of plan and deal, and Profile.load(FILE) to DistCAConfig(cost_model=...).
     """
     with errors_in_one_line():
-        from hf_distca.runtime import timed
+        from hf_distca.measure import machine_profile
 
-        wanted = timed.Wanted(
-            timed.device_named(device),
-            timed.dtypes(dtype or ["float32", "bfloat16"]),
+        wanted = machine_profile.Wanted(
+            machine_profile.device_named(device),
+            machine_profile.dtypes(dtype or ["float32", "bfloat16"]),
             tuple(width or (64, 128)),
             _heads(heads or ["4:2", "8:1"]),
             batch_seconds=batch_seconds,
         )
         check_place(output)  # before minutes of measuring are lost
-        say = _Progress(wanted.steps(ranks or timed.launched_ranks()))
+        say = _ProgressBar(wanted.steps(ranks or machine_profile.launched_ranks()))
         made_by = shlex.join(["hf-distca", *sys.argv[1:]])
         if ranks is None:
-            found = timed.on_these_ranks(wanted, threads, name, made_by, say)
+            measured = machine_profile.on_these_ranks(wanted, threads, name, made_by, say)
         else:
-            found = timed.on_new_ranks(ranks, wanted, threads, name, made_by, say)
+            measured = machine_profile.on_new_ranks(ranks, wanted, threads, name, made_by, say)
         say.close()
-        if found is not None:
-            write(found.to_json(), summary(found), output)
+        if measured is not None:
+            write(measured.to_json(), summary(measured), output)
 
 
-class _Progress:
+class _ProgressBar:
     """A bar on standard error. It goes to another process without what it has shown."""
 
     def __init__(self, steps: int) -> None:
@@ -102,13 +102,13 @@ class _Progress:
 def _heads(names: list[str]) -> tuple[tuple[int, int], ...]:
     from hf_distca.errors import ConfigError
 
-    found = []
+    heads = []
     for name in names:
         query, _, key_value = name.partition(":")
         if not (query.isdecimal() and key_value.isdecimal()):
             raise ConfigError(f"--heads {name}: give query heads and key/value heads as two numbers, such as 8:2.")
-        found.append((int(query), int(key_value)))
-    return tuple(found)
+        heads.append((int(query), int(key_value)))
+    return tuple(heads)
 
 
 def summary(profile: Profile) -> str:

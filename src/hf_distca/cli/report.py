@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -23,17 +24,15 @@ def report(
 ) -> None:
     """Make one HTML page of a run: its balance, what each rank did, a plan, settings, versions and warnings.
 
-    The page holds all it needs, 5 MB of plotly among it, and opens without a network.
+    The page holds all it needs and opens without a network.
     """
     from dataclasses import asdict
 
-    from hf_distca.run_report.figures import collect
     from hf_distca.run_report.folder import RunFolder
-    from hf_distca.run_report.page import check_installed, render
+    from hf_distca.run_report.page import render
+    from hf_distca.run_report.run_figures import collect
 
     with errors_in_one_line():
-        if not as_json:
-            check_installed()
         figures = collect(RunFolder.read(run_dir), step)
         if as_json:
             typer.echo(json.dumps(asdict(figures)))
@@ -42,4 +41,4 @@ def report(
         typer.echo(figures.verdict)
         for missing in figures.missing:
             typer.echo(f"Not on the page: {missing}")
-        typer.echo(f"The page: {output}")
+        typer.echo(os.fsencode(f"The page: {output}"))  # which need not be text

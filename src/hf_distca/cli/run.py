@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from hf_distca.cli.files import fail
+
 __all__ = ["run"]
 
 
@@ -17,8 +19,11 @@ class Attention(StrEnum):
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="A Python script, or a command such as `trl`.", show_default=False)],
+    script: Annotated[
+        str, typer.Argument(help="A Python script, a command such as `trl`, or with -m a module.", show_default=False)
+    ],
     arguments: Annotated[list[str] | None, typer.Argument(help="What it gets as its arguments.", show_default=False)] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module, as for `python -m`.")] = False,
     attn_implementation: Annotated[
         Attention | None, typer.Option(help="Attention of models that are loaded without naming one.", show_default=False)
     ] = None,
@@ -33,13 +38,25 @@ def run(
     """Run a training script or command that does not import hf_distca, with "distca" registered.
 
     It holds for Python processes that the command starts, too, such as those of accelerate's launcher: trl, swift and
-    llamafactory-cli start one. Options of hf-distca stand before the script.
+    llamafactory-cli start one. Options of hf-distca stand before the script. Under a launcher of your own:
+    accelerate launch -m hf_distca.run train.py --attn_implementation distca
     """
     from hf_distca.errors import UnsupportedError
-    from hf_distca.run import Options, run_command
+    from hf_distca.register import check_stand_in
+    from hf_distca.run import Options, find_command, find_module, run_command, run_module
 
+    options = Options("distca" if attn_implementation else None, summary, instead_of)
+    path = None
     try:
-        run_command(script, arguments or [], Options("distca" if attn_implementation else None, summary, instead_of))
+        if instead_of is not None:
+            check_stand_in(instead_of)
+        if module:
+            find_module(script)
+        else:
+            path = find_command(script)
     except (FileNotFoundError, UnsupportedError) as error:
-        typer.echo(f"hf-distca: {error}", err=True)
-        raise typer.Exit(2) from None
+        fail(str(error))
+    if path is None:
+        run_module(script, arguments or [], options)
+    else:
+        run_command(path, arguments or [], options)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.profiles import Profile as MeasuredProfile
     from hf_distca.simulate import setting as kinds
-    from hf_distca.simulate.lengths import Documents
+    from hf_distca.simulate.document_lengths import DocumentSource
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
@@ -120,7 +120,7 @@ class Scale:
         full = automatic and peak_bytes(setting, self.tokens_per_rank) > device.memory_bytes
         return replace(setting, checkpointing="full") if full else setting
 
-    def documents(self) -> Documents:
+    def documents(self) -> DocumentSource:
         """Where lengths come from.
 
         Raises:
@@ -130,7 +130,7 @@ class Scale:
 
         return documents_of(self.lengths, self.column, self.max_length)
 
-    def predictions(self, setting: Setting, documents: Documents, names: list[str]) -> list[Prediction]:
+    def predictions(self, setting: Setting, documents: DocumentSource, names: list[str]) -> list[Prediction]:
         """Predict these strategies, with a progress bar if it takes over a second.
 
         Raises:

@@ -13,7 +13,7 @@ from hf_distca.cli.options import taking
 from hf_distca.cli.scale import Scale
 
 if TYPE_CHECKING:
-    from hf_distca.simulate.lengths import Documents
+    from hf_distca.simulate.document_lengths import DocumentSource
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
@@ -43,19 +43,19 @@ def simulate(
     with errors_in_one_line():
         setting, documents = scale.setting(), scale.documents()
         names = strategy or list(STRATEGIES)
-        found = scale.predictions(setting, documents, names)
+        predictions = scale.predictions(setting, documents, names)
         facts = assumed(setting, documents, names)
         if as_json:
-            typer.echo(json.dumps(report(setting, documents, found, facts, scale), indent=1))
+            typer.echo(json.dumps(report(setting, documents, predictions, facts, scale), indent=1))
             return
-        show_predictions(setting, documents, found, scale.batches)
+        show_predictions(setting, documents, predictions, scale.batches)
         if assumptions:
             typer.echo("Assumptions")
             for what, text in facts:
                 typer.echo(fill(f"{what}: {text}", WIDTH, initial_indent="  ", subsequent_indent="    "))
 
 
-def show_predictions(setting: Setting, documents: Documents, found: list[Prediction], batches: int) -> None:
+def show_predictions(setting: Setting, documents: DocumentSource, predictions: list[Prediction], batches: int) -> None:
     """A table, one line a strategy."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -63,7 +63,7 @@ def show_predictions(setting: Setting, documents: Documents, found: list[Predict
 
     from hf_distca.simulate.predict import best_alternative
 
-    best = best_alternative(found)
+    best = best_alternative(predictions)
     about = (
         f"{setting.model.name} on {setting.ranks} {setting.hardware.name}, {setting.tokens_per_rank} tokens a rank",
         f"{documents.name}, {batches} batch{'es' if batches > 1 else ''}, checkpointing {setting.checkpointing}",
@@ -71,18 +71,18 @@ def show_predictions(setting: Setting, documents: Documents, found: list[Predict
     table = Table(title="\n".join(about), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("strategy", "shared by", "step, s", "speed", "idle", "waits", "hidden, s", "memory, GB", "attention"):
         table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
-    for one in found:
-        speed = "" if best is None or not one.comparable else f"{best.step_seconds / one.step_seconds:.2f} x"
+    for prediction in predictions:
+        speed = "" if best is None or not prediction.comparable else f"{best.step_seconds / prediction.step_seconds:.2f} x"
         table.add_row(
-            one.title,
-            "" if one.degree is None else f"{one.degree} rank{'s' if one.degree > 1 else ''}",
-            f"{one.step_seconds:.3f}",
+            prediction.title,
+            "" if prediction.degree is None else f"{prediction.degree} rank{'s' if prediction.degree > 1 else ''}",
+            f"{prediction.step_seconds:.3f}",
             speed,
-            f"{one.idle_share:.1%}",
-            f"{one.exposed_share:.1%}",
-            f"{one.hidden_seconds:.2f}",
-            f"{one.peak_bytes / 1e9:.0f}{'' if one.fits else ' (full)'}",
-            f"{one.attention_share:.1%}",
+            f"{prediction.idle_share:.1%}",
+            f"{prediction.exposed_share:.1%}",
+            f"{prediction.hidden_seconds:.2f}",
+            f"{prediction.peak_bytes / 1e9:.0f}{'' if prediction.fits else ' (full)'}",
+            f"{prediction.attention_share:.1%}",
         )
     console = Console(width=None if Console().is_terminal else WIDTH)
     console.print(table)
@@ -94,9 +94,9 @@ def show_predictions(setting: Setting, documents: Documents, found: list[Predict
 
 
 def report(
-    setting: Setting, documents: Documents, found: list[Prediction], facts: list[tuple[str, str]], scale: Scale
+    setting: Setting, documents: DocumentSource, predictions: list[Prediction], facts: list[tuple[str, str]], scale: Scale
 ) -> dict[str, Any]:
-    """Everything that was found and assumed, for `json`."""
+    """Everything that was predicted and assumed, for `json`."""
     return {
         "setting": {
             "model": setting.model.name,
@@ -106,6 +106,6 @@ def report(
             "batches": scale.batches,
             "seed": scale.seed,
         },
-        "strategies": [one.to_dict() for one in found],
+        "strategies": [prediction.to_dict() for prediction in predictions],
         "assumptions": [{"about": what, "assumed": text} for what, text in facts],
     }

@@ -2,30 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from array import array
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.data.integers import flat
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["IGNORED_LABEL", "PackingCollator"]
+__all__ = ["COLUMNS", "IGNORED_LABEL", "MASKS", "PackingCollator", "check_columns", "flat", "targets_of"]
+
+_log = logging.getLogger("hf_distca")
 
 IGNORED_LABEL = -100
+MASKS = ("completion_mask", "assistant_masks")  # 1 for tokens that are targets, where a row has no labels
+COLUMNS = frozenset({"input_ids", "labels", "attention_mask", *MASKS})  # what is read of a row
+_READ = COLUMNS | {"seq_lengths", "position_ids"}
+
+# Other inputs of models. Without them a row would be trained on as something else.
+_REFUSED = frozenset({"shift_labels", "token_type_ids", "seq_idx", "inputs_embeds", "pixel_values", "distca_documents"})
+
+
+def check_columns(row: Mapping[str, Any], tokens: int, read: Collection[str]) -> None:
+    """Refuse columns that would change what is trained, and warn of others that have a number for each token.
+
+    Args:
+        row: as it came.
+        tokens: how many it has.
+        read: the columns that the caller reads.
+
+    Raises:
+        LayoutError: names the column.
+    """
+    for name in row.keys() - set(read):
+        if name in _REFUSED:
+            raise LayoutError(
+                f"a row has a column {name!r}, an input of models that would be lost here: only {', '.join(sorted(read))} are "
+                "read. Remove the column, or use another collator."
+            )
+        value = row[name]
+        has_numbers = isinstance(value, (list, tuple, np.ndarray, torch.Tensor)) and len(value) == tokens > 1
+        if has_numbers and isinstance(value[0], (int, float, np.number, torch.Tensor)):
+            _warn_of_column(name, tuple(sorted(read)))
+
+
+@cache
+def _warn_of_column(name: str, read: tuple[str, ...]) -> None:
+    _log.warning(
+        "column %r has a number for each token, and is not read: only %s are. Remove it if it does not matter.",
+        name,
+        ", ".join(read),
+    )
+
+
+def targets_of(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
+    """The labels of tokens without labels of their own: the tokens, where all masks are 1, as TRL has it."""
+    return tokens if not masks else np.where(np.all(np.stack(list(masks)), axis=0), tokens, IGNORED_LABEL)
+
+
+_LARGEST = np.iinfo(np.int64).max
+
+
+def flat(values: Any, name: str, kinds: str = "iu") -> IntArray:
+    """Integers of a document, a list, array or tensor, as an int64 array; `kinds` are the numpy kinds of dtype that are taken.
+
+    Raises:
+        LayoutError: if they are no flat row of integers; `name` says of what.
+    """
+    try:
+        row = values.numpy(force=True) if isinstance(values, torch.Tensor) else values
+        if not isinstance(row, np.ndarray):
+            row = _from_list(list(row), kinds)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise LayoutError(f"the {name} of a document must be a flat list of integers ({error}).") from error
+    if row.shape == (0,):
+        return np.zeros(0, dtype=np.int64)  # empty arrays and tensors have any dtype
+    if row.ndim != 1 or row.dtype.kind not in kinds or (row.dtype == np.uint64 and row.size and row.max() > _LARGEST):
+        raise LayoutError(
+            f"the {name} of a document must be a flat list of integers; here they are {row.dtype} of shape {row.shape}."
+        )
+    return row.astype(np.int64, copy=False)
+
+
+def _from_list(values: list[Any], kinds: str) -> IntArray:
+    """The same numbers; an `array` refuses what is no integer, and reads a list in a third of numpy's time."""
+    if values and isinstance(values[0], bool) and "b" not in kinds:
+        raise TypeError("they are bool")
+    return np.frombuffer(array("q", values), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class PackingCollator:
     """Packs the documents of a batch into one row, without padding, and attaches their lengths as a host-side object.
 
-    A feature is either one document, ``{"input_ids": [...]}`` with optional ``labels`` and ``attention_mask``, or a row that is
-    packed already, ``{"documents": [[...], [...]]}``. Each is a flat list, numpy array or tensor of integers. Padding, where the
-    mask is 0, is cut off at both ends. Documents without tokens are dropped.
+    A feature is a row of tokens, ``{"input_ids": [...]}``, or a list of documents, ``{"documents": [[...], [...]]}``. A row is
+    one document, unless ``seq_lengths`` (tokens of each) or its own ``position_ids`` say which documents it has. ``labels`` are
+    its labels; without them, tokens are targets where ``completion_mask`` and ``assistant_masks`` are 1, or everywhere.
+    Padding, where ``attention_mask`` is 0, is cut off at both ends. Each column is a flat list, numpy array or tensor of
+    integers. Documents without tokens are dropped.
 
     Of a data set of shares (`hf_distca.document_shares`) a batch is exactly one share, which is packed already.
 
@@ -41,7 +121,8 @@ class PackingCollator:
         """Pack one batch.
 
         Raises:
-            LayoutError: if features are of another form, hold no tokens, have padding between tokens, or are several shares.
+            LayoutError: if features are of another form, hold no tokens, have padding between tokens, have other columns that
+                would change what is trained, or are several shares.
         """
         if any(_is_share(feature) for feature in features):
             return _batch_of_share(features)
@@ -78,24 +159,52 @@ def _documents(feature: Mapping[str, Any]) -> list[tuple[IntArray, IntArray]]:
     if not isinstance(feature, Mapping):
         raise LayoutError(f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or 'documents'.")
     if "documents" in feature:
-        return [(tokens, tokens) for tokens in (flat(one, "input_ids") for one in feature["documents"])]
+        beside = sorted(_READ & feature.keys())
+        if beside:
+            raise LayoutError(f"a feature has 'documents' and {beside[0]!r}, which would not be read: give rows of 'input_ids'.")
+        return [(tokens, tokens) for tokens in (flat(tokens, "input_ids") for tokens in feature["documents"])]
     if "input_ids" not in feature:
         raise LayoutError(f"a feature has the keys {sorted(feature)}; it needs 'input_ids' or 'documents'.")
-    tokens = flat(feature["input_ids"], "input_ids")
-    labels = flat(feature["labels"], "labels") if "labels" in feature else tokens
-    if len(tokens) != len(labels):
-        raise LayoutError(f"a document has {len(tokens)} input_ids and {len(labels)} labels: they must match.")
-    if feature.get("attention_mask") is None:
-        return [(tokens, labels)]
-    begin, end = _between_padding(feature["attention_mask"], len(tokens))
-    return [(tokens[begin:end], labels[begin:end])]
+    row = {name: flat(feature[name], name, "iub" if "mask" in name else "iu") for name in _READ if feature.get(name) is not None}
+    tokens, lengths = row["input_ids"], row.pop("seq_lengths", None)
+    check_columns(feature, len(tokens), _READ)
+    for name, column in row.items():
+        if len(column) != len(tokens):
+            raise LayoutError(f"a row has {len(tokens)} input_ids and {len(column)} numbers in its {name}: they must match.")
+    if "attention_mask" in row:
+        begin, end = _between_padding(row["attention_mask"])
+        row = {name: column[begin:end] for name, column in row.items()}
+        tokens = row["input_ids"]
+    labels = row["labels"] if "labels" in row else targets_of(tokens, [row[name] for name in MASKS if name in row])
+    bounds = np.cumsum(_lengths(len(tokens), lengths, row.get("position_ids")))[:-1]
+    return list(zip(np.split(tokens, bounds), np.split(labels, bounds), strict=True))
 
 
-def _between_padding(attention_mask: Any, length: int) -> tuple[int, int]:
-    """Where the tokens of a padded document begin and end."""
-    mask = flat(attention_mask, "attention_mask", kinds="iub")
-    if len(mask) != length:
-        raise LayoutError(f"a document has {length} input_ids and {len(mask)} numbers in its attention_mask: they must match.")
+def _lengths(tokens: int, lengths: IntArray | None, positions: IntArray | None) -> IntArray:
+    """Tokens of each document of a row: by its lengths, by its positions, or all of it."""
+    if lengths is not None and (lengths.min(initial=0) < 0 or lengths.sum() != tokens):
+        raise LayoutError(
+            f"seq_lengths of a row are of {lengths.sum()} tokens, and it has {tokens} without padding: they must match, and each "
+            "be at least 0."
+        )
+    if positions is None or not tokens:
+        return np.array([tokens]) if lengths is None else lengths
+    first = np.flatnonzero(np.diff(positions, prepend=positions[0]) != 1)  # where counting begins anew
+    if (wrong := first[positions[first] != 0]).size:
+        raise LayoutError(
+            f"position_ids[{wrong[0]}] of a row is {positions[wrong[0]]}, where a document begins: each counts from 0. Rows of "
+            "which other ranks hold the rest are not packed here."
+        )
+    counted = np.diff(first, append=tokens)
+    if lengths is not None and not np.array_equal(counted, lengths[lengths > 0]):
+        raise LayoutError(
+            f"seq_lengths of a row, {lengths}, and position_ids, {counted}, tell of other documents: give one of them."
+        )
+    return counted
+
+
+def _between_padding(mask: IntArray) -> tuple[int, int]:
+    """Where the tokens of a padded row begin and end."""
     tokens = np.flatnonzero(mask)
     if not len(tokens):
         return 0, 0

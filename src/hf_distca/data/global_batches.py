@@ -7,17 +7,18 @@ number alone: any number of ranks trains on the same ones.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
+from tqdm.auto import tqdm
 
-from hf_distca.data.packing import pack_whole
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.layout import IntArray, as_integers
 
-__all__ = ["Fill", "GlobalBatches", "Longer", "Pieces"]
+__all__ = ["Fill", "GlobalBatches", "Longer", "Pieces", "pack_whole"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -159,14 +160,14 @@ class GlobalBatches:
         if not len(long):
             return
         row = long[np.argmax(self._length[long])]
-        found = (
+        longer_ones = (
             f"{len(long)} of {len(self._length)} documents are longer than a global batch of {self.tokens} tokens (ranks x "
             f"tokens_per_rank); document {self._document[row]} has {self._length[row]}"
         )
         if longer == "refuse":
-            raise LayoutError(f'{found}. More tokens a rank hold them; longer="cut" cuts them into documents of their own.')
+            raise LayoutError(f'{longer_ones}. More tokens a rank hold them; longer="cut" cuts them into documents of their own.')
         if not quiet:
-            _log.warning("%s. They are cut: each piece is a document of its own.", found)
+            _log.warning("%s. They are cut: each piece is a document of its own.", longer_ones)
         if self._whole:
             self._cut_longer()
 
@@ -194,3 +195,50 @@ def _check_arguments(tokens: int, seed: int | None, fill: str, longer: str) -> N
     for name, value, choices in (("fill", fill, get_args(Fill)), ("longer", longer, get_args(Longer))):
         if value not in choices:
             raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
+
+
+# Batches that are not full yet, at most. More of them fill a little better and take longer.
+_OPEN = 64
+
+_STEP = 2**16  # documents between two looks at the progress bar
+
+
+def pack_whole(length: IntArray, order: IntArray, tokens: int, *, quiet: bool = False) -> tuple[IntArray, IntArray]:
+    """Put documents into batches one after another, each into the fullest open batch that has room for it.
+
+    Args:
+        length: tokens of each document, in 1..tokens.
+        order: of the documents.
+        tokens: of a batch.
+        quiet: show no progress bar.
+
+    Returns:
+        ``packed, offsets``: batch b holds the documents ``packed[offsets[b] : offsets[b + 1]]``.
+    """
+    rooms: list[int] = []  # free tokens of open batches, ascending
+    opened: list[int] = []  # their numbers
+    batch_of: list[int] = []
+    count = 0
+    bar = tqdm(total=len(order), desc="packing documents", delay=1.0, disable=quiet, unit=" documents")
+    with bar:
+        for begin in range(0, len(order), _STEP):
+            step = length[order[begin : begin + _STEP]].tolist()
+            for n in step:
+                place = bisect_left(rooms, n)
+                if place < len(rooms):
+                    room, batch = rooms.pop(place) - n, opened.pop(place)
+                else:
+                    room, batch = tokens - n, count
+                    count += 1
+                    if len(rooms) == _OPEN:
+                        del rooms[0], opened[0]  # the fullest one
+                batch_of.append(batch)
+                if room:
+                    place = bisect_left(rooms, room)
+                    rooms.insert(place, room)
+                    opened.insert(place, batch)
+            bar.update(len(step))
+    batch_of_document = np.array(batch_of, dtype=np.int64)
+    by_batch = np.argsort(batch_of_document, kind="stable")
+    offsets = np.searchsorted(batch_of_document[by_batch], np.arange(count + 1))
+    return order[by_batch], offsets

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from tqdm.auto import tqdm
 
-from hf_distca.data.integers import flat
-from hf_distca.data.lengths import is_arrow
+from hf_distca.borrowed import kept_rows
+from hf_distca.data.collator import COLUMNS, MASKS, check_columns, flat, targets_of
 from hf_distca.errors import LayoutError
-from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.layout import IntArray, as_integers
 
-__all__ = ["Piece", "Reader", "as_row"]
+__all__ = ["Piece", "Reader", "as_row", "document_lengths", "is_arrow", "length_of", "splits_itself"]
 
 
 class Piece:
     """Tokens [start, end) of a document, which are a document of their own in their global batch.
 
     Args:
-        row: the document: something that can be cut in slices for each of ``input_ids``, ``labels`` and ``attention_mask``
-            (the latter two may be missing); None for padding.
+        row: the document: something that can be cut in slices for ``input_ids``, and for what else it has of ``labels``,
+            ``attention_mask``, ``position_ids`` and the masks of targets; None for padding.
         start, end: in tokens of the document.
     """
 
@@ -35,30 +37,46 @@ class Piece:
         Raises:
             LayoutError: if they are padding that the document came with, or fewer than the document was said to have.
         """
-        if self.row is not None and self.row.get("attention_mask") is not None:
-            mask = self._slice("attention_mask", begin, end, "iub")
-            if mask is not None and not mask.all():
-                raise LayoutError(
-                    f"attention_mask of a document is 0 at token {self.start + begin + int(mask.argmin())}: documents over ranks "
-                    "come without padding. Tokenize with padding=False."
-                )
+        if self.row is None:
+            return None
+        first = self.start + begin
+        if self._has("attention_mask") and not (mask := self._slice("attention_mask", begin, end, "iub")).all():
+            raise LayoutError(
+                f"attention_mask of a document is 0 at token {first + int(mask.argmin())}: documents over ranks come without "
+                "padding. Tokenize with padding=False."
+            )
+        if (
+            self._has("position_ids")
+            and (wrong := self._slice("position_ids", begin, end) - np.arange(first, first + end - begin)).any()
+        ):
+            place = first + int(np.flatnonzero(wrong)[0])
+            raise LayoutError(
+                f"position_ids of a document do not count on from 0 at token {place}: the row was packed already, and would be "
+                "dealt as one document. Give its documents one by one."
+            )
         return self._slice("input_ids", begin, end)
 
     def labels(self, begin: int, end: int) -> IntArray | None:
-        """The labels of the tokens [begin, end) of the piece: the tokens themselves if the document has none."""
-        has_labels = self.row is not None and self.row.get("labels") is not None
-        return self._slice("labels" if has_labels else "input_ids", begin, end)
-
-    def _slice(self, name: str, begin: int, end: int, kinds: str = "iu") -> IntArray | None:
+        """The labels of the tokens [begin, end) of the piece, None for padding. See `targets_of` for a document without any."""
         if self.row is None:
             return None
-        found = flat(self.row[name][self.start + begin : self.start + end], name, kinds)
-        if len(found) != end - begin:
+        if self._has("labels"):
+            return self._slice("labels", begin, end)
+        masks = [self._slice(name, begin, end, "iub") for name in MASKS if self._has(name)]
+        return targets_of(self._slice("input_ids", begin, end), masks)
+
+    def _has(self, name: str) -> bool:
+        return self.row is not None and self.row.get(name) is not None
+
+    def _slice(self, name: str, begin: int, end: int, kinds: str = "iu") -> IntArray:
+        assert self.row is not None
+        values = flat(self.row[name][self.start + begin : self.start + end], name, kinds)
+        if len(values) != end - begin:
             raise LayoutError(
                 f"the {name} of a document end before token {self.start + end}: they are fewer than its lengths or its other "
                 "columns say."
             )
-        return found
+        return values
 
 
 class Reader:
@@ -74,8 +92,9 @@ class Reader:
         # A transform of the user's own makes tokens only when rows are asked for.
         self._arrow = is_arrow(documents) and documents.format["type"] != "custom"
         if self._arrow:
-            wanted = [column, *(name for name in ("labels", "attention_mask") if name in documents.column_names)]
-            documents = documents.with_format("arrow", columns=list(dict.fromkeys(wanted)))
+            if len(documents):
+                as_row(documents.with_format(None)[0], column)  # of the others, only the columns that are needed are read
+            documents = documents.with_format("arrow", columns=[column, *_others(documents.column_names, column)])
         self._documents = documents
 
     def rows(self, numbers: IntArray) -> list[Mapping[str, Any]]:
@@ -96,8 +115,20 @@ def as_row(document: Any, column: str) -> Mapping[str, Any]:
         return {"input_ids": document}
     if column not in document:
         raise LayoutError(f"a document has no {column!r}, only {', '.join(map(repr, document))}.")
-    names = [name for name in ("labels", "attention_mask") if name in document]
-    return {"input_ids": document[column], **{name: document[name] for name in names}}
+    row = {"input_ids": document[column], **{name: document[name] for name in document if name != column}}
+    if row.get("seq_lengths") is not None:
+        raise LayoutError(
+            f"a row has a column 'seq_lengths': it was packed already, and would be dealt as one document of "
+            f"{len(row['input_ids'])} tokens. Give its documents one by one."
+        )
+    if len(row) > 1:
+        check_columns(row, length_of(document, column, 0), {*COLUMNS, "position_ids"})
+    return {"input_ids": row["input_ids"], **{name: row[name] for name in _others(row, column)}}
+
+
+def _others(names: Collection[str], column: str) -> list[str]:
+    """What is read of a row beside the column of its tokens."""
+    return [name for name in (*sorted(COLUMNS - {"input_ids"}), "position_ids") if name in names and name != column]
 
 
 def _row_views(column: Any) -> list[np.ndarray | None]:
@@ -118,3 +149,127 @@ def _row_views(column: Any) -> list[np.ndarray | None]:
         ends = np.cumsum(pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False))
         views += [None if gone else array[a:b] for gone, a, b in zip(missing, [0, *ends[:-1]], ends, strict=True)]
     return views
+
+
+def is_arrow(documents: object) -> bool:
+    """Whether documents are a `datasets.Dataset`."""
+    return _is_of("Dataset", documents)
+
+
+def splits_itself(documents: object) -> bool:
+    """Whether documents are a `datasets.IterableDataset`, of which each worker of a loader reads other files."""
+    return _is_of("IterableDataset", documents)
+
+
+def _is_of(name: str, documents: object) -> bool:
+    datasets = sys.modules.get("datasets")  # nothing is of a package that was never imported
+    return datasets is not None and isinstance(documents, getattr(datasets, name, ()))
+
+
+def document_lengths(documents: Any, column: str = "input_ids", lengths: Any = None, *, quiet: bool = False) -> IntArray:
+    """Tokens of each document: int64, as many as there are documents. A missing (null) document has 0.
+
+    Args:
+        documents: a `datasets.Dataset`, of which only the offsets of the column are read; or a sequence of documents, each
+            of which is read: a row with the column, or the tokens themselves.
+        column: where the tokens are.
+        lengths: the numbers, or the name of the column that holds them, if they are known.
+        quiet: show no progress bar.
+
+    Raises:
+        LayoutError: if there is no such column, it does not hold a flat list of integers a row, or lengths are not one whole
+            number of at least 0 a document.
+    """
+    if isinstance(lengths, str):
+        counts = _column_of_counts(documents, lengths)
+    elif lengths is not None:
+        counts = as_integers(lengths, "lengths of documents")
+    elif is_arrow(documents):
+        counts = _from_offsets(documents, column)
+    else:
+        counts = _one_by_one(documents, column, quiet)
+    if len(counts) != len(documents):
+        raise LayoutError(f"{len(counts)} lengths for {len(documents)} documents: give one for each.")
+    if len(counts) and counts.min() < 0:
+        raise LayoutError(f"document {counts.argmin()} has length {counts.min()}: lengths are at least 0.")
+    return counts
+
+
+def _column_of_counts(documents: Any, name: str) -> IntArray:
+    if not is_arrow(documents):
+        return as_integers([row[name] for row in documents], f"lengths in column {name!r}")
+    import pyarrow as pa
+
+    values = _in_order(documents, _arrow_column(documents, name))
+    if not pa.types.is_integer(values.type) or values.null_count:
+        raise LayoutError(
+            f"column {name!r} of the documents holds {values.type} with {values.null_count} missing values: lengths are whole "
+            "numbers, one for each document."
+        )
+    return np.asarray(values.to_numpy()).astype(np.int64)
+
+
+def _from_offsets(documents: Any, column: str) -> IntArray:
+    """Arrow keeps where each list begins and ends beside the tokens."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    values = _arrow_column(documents, column)
+    kind = values.type
+    if pa.types.is_null(kind):  # nothing but missing documents
+        return np.zeros(len(documents), dtype=np.int64)
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if not lists or not (pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type)):
+        raise LayoutError(
+            f"column {column!r} of the documents holds {kind}: it must be a flat list of integers for each document. Tokenize "
+            "first, or name the column that holds the tokens."
+        )
+    return np.asarray(_in_order(documents, pc.fill_null(pc.list_value_length(values), 0)).to_numpy()).astype(np.int64)
+
+
+def _arrow_column(documents: Any, name: str) -> Any:
+    """The stored column; rows of the data set are some of its rows, see `_in_order`."""
+    if name not in documents.column_names:
+        raise LayoutError(
+            f"the documents have no column {name!r}, only {', '.join(map(repr, documents.column_names)) or 'none'}."
+        )
+    return documents.data.column(name)
+
+
+def _in_order(documents: Any, values: Any) -> Any:
+    """Values of stored rows as values of the data set's rows: `filter`, `shuffle` and `select` only note which rows they keep."""
+    indices = kept_rows(documents)
+    return values if indices is None else values.take(indices.column(0))
+
+
+def _one_by_one(documents: Sequence[Any], column: str, quiet: bool) -> IntArray:
+    bar = tqdm(documents, "reading lengths of documents", delay=1.0, disable=quiet, unit=" documents")
+    counts = np.zeros(len(documents), dtype=np.int64)
+    for number, document in enumerate(bar):
+        counts[number] = length_of(document, column, number)
+    return counts
+
+
+def length_of(document: Any, column: str, number: int) -> int:
+    """Tokens of document number `number`, a row with the column or the tokens themselves; 0 of a missing one.
+
+    Raises:
+        LayoutError: if it is no such document.
+    """
+    if hasattr(document, "keys"):
+        if column not in document:
+            raise LayoutError(f"document {number} has no {column!r}, only {', '.join(map(repr, document))}.")
+        document = document[column]
+    if document is None:
+        return 0
+    shape = getattr(document, "shape", None)
+    nested = len(shape) != 1 if shape is not None else not hasattr(document, "__len__") or isinstance(document, str)
+    if not nested and shape is None and len(document):
+        nested = hasattr(document[0], "__len__")
+    if nested:
+        shaped = "" if shape is None else f" of shape {tuple(shape)}"
+        raise LayoutError(
+            f"document {number} is of {type(document).__name__}{shaped}: it must be a flat list of integers, or a row with one "
+            f"in {column!r}."
+        )
+    return len(document)

@@ -48,9 +48,11 @@ class Shares:
 
     Read in this order by `ranks` processes with one item a batch, as accelerate does, each gets its own share. A share is a
     dictionary of int64 tensors (tokens_per_rank,): ``input_ids``, ``position_ids`` (in the document), ``shift_labels`` (the label
-    of the next token of the document, wherever that lies; -100 at its end) and ``labels`` (each token's own; -100 where what is
-    before it is not on this rank), and ``distca_documents``, which carries what was dealt. It is also a transform of `datasets`:
-    called with a batch of rows, it makes their ``input_ids``, numbers of items, into shares.
+    of the next token of the document, wherever that lies; -100 at its end), ``labels``, and ``distca_documents``, which carries
+    what was dealt. ``labels`` are -100 throughout, as shifting them would lose the target at every cut: a loss that reads them
+    trains on nothing rather than on something else. Only for one rank, where nothing is cut, they are each token's own label.
+    It is also a transform of `datasets`: called with a batch of rows, it makes their ``input_ids``, numbers of items, into
+    shares.
 
     Copies share the epoch. Only the documents that overlap a share are read, and only the slices of it are kept.
 
@@ -93,17 +95,18 @@ class Shares:
         epoch = self.epoch
         number, rank = divmod(int(item), self.dealing.ranks)
         pieces = self.batches.pieces(epoch, number)
-        packed = self.dealing.share(pieces.lengths, (epoch, number), rank)
+        names = np.stack([pieces.documents, pieces.starts])
+        packed = self.dealing.share(pieces.lengths, (epoch, number), rank, names)
         here = np.unique(np.asarray(packed.documents, dtype=np.int64))
         documents = pieces.documents[here]
         numbers, place = np.unique(documents[documents >= 0], return_inverse=True)
         rows = self._reader.rows(numbers)
         places = iter(place.tolist())
-        found: dict[int, Piece] = {}
-        for at, document in zip(here.tolist(), documents.tolist(), strict=True):
+        overlapping: dict[int, Piece] = {}
+        for index, document in zip(here.tolist(), documents.tolist(), strict=True):
             row = None if document < 0 else rows[next(places)]
-            found[at] = Piece(row, int(pieces.starts[at]), int(pieces.ends[at]))
-        return cut_share(packed, found, self.pad_token_id)
+            overlapping[index] = Piece(row, int(pieces.starts[index]), int(pieces.ends[index]))
+        return cut_share(packed, overlapping, self.pad_token_id)
 
     def __call__(self, rows: Mapping[str, list[int]]) -> dict[str, list[Any]]:
         """The shares of items, as a batch of rows of a `datasets.Dataset`."""
@@ -123,18 +126,19 @@ def cut_share(packed: PackedDocuments, pieces: Mapping[int, Piece], pad_token_id
         pieces: the documents of the global batch of which this rank has tokens.
         pad_token_id: what padding is made of.
     """
-    total = sum(packed.lengths)
+    total, cut = sum(packed.lengths), packed.dealt is None or packed.dealt.ranks > 1
     ids = np.full(total, pad_token_id, dtype=np.int64)
     labels, shifted = (np.full(total, IGNORED_LABEL, dtype=np.int64) for _ in range(2))
-    at = 0
+    begin = 0
     for document, start, length in zip(packed.documents or (), packed.starts or (), packed.lengths, strict=True):
         piece, end = pieces[document], start + length
         tokens = piece.tokens(start, end)
-        own = piece.labels(start, min(end + 1, piece.end - piece.start))  # and that of the next token, if there is one
-        if length and tokens is not None and own is not None:
-            ids[at : at + length] = tokens
-            labels[at + 1 : at + length] = own[1:length]
-            shifted[at : at + len(own) - 1] = own[1:]
-        at += length
+        labels_here = piece.labels(start, min(end + 1, piece.end - piece.start))  # and that of the next token, if there is one
+        if length and tokens is not None and labels_here is not None:
+            ids[begin : begin + length] = tokens
+            shifted[begin : begin + len(labels_here) - 1] = labels_here[1:]
+            if not cut:
+                labels[begin + 1 : begin + length] = labels_here[1:length]
+        begin += length
     rows = {"input_ids": ids, "labels": labels, "shift_labels": shifted, "position_ids": packed.positions}
     return {**{name: torch.from_numpy(row) for name, row in rows.items()}, "distca_documents": packed}

@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from hf_distca.agreement.dealt import Dealing
-from hf_distca.data.lengths import length_of, splits_itself
-from hf_distca.data.reading import Piece, as_row
+from hf_distca.data.reading import Piece, as_row, length_of, splits_itself
 from hf_distca.data.shares import Epoch, cut_share
 from hf_distca.errors import ConfigError
 
@@ -83,8 +82,8 @@ class StreamedShares(torch.utils.data.IterableDataset[Mapping[str, Any]]):
         tokens = self.dealing.tokens
         pieces: list[Piece] = []
         free = tokens
-        for at, document in enumerate(self.documents):
-            begin, count = 0, length_of(document, self.column, at)
+        for number, document in enumerate(self.documents):
+            begin, count = 0, length_of(document, self.column, number)
             while begin < count:
                 end = min(count, begin + free)
                 pieces.append(Piece(as_row(document, self.column), begin, end))

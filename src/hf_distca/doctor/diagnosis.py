@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from hf_distca.doctor.exchange import launched, tried, try_launched, try_two
-from hf_distca.doctor.findings import Finding, State
-from hf_distca.doctor.machine import Devices, devices, installed, versions
+from hf_distca.doctor import Finding, State
+from hf_distca.doctor.exchange import launched, tried, try_launched, versions
 from hf_distca.doctor.model import dtype_of, family, kernels, read_config
 from hf_distca.errors import DistCAError
 
@@ -39,43 +38,22 @@ def diagnose(
     """
     config: PreTrainedConfig | None = None if model is None else read_config(model, say)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind = dtype_of(dtype, config, device)
-    found = installed()
-    findings = [*versions(found), *devices(Devices.here())]
-    if config is not None:
-        findings += family(config)
-    findings += kernels(config, kind, device)
+    findings = [] if config is None else list(family(config))
+    findings += kernels(config, dtype_of(dtype, config, device), device)
     backends = [name for name in ("nccl", "gloo", "mpi") if dist.is_available() and dist.is_backend_available(name)]
     findings.append(Finding("ranks", "backends of torch", ", ".join(backends) or "none"))
-    return [*findings, *(_of_launcher(found, timeout_seconds) if launched() else _alone(timeout_seconds, say))]
+    if launched():
+        return [*findings, *_of_launcher(timeout_seconds)]
+    todo = "start training with a launcher, so that there are ranks to share with; under it, -m hf_distca.cli doctor tries them"
+    return [*findings, Finding("ranks", "attention group", "this process alone: no launcher started it", State.note, todo)]
 
 
-def _of_launcher(found: dict[str, str], timeout_seconds: float) -> Iterator[Finding]:
+def _of_launcher(timeout_seconds: float) -> Iterator[Finding]:
     try:
-        yield from tried(try_launched(found, timeout_seconds))
+        yield from tried(try_launched(versions(), timeout_seconds))
     except (DistCAError, RuntimeError) as error:
-        todo = "look at the logs of the other ranks; check that all nodes reach MASTER_ADDR, and each other over the interface "
-        todo += "that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names"
-        yield Finding("ranks", "exchange", f"failed: {' '.join(str(error).split())}", State.bad, todo)
-
-
-def _alone(timeout_seconds: float, say: Callable[[str], None]) -> Iterator[Finding]:
-    todo = (
-        "start training with a launcher, so that there are ranks to share with; under it, -m hf_distca.cli doctor looks at them"
-    )
-    yield Finding("ranks", "attention group", "this process alone: no launcher started it", State.note, todo)
-    say("trying an exchange between two processes ...")
-    try:
-        said = try_two(timeout_seconds)
-    except RuntimeError as error:
         todo = (
-            "name the network interface in GLOO_SOCKET_IFNAME (lo for one machine), and check that this machine's name resolves"
+            "look at the logs of the other ranks; check that all nodes reach MASTER_ADDR, and each other over the interface that "
+            "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names"
         )
-        yield Finding("ranks", "two processes over gloo", f"failed: {error}", State.bad, todo)
-    else:
-        if said is None:
-            yield Finding(
-                "ranks", "two processes", "this torch has no torch.distributed", State.bad, "install a torch that has it"
-            )
-        else:
-            yield Finding("ranks", "two processes over gloo", said)
+        yield Finding("ranks", "exchange", f"failed: {' '.join(str(error).split())}", State.bad, todo)

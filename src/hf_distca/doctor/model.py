@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers import __version__ as transformers_version
 
-from hf_distca.doctor.findings import Finding, State
+from hf_distca.doctor import Finding, State
 from hf_distca.errors import ConfigError, DistCAError, UnsupportedError
-from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, why_whole
-from hf_distca.integration.kinds import layer_keys
-from hf_distca.kernels import Scores, survey
+from hf_distca.input_files import read_file
+from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop, layer_keys, why_whole
+from hf_distca.kernels import Case, Scores, survey
 
 __all__ = ["dtype_of", "family", "kernels", "read_config", "with_defaults"]
 
@@ -49,26 +48,14 @@ def read_config(name: str, say: Callable[[str], None] = lambda text: None) -> Pr
         raise ConfigError(
             f"there is no file or folder {name}: give the folder of a model, its config.json, or a name on the Hub."
         )
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what it says between tries would be a dozen lines
     say(f"asking the Hub for {name}, which takes a minute to give up without a network ...")
     try:
-        with _silent("huggingface_hub"):  # what it says between tries would be a dozen lines
-            config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{name!r} is no folder here, and the Hub gives no config of that name: {reason}") from error
     return config
-
-
-@contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """Keep the warnings of a library's logger from being shown."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def with_defaults(path: Path, kind: str) -> dict[str, Any] | None:
@@ -88,21 +75,25 @@ def with_defaults(path: Path, kind: str) -> dict[str, Any] | None:
     if kind not in CONFIG_MAPPING:
         return None
     text = _of_file(path).get_text_config(decoder=True)
-    found: dict[str, Any] = text.to_dict()
-    if found.get("sliding_window") is not None and not found.get("layer_types"):
-        found["layer_types"] = ["sliding_attention"] * text.num_hidden_layers
-    return found
+    values: dict[str, Any] = text.to_dict()
+    if values.get("sliding_window") is not None and not values.get("layer_types"):
+        values["layer_types"] = ["sliding_attention"] * text.num_hidden_layers
+    return values
 
 
 def _of_file(path: Path) -> PreTrainedConfig:
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        data: Any = json.loads(read_file(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}.") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}.") from error
     if not isinstance(data, dict) or not isinstance(kind := data.get("model_type"), str):
         raise ConfigError(f"{path} is no config of a model: it must be an object with the key 'model_type'.")
     try:
-        config: PreTrainedConfig = AutoConfig.for_model(kind, **{key: one for key, one in data.items() if key != "model_type"})
+        config: PreTrainedConfig = AutoConfig.for_model(
+            kind, **{key: value for key, value in data.items() if key != "model_type"}
+        )
     except ValueError as error:
         raise ConfigError(
             f"transformers {transformers_version} makes no {kind!r} model of {path}: {str(error).partition(chr(10))[0][:200]} "
@@ -147,14 +138,10 @@ def family(config: PreTrainedConfig) -> Iterator[Finding]:
         yield Finding(
             "model", kind, EQUAL[group], State.good if plain else State.note, None if plain else "give it one document a row"
         )
-        yield from _abilities(kind)
+        yield Finding("model", "ping-pong", "layers may run as nano-batches" if kind in PING_PONG else "its layers stay whole")
+        whole = why_whole(kind)
+        yield Finding("model", "documents over ranks", "exact" if whole is None else f"refused: {whole}")
     yield from _settings(config)
-
-
-def _abilities(kind: str) -> Iterator[Finding]:
-    yield Finding("model", "ping-pong", "layers may run as nano-batches" if kind in PING_PONG else "its layers stay whole")
-    whole = why_whole(kind)
-    yield Finding("model", "documents over ranks", "exact" if whole is None else f"refused: {whole}")
 
 
 def _settings(config: PreTrainedConfig) -> Iterator[Finding]:
@@ -173,9 +160,9 @@ def _settings(config: PreTrainedConfig) -> Iterator[Finding]:
 def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.device) -> Iterator[Finding]:
     """Which kernel runs each kind of layers of a model, and why none that comes before it."""
     softcap = None if config is None else getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
-    cases: list[tuple[str, tuple[int, int], Scores, int]] = []
+    cases: list[tuple[str, Case]] = []
     if config is None:
-        cases.append((f"heads of {_USUAL_WIDTH}", (_USUAL_WIDTH, _USUAL_WIDTH), Scores(1.0), 1))
+        cases.append((f"heads of {_USUAL_WIDTH}", Case(device, dtype, _USUAL_WIDTH, _USUAL_WIDTH, Scores(1.0), 1)))
     else:
         try:
             keys = layer_keys(config, dtype, device.type)
@@ -185,15 +172,13 @@ def kernels(config: PreTrainedConfig | None, dtype: torch.dtype, device: torch.d
         for key in keys:
             widths = key.shape.head_dim, key.shape.value_head_dim
             named = f"heads of {widths[0]}" + (f", window {key.window}" if key.window else "") + (", softcap" if softcap else "")
-            cases.append((named, widths, Scores(1.0, key.window, softcap or None), key.shape.ratio))
-    for named, widths, scores, ratio in dict.fromkeys(cases):
-        yield from _case(named, dtype, device, widths, scores, ratio)
+            cases.append((named, Case(device, dtype, *widths, Scores(1.0, key.window, softcap or None), key.shape.ratio)))
+    for named, case in dict.fromkeys(cases):
+        yield from _case(named, case)
 
 
-def _case(
-    named: str, dtype: torch.dtype, device: torch.device, widths: tuple[int, int], scores: Scores, ratio: int
-) -> Iterator[Finding]:
-    looked_at = survey(device, dtype, *widths, scores, ratio)
+def _case(named: str, asked: Case) -> Iterator[Finding]:
+    looked_at, dtype, device = survey(asked), asked.dtype, asked.device
     running = next((name for name, reason in looked_at if reason is None), None)
     case = f"{named}, {str(dtype).removeprefix('torch.')} on {device.type}"
     before = [(name, reason) for name, reason in looked_at if reason is not None]

@@ -2,46 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.borrowed import dispatch_modes, is_policy_mode, without_dispatch_modes
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, Work
-from hf_distca.integration.selective import unseen_by_policies
-from hf_distca.integration.session import Session, current_session
+from hf_distca.integration.families import EQUAL, FAMILIES
+from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
+from hf_distca.integration.session import current_session
 from hf_distca.kernels import Scores
+from hf_distca.runtime.call import Inputs
 from hf_distca.schedule.cost import AttentionShape
 
 __all__ = ["distca_attention"]
 
-# Keyword arguments that reach attention functions and do not change the maths of causal attention within documents.
-_HARMLESS = frozenset(
-    {
-        "use_cache",
-        "cu_seq_lens_k",
-        "max_length_q",
-        "max_length_k",
-        "seq_idx",
-        "num_items_in_batch",
-        "shift_labels",
-        "ignore_index",
-        "labels",
-        "output_router_logits",
-        "output_hidden_states",
-        "return_dict",
-        "logits_to_keep",
-        "cache_position",
-        "is_causal",
-    }
-)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+# Selective checkpointing (a `context_fn` with a policy) numbers the operations of a layer in the first forward and finds what it
+# saved by these numbers in the recompute. The recompute of distca runs no kernel, no exchange and no planning, so the numbers
+# would shift, and later operations of the layer would get each other's results. Nothing is lost: distca keeps its outputs itself.
+def _unseen_by_policies(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let `function` run without dispatch modes where a checkpointing policy is among them."""
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not any(is_policy_mode(mode) for mode in dispatch_modes()):
+            return function(*args, **kwargs)
+        with without_dispatch_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
+# Keyword arguments that reach attention functions and do not change the maths of causal attention within documents: of models,
+# of loaders, and of losses (those of Liger and TRL among them).
+_MODELS = {
+    "use_cache",
+    "return_dict",
+    "output_hidden_states",
+    "output_router_logits",
+    "logits_to_keep",
+    "cache_position",
+    "is_causal",
+}
+_LOADERS = {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "mm_token_type_ids", "labels", "shift_labels"}
+_LOSSES = {"num_items_in_batch", "ignore_index", "return_token_accuracy", "return_predicted_tokens", "use_token_scaling"}
+_LOSSES |= {"skip_logits", "fused_lm_head", "accum_dtype"}
+_HARMLESS = _MODELS | _LOADERS | _LOSSES
 
 
 # Compiled, the exchanges would be traced with the shapes of one micro-batch: the graph breaks here instead.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-@unseen_by_policies
+@_unseen_by_policies
 def distca_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -84,7 +103,7 @@ def distca_attention(
     if isinstance(attention_mask, CachedMask):
         _check_cached(module, distca_documents)
         scores = _scores(query, scaling, None, softcap)  # the mask has the window already
-        return _attend_to_cache(module, query, key, value, attention_mask, scores, sink_H), None
+        return _attend_to_cache(module, Inputs(query, key, value, sink_H=sink_H), attention_mask, scores), None
     handle = _check_handle(module, query, key, value, attention_mask)
     session, dtype = current_session(), _common_dtype(query, key, value)
     shape = AttentionShape(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], dtype.itemsize)
@@ -94,7 +113,10 @@ def distca_attention(
         sources = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q, "distca_documents": distca_documents}
         work = session.work_for(handle, sources, query.to(dtype), which, training=module.training)
     scores = _scores(query, scaling, work.window, softcap)
-    return _attend(session, handle, work, module, (query, key, value), dtype, scores, sink_H), None
+    q_THD, k_TKD, v_TKV = (_as_rows(states, dtype, work.keep) for states in (query, key, value))
+    context = None if handle.handover is None else handle.handover.context(work.nano, k_TKD, v_TKV)
+    o_THV = session.attend(work, module, Inputs(q_THD, k_TKD, v_TKV, context, sink_H), scores)
+    return _as_batch(o_THV, query, work.keep).to(value.dtype), None
 
 
 def _window(module: torch.nn.Module, window: object) -> int | None:
@@ -116,26 +138,18 @@ def _sink(module: torch.nn.Module, s_aux: torch.Tensor, heads: int) -> torch.Ten
     return s_aux.reshape(heads)
 
 
-def _attend(
-    session: Session,
-    handle: AttentionHandle,
-    work: Work,
-    module: torch.nn.Module,
-    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    dtype: torch.dtype,
-    scores: Scores,
-    sink_H: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention of q, k and v as transformers lays them out, computed as rows of tokens without padding."""
-    batch, heads, length, _ = states[0].shape
-    q_THD, k_TKD, v_TKV = (t.to(dtype).transpose(1, 2).flatten(0, 1) for t in states)
-    if work.keep is not None:
-        q_THD, k_TKD, v_TKV = (t.index_select(0, work.keep) for t in (q_THD, k_TKD, v_TKV))
-    context = None if handle.handover is None else handle.handover.context(work.nano, k_TKD, v_TKV)
-    o_THV = session.attend(work, module, q_THD, k_TKD, v_TKV, scores, sink_H, context)
-    if work.keep is not None:
-        o_THV = o_THV.new_zeros((batch * length, *o_THV.shape[1:])).index_copy(0, work.keep, o_THV)
-    return o_THV.view(batch, length, heads, -1).to(states[2].dtype)
+def _as_rows(states_BHLD: torch.Tensor, dtype: torch.dtype, keep: torch.Tensor | None) -> torch.Tensor:
+    """What transformers lays out as (batch, heads, length, width), as rows of tokens without padding: (tokens, heads, width)."""
+    rows_THD = states_BHLD.to(dtype).transpose(1, 2).flatten(0, 1)
+    return rows_THD if keep is None else rows_THD.index_select(0, keep)
+
+
+def _as_batch(o_THV: torch.Tensor, query_BHLD: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
+    """Rows of tokens as (batch, length, heads, width), with 0 for padding."""
+    batch, heads, length, _ = query_BHLD.shape
+    if keep is not None:
+        o_THV = o_THV.new_zeros((batch * length, *o_THV.shape[1:])).index_copy(0, keep, o_THV)
+    return o_THV.view(batch, length, heads, -1)
 
 
 def _common_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.dtype:
@@ -145,17 +159,12 @@ def _common_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     return torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
 
 
-def _attend_to_cache(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: CachedMask,
-    scores: Scores,
-    sink_H: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention to cached keys with a dense mask: sdpa, or plain operations where scores are capped or a sink takes weight."""
-    dense = mask.as_subclass(torch.Tensor)
+def _attend_to_cache(module: torch.nn.Module, inputs: Inputs, mask: CachedMask, scores: Scores) -> torch.Tensor:
+    """Attention to cached keys with a dense mask: sdpa, or plain operations where scores are capped or a sink takes weight.
+
+    The inputs are as transformers lays them out: (batch, heads, length, width).
+    """
+    dense, (query, key, value, _, sink_H) = mask.as_subclass(torch.Tensor), inputs
     if scores.softcap is None and sink_H is None:
         output, _ = sdpa_attention_forward(module, query, key, value, dense, scaling=scores.scale)
         return output
@@ -225,11 +234,16 @@ def _check_arguments(module: torch.nn.Module, dropout: float, kwargs: dict[str, 
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise UnsupportedError(f'{name} is not causal: use attn_implementation="sdpa" for bidirectional attention.')
-    unknown = sorted(k for k, v in kwargs.items() if k not in _HARMLESS and v is not None and v is not False)
-    if unknown:
+    # What the attention of a proven family passes by itself was seen when it was compared. A switch beside that came with the
+    # call of the model, and is for somebody else, such as the loss. Numbers and tensors may change what attention computes.
+    proven = FAMILIES.get(getattr(getattr(module, "config", None), "model_type", "")) in EQUAL
+    passing = (bool, str, torch.dtype) if proven else ()
+    unknown = {k for k, v in kwargs.items() if k not in _HARMLESS and v is not None and v is not False}
+    if unknown := {k for k in unknown if not isinstance(kwargs[k], passing)}:
         raise UnsupportedError(
-            f"{name} passes {', '.join(unknown)} to attention, which distca does not compute. "
-            'Use attn_implementation="eager" (or "sdpa", where it knows the argument).'
+            f"{name} passes {', '.join(sorted(unknown))} to attention, and distca does not know what that does there. If it is "
+            'for the loss, keep it out of the call of the model. Else use attn_implementation="eager" (or "sdpa", where it knows '
+            "the argument)."
         )
 
 

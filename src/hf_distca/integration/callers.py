@@ -6,7 +6,7 @@ Read against transformers 5.23.0. Each question has its public way beside it, an
   of a Trainer. The stack is for those who change one argument and call nothing.
 - Which `CallbackHandler` calls a callback, to stand in front of the reporters: `DistCATrainerMixin`, which overrides
   `Trainer.log`.
-- Which Trainer a callback belongs to, for its own loss: `DistCATrainerMixin`, which is one.
+- Which Trainer a callback belongs to, or a forward is a step of, for its own loss: `DistCATrainerMixin`, which is one.
 - Which position ids a ``create_..._mask`` was given, and which documents its model: no public way. Mask functions get the config
   and no positions, and some models do not hand their keyword arguments on to attention.
 - Whether a forward is one of `generate`: no public way. A model in training mode can generate, too.
@@ -70,6 +70,19 @@ class MaskCall:
         """Whether `generate` led here."""
         return any(frame.f_code is _generate() for frame in _callers(self._creator or inspect.currentframe()))
 
+    @property
+    def in_data_parallel(self) -> bool:
+        """Whether a thread of `torch.nn.DataParallel` led here, which runs a replica of the model."""
+        parallel = torch.nn.parallel.parallel_apply.__module__
+        return any(frame.f_globals.get("__name__") == parallel for frame in _callers(self._creator or inspect.currentframe()))
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The Trainer whose step led here, of training or of evaluation."""
+        frames = _callers(self._creator or inspect.currentframe())
+        steps = (frame.f_locals.get("self") for frame in frames if frame.f_code.co_name in ("training_step", "prediction_step"))
+        return cast("Trainer | None", next((trainer for trainer in steps if hasattr(trainer, "callback_handler")), None))
+
     def models(self) -> Iterator[PreTrainedModel]:
         """The models whose forwards led here, from the inside out."""
         for frame in _of_models(self._creator):
@@ -115,10 +128,10 @@ def _generate() -> CodeType:
 
 def _of_models(frame: FrameType | None) -> Iterator[FrameType]:
     """The forwards of models that led to a frame, or here, from the inside out."""
-    for one in _callers(frame or inspect.currentframe()):
+    for caller in _callers(frame or inspect.currentframe()):
         # What torch.compile resumes is named after what it compiled.
-        if "forward" in one.f_code.co_name and isinstance(one.f_locals.get("self"), PreTrainedModel):
-            yield one
+        if "forward" in caller.f_code.co_name and isinstance(caller.f_locals.get("self"), PreTrainedModel):
+            yield caller
 
 
 def _above(frame: FrameType | None) -> FrameType | None:

@@ -1,17 +1,27 @@
 """Which model families distca is proven for, which it refuses, and why.
 
-The lists are written by `tests/models/generate.py`, which runs a tiny model of every causal-LM type of transformers and
-compares it with transformers' own attention; a test fails where the lists and a new run differ.
+The lists, in families.txt, are written by `tests/models/generate.py`, which runs a tiny model of every causal-LM type of
+transformers and compares it with transformers' own attention; a test fails where the lists and a new run differ. Below them is
+what plans need to know of a model before its first step: the kinds of attention layers that its config tells of.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from importlib.resources import files
+from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
-from hf_distca.errors import UnsupportedError
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.profiles import Profile
 
 __all__ = [
     "EQUAL",
@@ -23,6 +33,9 @@ __all__ = [
     "WHOLE_REASONS",
     "check_family",
     "check_layerdrop",
+    "known_cost",
+    "layer_keys",
+    "warn_of_family",
     "warn_of_packing",
     "warn_of_parts",
     "why_whole",
@@ -30,99 +43,20 @@ __all__ = [
 
 _log = logging.getLogger("hf_distca")
 
-# Loss, logits and gradients equal, with packed documents.
-_PROVEN = """
-    afmoe apertus arcee aria_text axk1 beam bert bert-generation biogpt bitnet camembert cohere cohere2 cohere2_moe
-    cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 diffllama dots1 electra emu3 ernie
-    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text
-    gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2
-    gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text
-    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4
-    llama4_text longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama
-    modernbert-decoder moshi moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3
-    phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3
-    solar_open stablelm starcoder2 vaultgemma whisper xlm-roberta xlm-roberta-xl xmod youtu
-"""
 
-# Equal with one document a row. The model's layers other than attention carry state from one packed document to the next.
-_CARRIES_STATE = """
-    bailing_hybrid bamba falcon_h1 granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 minimax nemotron_h
-    olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma zamba zamba2 zaya
-"""
+def _read_table() -> dict[str, list[str]]:
+    """The model types of each group."""
+    table: dict[str, list[str]] = {}
+    model_types: list[str] = []
+    for line in (files(__package__) / "families.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith(" "):
+            model_types += line.split()
+        elif line and not line.startswith("#"):
+            model_types = table[line] = []
+    return table
 
-# Equal with one document a row. The model takes no position ids and counts positions on through packed documents.
-_NO_POSITIONS = """
-    bart blenderbot blenderbot-small marian mbart musicgen musicgen_melody pegasus plbart
-"""
 
-# Of those above, the ones whose layers may run as two nano-batches: attention is all that mixes their tokens.
-_PING_PONG = """
-    afmoe apertus arcee aria_text axk1 bailing_hybrid bamba bart bert bert-generation biogpt bitnet blenderbot
-    blenderbot-small camembert cohere cohere2 cohere2_moe cohere_compass_text cwm data2vec-text dbrx deepseek_v2
-    deepseek_v3 diffllama dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma
-    gemma2 gemma3 gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite
-    got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid
-    granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2
-    jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4 llama4_text longcat_flash marian mbart
-    mellum mimo_v2_flash minicpm3 minimax minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder moshi
-    moss_transcribe_diarize nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt pegasus persimmon phi
-    phi3 phi4_multimodal phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
-    qwen3_moe qwen3_next roberta roberta-prelayernorm roc_bert seed_oss smollm3 solar_open stablelm starcoder2
-    vaultgemma whisper xlm-roberta xlm-roberta-xl youtu
-"""
-
-# Of those that are proven, the ones whose documents may be cut over ranks: loss, logits and gradients are those of whole ones.
-_OVER_RANKS = """
-    afmoe apertus arcee aria_text axk1 beam bert bert-generation biogpt bitnet camembert cohere cohere2 cohere2_moe
-    cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 diffllama dots1 electra emu3 ernie
-    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text
-    gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2
-    gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text
-    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama
-    longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama
-    modernbert-decoder moshi moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3
-    phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert seed_oss smollm3
-    solar_open stablelm starcoder2 vaultgemma xlm-roberta xlm-roberta-xl xmod youtu
-"""
-
-# Proven, but not with documents over ranks: their loss reads labels that are not shifted.
-_OWN_LOSS = """
-    whisper
-"""
-
-# Proven, but not with documents over ranks: their layers attend in chunks.
-_CHUNKS = """
-    llama4 llama4_text
-"""
-
-_NO_ATTENTION = """
-    falcon_mamba mamba mamba2 rwkv xlstm
-"""
-
-_BYPASSED = """
-    big_bird bloom codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj megatron-bert mpt mvp openai-gpt
-    prophetnet reformer rembert roformer trocr xglm xlm xlnet
-"""
-
-_SPARSE = """
-    axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text
-"""
-
-_OWN_MASK = """
-    doge qwen4_exp qwen4_exp_text
-"""
-
-_POSITION_BIAS = """
-    inkling2_text inkling_text
-"""
-
-_BIDIRECTIONAL = """
-    bigbird_pegasus blt
-"""
-
-_UNBUILT = """
-    gemma4_assistant gemma4_unified_assistant
-"""
+_TABLE = _read_table()
 
 EQUAL = {
     "PROVEN": "proven",
@@ -149,28 +83,15 @@ WHOLE_REASONS = {
     "the row",
 }
 
+# Language towers of composite models that are compared in tests/models/test_vision_language.py.
+_TRIED_PARTS = frozenset({"qwen2_vl_text"})
+
 _ENCODER_DECODER = "this one is an encoder with a decoder, which has cross attention and bidirectional masks"
 
-FAMILIES: dict[str, str] = {
-    name: group
-    for group, names in {
-        "PROVEN": _PROVEN,
-        "CARRIES_STATE": _CARRIES_STATE,
-        "NO_POSITIONS": _NO_POSITIONS,
-        "NO_ATTENTION": _NO_ATTENTION,
-        "BYPASSED": _BYPASSED,
-        "SPARSE": _SPARSE,
-        "OWN_MASK": _OWN_MASK,
-        "POSITION_BIAS": _POSITION_BIAS,
-        "BIDIRECTIONAL": _BIDIRECTIONAL,
-        "UNBUILT": _UNBUILT,
-    }.items()
-    for name in names.split()
-}
-PING_PONG = frozenset(_PING_PONG.split())
-OVER_RANKS = frozenset(_OVER_RANKS.split())
-WHOLE = {name: group for name, group in FAMILIES.items() if group in WHOLE_REASONS}
-WHOLE |= dict.fromkeys(_OWN_LOSS.split(), "OWN_LOSS") | dict.fromkeys(_CHUNKS.split(), "CHUNKS")
+FAMILIES = {name: group for group in (*EQUAL, *REASONS) for name in _TABLE[group]}
+PING_PONG = frozenset(_TABLE["PING_PONG"])
+OVER_RANKS = frozenset(_TABLE["OVER_RANKS"])
+WHOLE = {name: group for group in WHOLE_REASONS for name in _TABLE[group]}
 
 
 def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> None:
@@ -219,6 +140,17 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
 
 
 @cache
+def warn_of_family(model_type: str | None) -> None:
+    """Warn, once a family, that nobody has compared it with another attention."""
+    if model_type is not None and model_type not in FAMILIES and model_type not in _TRIED_PARTS:
+        _log.warning(
+            "%s models were never compared under distca with another attention. The arguments of every attention call are "
+            "checked, but compare a few losses with those of sdpa before you rely on it.",
+            model_type or "unnamed",
+        )
+
+
+@cache
 def warn_of_packing(model_type: str | None) -> None:
     """Warn, once a family, that attention keeps packed documents apart and the rest of the model does not."""
     group = FAMILIES.get(model_type or "")
@@ -245,3 +177,98 @@ def warn_of_parts(model_type: str | None) -> None:
         "mixes tokens would not see those of other parts. Compare with one process before you rely on it.",
         model_type,
     )
+
+
+_HEADS = ("num_attention_heads", "decoder_attention_heads", "n_head")
+_WIDTHS = ("hidden_size", "d_model", "n_embd")
+
+
+def layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[PlanKey]:
+    """The plan of each kind of layer, those without a window first.
+
+    What a config does not say is found at the first forward: plans for such layers are made there.
+
+    Args:
+        model: a config, of composite models that of all parts, or a model that has one.
+        dtype: in which attention computes; that of the model if None, or float32 if it has none.
+        device: type of the device that computes it.
+
+    Raises:
+        ConfigError: if the config names no heads and widths, or no layers of attention.
+    """
+    whole = getattr(model, "config", model)
+    if not isinstance(whole, PreTrainedConfig):
+        raise ConfigError(f"model={type(model).__name__} is no model of transformers and no config: give one, or shapes.")
+    config = whole.get_text_config(decoder=True)
+    bytes_ = (dtype or _dtype(model, config, whole)).itemsize
+    kinds = getattr(config, "layer_types", None)
+    keys = [_key(_of_layer(config, layer), kind, bytes_, device) for layer, kind in _each(kinds)]
+    different = list(dict.fromkeys(key for key in keys if key is not None))
+    if not different:
+        named = ", ".join(dict.fromkeys(kinds or ()))
+        raise ConfigError(f"{type(config).__name__} has layer_types {named}, and none of them is attention. Give shapes instead.")
+    return sorted(different, key=lambda key: (key.window is not None, key.chunk is not None))
+
+
+def known_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
+    """The cost model that layers of a kind are planned with, before anything is measured.
+
+    That of the settings, for the key's shape and window, or built-in figures for its device.
+    """
+    if isinstance(config.cost_model, CostModel):
+        return replace(config.cost_model, shape=key.shape, window=key.window)
+    if isinstance(config.cost_model, Profile):
+        return config.cost_model.cost_model(key.shape, key.window, tile=config.tile)
+    return replace(CostModel.analytic(key.shape, device_type=key.device, tile=config.tile), window=key.window)
+
+
+def _each(kinds: Sequence[str] | None) -> list[tuple[int, str | None]]:
+    """A layer of each kind."""
+    if not kinds:
+        return [(0, None)]
+    return [(kinds.index(kind), kind) for kind in dict.fromkeys(kinds)]
+
+
+def _of_layer(config: Any, layer: int) -> Any:
+    """The config of a layer, where layers differ in more than what `layer_types` says."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+
+
+def _key(config: Any, kind: str | None, element_bytes: int, device: str) -> PlanKey | None:
+    """The plan of layers of a kind, None if they are no attention. Without kinds, all layers have the window, if there is one."""
+    if kind is not None and ("linear" in kind or not ("attention" in kind or "hybrid" in kind)):
+        return None
+    window = chunk = None
+    if kind is None or "sliding" in kind:
+        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    elif "chunked" in kind:
+        chunk = config.attention_chunk_size
+    return PlanKey(_shape(config, element_bytes), device, window, chunk)
+
+
+def _shape(config: Any, element_bytes: int) -> AttentionShape:
+    heads = _first(config, *_HEADS)
+    if heads and _first(config, "kv_lora_rank") and _first(config, "qk_nope_head_dim"):
+        # Latent attention: keys and values are made for every head before they are attended to.
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return AttentionShape(heads, heads, head_dim, config.v_head_dim, element_bytes)
+    hidden = _first(config, *_WIDTHS)
+    head_dim = _first(config, "head_dim") or (hidden // heads if heads and hidden else None)
+    if not heads or not head_dim:
+        raise ConfigError(
+            f"{type(config).__name__} does not say what its attention is like: looked for one of {', '.join(_HEADS)}, and for "
+            f"head_dim or one of {', '.join(_WIDTHS)}. Give shapes=[(AttentionShape(...), window), ...] of its kinds of layers."
+        )
+    key_value_heads = _first(config, "num_key_value_heads") or heads
+    return AttentionShape(heads, key_value_heads, head_dim, _first(config, "v_head_dim") or head_dim, element_bytes)
+
+
+def _first(config: Any, *names: str) -> int | None:
+    """The first of these attributes that is a number."""
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+
+
+def _dtype(*sources: Any) -> torch.dtype:
+    named = (getattr(source, "dtype", None) for source in sources)
+    chosen = next((dtype for dtype in named if dtype is not None), torch.float32)
+    return getattr(torch, chosen) if isinstance(chosen, str) else chosen

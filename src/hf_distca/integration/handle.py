@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -29,7 +29,7 @@ from hf_distca.schedule.layout import Layout
 if TYPE_CHECKING:
     from hf_distca.integration.nano_batches import Handover, NanoBatches
 
-__all__ = ["AttentionHandle", "CachedMask", "ForeignMask", "Work"]
+__all__ = ["AttentionHandle", "CachedMask", "ForeignMask", "MaskInfo", "Work"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,13 +61,11 @@ class Work:
     attend: Callable[[torch.nn.Module, Inputs, Scores], torch.Tensor] | None = None
 
 
-class AttentionHandle:
-    """Stands for the mask of one forward and one kind of layer. All layers, and their recomputes, get the same object.
+@dataclass(frozen=True, eq=False)
+class MaskInfo:
+    """What the mask function found out about one forward and one kind of layer.
 
-    It is no dataclass: FSDP with mixed precision rebuilds those, with the dictionaries in them, for every layer that it wraps.
-
-    Args:
-        batch_size, length: shape of the batch in tokens.
+    Attributes:
         padding: (batch_size, length) bool mask as the user gave it, true for tokens.
         window: keys that a row of this kind of layer sees at most, None for all.
         chunk: length of the chunks that documents are cut into in this kind of layer, None for no cuts.
@@ -77,8 +75,30 @@ class AttentionHandle:
         whole: why documents must not be cut in this model; None if they may be.
         alone: whether no other rank may be asked to take part, because this forward is one of `generate`.
         recomputes: whether layers may run again in backward: the mask was made while gradients were recorded.
+    """
+
+    padding: torch.Tensor | None = None
+    window: int | None = None
+    chunk: int | None = None
+    position_ids: torch.Tensor | None = None
+    packed: Any = None
+    model_type: str | None = None
+    whole: str | None = None
+    alone: bool = False
+    recomputes: bool = True
+
+
+class AttentionHandle:
+    """Stands for the mask of one forward and one kind of layer. All layers, and their recomputes, get the same object.
+
+    It is no dataclass: FSDP with mixed precision rebuilds those, with the dictionaries in them, for every layer that it wraps.
+
+    Args:
+        batch_size, length: shape of the batch in tokens.
+        mask: what else the mask function knows.
 
     Attributes:
+        alone: as in `mask`; a pipeline schedule sets it for what it plans by itself.
         work: filled by the first layer of each kind: some models tell the window only to the attention function.
         group: the ranks that take part, once that was asked.
         documents: those of the batch, once they were read, or of the nano-batch.
@@ -90,25 +110,9 @@ class AttentionHandle:
 
     ndim: ClassVar[int] = 4  # generation with static caches makes masks ahead of the forward and takes them for 4-D tensors
 
-    def __init__(
-        self,
-        batch_size: int,
-        length: int,
-        padding: torch.Tensor | None = None,
-        *,
-        window: int | None = None,
-        chunk: int | None = None,
-        position_ids: torch.Tensor | None = None,
-        packed: Any = None,
-        model_type: str | None = None,
-        whole: str | None = None,
-        alone: bool = False,
-        recomputes: bool = True,
-    ) -> None:
-        self.batch_size, self.length, self.padding = batch_size, length, padding
-        self.window, self.chunk, self.position_ids = window, chunk, position_ids
-        self.packed, self.model_type, self.whole = packed, model_type, whole
-        self.alone, self.recomputes = alone, recomputes
+    def __init__(self, batch_size: int, length: int, mask: MaskInfo | None = None) -> None:
+        self.batch_size, self.length, self.mask = batch_size, length, mask or MaskInfo()
+        self.alone = self.mask.alone
         self.work: dict[PlanKey, Work] = {}
         self.group: AttentionGroup | None = None
         self.documents: Documents | None = None
@@ -119,15 +123,7 @@ class AttentionHandle:
 
     def of_nano_batch(self, nano: int, shape: tuple[int, int], documents: Documents, handover: Handover) -> AttentionHandle:
         """The handle of a nano-batch, 1 or 2, of (rows, tokens)."""
-        handle = AttentionHandle(
-            *shape,
-            window=self.window,
-            chunk=self.chunk,
-            model_type=self.model_type,
-            whole=self.whole,
-            alone=self.alone,
-            recomputes=self.recomputes,
-        )
+        handle = AttentionHandle(*shape, replace(self.mask, padding=None, position_ids=None, packed=None, alone=self.alone))
         handle.nano, handle.documents, handle.handover, handle.group = nano, documents, handover, self.group
         return handle
 
@@ -138,7 +134,7 @@ class AttentionHandle:
 
     def key(self, shape: AttentionShape, device: str, window: int | None) -> PlanKey:
         """Which plan a layer has that tells this window to the attention function; the mask's own window goes first."""
-        return PlanKey(shape, device, window if self.window is None else self.window, self.chunk, self.nano)
+        return PlanKey(shape, device, window if self.mask.window is None else self.mask.window, self.mask.chunk, self.nano)
 
     def read(self, arguments: Mapping[str, Any], *, span_ranks: bool, training: bool) -> Documents:
         """The documents of the batch, from the keyword arguments of a layer or of attention; read once."""
@@ -147,16 +143,16 @@ class AttentionHandle:
             documents = read_documents(
                 self.batch_size,
                 self.length,
-                packed=self.packed if packed is None else packed,
+                packed=self.mask.packed if packed is None else packed,
                 cu_seq_lens=arguments.get("cu_seq_lens_q"),
-                position_ids=self.position_ids if positions is None else positions,
-                padding=self.padding,
+                position_ids=self.mask.position_ids if positions is None else positions,
+                padding=self.mask.padding,
                 span_ranks=span_ranks,
                 training=training,
             )
             if len(documents.rows) > self.batch_size:
-                warn_of_packing(self.model_type)
-            self.documents = documents.in_chunks(self.chunk)
+                warn_of_packing(self.mask.model_type)
+            self.documents = documents.in_chunks(self.mask.chunk)
         return self.documents
 
     def check(self, layout: Layout) -> None:
@@ -165,15 +161,15 @@ class AttentionHandle:
         Raises:
             UnsupportedError: on all ranks alike, as all know the layout.
         """
-        spans = self.documents is not None and self.documents.spans
-        if not spans or (self.whole is None and self.model_type in OVER_RANKS) or not layout.scattered:
+        spans, model_type, whole = self.documents is not None and self.documents.spans, self.mask.model_type, self.mask.whole
+        if not spans or (whole is None and model_type in OVER_RANKS) or not layout.scattered:
             return
-        if self.whole is None:
-            warn_of_parts(self.model_type)
+        if whole is None:
+            warn_of_parts(model_type)
         else:
             raise UnsupportedError(
-                f"a document of this batch is in several parts, and {self.model_type} models need whole ones: {self.whole}. Give "
-                "each document to one rank, in one piece."
+                f"a document of this batch is in several parts, and {model_type} models need whole ones: {whole}. Give each "
+                "document to one rank, in one piece."
             )
 
     def contiguous(self) -> AttentionHandle:

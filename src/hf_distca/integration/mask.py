@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,14 +13,15 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import CAUSAL_MASK_PARTS, MASK_BLOCKS, MASK_CHUNKS, MASK_UNION
+from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callers import MaskCall
-from hf_distca.integration.families import check_family, check_layerdrop, why_whole
-from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
-from hf_distca.integration.layers import cut_layers
-from hf_distca.integration.mesh import mesh_of
-from hf_distca.integration.names import check_untouched
-from hf_distca.integration.positions import check_positions
-from hf_distca.integration.rotary import see_longest
+from hf_distca.integration.checks import check_step
+from hf_distca.integration.families import check_family, check_layerdrop, warn_of_family, why_whole
+from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask, MaskInfo
+from hf_distca.integration.loading import check_untouched
+from hf_distca.integration.nano_batches import cut_layers
+from hf_distca.integration.positions import check_positions, see_longest
+from hf_distca.integration.processes import mesh_of
 from hf_distca.integration.session import current_session
 
 __all__ = ["distca_mask"]
@@ -45,8 +47,8 @@ def distca_mask(
     A mask that is not causal, or has an overlay, comes back as a `ForeignMask`.
 
     Raises:
-        UnsupportedError: if the model is of a family that is refused, or drops layers while it trains, or if another package has
-            put itself in front of distca.
+        UnsupportedError: if the model is of a family that is refused, or drops layers while it trains, if another package has
+            put itself in front of distca, or in `torch.nn.DataParallel`. Of shares also what `check_step` refuses.
         LayoutError: if position ids are not those of the documents.
     """
     if isinstance(attention_mask, (AttentionHandle, ForeignMask)):
@@ -71,42 +73,45 @@ def distca_mask(
             attention_mask=attention_mask,
             local_size=local_size,
         )
-    padding = None if attention_mask is None else attention_mask[:, :q_length]
-    chunk, window = (local_size, None) if MASK_CHUNKS in parts else (None, local_size)
-    call = MaskCall()
-    if _trains(call):
-        check_layerdrop(config)
-    _prepare_caller(call)
-    model, packed, position_ids = next(call.models(), None), call.documents, call.position_ids
-    if model is not None and isinstance(packed, PackedDocuments) and packed.starts is not None:
-        check_positions(model, packed, position_ids, lacking=call.lacks_positions)
-    # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
-    return AttentionHandle(
-        batch_size,
-        q_length,
-        padding,
-        window=window,
-        chunk=chunk,
-        position_ids=position_ids,
-        packed=packed,
+    chunked = MASK_CHUNKS in parts
+    info = MaskInfo(
+        padding=None if attention_mask is None else attention_mask[:, :q_length],
+        window=None if chunked else local_size,
+        chunk=local_size if chunked else None,
         model_type=model_type,
-        whole=why_whole(model_type) or see_longest(model, config, packed),
-        alone=call.generating,
         # Only what is computed while gradients are recorded can be recomputed. Layers under reentrant checkpointing record none
         # in their first forward, but their mask is made before.
         recomputes=torch.is_grad_enabled(),
     )
+    return AttentionHandle(batch_size, q_length, _with_caller(info, config))
+
+
+def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
+    """With what the model knows that asks for the mask, once that was checked and prepared as far as nobody did so before."""
+    call = MaskCall()
+    if call.in_data_parallel:
+        raise UnsupportedError(
+            "torch.nn.DataParallel runs replicas of the model in threads of one process, and distca shares attention between "
+            "processes. Start one process for each GPU, with torchrun or accelerate launch; or make one GPU visible "
+            "(CUDA_VISIBLE_DEVICES=0)."
+        )
+    warn_of_family(info.model_type)
+    model, packed, position_ids = next(call.models(), None), call.documents, call.position_ids
+    if torch.is_grad_enabled() if model is None else model.training:
+        check_layerdrop(config)
+    _prepare_caller(call)
+    if model is not None and isinstance(packed, PackedDocuments) and packed.starts is not None:
+        check_positions(model, packed, position_ids, lacking=call.lacks_positions)
+        if packed.dealt is not None:
+            check_step(call, packed.dealt)
+    whole = why_whole(info.model_type) or see_longest(model, config, packed)
+    # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
+    return replace(info, position_ids=position_ids, packed=packed, whole=whole, alone=call.generating)
 
 
 def _cached_mask(**arguments: Any) -> CachedMask:
     """The dense mask that sdpa makes of the arguments of a mask function."""
     return torch.Tensor.as_subclass(sdpa_mask(**arguments), CachedMask)  # type: ignore[arg-type]  # never None without skips
-
-
-def _trains(call: MaskCall) -> bool:
-    """Whether the model that asks for a mask is in training mode; if it is none of transformers', whether it has gradients."""
-    model = next(call.models(), None)
-    return torch.is_grad_enabled() if model is None else model.training
 
 
 def _prepare_caller(call: MaskCall) -> None:

@@ -1,4 +1,8 @@
-"""The two nano-batches of a batch: where it is cut, what each of them gets of a layer's arguments, and how outputs are joined.
+"""Decoder layers that run their tokens as two nano-batches, half a phase apart.
+
+The layers of a model get a subclass of their own class, under its name, whose `forward` runs the original one twice, in turns.
+The cut stays inside one call of the layer: hooks of FSDP, DeepSpeed or PEFT, checkpointing and collected hidden states see one
+layer call, and no line of the model changes.
 
 One row is cut among its tokens, between documents if a document starts near the middle. Several rows are cut among the rows.
 A document that crosses the cut needs, in the second nano-batch, the keys that the first one made: they are handed over inside
@@ -7,18 +11,27 @@ the layer, with their gradient.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache, partial, wraps
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.cache_utils import Cache
 
 from hf_distca.agreement.documents import Documents
+from hf_distca.borrowed import in_backward
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.families import PING_PONG
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.session import current_session
+from hf_distca.runtime.pingpong import checkpointed_parts, run_nano_batches
 
-__all__ = ["Handover", "NanoBatches", "cut"]
+__all__ = ["Handover", "NanoBatches", "cut", "cut_layers"]
 
 # A cut between documents is taken if the smaller nano-batch then has at least this part of the tokens.
 _SMALLEST = 3 / 8
@@ -51,7 +64,7 @@ class NanoBatches:
     Attributes:
         batch_size, length: shape of the batch.
         axis: 0 if rows are cut, 1 if tokens are.
-        at: index on that axis where the second nano-batch begins.
+        border: index on that axis where the second nano-batch begins.
         sizes: of both on that axis. A batch of one token is all in the second; the first computes that token as padding, and its
             output is dropped: so it takes part in every exchange, as on the other ranks.
         handles: what stands for the mask in each.
@@ -61,7 +74,7 @@ class NanoBatches:
     batch_size: int
     length: int
     axis: int
-    at: int
+    border: int
     sizes: tuple[int, int]
     handles: tuple[AttentionHandle, AttentionHandle]
     layers: set[int] = field(default_factory=set)
@@ -70,21 +83,21 @@ class NanoBatches:
     def of(cls, handle: AttentionHandle, documents: Documents, tile: int) -> NanoBatches:
         """Cut a batch whose documents each lie on one rank, or were dealt for it."""
         rows, length = handle.batch_size, handle.length
-        axis, at, parts = cut(rows, length, documents, tile)
-        sizes = max(at, 1), (length if axis else rows) - at
+        axis, border, parts = cut(rows, length, documents, tile)
+        sizes = max(border, 1), (length if axis else rows) - border
         handover = Handover(parts[1].context)
         first, second = (
             handle.of_nano_batch(nano, (rows, size) if axis else (size, length), part, handover)
             for nano, (size, part) in enumerate(zip(sizes, parts, strict=True), 1)
         )
         first.second = second
-        return cls(rows, length, axis, at, sizes, (first, second))
+        return cls(rows, length, axis, border, sizes, (first, second))
 
     @property
     def pointless(self) -> bool:
         """Whether both are planned and neither exchanges anything: there is nothing to hide."""
         work = [work for handle in self.handles for work in handle.work.values()]
-        return len(work) > 1 and not any(one.route.exchanges for one in work)
+        return len(work) > 1 and not any(kind.route.exchanges for kind in work)
 
     def part(self, nano: int, value: Any) -> Any:
         """The part of an argument of a layer, or of several in a tuple, list or dictionary, that a nano-batch gets."""
@@ -92,15 +105,15 @@ class NanoBatches:
             dim = self._dim(value)
             if dim is None:
                 return value
-            return value.narrow(dim, 0 if nano == 1 else self.at, self.sizes[nano - 1])
+            return value.narrow(dim, 0 if nano == 1 else self.border, self.sizes[nano - 1])
         if isinstance(value, AttentionHandle):
             return self.handles[nano - 1]
         if isinstance(value, Cache):
             return None  # as under activation checkpointing: a cache would be filled twice
         if isinstance(value, dict):
-            return {name: self.part(nano, one) for name, one in value.items()}
+            return {name: self.part(nano, item) for name, item in value.items()}
         if type(value) in (tuple, list):
-            return type(value)(self.part(nano, one) for one in value)
+            return type(value)(self.part(nano, item) for item in value)
         return value
 
     def join(self, first: Any, second: Any) -> Any:
@@ -116,7 +129,7 @@ class NanoBatches:
                     f"a decoder layer returned tensors of shapes {shapes[0]} and {shapes[1]} for nano-batches of {self.sizes} "
                     f"{'tokens' if self.axis else 'rows'}, which ping-pong cannot join: set DistCAConfig(ping_pong=False)."
                 )
-            return torch.cat([first.narrow(self.axis, 0, self.at), second], self.axis)
+            return torch.cat([first.narrow(self.axis, 0, self.border), second], self.axis)
         if first is None and second is None:
             return None
         if type(first) in (tuple, list) and type(second) is type(first) and len(first) == len(second):
@@ -140,13 +153,13 @@ def cut(batch_size: int, length: int, documents: Documents, tile: int) -> tuple[
     """Where a (batch_size, length) batch is cut: axis and index as in `NanoBatches`, and the documents of both."""
     axis = 0 if batch_size > 1 else 1
     if documents.dealt is not None and documents.dealt.first_tokens is not None:
-        at = documents.dealt.first_tokens
+        border = documents.dealt.first_tokens
     else:
-        at = batch_size // 2 if axis == 0 else _middle(length, documents, tile)
-    first, second = documents.cut(at if axis else at * length)
-    if not at:
+        border = batch_size // 2 if axis == 0 else _middle(length, documents, tile)
+    first, second = documents.cut(border if axis else border * length)
+    if not border:
         first = replace(first, keep=np.zeros(0, dtype=np.int64))
-    return axis, at, (first, second)
+    return axis, border, (first, second)
 
 
 def _middle(length: int, documents: Documents, tile: int) -> int:
@@ -158,3 +171,137 @@ def _middle(length: int, documents: Documents, tile: int) -> int:
         return int(near[np.abs(near - length / 2).argmin()])
     half = length // 2
     return half // tile * tile if half >= 4 * tile else half
+
+
+_log = logging.getLogger("hf_distca")
+_seen: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def cut_layers(model: torch.nn.Module) -> None:
+    """Let the decoder layers of a model run as two nano-batches where a micro-batch gains by it. Again has no effect."""
+    if model in _seen:
+        return
+    _seen.add(model)
+    model_type = str(getattr(getattr(model, "config", None), "model_type", None))
+    if model_type not in PING_PONG:
+        _log.warning(
+            "ping-pong leaves the layers of %s models whole: it is not proven that attention is all that mixes tokens in them.",
+            model_type,
+        )
+        return
+    from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in layers:
+        if not hasattr(type(module), "_distca_whole"):
+            module.__class__ = _in_nano_batches(type(module))  # type: ignore[arg-type]  # a class is hashable
+
+
+@cache
+def _in_nano_batches(base: Any) -> Any:
+    """The class of layers like `base` that run as nano-batches."""
+
+    @wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = partial(base.forward, self)
+        cut = _nano_batches_for(self, args, kwargs)
+        return whole(*args, **kwargs) if cut is None else _run(whole, cut, args, kwargs)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
+        # Copies and pickles are of the class that has an address; their first forward makes them like this one again.
+        _, arguments, *state = base.__reduce_ex__(self, protocol)
+        return (_blank, (base, *arguments[1:]), *state)
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), {**names, "forward": forward, "__reduce_ex__": __reduce_ex__, "_distca_whole": base})
+
+
+def _blank(kind: Any, *arguments: Any) -> Any:
+    """A new object without a state. Needed because pickle lets `copyreg.__newobj__` make objects of their own class only."""
+    return kind.__new__(kind, *arguments)
+
+
+def _run(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) -> Any:
+    first, second = (partial(whole, *cut.part(nano, args), **cut.part(nano, kwargs)) for nano in (1, 2))
+    device = next(tensor.device for tensor in _flat((args, kwargs)) if isinstance(tensor, torch.Tensor))
+    trace = current_session().trace
+    if trace is not None:
+        trace.border(device)
+    output = cut.join(*run_nano_batches(first, second, device.type))
+    grown = next((tensor for tensor in _flat((output,)) if isinstance(tensor, torch.Tensor) and tensor.requires_grad), None)
+    if trace is not None and grown is not None:
+        grown.register_hook(lambda _: trace.border(device))  # type: ignore[no-untyped-call]
+    return output
+
+
+def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NanoBatches | None:
+    """How to cut this call of a layer; None to run it whole."""
+    flat = list(_flat((args, kwargs)))
+    handles = {id(argument): argument for argument in flat if isinstance(argument, AttentionHandle)}
+    if len(handles) != 1:
+        return None
+    handle = next(iter(handles.values()))
+    if in_backward():  # a recompute, which must do what the forward did
+        nano_batches = handle.nano_batches
+        return nano_batches if nano_batches is not None and id(layer) in nano_batches.layers else None
+    # Nano-batches fill no cache. Who trains does not read it; who generates does, also with a model in training mode.
+    if any(isinstance(argument, Cache) for argument in flat) and not (layer.training and torch.is_grad_enabled()):
+        return None
+    session = current_session()
+    if handle.nano or not (session.config.ping_pong and session.is_collective(handle, layer.training)):
+        return None
+    if (why := _holds_attention(layer)) is not None:
+        _warn_of_parts(why)
+        return None
+    if handle.nano_batches is None:
+        documents = session.documents(handle, kwargs, layer.training)
+        if documents.spans and (documents.dealt is None or documents.dealt.first_tokens is None):
+            _warn_of_spans()
+            return None
+        handle.nano_batches = NanoBatches.of(handle, documents, session.config.tile)
+    if handle.nano_batches.pointless:
+        return None
+    handle.nano_batches.layers.add(id(layer))
+    return handle.nano_batches
+
+
+def _attends(module: torch.nn.Module) -> bool:
+    """Whether a module is one that calls attention, as transformers writes them."""
+    return hasattr(module, "is_causal") or "attention" in type(module).__name__.lower()
+
+
+def _holds_attention(layer: torch.nn.Module) -> str | None:
+    """What is done with the attention of a layer by itself that nano-batches in turns would not survive; None if nothing."""
+    sharded = [part for part in layer.modules() if part is not layer and isinstance(part, (FSDPModule, FullyShardedDataParallel))]
+    for parts, why in ((checkpointed_parts(layer), "checkpointed"), (sharded, "sharded by FSDP")):
+        if any(_attends(module) for part in parts for module in part.modules()):
+            return why
+    return None
+
+
+@cache
+def _warn_of_parts(why: str) -> None:
+    _log.warning(
+        "ping-pong leaves layers whole whose attention is %s by itself: do it with whole layers, which costs no second attention "
+        "under distca, and which ping-pong can cut.",
+        why,
+    )
+
+
+@cache
+def _warn_of_spans() -> None:
+    _log.warning(
+        "ping-pong leaves layers whole while documents span ranks, unless they were dealt for it: give the same DistCAConfig to "
+        "`document_shares`."
+    )
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """What tuples, lists and dictionaries hold."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if type(value) in (tuple, list):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value

@@ -1,17 +1,26 @@
-"""Whether a model counts positions in documents that are in several parts as these say."""
+"""What a model makes of positions when its documents are in several parts.
+
+It must count them as the documents say. And with ``rope_type`` "dynamic" and "longrope" it looks for the largest position in its
+batch and chooses frequencies by it. A rank that holds only the head of a document would choose others than the rank with the
+tail. So the largest position of the global batch, which a share knows, goes through the module as one more token, whose rotation
+is dropped.
+"""
 
 from __future__ import annotations
 
-from weakref import WeakSet
+from collections.abc import Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.errors import LayoutError
+from hf_distca.errors import LayoutError, UnsupportedError
+from hf_distca.integration.callers import given_documents
 
-__all__ = ["check_positions"]
+__all__ = ["check_positions", "see_longest", "varies"]
 
 _checked: WeakSet[torch.nn.Module] = WeakSet()
 
@@ -38,17 +47,121 @@ def check_positions(
         return
     position = documents.positions
     if lacking:
-        found = np.arange(len(position))
+        counted = np.arange(len(position))
     elif position_ids is None or position_ids.numel() != len(position):
         return  # the latter is said where documents are read
     else:
-        found = position_ids.reshape(-1).cpu().numpy()
-    ahead = found - position
+        counted = position_ids.reshape(-1).cpu().numpy()
+    ahead = counted - position
     wrong = np.flatnonzero((ahead != ahead[:1]) | (ahead < 0))
     if len(wrong):
-        at = int(wrong[0])
+        token = int(wrong[0])
         raise LayoutError(
-            f"token {at} of the batch is at position {position[at]} of its document, by distca_documents, and "
-            f"{type(model).__name__} has {found[at]} for it: give the model position_ids, as PackingCollator does for shares."
+            f"token {token} of the batch is at position {position[token]} of its document, by distca_documents, and "
+            f"{type(model).__name__} has {counted[token]} for it: give the model position_ids, as PackingCollator does for "
+            "shares."
         )
     _checked.add(model)
+
+
+_LONGER = "_distca_longer"  # attribute of a rotary module: whether a position was added to those of its call
+_rotaries_of: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = WeakKeyDictionary()
+
+_DEPENDS = "their rotary embedding ({kinds}) depends on the longest document of all ranks"
+_UNKNOWN = f"{_DEPENDS}, which only shares of hf_distca.document_shares know"
+_IN_LAYERS = f"{_DEPENDS}, and each layer makes its own"
+_NOT_FOUND = f"{_DEPENDS}, and distca does not find the module that makes it"
+
+
+def see_longest(model: PreTrainedModel | None, config: PreTrainedConfig | None, documents: object) -> str | None:
+    """Make a model see the longest document where it makes its rotary embedding. Again has no effect.
+
+    Args:
+        model: whose forward is about to make it, None if it is not found.
+        config: of the model.
+        documents: those that it was given; the longest one is known of a share.
+
+    Returns:
+        Why the model cannot have documents in several parts; None if it can.
+    """
+    kinds = ", ".join(sorted(varies(config)))
+    if not kinds:
+        return None
+    rotaries, in_layers = ([], False) if model is None else _rotaries(model)
+    if not rotaries or in_layers:
+        return (_IN_LAYERS if in_layers else _NOT_FOUND).format(kinds=kinds)
+    for rotary in rotaries:
+        if not hasattr(rotary, _LONGER):
+            setattr(rotary, _LONGER, False)
+            rotary.register_forward_pre_hook(_with_longest, with_kwargs=True)
+            rotary.register_forward_hook(_without_longest)
+    return _UNKNOWN.format(kinds=kinds) if _longest(documents) is None else None
+
+
+def varies(config: PreTrainedConfig | None) -> set[str]:
+    """The kinds of rotary embedding in a model's config that depend on the longest document."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rotaries = [parameters, *parameters.values()]  # rotary for all layers, or rotary for rotaries kind of layer
+    kinds = {str(rotary.get("rope_type")) for rotary in rotaries if isinstance(rotary, Mapping)}
+    return {kind for kind in kinds if _depends(kind)}
+
+
+def _longest(documents: object) -> int | None:
+    """Tokens of the longest document of all ranks, None if that is not known."""
+    return documents.dealt.longest if isinstance(documents, PackedDocuments) and documents.dealt is not None else None
+
+
+def _depends(kind: str) -> bool:
+    return "dynamic" in kind or kind == "longrope"
+
+
+def _rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]:
+    """The modules of a model that make such an embedding, and whether they are in its layers.
+
+    A layer that runs again in backward would make it for the batch that came last.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
+
+    if model not in _rotaries_of:
+        rotaries = [module for module in model.modules() if any(_depends(kind) for kind in _kinds(module))]
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        _rotaries_of[model] = rotaries, any(part in rotaries for layer in layers for part in layer.modules())
+    return _rotaries_of[model]
+
+
+def _kinds(module: torch.nn.Module) -> Iterator[str]:
+    kinds = getattr(module, "rope_type", None)
+    yield from (str(kind) for kind in (kinds.values() if isinstance(kinds, Mapping) else (kinds,)))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would be a graph of its own
+def _with_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    longest = _longest(given_documents())
+    setattr(module, _LONGER, longest is not None)
+    if longest is None:
+        return None
+    positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+    if not isinstance(positions, torch.Tensor):
+        raise UnsupportedError(
+            f"{type(module).__name__} is called without position_ids, and makes a rotary embedding that depends on the longest "
+            "document of all ranks: distca has nowhere to say how long that is."
+        )
+    last = positions.new_full((*positions.shape[:-1], 1), longest - 1)
+    positions = torch.cat([positions, last], dim=-1)
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": positions}
+    return (args[0], positions, *args[2:]), kwargs
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _without_longest(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    if not getattr(module, _LONGER):
+        return None
+    if isinstance(output, torch.Tensor):
+        return _shorter(output)
+    return type(output)(_shorter(rotation) for rotation in output)
+
+
+def _shorter(rotation: torch.Tensor) -> torch.Tensor:
+    """A (..., tokens, width) rotation without the last token."""
+    return rotation[..., :-1, :].contiguous()

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 from transformers import TrainingArguments
 
-from hf_distca.agreement.figures import Counted, Measurement, Tally
+from hf_distca.agreement.history import Tally
+from hf_distca.agreement.planned import Planned
 from hf_distca.config import DistCAConfig
-from hf_distca.integration.prepare import distca_configs
+from hf_distca.integration.loading import distca_configs
 from hf_distca.integration.session import Session
 from hf_distca.run_report.rows import RECORD_NAME, PerRank, PlanPart, PlanRow, Row, RunRow, StepsRow, WarningRow, write_row
 
@@ -46,22 +47,26 @@ _MOST_PLAN_BYTES = 1_000_000
 _MOST_STEPS = 64
 
 
-class Recorder(logging.Handler):
-    """Writes the record of a training on rank 0; as a handler of the log it keeps the warnings.
+class Recorder(logging.Filter):
+    """Writes the record of a training on rank 0.
+
+    It notes warnings as a filter of the log, which lets all of them pass. A handler would take them from the console: Python
+    prints what has no handler, and a script that sets up no logging has no other.
 
     Args:
-        folder: where ``distca_run.jsonl`` goes.
+        folder: where the record goes.
         every_plan: write all plans, instead of those of the first micro-batch and of the worst one between two logs.
         session: whose micro-batches are recorded.
     """
 
     def __init__(self, folder: Path, session: Session, *, every_plan: bool) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
         self._began = session.planner.number
         self._steps = deque([(0, 1)], maxlen=_MOST_STEPS)  # (first micro-batch, step), the newest last
         self._tally, self._ranks = Tally(), np.zeros((len(fields(PerRank)), 0))
-        self._worst: tuple[float, int, Counted] | None = None  # seconds by the mean, step, and what was counted
+        # Seconds by the mean, step, number of the micro-batch and its plans.
+        self._worst: tuple[float, int, int, Sequence[Planned]] | None = None
         self._plan_bytes = 0
         self._plans = 0
         self._failed = False
@@ -79,11 +84,16 @@ class Recorder(logging.Handler):
             settings=_settings(session.config),
             training={name: getattr(args, name, None) for name in _TRAINING},
             versions={"python": python_version(), **_versions()},
-            traces=None if traces is None else str(Path(traces).absolute()),
+            traces=None if traces is None else self._inside(Path(traces)),
         )
         self._write([row], mode="a" if step else "w")
         planner.history.observer = self._count
-        _log.addHandler(self)
+        _log.addFilter(self)
+
+    def _inside(self, traces: Path) -> str | None:
+        """Where timelines lie in the folder of the run; None elsewhere: the record names nothing outside of it."""
+        folder, traces = self._path.parent.absolute(), traces.absolute()
+        return str(traces.relative_to(folder)) if traces.is_relative_to(folder) else None
 
     def enter(self, step: int) -> None:
         """What is planned from now on is of this step, from 1."""
@@ -111,34 +121,31 @@ class Recorder(logging.Handler):
     def stop(self) -> None:
         """Record no more."""
         self._session.planner.history.observer = None
-        _log.removeHandler(self)
+        _log.removeFilter(self)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a warning."""
-        if not self._failed:
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Note a warning, and let it pass."""
+        if record.levelno >= logging.WARNING:
             self._write([WarningRow(self._steps[-1][1], record.getMessage())])
+        return True
 
-    def _count(self, counted: Counted) -> None:
-        if counted.number <= self._began:  # of an evaluation before
+    def _count(self, number: int, tally: Tally, plans: Sequence[Planned]) -> None:
+        if number <= self._began:  # of an evaluation before
             return
-        self._tally += counted.tally
-        ranks = _by_rank(counted.measurements)
+        self._tally += tally
+        ranks = _by_rank(plans)
         self._ranks = ranks if not self._ranks.size else self._ranks + ranks
-        before = counted.tally.estimated_before / max(counted.tally.estimated_mean, 1e-30)
-        step = next((step for first, step in reversed(self._steps) if first <= counted.number), self._steps[0][1])
+        before = tally.estimated_before / max(tally.estimated_mean, 1e-30)
+        step = next((step for first, step in reversed(self._steps) if first <= number), self._steps[0][1])
         if self._every_plan or not self._plans:
-            self._write([self._plan_row(step, counted)])
+            self._write([self._plan_row(step, number, plans)])
         elif self._plan_bytes < _MOST_PLAN_BYTES and (self._worst is None or before > self._worst[0]):
-            self._worst = before, step, counted
+            self._worst = before, step, number, plans
 
-    def _plan_row(self, step: int, counted: Counted) -> PlanRow:
+    def _plan_row(self, step: int, number: int, plans: Sequence[Planned]) -> PlanRow:
         self._plans += 1
-        parts = [
-            PlanPart(json.loads(one.plan.to_json()), one.seconds.tolist(), one.speeds.speeds)
-            for one in (measurement.estimate for measurement in counted.measurements)
-            if one.plan is not None
-        ]
-        return PlanRow(step, counted.number - self._began, _per_rank(_by_rank(counted.measurements)), parts)
+        parts = [PlanPart(json.loads(plan.plan.to_json()), plan.seconds.tolist(), plan.ranks.speeds) for plan in plans]
+        return PlanRow(step, number - self._began, _per_rank(_by_rank(plans)), parts)
 
     def _write(self, rows: Sequence[Row], mode: str = "a") -> None:
         """Append rows. A run does not end because its record cannot be written."""
@@ -155,23 +162,21 @@ class Recorder(logging.Handler):
             _log.warning("no record for `hf-distca report` is kept: %s cannot be written (%s).", self._path, error.strerror)
 
 
-def _by_rank(measurements: Sequence[Measurement]) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _by_rank(plans: Sequence[Planned]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """(figures, ranks) in the order of the fields of `PerRank`."""
     rows = []
     counted: set[int] = set()
-    for one in measurements:
-        estimate, tokens = one.estimate, np.zeros(one.estimate.ranks)
+    for plan in plans:
         # Each kind of layers has a plan for the same tokens; each nano-batch has its own.
-        if estimate.plan is not None and estimate.nano not in counted:
-            counted.add(estimate.nano)
-            tokens += estimate.plan.layout.query_tokens
-        measured = estimate.given_back(one.seconds), one.seconds, one.sent_bytes
-        rows.append(np.stack([tokens, estimate.before, estimate.after, *measured]).astype(np.float64))
+        tokens = plan.plan.layout.query_tokens * (plan.key.nano not in counted)
+        counted.add(plan.key.nano)
+        estimated, measured = (plan.estimated_before, plan.estimated_after), (plan.measured_before, plan.measured_after)
+        rows.append(np.stack([tokens, *estimated, *measured, plan.sent_bytes]).astype(np.float64))
     return np.asarray(np.sum(rows, axis=0), dtype=np.float64)
 
 
 def _per_rank(ranks: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
-    columns = dict(zip((one.name for one in fields(PerRank)), ranks.tolist(), strict=True))
+    columns = dict(zip((field.name for field in fields(PerRank)), ranks.tolist(), strict=True))
     whole = {name: [int(value) for value in columns[name]] for name in ("tokens", "sent_bytes")}
     return PerRank(**{**columns, **whole})
 
@@ -184,23 +189,23 @@ def _described(model: torch.nn.Module | None) -> dict[str, Any]:
     """Type, shape and dtype of the first part of a model that asks for distca."""
     for config in distca_configs(model)[:1]:
         shape = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window")
-        found = {name: value for name in shape if (value := getattr(config, name, None)) is not None}
-        return {"type": config.model_type, **found, "dtype": str(getattr(model, "dtype", ""))}
+        sizes = {name: value for name in shape if (value := getattr(config, name, None)) is not None}
+        return {"type": config.model_type, **sizes, "dtype": str(getattr(model, "dtype", ""))}
     return {}
 
 
 def _settings(config: DistCAConfig) -> dict[str, Any]:
-    values = {one.name: getattr(config, one.name) for one in fields(config)}
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
     return {
         name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value for name, value in values.items()
     }
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -23,26 +23,23 @@ from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
+from hf_distca.integration.families import known_cost
 from hf_distca.integration.handle import AttentionHandle, Work
-from hf_distca.integration.kinds import known_cost
-from hf_distca.integration.mesh import data_parallel_group, find_members, size_of_groups
-from hf_distca.integration.progress import said_if_long
-from hf_distca.kernels import Kernel, Scores, select_kernel
+from hf_distca.integration.processes import data_parallel_group, find_members, said_if_long, size_of_groups
+from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import to_device
-from hf_distca.runtime.calibrate import calibrate
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.measure.calibrate import calibrate, fastest
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
-from hf_distca.runtime.fastest import fastest
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.server import AttentionServer
 from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["Conductor", "Session", "attention_seconds", "balancing", "configure", "current_session"]
+__all__ = ["Conductor", "Session", "balancing", "configure", "current_session"]
 
 _ALONE = AttentionGroup()
 
@@ -122,13 +119,15 @@ class Session:
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0 of all: others say nothing of what is the same everywhere."""
-        return self._group is None or self._group.ranks[self._group.rank] == 0
+        if self._group is None:
+            return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        return self._group.ranks[self._group.rank] == 0
 
     def collect(self) -> None:
         """Compare what was measured since the last plan, where no next one will tell: at the end of training, on all ranks."""
         group = self._group
         if group is not None and group.size > 1 and not group.left and dist.is_initialized():
-            self.planner.collect(group)
+            self.planner.flush(group)
 
     @property
     def looks_for_mesh(self) -> bool:
@@ -147,7 +146,7 @@ class Session:
             handle.group = self.group if together else _ALONE
         return handle.group
 
-    def shares(self, handle: AttentionHandle, training: bool) -> bool:
+    def is_collective(self, handle: AttentionHandle, training: bool) -> bool:
         """Whether other ranks take part in a forward."""
         return self.group_for(handle, training).size > 1
 
@@ -171,12 +170,12 @@ class Session:
         if self.conductor is not None:
             return self.conductor.work_for(handle, arguments, query, key)
         group, handles = self.group_for(handle, training), handle.planned_together
-        keys = [key._replace(nano=one.nano) for one in handles]
-        requests = [(self.documents(one, arguments, training), key) for one, key in zip(handles, keys, strict=True)]
+        keys = [key._replace(nano=part.nano) for part in handles]
+        requests = [(self.documents(part, arguments, training), key) for part, key in zip(handles, keys, strict=True)]
         if group.size == 1:
             evaluating = handle.alone or not training
             alone = zip(handles, requests, strict=True)
-            made = [self._work_alone(one, *request, query.device, evaluating) for one, request in alone]
+            works = [self._work_alone(part, *request, query.device, evaluating) for part, request in alone]
         else:
             with group.reporting(f"measuring costs for micro-batch {self.planner.next_number}"):
                 self.learn_cost(key, query, group)
@@ -185,11 +184,12 @@ class Session:
             with self._reporting(group, "planning"), said:
                 plans = self.planner.plan(requests, group)
             with self._reporting(group, "taking up a plan"):
-                for one, planned in zip(handles, plans, strict=True):
-                    one.check(planned.plan.layout)
-                made = [self._work(one, planned, group, query.device) for (one, _), planned in zip(requests, plans, strict=True)]
-        for one, key, work in zip(handles, keys, made, strict=True):
-            one.work[key] = work if one.recomputes and training else replace(work, outputs=None)
+                for part, planned in zip(handles, plans, strict=True):
+                    part.check(planned.plan.layout)
+                pairs = zip(requests, plans, strict=True)
+                works = [self._work(documents, planned, group, query.device) for (documents, _), planned in pairs]
+        for part, key, work in zip(handles, keys, works, strict=True):
+            part.work[key] = work if part.mask.recomputes and training else replace(work, outputs=None)
         return handle.work[keys[0]]
 
     def _work_alone(
@@ -220,28 +220,18 @@ class Session:
         name += f" ({planned.source})" if planned.source else ""
         return Work(group, route, _keep(documents, device), planned.plan.window, meter, nano, OutputStore(), name)
 
-    def attend(
-        self,
-        work: Work,
-        module: torch.nn.Module,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKV: torch.Tensor,
-        scores: Scores,
-        sink_H: torch.Tensor | None = None,
-        context: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Core attention of one layer for this rank's tokens, whose keys `context` is in front of."""
-        inputs = Inputs(q_THD, k_TKD, v_TKV, context, sink_H)
+    def attend(self, work: Work, module: torch.nn.Module, inputs: Inputs, scores: Scores) -> torch.Tensor:
+        """Core attention of one layer for this rank's tokens."""
         if work.attend is not None:
             return work.attend(module, inputs, scores)
         group, number = work.group, next(work.numbers)
-        group.heed()
+        group.raise_pending()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
         if group.data is not None:
             group = replace(group, data=group.data.at(place, work.route.forward_exchanges))
         reporting = partial(group.reporting, f"computing {place}")
-        outputs = None if work.outputs is None else work.outputs.of(module)
+        outputs = None if work.outputs is None else work.outputs.of(module, inputs.tensors)
+        q_THD, k_TKD, v_TKV = inputs.q_THD, inputs.k_TKD, inputs.v_TKV
         tracer = Tracer(self.trace, work.nano, number + 1, q_THD.device)
         with reporting():
             kernel = self.kernel(q_THD, (q_THD.shape[-1], v_TKV.shape[-1]), scores, q_THD.shape[1] // k_TKD.shape[1])
@@ -262,12 +252,13 @@ class Session:
     def kernel(self, query: torch.Tensor, widths: tuple[int, int], scores: Scores, ratio: int) -> Kernel:
         """The kernel for the device and dtype of a tensor, heads of these widths of keys and values, so many queries a key."""
         first = self._fastest.get((query.dtype, widths))
-        kernel = select_kernel(self.config.kernel, query.device, query.dtype, *widths, scores, first=first, ratio=ratio)
+        kernel = select_kernel(self.config.kernel, Case(query.device, query.dtype, *widths, scores, ratio), first=first)
         self.kernels[kernel.name] = None
         return kernel
 
     def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
         """Make the cost model of a shape, at its first layer; all ranks of the group at the same point."""
+        self.planner.costs.dtypes[key.shape, key.device] = str(query.dtype)
         if (key.shape, key.device) in self.planner.costs:
             return
         cost = known_cost(key._replace(window=None), self.config)
@@ -298,14 +289,29 @@ def _keep(documents: Documents, device: torch.device) -> torch.Tensor | None:
     return None if documents.keep is None else to_device(torch.from_numpy(documents.keep), device)
 
 
-_session: Session | None = None
+_configured: Session | None = None  # by `configure`, or with the defaults
+_session: Session | None = None  # in use: that one, or one of a callback with settings of its own
 
 
 def current_session() -> Session:
     """The session of this process, made with default settings at the first use."""
-    global _session
-    if _session is None:
-        _session = Session(DistCAConfig())
+    return _session or use_session()
+
+
+def use_session(config: DistCAConfig | None = None, group: dist.ProcessGroup | DeviceMesh | None = None) -> Session:
+    """Make a session with these settings the one of this process: one of a callback, which no other callback inherits.
+
+    Args:
+        config, group: as for `configure`, where what is missing comes from; without both, the session that `configure` made.
+    """
+    global _configured, _session
+    if _configured is None:
+        _configured = Session(DistCAConfig())
+    base = _configured
+    if config is None and group is None:
+        _session = base
+    else:
+        _session = Session(config or base.config, base.given if group is None else group)
     return _session
 
 
@@ -323,7 +329,7 @@ def configure(config: DistCAConfig | None = None, *, group: dist.ProcessGroup | 
     Raises:
         ConfigError: if `config` is no `DistCAConfig`, or `group` neither a process group nor a device mesh.
     """
-    global _session
+    global _configured
     if config is not None and not isinstance(config, DistCAConfig):
         raise ConfigError(f"configure() got {config!r}: give it a DistCAConfig, such as DistCAConfig(tolerance=0.02).")
     if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
@@ -331,8 +337,8 @@ def configure(config: DistCAConfig | None = None, *, group: dist.ProcessGroup | 
             f"configure() got group={group!r}: give it a process group (torch.distributed.new_group) or a device mesh, or leave "
             "it out."
         )
-    _session = Session(config or DistCAConfig(), group)
-    return _session.config
+    _configured = Session(config or DistCAConfig(), group)
+    return use_session().config
 
 
 @contextmanager
@@ -345,11 +351,3 @@ def balancing(enabled: bool) -> Iterator[None]:
         yield
     finally:
         session.config = before
-
-
-def attention_seconds() -> float:
-    """Seconds this rank has spent in attention kernels, forward and backward, for itself and as a server, since `configure`.
-
-    On CUDA those of finished kernels: synchronise first for an exact figure.
-    """
-    return current_session().meter.seconds

@@ -22,6 +22,8 @@ from hf_distca.schedule.layout import IntArray
 __all__ = ["share_tokens"]
 
 _KNOWN = {"input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "distca_documents"}
+# What else packing loaders give, all of which follows from the documents.
+_FOLLOWING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 # What is dealt by until a layer has run: causal pairs, whatever the layer is.
 _SOME_SHAPE = AttentionShape(1, 1, 1, 1, 1)
 
@@ -38,6 +40,8 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
     Args:
         batches: micro-batches, as many on every rank, each with ``input_ids`` of shape (rows, tokens) and what `PackingCollator`
             or a padding collator puts beside it: ``labels``, ``position_ids``, ``attention_mask``, ``distca_documents``.
+            Of what TRL's packing and `DataCollatorWithFlattening` add for flash attention, ``cu_seq_lens_q`` is read, and nothing
+            is handed on: it follows from the documents.
 
     Returns:
         As many batches of shape (1, tokens), with ``shift_labels``; as they are in a group of one.
@@ -54,14 +58,15 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
     place = f"sharing tokens from micro-batch {session.planner.next_number} on"
     with group.reporting(place):
         drawn = [_Drawn.of(batch) for batch in batches]
-        rows = group.gather(np.concatenate([[len(drawn)], *(one.row for one in drawn)]), doing=place)
+        rows = group.gather(np.concatenate([[len(drawn)], *(batch.row for batch in drawn)]), doing=place)
         check_equal(group, np.array([row[0] for row in rows]), "numbers of micro-batches", place, "draw as many on every rank")
         lengths = [_lengths(row) for row in rows]
         costs = {key._replace(nano=0): session.planner.costs.of(key) for key in session.planner.recent_keys()}
-        shared = [_deal(session, costs, number, [each[number] for each in lengths]) for number in range(len(drawn))]
+        shared = [_deal(session, costs, number, [of_rank[number] for of_rank in lengths]) for number in range(len(drawn))]
         tokens = _exchange(group, drawn, shared, place)
     return [
-        _batch(one, columns_T2, batch["input_ids"].device) for one, columns_T2, batch in zip(shared, tokens, batches, strict=True)
+        _batch(dealt, columns_T2, batch["input_ids"].device)
+        for dealt, columns_T2, batch in zip(shared, tokens, batches, strict=True)
     ]
 
 
@@ -79,7 +84,7 @@ class _Drawn:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> _Drawn:
-        if unknown := sorted(batch.keys() - _KNOWN):
+        if unknown := sorted(batch.keys() - _KNOWN - _FOLLOWING):
             raise UnsupportedError(
                 f"a batch holds {', '.join(unknown)}, and share_tokens deals {', '.join(sorted(_KNOWN))} only: tokens go to "
                 "other ranks, so leave the rest out."
@@ -89,6 +94,7 @@ class _Drawn:
         documents = read_documents(
             *ids.shape,
             packed=packed,
+            cu_seq_lens=batch.get("cu_seq_lens_q"),
             position_ids=batch.get("position_ids"),
             padding=None if mask is None else mask.bool(),
             training=True,
@@ -112,12 +118,12 @@ class _Drawn:
 
 def _lengths(row: IntArray) -> list[IntArray]:
     """The lengths of the documents in each batch of a rank."""
-    found, at = [], 1
+    lengths, place = [], 1
     for _ in range(int(row[0])):
-        count = int(row[at])
-        found.append(row[at + 1 : at + 1 + count])
-        at += 1 + count
-    return found
+        count = int(row[place])
+        lengths.append(row[place + 1 : place + 1 + count])
+        place += 1 + count
+    return lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,12 +149,12 @@ class _Shared:
 def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, lengths: Sequence[IntArray]) -> _Shared:
     group, planner = session.group, session.planner
     joined = np.concatenate(lengths)
-    home = np.repeat(np.arange(group.size), [len(one) for one in lengths])
-    start = np.concatenate([np.cumsum(one) - one for one in lengths])
-    each, more = divmod(int(joined.sum()), group.size)
+    home = np.repeat(np.arange(group.size), [len(of_rank) for of_rank in lengths])
+    start = np.concatenate([np.cumsum(of_rank) - of_rank for of_rank in lengths])
+    fair, more = divmod(int(joined.sum()), group.size)
     dealing = Dealing(
         group.size,
-        [each + (rank < more) for rank in range(group.size)],
+        [fair + (rank < more) for rank in range(group.size)],
         costs or {PlanKey(_SOME_SHAPE, "cpu"): CostModel.pairs(_SOME_SHAPE)},
         session.config,
         group.per_node,
@@ -166,16 +172,16 @@ def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_
             sent += pieces
             send[rank] += sum(map(len, pieces))
     runs = [dealt.runs(group.rank) for dealt in shared]
-    for home, _, tokens in (run for one in runs for run in one):
+    for home, _, tokens in (run for runs_of_batch in runs for run in runs_of_batch):
         receive[home] += tokens
-    arrived = group.trade(torch.cat(sent), send, receive, doing=place)
-    at = np.cumsum(receive) - receive
+    arrived = group.all_to_all(torch.cat(sent), send, receive, doing=place)
+    begin = np.cumsum(receive) - receive
     columns = []
-    for one in runs:
+    for runs_of_batch in runs:
         pieces = []
-        for home, _, tokens in one:
-            pieces.append(arrived[at[home] : at[home] + tokens])
-            at[home] += tokens
+        for home, _, tokens in runs_of_batch:
+            pieces.append(arrived[begin[home] : begin[home] + tokens])
+            begin[home] += tokens
         columns.append(torch.cat(pieces) if pieces else arrived[:0])
     return columns
 
@@ -183,10 +189,8 @@ def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_
 def _batch(shared: _Shared, columns_T2: torch.Tensor, device: torch.device) -> dict[str, Any]:
     """What the model gets of a share."""
     packed = shared.packed
-    lengths = np.array(packed.lengths, dtype=np.int64)
     ids, targets = columns_T2.unbind(1)
-    labels = targets.roll(1)
-    labels[np.cumsum(lengths) - lengths] = IGNORED_LABEL  # who shifts labels must not go from one run to the next
+    labels = torch.full_like(targets, IGNORED_LABEL)  # shifted, they would lack the targets at cuts
     positions = torch.from_numpy(packed.positions)
     rows = {"input_ids": ids, "labels": labels, "shift_labels": targets, "position_ids": positions}
     return {**{name: row[None].to(device) for name, row in rows.items()}, "distca_documents": packed}

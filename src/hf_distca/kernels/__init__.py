@@ -1,142 +1,121 @@
-"""Attention kernels: one file a backend, one signature. `select_kernel` picks the one to run and says which."""
+"""Attention kernels behind one signature. `select_kernel` picks the one to run and says which."""
 
 from __future__ import annotations
 
 import logging
-from functools import cache
+from functools import lru_cache
 
 import torch
 
 from hf_distca.config import KernelName
 from hf_distca.errors import KernelError
-from hf_distca.kernels.base import Kernel, Scores, TaskBatch
+from hf_distca.kernels.base import Case, Kernel, Scores, TaskBatch
 from hf_distca.kernels.check import wrong
 from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.kernels.cuda import CudaKernel
-from hf_distca.kernels.flash_attn import FlashAttnKernel
-from hf_distca.kernels.flash_attn_3 import FlashAttn3Kernel, import_error
-from hf_distca.kernels.flash_attn_4 import FlashAttn4Kernel
+from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, import_error
 from hf_distca.kernels.reference import ReferenceKernel
 
-__all__ = ["Kernel", "Scores", "TaskBatch", "runnable", "select_kernel", "survey", "why_not"]
+__all__ = ["Case", "Kernel", "Scores", "TaskBatch", "runnable", "select_kernel", "survey", "why_not"]
 
 _logger = logging.getLogger("hf_distca")
 
 # Every kernel, in the order in which "auto" looks at them, and the type of device that it takes them on, None for all: those made
 # for the newest GPUs first. A kernel that joins them needs its name in `KernelName`, too. The order decides, and no clock: ranks
-# with the same GPU and packages choose alike, and so does the next run (`hf_distca.runtime.fastest` measures, for all ranks).
-_KERNELS: tuple[tuple[type[Kernel], str | None], ...] = (
-    (FlashAttn3Kernel, "cuda"),
-    (FlashAttn4Kernel, "cuda"),
-    (FlashAttnKernel, "cuda"),
-    (CudaKernel, "cuda"),
-    (CpuKernel, "cpu"),
-    (ReferenceKernel, None),
+# with the same GPU and packages choose alike, and so does the next run (`hf_distca.measure.calibrate` compares, for all ranks).
+_KERNELS: tuple[tuple[Kernel, str | None], ...] = (
+    (FLASH_ATTN_3, "cuda"),
+    (FLASH_ATTN_4, "cuda"),
+    (FLASH_ATTN, "cuda"),
+    (CUDA, "cuda"),
+    (CpuKernel(), "cpu"),
+    (ReferenceKernel(), None),
 )
 
 # What has been said; a repeated case comes back for every micro-batch and says nothing.
 _said: set[tuple[str, str, torch.dtype, str]] = set()
-# What the check of a kernel on a GPU found, by case.
-_checked: dict[tuple[object, ...], str | None] = {}
 
 
-def select_kernel(
-    name: KernelName,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_head_dim: int,
-    scores: Scores,
-    *,
-    first: str | None = None,
-    ratio: int = 2,
-) -> Kernel:
+def select_kernel(name: KernelName, case: Case, *, first: str | None = None) -> Kernel:
     """The kernel to run, the same object for the same kernel each time.
 
     Args:
         name: a kernel, or "auto" for the first in the order of kernels that supports the case.
-        device: where the tensors are.
-        dtype: of q, k and v.
-        head_dim: of q and k.
-        value_head_dim: of v and the output.
-        scores: scale, window and softcap.
+        case: what it is to run.
         first: with "auto", the kernel to look at before all others.
-        ratio: query heads for each key/value head.
 
     Raises:
         KernelError: if the named kernel, or with "auto" every kernel, does not support the case or, on a GPU, computes it
             wrongly; says why and what to use.
     """
-    candidates = [kind for kind, where in _KERNELS if (where in (device.type, None) if name == "auto" else kind.name == name)]
+    return _selected(name, case, first, torch.are_deterministic_algorithms_enabled())  # with these, it is another question
+
+
+@lru_cache(maxsize=256)
+def _selected(name: KernelName, case: Case, first: str | None, _deterministic: bool) -> Kernel:
+    """As `select_kernel`, which every layer of every micro-batch calls: kernels are asked once a case."""
+    automatic = name == "auto"
+    candidates = [
+        kernel for kernel, where in _KERNELS if (where in (case.device.type, None) if automatic else kernel.name == name)
+    ]
     if not candidates:
-        names = ["auto", *(kind.name for kind, _ in _KERNELS)]
+        names = ["auto", *(kernel.name for kernel, _ in _KERNELS)]
         raise KernelError(f"There is no kernel {name!r}; choose one of {', '.join(map(repr, names))}.")
-    candidates.sort(key=lambda kind: kind.name != first)
+    candidates.sort(key=lambda kernel: kernel.name != first)
     refused: list[str] = []
-    for candidate in candidates:
-        kernel = _made(candidate)
-        reason = why_not(kernel, device, dtype, head_dim, value_head_dim, scores, ratio)
+    for kernel in candidates:
+        reason = why_not(kernel, case)
         if reason is None:
-            _announce(kernel.name, device, dtype, scores, refused, automatic=name == "auto")
+            _announce(kernel.name, case, refused, automatic=automatic)
             return kernel
         refused.append(f"{kernel.name}: {reason}")
-    case = f"{dtype} tensors on {device}{_extras(scores)}, with head dim {head_dim} and value head dim {value_head_dim}"
-    if name == "auto":
-        raise KernelError(f"No kernel runs {case} ({'; '.join(refused)}). Convert q, k and v to a floating dtype.")
-    raise KernelError(f'Kernel {name!r} cannot run {case}: {reason}. Set kernel="auto" to use what runs there.')
+    widths = f"head dim {case.head_dim} and value head dim {case.value_head_dim}"
+    words = f"{case.dtype} tensors on {case.device}{_extras(case.scores)}, with {widths}"
+    if automatic:
+        raise KernelError(f"No kernel runs {words} ({'; '.join(refused)}). Convert q, k and v to a floating dtype.")
+    raise KernelError(f'Kernel {name!r} cannot run {words}: {reason}. Set kernel="auto" to use what runs there.')
 
 
-def runnable(
-    device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores, ratio: int = 2
-) -> list[Kernel]:
+def runnable(case: Case) -> list[Kernel]:
     """The fast kernels of a device that run a case, in the order in which "auto" looks at them."""
-    kernels = [_made(kind) for kind, where in _KERNELS if where == device.type]
-    return [kernel for kernel in kernels if why_not(kernel, device, dtype, head_dim, value_head_dim, scores, ratio) is None]
+    return [kernel for kernel, where in _KERNELS if where == case.device.type and why_not(kernel, case) is None]
 
 
-def why_not(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores, ratio: int = 2
-) -> str | None:
+def why_not(kernel: Kernel, case: Case) -> str | None:
     """Why a kernel cannot run a case, or must not because it computes it wrongly on that GPU; None if it can.
 
     On a GPU the first question about a case makes the host wait, for what `hf_distca.kernels.check` computes.
     """
-    reason = kernel.unsupported(device, dtype, head_dim, value_head_dim, scores)
-    if reason is not None or device.type != "cuda" or kernel.name == ReferenceKernel.name:
+    reason = kernel.unsupported(case)
+    if reason is not None or case.device.type != "cuda" or kernel.name == ReferenceKernel.name:
         return reason
-    # Kernels have other code for each of these, for ratios of heads and deterministic algorithms above all in backward.
-    shape = (head_dim, value_head_dim, ratio, scores.window is None, scores.softcap is None)
-    case = (kernel.name, device, dtype, *shape, torch.are_deterministic_algorithms_enabled())
-    if case not in _checked:
-        _checked[case] = wrong(kernel, device, dtype, head_dim, value_head_dim, scores, ratio)
-    return _checked[case]
+    # Kernels have other code for windows and softcaps, whatever their sizes, and for deterministic algorithms.
+    kind = Scores(1.0, *(None if value is None else 1 for value in (case.scores.window, case.scores.softcap)))
+    return _checked(kernel, case._replace(scores=kind), torch.are_deterministic_algorithms_enabled())
 
 
-def survey(
-    device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores, ratio: int = 2
-) -> list[tuple[str, str | None]]:
+@lru_cache(maxsize=256)
+def _checked(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
+    """What the check of a kernel on a GPU found. What it raises, such as a lack of memory, is not kept."""
+    return wrong(kernel, case)
+
+
+def survey(case: Case) -> list[tuple[str, str | None]]:
     """What "auto" looks at for a case, in this order: each kernel's name, and why it cannot run, None for the one it takes."""
-    found: list[tuple[str, str | None]] = []
-    for kernel in (_made(kind) for kind, where in _KERNELS if where in (device.type, None)):
-        found.append((kernel.name, why_not(kernel, device, dtype, head_dim, value_head_dim, scores, ratio)))
-        if found[-1][1] is None:
+    looked_at: list[tuple[str, str | None]] = []
+    for kernel in (kernel for kernel, where in _KERNELS if where in (case.device.type, None)):
+        looked_at.append((kernel.name, why_not(kernel, case)))
+        if looked_at[-1][1] is None:
             break
-    return found
+    return looked_at
 
 
-@cache
-def _made(kind: type[Kernel]) -> Kernel:
-    return kind()
-
-
-def _announce(
-    name: str, device: torch.device, dtype: torch.dtype, scores: Scores, refused: list[str], *, automatic: bool
-) -> None:
+def _announce(name: str, case: Case, refused: list[str], *, automatic: bool) -> None:
     """Say once which kernel runs; as a warning where "auto" found none of the fast ones of a GPU."""
-    case = (name, device.type, dtype, _extras(scores))
-    if case in _said:
+    device, dtype, scores = case.device, case.dtype, case.scores
+    saying = (name, device.type, dtype, _extras(scores))
+    if saying in _said:
         return
-    _said.add(case)
+    _said.add(saying)
     message = f"core attention in {dtype} on {device.type}{_extras(scores)} runs in kernel {name!r}"
     why = f" ({'; '.join(refused)})" if refused else ""
     if name == "reference" and refused and device.type == "cuda":

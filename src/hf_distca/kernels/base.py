@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from hf_distca.errors import KernelError
 
-__all__ = ["Kernel", "Scores", "TaskBatch"]
+__all__ = ["Case", "Grads", "Kernel", "Operands", "Outputs", "Saved", "Scores", "TaskBatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,25 @@ class Scores:
     def window_within(self, keys: int) -> int | None:
         """The window if it hides any of `keys` keys from the last of their rows, else None."""
         return self.window if self.window is not None and self.window < keys else None
+
+
+class Case(NamedTuple):
+    """What a kernel is asked to run.
+
+    Attributes:
+        device: where the tensors are.
+        dtype: of q, k and v.
+        head_dim, value_head_dim: width of q and k, and of v and the output.
+        scores: scale, window and softcap.
+        ratio: query heads for each key/value head.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    value_head_dim: int
+    scores: Scores
+    ratio: int = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,23 +109,83 @@ class TaskBatch:
         return any(a + n > b for (a, n), (b, _) in itertools.pairwise(runs))
 
 
+class Operands(NamedTuple):
+    """What a task reads in forward: rows of queries first, then rows of keys, as in `Saved` and in every message."""
+
+    q_THD: torch.Tensor
+    k_TKD: torch.Tensor
+    v_TKV: torch.Tensor
+
+    @property
+    def query_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each query."""
+        return self[:1]
+
+    @property
+    def key_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each key."""
+        return self[1:]
+
+
+class Outputs(NamedTuple):
+    """What a task gives in forward: output and log-sum-exp."""
+
+    o_THV: torch.Tensor
+    lse_TH: torch.Tensor
+
+
+class Saved(NamedTuple):
+    """What a task reads in backward: rows of queries first, then rows of keys."""
+
+    do_THV: torch.Tensor
+    q_THD: torch.Tensor
+    o_THV: torch.Tensor
+    lse_TH: torch.Tensor
+    k_TKD: torch.Tensor
+    v_TKV: torch.Tensor
+
+    @property
+    def operands(self) -> Operands:
+        """Those that forward read."""
+        return Operands(self.q_THD, self.k_TKD, self.v_TKV)
+
+    @property
+    def query_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each query."""
+        return self[:4]
+
+    @property
+    def key_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each key."""
+        return self[4:]
+
+
+class Grads(NamedTuple):
+    """What a task gives in backward; dk and dv may be wider than k and v, for they are sums."""
+
+    dq_THD: torch.Tensor
+    dk_TKD: torch.Tensor
+    dv_TKV: torch.Tensor
+
+
 class Kernel(Protocol):
     """An attention kernel: exact core attention of a `TaskBatch`, forward and backward.
 
     ``forward`` and ``backward`` do not sync the host with the device and may cache what they derive from `tasks`.
     """
 
-    name: ClassVar[str]
+    @property
+    def name(self) -> str:
+        """As `KernelName` has it."""
+        ...
 
-    def unsupported(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
-    ) -> str | None:
+    def __hash__(self) -> int: ...
+
+    def unsupported(self, case: Case) -> str | None:
         """Why this kernel cannot run the given case, or None if it can."""
         ...
 
-    def forward(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch, scores: Scores
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         """Attention output and log-sum-exp.
 
         Returns:
@@ -115,17 +194,7 @@ class Kernel(Protocol):
         """
         ...
 
-    def backward(
-        self,
-        do_THV: torch.Tensor,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKV: torch.Tensor,
-        o_THV: torch.Tensor,
-        lse_TH: torch.Tensor,
-        tasks: TaskBatch,
-        scores: Scores,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
         """Gradients of q, k and v, each the size of its pool, 0 where no task reaches.
 
         dk and dv of keys that several tasks share are summed in float32 (float64 for float64 inputs) and returned in that

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from hf_distca.kernels.base import Kernel, Scores, TaskBatch
+from hf_distca.kernels.base import Case, Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.kernels.reference import ReferenceKernel
 
 __all__ = ["wrong"]
@@ -26,20 +26,20 @@ _KEY_HEADS = 2
 _UNITS = 2.0  # bound of the relative error of a result (norms), in units in the last place of its dtype
 
 
-def wrong(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores, ratio: int = 2
-) -> str | None:
+def wrong(kernel: Kernel, case: Case) -> str | None:
     """What a kernel computes wrongly, None if nothing. The host waits for the device.
 
     Args:
         kernel: one that says that it supports the case.
-        device, dtype, head_dim, value_head_dim: the case.
-        scores: of these counts whether there is a window, and whether there is a softcap.
-        ratio: query heads for each key/value head.
+        case: of its scores counts whether there is a window, and whether there is a softcap.
 
     Returns:
-        The results that are further from `ReferenceKernel` in float32 than twice the precision of `dtype`, or what was raised.
+        The results that are further from `ReferenceKernel` in float32 than twice the precision of the dtype, or what was raised.
+
+    Raises:
+        torch.OutOfMemoryError: if there was no memory for the check.
     """
+    device, dtype, head_dim, value_head_dim, scores, ratio = case
     window, softcap = None if scores.window is None else _WINDOW, None if scores.softcap is None else _SOFTCAP
     seen = Scores(_SCALE * head_dim**-0.5, window, softcap)
     try:
@@ -47,13 +47,15 @@ def wrong(
         generator = torch.Generator().manual_seed(0)
         heads = ratio * _KEY_HEADS
         sizes = ((heads, _ROWS, head_dim), (_KEY_HEADS, _KEYS, head_dim), (_KEY_HEADS, _KEYS, value_head_dim))
-        made = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
+        random = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
         # As models lay out q, k and v: heads before rows, of which kernels get views.
-        pools = [made(size).to(device, dtype).transpose(0, 1) for size in (*sizes, (heads, _ROWS, value_head_dim))]
+        pools = [random(size).to(device, dtype).transpose(0, 1) for size in (*sizes, (heads, _ROWS, value_head_dim))]
         with torch.autocast(device.type, enabled=False):
-            found = _results(kernel, pools, seen)
+            results = _results(kernel, pools, seen)
             expected = _results(ReferenceKernel(), [pool.float() for pool in pools], seen)
-        errors = {name: _error(found[name], expected[name]) for name in expected}
+        errors = {name: _error(results[name], expected[name]) for name in expected}
+    except torch.OutOfMemoryError:
+        raise  # of this moment: it says nothing of the kernel
     except Exception as error:  # whatever the packages raise where they do not fit
         return f"its check on {device} raised {type(error).__name__}: {error}"
     bound = _UNITS * torch.finfo(dtype).eps
@@ -63,11 +65,11 @@ def wrong(
 
 def _results(kernel: Kernel, pools: list[torch.Tensor], scores: Scores) -> dict[str, torch.Tensor]:
     q_THD, k_TKD, v_TKV, do_THV = pools
-    o_THV, lse_TH = kernel.forward(q_THD, k_TKD, v_TKV, _TASKS, scores)
-    grads = kernel.backward(do_THV, q_THD, k_TKD, v_TKV, o_THV, lse_TH, _TASKS, scores)
-    return {"o": o_THV, "lse": lse_TH, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+    outputs = kernel.forward(Operands(q_THD, k_TKD, v_TKV), _TASKS, scores)
+    grads = kernel.backward(Saved(do_THV, q_THD, *outputs, k_TKD, v_TKV), _TASKS, scores)
+    return dict(zip(("o", "lse", "dq", "dk", "dv"), (*outputs, *grads), strict=True))
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _error(results: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over the norm; NaN where there is one."""
-    return float((found.float() - expected).norm() / expected.norm())
+    return float((results.float() - expected).norm() / expected.norm())

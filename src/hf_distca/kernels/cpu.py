@@ -5,19 +5,19 @@ each: a *rectangle* of its n rows and first m - n keys, and a causal *square* of
 are merged by their log-sum-exps. In backward each part is called with the merged output and log-sum-exp, which makes the
 probabilities it recomputes those of the whole task; the gradients add.
 
-Grouped key/value heads go to the kernel as they are: it reads each where it lies and sums the gradients of a group. Short
-documents share calls (`short`). Rows of a task below 768 go through the kernel in smaller blocks, 5 to 10% slower at 512 and 20
+Grouped key/value heads go to the kernel as they are: it reads each where it lies and sums the gradients of a group. Rows of a
+task below 768 go through the kernel in smaller blocks, 5 to 10% slower at 512 and 20
 to 50% at 128 than a whole document; larger slices cost what their share of the whole document costs.
 
 A *window* cuts the rows in blocks, and each block goes through the kernel with the keys its rows can see and an additive mask.
 All blocks of a window have the same mask, seen from its last row and last key, so one is built and kept.
 
-Beyond the suffixes of `base`: B batch, 1 but for short documents.
+Beyond the suffixes of `base`: B batch, which is 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Self
 from weakref import WeakKeyDictionary
@@ -25,9 +25,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_distca.borrowed import cpu_attention, cpu_attention_backward
-from hf_distca.kernels.base import Scores, TaskBatch
+from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch
 from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
-from hf_distca.kernels.short import Documents, Rows, short_documents
 
 __all__ = ["CpuKernel"]
 
@@ -76,42 +75,36 @@ class _Task(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What a batch of tasks becomes, for one window and number of numbers in a row of q.
+    """What a batch of tasks becomes under one window.
 
     Attributes:
-        documents, tasks: what is computed.
+        tasks: what is computed.
         uncovered: query rows that no task has, those behind the last task until the end of the pool.
     """
 
-    documents: list[Documents]
     tasks: list[_Task]
     uncovered: list[slice]
 
     @classmethod
-    def of(cls, tasks: TaskBatch, scores: Scores, numbers: int) -> Self:
-        """That of a batch, with so many numbers in a row of q."""
-        documents, others = short_documents(tasks, scores, numbers)
+    def of(cls, tasks: TaskBatch, scores: Scores) -> Self:
+        """That of a batch."""
         end, uncovered = 0, []
         for start, rows in sorted(zip(tasks.query_start, tasks.query_length, strict=True)):
             uncovered += [slice(end, start)] if start > end else []
             end = start + rows
-        return cls(documents, list(_each(others, scores)), [*uncovered, slice(end, None)])
+        return cls(list(_each(tasks, scores)), [*uncovered, slice(end, None)])
 
     def room(self, rows: torch.Tensor, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Room for what tasks give for each of the rows of a query pool, which is of this shape; 0 where there is no task."""
-        made = rows.new_empty((len(rows), *shape), dtype=dtype)
-        for one in self.uncovered:
-            made[one].zero_()
-        return made
+        room = rows.new_empty((len(rows), *shape), dtype=dtype)
+        for uncovered in self.uncovered:
+            room[uncovered].zero_()
+        return room
 
-    def only_call(self, rows: int, keys: int) -> Rows | None:
-        """The rows of the only call, if it is one of whole documents that are all there is in pools of so many rows and keys."""
-        if len(self.documents) + len(self.tasks) != 1 or rows != keys:
-            return None
-        if self.tasks:
-            return Rows(1, rows, 0, None) if self.tasks[0].rows == self.tasks[0].keys == rows else None
-        queries, own_keys = self.documents[0]
-        return queries if queries.are_all(rows) and own_keys.are_all(keys) else None
+    def is_all_of(self, pools: Operands) -> bool:
+        """Whether the only task is a document that is all there is in the pools: its results need no copies."""
+        sizes = {len(pools.q_THD), len(pools.k_TKD)}
+        return len(self.tasks) == 1 and sizes == {self.tasks[0].rows} == {self.tasks[0].keys}
 
 
 class CpuKernel:
@@ -120,89 +113,65 @@ class CpuKernel:
     name: ClassVar[str] = "cpu"
 
     def __init__(self) -> None:
-        self._work: WeakKeyDictionary[TaskBatch, dict[tuple[int | None, int], _Work]] = WeakKeyDictionary()
+        self._work: WeakKeyDictionary[TaskBatch, dict[int | None, _Work]] = WeakKeyDictionary()
 
-    def unsupported(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
-    ) -> str | None:
+    def unsupported(self, case: Case) -> str | None:
         """Runs on CPUs in float64, float32, bfloat16 and float16, with any head dimensions and windows, without softcap."""
-        if device.type != "cpu":
-            return f"it runs on CPUs, the tensors are on {device.type!r}"
-        if dtype not in _DTYPES:
-            return f"it computes in {', '.join(map(str, _DTYPES))}, not in {dtype}"
-        if scores.softcap is not None:
+        if case.device.type != "cpu":
+            return f"it runs on CPUs, the tensors are on {case.device.type!r}"
+        if case.dtype not in _DTYPES:
+            return f"it computes in {', '.join(map(str, _DTYPES))}, not in {case.dtype}"
+        if case.scores.softcap is not None:
             return "torch's fused CPU kernel has no softcap"
         return None
 
     @torch.no_grad()
-    def forward(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch, scores: Scores
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         """See `Kernel.forward`."""
-        check_pools(q_THD, k_TKD, v_TKV, tasks)
-        value_width, padded = v_TKV.shape[2], _padded(q_THD, k_TKD, v_TKV)
-        work = self._work_of(tasks, scores, padded[0])
-        whole = work.only_call(q_THD.shape[0], k_TKD.shape[0])
-        if whole is not None:
-            o_BHTD, lse_BHT = _FORWARD(*map(whole.take, padded), 0.0, True, attn_mask=None, scale=scores.scale)
-            return _tokens_first(o_BHTD, value_width).contiguous(), _tokens_first(lse_BHT).contiguous()
+        check_pools(pools, tasks)
+        q_THD, value_width, work = pools.q_THD, pools.v_TKV.shape[2], self._work_of(tasks, scores)
+        views = _Pools(*map(_heads_first, _padded(pools)))
+        if work.is_all_of(pools):
+            o_BHTD, lse_BHT = _FORWARD(*views, 0.0, True, attn_mask=None, scale=scores.scale)
+            return Outputs(_tokens_first(o_BHTD, value_width).contiguous(), _tokens_first(lse_BHT).contiguous())
         o_THV = work.room(q_THD, q_THD.shape[1], value_width)
         lse_TH = work.room(q_THD, q_THD.shape[1], dtype=accumulation_dtype(q_THD.dtype))
-        for documents in work.documents:
-            o_BHTD, lse_BHT = _FORWARD(*documents.take(*padded), 0.0, True, attn_mask=None, scale=scores.scale)
-            documents.queries.put(o_THV, o_BHTD[..., :value_width])
-            documents.queries.put(lse_TH, lse_BHT)
-        pools, o_whole, lse_whole = _Pools(*map(_heads_first, padded)), _heads_first(o_THV), _heads_first(lse_TH)
+        o_whole, lse_whole = _heads_first(o_THV), _heads_first(lse_TH)
         for task in work.tasks:
-            o_BHTD, lse_BHT = _forward_task(pools, task, scores)
+            o_BHTD, lse_BHT = _forward_task(views, task, scores)
             o_whole.narrow(2, task.row, task.rows).copy_(o_BHTD[..., :value_width])
             lse_whole.narrow(2, task.row, task.rows).copy_(lse_BHT)
-        return o_THV, lse_TH
+        return Outputs(o_THV, lse_TH)
 
     @torch.no_grad()
-    def backward(
-        self,
-        do_THV: torch.Tensor,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKV: torch.Tensor,
-        o_THV: torch.Tensor,
-        lse_TH: torch.Tensor,
-        tasks: TaskBatch,
-        scores: Scores,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
         """See `Kernel.backward`."""
-        check_pools(q_THD, k_TKD, v_TKV, tasks)
-        padded = _padded(q_THD, k_TKD, v_TKV)
+        operands = pools.operands
+        check_pools(operands, tasks)
+        work, padded = self._work_of(tasks, scores), _padded(operands)
         width = padded[0].shape[2]
-        outputs = pad_last(do_THV, width), pad_last(o_THV, width), lse_TH
-        work = self._work_of(tasks, scores, padded[0])
-        whole = work.only_call(q_THD.shape[0], k_TKD.shape[0])
-        if whole is not None:
-            do_BHTD, o_BHTD, lse_BHT = map(whole.take, outputs)
-            inputs = map(whole.take, padded)
-            grads = _BACKWARD(do_BHTD, *inputs, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale)
-            dq_THD, dk_TKD, dv_TKV = (_tokens_first(dx, x.shape[2]) for dx, x in zip(grads, (q_THD, k_TKD, v_TKV), strict=True))
-            return dq_THD, dk_TKD, dv_TKV
-        dtype = key_gradient_dtype(tasks, k_TKD.dtype)
+        views = _Pools(*map(_heads_first, padded))
+        saved = _Saved(*map(_heads_first, (pad_last(pools.do_THV, width), pad_last(pools.o_THV, width), pools.lse_TH)))
+        if work.is_all_of(operands):
+            do_BHTD, o_BHTD, lse_BHT = saved
+            grads = _BACKWARD(do_BHTD, *views, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale)
+            return Grads(*(_tokens_first(dx, x.shape[2]) for dx, x in zip(grads, operands, strict=True)))
+        dtype = key_gradient_dtype(tasks, pools.k_TKD.dtype)
         # A key is in several blocks of a window, so its gradient is a sum even where no task shares it.
         summed = dtype if scores.window is None else accumulation_dtype(dtype)
-        sums = [work.room(q_THD, q_THD.shape[1], width)]
+        sums = [work.room(pools.q_THD, pools.q_THD.shape[1], width)]
         sums += [x.new_zeros((*x.shape[:2], width), dtype=summed) for x in padded[1:]]
-        for documents in work.documents:
-            _backward_documents(sums, padded, outputs, documents, scores, add=tasks.shares_keys)
-        pools, grads = (_Pools(*map(_heads_first, three)) for three in (padded, sums))
-        saved = _Saved(*map(_heads_first, outputs))
+        totals = _Pools(*map(_heads_first, sums))
         for task in work.tasks:
-            _backward_task(grads, pools, saved, task, scores)
-        dq_THD, dk_TKD, dv_TKV = (dx[..., : x.shape[2]] for dx, x in zip(sums, (q_THD, k_TKD, v_TKV), strict=True))
-        return dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype)
+            _backward_task(totals, views, saved, task, scores)
+        dq_THD, dk_TKD, dv_TKV = (dx[..., : x.shape[2]] for dx, x in zip(sums, operands, strict=True))
+        return Grads(dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype))
 
-    def _work_of(self, tasks: TaskBatch, scores: Scores, q_THD: torch.Tensor) -> _Work:
-        found, case = self._work.setdefault(tasks, {}), (scores.window, q_THD.shape[1] * q_THD.shape[2])
-        if case not in found:
-            found[case] = _Work.of(tasks, scores, case[1])
-        return found[case]
+    def _work_of(self, tasks: TaskBatch, scores: Scores) -> _Work:
+        by_window = self._work.setdefault(tasks, {})
+        if scores.window not in by_window:
+            by_window[scores.window] = _Work.of(tasks, scores)
+        return by_window[scores.window]
 
 
 def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
@@ -210,10 +179,10 @@ def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
     return x_THD.transpose(0, 1).unsqueeze(0)
 
 
-def _padded(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _padded(pools: Operands) -> list[torch.Tensor]:
     """q, k and v in one width."""
-    width = max(q_THD.shape[2], v_TKV.shape[2])
-    return tuple(pad_last(x, width) for x in (q_THD, k_TKD, v_TKV))
+    width = max(pools.q_THD.shape[2], pools.v_TKV.shape[2])
+    return [pad_last(x, width) for x in pools]
 
 
 def _tokens_first(x_BHTD: torch.Tensor, width: int | None = None) -> torch.Tensor:
@@ -274,25 +243,6 @@ def _forward_task(pools: _Pools, task: _Task, scores: Scores) -> tuple[torch.Ten
     wide = share_BHT1.dtype
     o_BHTD = torch.lerp(square_o.to(wide), rectangle_o.to(wide), share_BHT1).to(square_o.dtype)
     return o_BHTD, torch.logaddexp(rectangle_lse, square_lse)
-
-
-def _backward_documents(
-    sums: Sequence[torch.Tensor],
-    padded: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    documents: Documents,
-    scores: Scores,
-    *,
-    add: bool,
-) -> None:
-    """Put the gradients of a batch of short documents to those of the pools; add them if their keys have others, too."""
-    queries, keys = documents
-    do_BHTD, o_BHTD, lse_BHT = queries.take(outputs[0], gradient=True), *map(queries.take, outputs[1:])
-    inputs = documents.take(*padded)
-    dq_BHTD, *grads = _BACKWARD(do_BHTD, *inputs, o_BHTD, lse_BHT, 0.0, True, attn_mask=None, scale=scores.scale)
-    queries.put(sums[0], dq_BHTD)
-    for total, dx_BHTD in zip(sums[1:], grads, strict=True):
-        (keys.add if add else keys.put)(total, dx_BHTD)
 
 
 def _backward_task(grads: _Pools, pools: _Pools, saved: _Saved, task: _Task, scores: Scores) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 
 from hf_distca.errors import KernelError
-from hf_distca.kernels.base import TaskBatch
+from hf_distca.kernels.base import Operands, TaskBatch
 
 __all__ = ["accumulation_dtype", "check_pools", "key_gradient_dtype", "pad_last"]
 
@@ -21,11 +21,12 @@ def key_gradient_dtype(tasks: TaskBatch, dtype: torch.dtype) -> torch.dtype:
     return accumulation_dtype(dtype) if tasks.shares_keys else dtype
 
 
-def check_pools(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch) -> None:
+def check_pools(pools: Operands, tasks: TaskBatch) -> None:
     """Refuse pools that do not fit together or that are shorter than the tasks say.
 
     A kernel that takes raw offsets reads foreign memory when a task ends outside its pool, so this is checked on the host.
     """
+    q_THD, k_TKD, v_TKV = pools
     shapes = f"q {tuple(q_THD.shape)}, k {tuple(k_TKD.shape)}, v {tuple(v_TKV.shape)}"
     if q_THD.dim() != 3 or k_TKD.dim() != 3 or v_TKV.dim() != 3:
         raise KernelError(f"Pools must have the dimensions (tokens, heads, head dim), got {shapes}.")

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from hf_distca.kernels.base import Scores, TaskBatch
+from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch
 from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype
 
 __all__ = ["ReferenceKernel"]
@@ -62,18 +62,15 @@ class ReferenceKernel:
 
     name: ClassVar[str] = "reference"
 
-    def unsupported(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
-    ) -> str | None:
+    def unsupported(self, case: Case) -> str | None:
         """None for every floating dtype."""
-        return None if dtype.is_floating_point else f"{dtype} is not a floating dtype"
+        return None if case.dtype.is_floating_point else f"{case.dtype} is not a floating dtype"
 
     @torch.no_grad()
-    def forward(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch, scores: Scores
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         """See `Kernel.forward`."""
-        check_pools(q_THD, k_TKD, v_TKV, tasks)
+        check_pools(pools, tasks)
+        q_THD, k_TKD, v_TKV = pools
         wide = accumulation_dtype(q_THD.dtype)
         heads, key_heads = q_THD.shape[1], k_TKD.shape[1]
         o_THV = q_THD.new_zeros(q_THD.shape[0], heads, v_TKV.shape[2])
@@ -88,22 +85,13 @@ class ReferenceKernel:
             sum_KG1 = weights_KGT.sum(-1, keepdim=True)
             o_THV[chunk.rows] = _ungrouped((weights_KGT @ v_KTV).div_(sum_KG1), heads).to(o_THV.dtype)
             lse_TH[chunk.rows] = _ungrouped(sum_KG1.log_().add_(largest_KG1), heads).squeeze(-1)
-        return o_THV, lse_TH
+        return Outputs(o_THV, lse_TH)
 
     @torch.no_grad()
-    def backward(
-        self,
-        do_THV: torch.Tensor,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKV: torch.Tensor,
-        o_THV: torch.Tensor,
-        lse_TH: torch.Tensor,
-        tasks: TaskBatch,
-        scores: Scores,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
         """See `Kernel.backward`."""
-        check_pools(q_THD, k_TKD, v_TKV, tasks)
+        check_pools(pools.operands, tasks)
+        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
         wide = accumulation_dtype(q_THD.dtype)
         heads, key_heads = q_THD.shape[1], k_TKD.shape[1]
         dq_THD, dk_TKD, dv_TKV = torch.zeros_like(q_THD), torch.zeros_like(k_TKD, dtype=wide), torch.zeros_like(v_TKV, dtype=wide)
@@ -121,7 +109,7 @@ class ReferenceKernel:
             dk_TKD[chunk.keys] += (ds_KGT.mT @ q_KGD).transpose(0, 1)
             dv_TKV[chunk.keys] += (p_KGT.mT @ do_KGV).transpose(0, 1)
         dtype = key_gradient_dtype(tasks, k_TKD.dtype)
-        return dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype)
+        return Grads(dq_THD, dk_TKD.to(dtype), dv_TKV.to(dtype))
 
 
 def _chunks(tasks: TaskBatch, heads: int, scores: Scores) -> Iterator[_Chunk]:

@@ -1,4 +1,4 @@
-"""From tasks to calls of a varlen flash-attention op: the packing that the `cuda` and `flash_attn` kernels share.
+"""From tasks to calls of a varlen flash-attention op: the packing that all kernels of `flash` share.
 
 A varlen op takes one run of query rows and one run of keys, cut into sequences by cumulative lengths. Its backward writes the
 gradient of a key once, so a key may be in one sequence of a call only. Slices of one document share keys; a batch is therefore
@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar, Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
-from hf_distca.kernels.base import Scores, TaskBatch
+from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch
 from hf_distca.kernels.pools import accumulation_dtype, check_pools, key_gradient_dtype, pad_last
 
 __all__ = ["Sequences", "VarlenKernel", "VarlenOp", "to_device"]
@@ -28,8 +28,7 @@ __all__ = ["Sequences", "VarlenKernel", "VarlenOp", "to_device"]
 _HEAD_DIM_MULTIPLE = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Sequences:
+class Sequences(NamedTuple):
     """How the rows and keys of a call are cut: sequence i has rows [cu_rows[i], cu_rows[i + 1]), and its keys likewise.
 
     Attributes:
@@ -115,26 +114,21 @@ class _OpCall:
 
 
 class VarlenKernel:
-    """A `Kernel` around a `VarlenOp`. Subclasses name it and say what it cannot run."""
+    """A `Kernel` around a `VarlenOp`. Subclasses say what it cannot run."""
 
-    name: ClassVar[str] = "varlen"
-
-    def __init__(self, op: VarlenOp) -> None:
-        self._op = op
+    def __init__(self, op: VarlenOp, name: str = "varlen") -> None:
+        self._op, self.name = op, name
         self._calls: WeakKeyDictionary[TaskBatch, dict[torch.device, tuple[_OpCall, ...]]] = WeakKeyDictionary()
 
-    def unsupported(
-        self, device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, scores: Scores
-    ) -> str | None:
+    def unsupported(self, case: Case) -> str | None:
         """None: the op decides."""
         return None
 
     @torch.no_grad()
-    def forward(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, tasks: TaskBatch, scores: Scores
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         """See `Kernel.forward`."""
-        check_pools(q_THD, k_TKD, v_TKV, tasks)
+        check_pools(pools, tasks)
+        q_THD, k_TKD, v_TKV = pools
         value_width, width = v_TKV.shape[2], _width(q_THD, v_TKV)
         padded = tuple(pad_last(x, width) for x in (q_THD, k_TKD, v_TKV))
         calls = self._calls_of(tasks, q_THD.device)
@@ -146,25 +140,16 @@ class VarlenKernel:
             q, k, v = call.rows.take(padded[0]), call.keys.take(padded[1]), call.keys.take(padded[2])
             o, lse_HT = self._op.forward(q, k, v, call.sequences, call.within(scores))
             if whole:
-                return o[..., :value_width].contiguous(), lse_HT.T.contiguous()
+                return Outputs(o[..., :value_width].contiguous(), lse_HT.T.contiguous())
             call.rows.put(o_THV, o[..., :value_width])
             call.rows.put(lse_TH, lse_HT.T)
-        return o_THV, lse_TH
+        return Outputs(o_THV, lse_TH)
 
     @torch.no_grad()
-    def backward(
-        self,
-        do_THV: torch.Tensor,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKV: torch.Tensor,
-        o_THV: torch.Tensor,
-        lse_TH: torch.Tensor,
-        tasks: TaskBatch,
-        scores: Scores,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
         """See `Kernel.backward`."""
-        check_pools(q_THD, k_TKD, v_TKV, tasks)
+        check_pools(pools.operands, tasks)
+        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
         width = _width(q_THD, v_TKV)
         do_THD, q_padded, k_padded, v_padded, o_THD = (pad_last(x, width) for x in (do_THV, q_THD, k_TKD, v_TKV, o_THV))
         calls = self._calls_of(tasks, q_THD.device)
@@ -180,11 +165,11 @@ class VarlenKernel:
             grads = self._op.backward(do.contiguous(), q, k, v, o.contiguous(), lse_HT, call.sequences, seen)
             dq, dk, dv = (dx[..., : x.shape[2]] for dx, x in zip(grads, (q_THD, k_TKD, v_TKV), strict=True))
             if whole:
-                return dq, dk, dv
+                return Grads(dq, dk, dv)
             call.rows.put(dq_THD, dq)
             call.keys.add(dk_TKD, dk)
             call.keys.add(dv_TKV, dv)
-        return dq_THD, dk_TKD, dv_TKV
+        return Grads(dq_THD, dk_TKD, dv_TKV)
 
     def _calls_of(self, tasks: TaskBatch, device: torch.device) -> tuple[_OpCall, ...]:
         on_device = self._calls.setdefault(tasks, {})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hf_distca.pipeline.saving import save_pretrained
-from hf_distca.pipeline.schedule import Schedule
-from hf_distca.pipeline.split import Stage, from_pretrained, split
-from hf_distca.pipeline.step import TickFigures
+from hf_distca.pipeline.stage_checkpoint import from_pretrained, save_pretrained
+from hf_distca.pipeline.stage_schedule import Schedule, TickFigures, clip_grad_norm_
+from hf_distca.pipeline.stages import Stage, split
 
-__all__ = ["Schedule", "Stage", "TickFigures", "from_pretrained", "save_pretrained", "split"]
+__all__ = ["Schedule", "Stage", "TickFigures", "clip_grad_norm_", "from_pretrained", "save_pretrained", "split"]

@@ -1,4 +1,4 @@
-"""When a stage runs which micro-batch, and which calls of attention the stages make together then.
+"""When a stage runs which micro-batch, which calls of attention stages make together then, and the plans of these calls.
 
 A *tick* is a forward or a backward of one micro-batch on every stage that has one. All stages are in a forward tick, or all in a
 backward tick, so that one plan holds the attention of all of them. In round i, stage s of p runs forward micro-batch i - s and
@@ -8,13 +8,40 @@ then backward micro-batch i - 2 (p - 1) + s. That is as many ticks as 1F1B takes
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-__all__ = ["Tick", "Turn", "merged", "ticks"]
+import numpy as np
+
+from hf_distca.agreement.announce import PlanKey, Stated
+from hf_distca.agreement.dealt import Dealt
+from hf_distca.agreement.documents import Documents
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import UnsupportedError
+from hf_distca.pipeline.tick_calls import CallPart, LayerKind
+from hf_distca.runtime.route import Route
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE
+from hf_distca.schedule.waves import Waves
+
+__all__ = [
+    "JointCall",
+    "Pipeline",
+    "Tick",
+    "TickPlans",
+    "documents_of_shares",
+    "documents_of_stated",
+    "joint_calls",
+    "ticks",
+]
 
 T = TypeVar("T", bound=Hashable)
+Running = tuple[int | None, ...]  # which micro-batch each stage runs
 
 
 class Tick(NamedTuple):
@@ -28,17 +55,13 @@ class Tick(NamedTuple):
 
     number: int
     backward: bool
-    micro_batches: tuple[int | None, ...]
-
-    @property
-    def busy(self) -> list[bool]:
-        """Whether each stage has a micro-batch."""
-        return [at is not None for at in self.micro_batches]
+    micro_batches: Running
 
     def __str__(self) -> str:
-        running = ((stage, at) for stage, at in enumerate(self.micro_batches) if at is not None)
-        named = ", ".join(f"micro-batch {at} on stage {stage}" for stage, at in running)
-        return f"{'backward' if self.backward else 'forward'} tick {self.number} ({named})"
+        running = [
+            f"micro-batch {number} on stage {stage}" for stage, number in enumerate(self.micro_batches) if number is not None
+        ]
+        return f"{'backward' if self.backward else 'forward'} tick {self.number} ({', '.join(running)})"
 
 
 def ticks(stages: int, micro_batches: int, *, backward: bool = True) -> list[Tick]:
@@ -49,19 +72,19 @@ def ticks(stages: int, micro_batches: int, *, backward: bool = True) -> list[Tic
         micro_batches: how many there are.
         backward: whether there are backward ticks, as in training.
     """
-    found: list[Tick] = []
+    order: list[Tick] = []
     for round_ in range(micro_batches + 2 * (stages - 1)):
-        forward = [round_ - stage for stage in range(stages)]
-        back = [round_ - 2 * (stages - 1) + stage for stage in range(stages)]
-        for direction, numbers in ((False, forward), (True, back)):
-            held = tuple(at if 0 <= at < micro_batches else None for at in numbers)
-            if (backward or not direction) and any(at is not None for at in held):
-                found.append(Tick(len(found), direction, held))
-    return found
+        forward_numbers = [round_ - stage for stage in range(stages)]
+        backward_numbers = [round_ - 2 * (stages - 1) + stage for stage in range(stages)]
+        for direction, numbers in ((False, forward_numbers), (True, backward_numbers)):
+            running = tuple(number if 0 <= number < micro_batches else None for number in numbers)
+            if (backward or not direction) and any(number is not None for number in running):
+                order.append(Tick(len(order), direction, running))
+    return order
 
 
 @dataclass(frozen=True)
-class Turn(Generic[T]):
+class JointCall(Generic[T]):
     """A call of attention that stages make together.
 
     Attributes:
@@ -73,19 +96,182 @@ class Turn(Generic[T]):
     calls: tuple[int | None, ...]
 
 
-def merged(stages: Sequence[Sequence[T]]) -> list[Turn[T]]:
+def joint_calls(stages: Sequence[Sequence[T]]) -> list[JointCall[T]]:
     """The calls of all stages in one order, in which as many stages as can take part in each.
 
-    Only calls of one kind can be made together. The kind that most stages have next goes first; it need not lead to the fewest
-    turns, but does so where stages have the same kinds of layers in the same order, up to their number.
+    Only calls of one kind can be made together. The kind that most stages have next goes first. That need not lead to the fewest
+    joint calls, but does where stages have the same kinds of layers in the same order, up to their number.
 
     Args:
         stages: the kinds of each stage's calls, in the order of its forward.
     """
-    at, turns = [0] * len(stages), list[Turn[T]]()
-    while any(place < len(kinds) for place, kinds in zip(at, stages, strict=True)):
-        following = [kinds[place] if place < len(kinds) else None for place, kinds in zip(at, stages, strict=True)]
-        kind = max((one for one in dict.fromkeys(following) if one is not None), key=following.count)
-        turns.append(Turn(kind, tuple(at[stage] if one == kind else None for stage, one in enumerate(following))))
-        at = [place + (one == kind) for place, one in zip(at, following, strict=True)]
-    return turns
+    done, calls = [0] * len(stages), list[JointCall[T]]()
+    while any(count < len(kinds) for count, kinds in zip(done, stages, strict=True)):
+        following = [kinds[count] if count < len(kinds) else None for count, kinds in zip(done, stages, strict=True)]
+        kind = max((candidate for candidate in dict.fromkeys(following) if candidate is not None), key=following.count)
+        joins = [candidate == kind for candidate in following]
+        calls.append(JointCall(kind, tuple(count if joining else None for count, joining in zip(done, joins, strict=True))))
+        done = [count + joining for count, joining in zip(done, joins, strict=True)]
+    return calls
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Who has which stage, and the calls of attention that stages make together.
+
+    Attributes:
+        stages: of each rank of the attention group, which stage it has.
+        copies: of each rank, which copy of the model it is a stage of. The ranks of a copy have the same micro-batches.
+        rank: this one.
+        calls: those of a forward, in their order.
+    """
+
+    stages: tuple[int, ...]
+    copies: tuple[int, ...]
+    rank: int
+    calls: tuple[JointCall[LayerKind], ...]
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self.stages[self.rank]
+
+    @property
+    def depth(self) -> int:
+        """How many stages there are."""
+        return 1 + max(self.stages)
+
+    @property
+    def keys(self) -> list[PlanKey]:
+        """The plans that a tick may need."""
+        return list(dict.fromkeys(call.kind.key for call in self.calls))
+
+
+def documents_of_stated(stated: Sequence[Stated]) -> list[list[Documents]]:
+    """The documents of each micro-batch by rank, from what all ranks state for each micro-batch.
+
+    Raises:
+        UnsupportedError: if documents span ranks without numbers.
+    """
+    documents = []
+    for micro_batch in stated:
+        lengths, spans = micro_batch.numbers, bool(micro_batch.spans.any())
+        # Without numbers each document is in one piece on one rank: its row says only how long it is.
+        rows = lengths if spans else np.stack([np.full_like(lengths, -1), np.zeros_like(lengths), lengths], axis=1)
+        if spans and (rows[:, 0] < 0).any():
+            raise UnsupportedError(
+                "documents of a pipeline may span its data-parallel ranks only with numbers (PackedDocuments, or shares of "
+                "hf_distca.document_shares): unset documents_span_ranks in DistCAConfig."
+            )
+        of_ranks = np.split(rows, np.cumsum(micro_batch.counts)[:-1])
+        documents.append([Documents(rank_rows, spans) for rank_rows in of_ranks])
+    return documents
+
+
+def documents_of_shares(shares: Sequence[Dealt], copies: Sequence[int]) -> list[list[Documents]]:
+    """As `documents_of_stated`, from this rank's shares of dealt batches, which know those of all copies."""
+    documents = []
+    for dealt in shares:
+        rows = [np.array(dealt.whole.segments(copy), dtype=np.int64).reshape(-1, 3) for copy in range(dealt.ranks)]
+        of_copies = [Documents(copy_rows, spans=True) for copy_rows in rows]
+        documents.append([of_copies[copy] for copy in copies])
+    return documents
+
+
+class _PlanOf(NamedTuple):
+    """All that the plan of a joint call depends on: the micro-batches that have a part in it, and the kind of plan."""
+
+    running: Running
+    key: PlanKey
+
+
+@dataclass(frozen=True, eq=False)
+class TickPlans:
+    """Plans and this rank's routes for the ticks of a step.
+
+    Attributes:
+        order: the ticks.
+        pipeline: who has which stage.
+        documents: of each micro-batch, by rank.
+        costs: cost model of each plan.
+        config: the settings.
+        name: of the step, for errors.
+    """
+
+    order: Sequence[Tick]
+    pipeline: Pipeline
+    documents: Sequence[Sequence[Documents]]
+    costs: dict[PlanKey, CostModel]
+    config: DistCAConfig
+    name: str
+    _layouts: dict[tuple[Running, int | None], Layout] = field(default_factory=dict)
+    _plans: dict[_PlanOf, Plan] = field(default_factory=dict)
+    _routes: dict[_PlanOf, Route] = field(default_factory=dict)
+
+    def make(self) -> int:
+        """Make the plans of all ticks, in their order.
+
+        Returns:
+            A number of 60 bits that differs where any of the plans does.
+        """
+        digest = hashlib.sha256()
+        for tick in self.order:
+            for _, plan_of in self._calls(tick):
+                digest.update(self._plan(plan_of).digest.encode())
+        return int(digest.hexdigest()[:15], 16)
+
+    def parts(self, tick: Tick) -> list[CallPart]:
+        """This rank's part in the calls of a tick, in their order."""
+        stage, parts = self.pipeline.stage, []
+        for number, (call, plan_of) in enumerate(self._calls(tick)):
+            route = self._routes.get(plan_of)
+            if route is None:
+                config, plan = self.config, self._plan(plan_of)
+                waves = Waves.of(plan, plan_of.key.shape, config.tile, config.max_transient_bytes, config.head_groups)
+                route = self._routes[plan_of] = Route.build(plan, self.pipeline.rank, waves)
+            own = None if plan_of.running[stage] is None else call.calls[stage]
+            name = f"attention call {number} of {tick} of {self.name}"
+            parts.append(CallPart(number, name, call.kind, own, route, self._plan(plan_of).window))
+        return parts
+
+    def backward_parts(self, micro_batch: int) -> list[CallPart]:
+        """This rank's part in the calls of the tick in which its stage runs the backward of a micro-batch, if there is one."""
+        for tick in self.order:
+            if tick.backward and tick.micro_batches[self.pipeline.stage] == micro_batch:
+                return self.parts(tick)
+        return []
+
+    def layout(self, running: Running, chunk: int | None) -> Layout:
+        """The documents of these micro-batches on the ranks that run them. Each micro-batch is on one stage at most."""
+        layout = self._layouts.get((running, chunk))
+        if layout is not None:
+            return layout
+        numbers: dict[tuple[int, int], int] = {}
+        ranks: list[list[tuple[int, int, int]]] = []
+        for rank, stage in enumerate(self.pipeline.stages):
+            micro_batch, segments = running[stage], list[tuple[int, int, int]]()
+            if micro_batch is not None:
+                documents = self.documents[micro_batch][rank].in_chunks(chunk)
+                for index, (document, start, length) in enumerate(documents.rows.tolist()):
+                    # Documents that span ranks have a number in their micro-batch; others are told apart by where they are.
+                    identity = (stage, document) if documents.spans else (-1 - rank, index)
+                    segments.append((numbers.setdefault(identity, len(numbers)), start, length))
+            ranks.append(segments)
+        layout = self._layouts[running, chunk] = Layout.from_segments(ranks)
+        return layout
+
+    def _calls(self, tick: Tick) -> Iterator[tuple[JointCall[LayerKind], _PlanOf]]:
+        """The joint calls of a tick in their order: those in which a stage with a micro-batch has a part."""
+        for call in reversed(self.pipeline.calls) if tick.backward else self.pipeline.calls:
+            parts = zip(tick.micro_batches, call.calls, strict=True)
+            running = tuple(None if number is None else micro_batch for micro_batch, number in parts)
+            if any(micro_batch is not None for micro_batch in running):
+                yield call, _PlanOf(running, call.kind.key)
+
+    def _plan(self, plan_of: _PlanOf) -> Plan:
+        """The plan of a call; made once for calls that differ in nothing that it depends on."""
+        plan = self._plans.get(plan_of)
+        if plan is None:
+            layout, cost = self.layout(plan_of.running, plan_of.key.chunk), self.costs[plan_of.key]
+            plan = self._plans[plan_of] = balance(layout, cost, self.config, ALIKE, relayed=False)
+        return plan

@@ -8,8 +8,8 @@ from axolotl.integrations.base import BasePlugin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.stand_in import STAND_INS, stand_in
-from hf_distca.integration.trainer import DistCACallback
+from hf_distca.integration.callback import DistCACallback
+from hf_distca.integration.loading import STAND_INS, stand_in
 
 __all__ = ["DistCAPlugin"]
 

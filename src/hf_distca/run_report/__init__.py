@@ -1,1 +1,1 @@
-"""What a run left in its folder, as one page that needs nothing else. numpy only, but for the page, which takes plotly."""
+"""What a run left in its folder, as one page that needs nothing else. It needs no torch."""

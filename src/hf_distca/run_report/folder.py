@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_distca.errors import ReportError
+from hf_distca.input_files import read_file
 from hf_distca.run_report.rows import RECORD_NAME, PlanRow, Row, RunRow, StepsRow, WarningRow, read_row
 
 __all__ = ["RankTrace", "RunFolder"]
 
 _STATE = "trainer_state.json"
+_MOST_RECORD_BYTES = 2**30  # all plans of a long run
 _EXCHANGES = ("dispatch", "return")
 _HOW = (
     'Train with attn_implementation="distca" and hf_distca.DistCACallback() among the callbacks of the Trainer, and give the '
@@ -68,18 +70,19 @@ class RunFolder:
             raise ReportError(f"there is no folder {path}: give the output_dir of a run.")
         if not path.is_dir():
             raise ReportError(f"{path} is a file: give the folder of a run, {path.parent}.")
-        found, record, state = cls(path), path / RECORD_NAME, _newest_state(path)
+        folder, record, state = cls(path), path / RECORD_NAME, _newest_state(path)
         if record.is_file():
-            found._read_record(record)
+            folder._read_record(record)
         if state is not None:
-            found.log = _read_log(state)
-        if not found.steps and not found.log:
+            folder.log = _read_log(state)
+        if not folder.steps and not folder.log:
             raise ReportError(_nothing_in(path, record, state))
-        found.traces = sorted(_read_traces(path, found.runs), key=lambda trace: trace.rank)
-        return found
+        folder.traces = sorted(_read_traces(path, folder.runs), key=lambda trace: trace.rank)
+        return folder
 
     def _read_record(self, path: Path) -> None:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        text = read_file(path, _MOST_RECORD_BYTES).decode("utf-8", errors="replace")
+        lines = text.splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             if number == len(lines) and not line.endswith("\n"):
                 return  # it is being written, or the process was killed there
@@ -91,9 +94,9 @@ class RunFolder:
         match row:
             case RunRow():
                 self.runs.append(row)
-                self.steps = [one for one in self.steps if one.step <= row.step]
-                self.plans = [one for one in self.plans if one.step <= row.step]
-                self.warnings = [one for one in self.warnings if one.step <= row.step]
+                self.steps = [earlier for earlier in self.steps if earlier.step <= row.step]
+                self.plans = [earlier for earlier in self.plans if earlier.step <= row.step]
+                self.warnings = [earlier for earlier in self.warnings if earlier.step <= row.step]
             case StepsRow():
                 self.steps.append(row)
             case PlanRow():
@@ -114,14 +117,14 @@ def _newest_state(path: Path) -> Path | None:
     """The Trainer's state, of the newest checkpoint if the folder itself has none."""
     if (path / _STATE).is_file():
         return path / _STATE
-    numbers = {one: one.parent.name.removeprefix("checkpoint-") for one in path.glob(f"checkpoint-*/{_STATE}")}
-    states = [one for one, number in numbers.items() if number.isdecimal()]
-    return max(states, key=lambda one: int(numbers[one]), default=None)
+    numbers = {state: state.parent.name.removeprefix("checkpoint-") for state in path.glob(f"checkpoint-*/{_STATE}")}
+    states = [state for state, number in numbers.items() if number.isdecimal()]
+    return max(states, key=lambda state: int(numbers[state]), default=None)
 
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_file(path))
     except ValueError as error:
         raise ReportError(f"{path} is not JSON: {error}. Move the file away to get a page without it.") from error
 
@@ -142,9 +145,10 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
 
 def _read_traces(path: Path, runs: list[RunRow]) -> Iterator[RankTrace]:
     """Of the folder that the newest run names, or else of the one with timelines in the run's folder."""
-    named = [Path(run.traces) for run in runs[-1:] if run.traces is not None]
-    for folder in (*named, path, *sorted(one for one in path.iterdir() if one.is_dir())):
-        files = sorted(folder.glob("rank_*.json"))
+    named = [path / run.traces for run in runs[-1:] if run.traces is not None]
+    for folder in (*named, path, *sorted(inner for inner in path.iterdir() if inner.is_dir())):
+        # A record from elsewhere may name any folder of this machine.
+        files = sorted(folder.glob("rank_*.json")) if folder.resolve().is_relative_to(path.resolve()) else []
         if files:
             for file in files:
                 yield from _read_trace(file)

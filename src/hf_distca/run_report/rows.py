@@ -7,19 +7,20 @@ are those that a rank sent. "Before" is what it would be if every rank computed 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
+from hf_distca.agreement.history import Tally
 from hf_distca.errors import PlanError, ReportError
 from hf_distca.schedule.plan import Plan
 
 __all__ = ["RECORD_NAME", "PerRank", "PlanPart", "PlanRow", "Row", "RunRow", "StepsRow", "WarningRow", "read_row", "write_row"]
 
-RECORD_NAME = "distca_run.jsonl"
+RECORD_NAME = "_distca_run.jsonl"  # `Trainer.push_to_hub` leaves out what begins so
+_LARGEST = 1e100  # no sum of such numbers is infinite
 _DIGITS = 5  # significant ones of what is estimated or measured
 
 
@@ -35,7 +36,7 @@ class PerRank:
     sent_bytes: list[float]
 
     def __post_init__(self) -> None:
-        columns = [getattr(self, one.name) for one in fields(self)]
+        columns = [getattr(self, column.name) for column in fields(self)]
         numbers = [value for column in columns for value in column]
         if len({len(column) for column in columns}) != 1 or not numbers or not all(map(_is_number, numbers)):
             raise ValueError("figures by rank are lists of numbers, of one length")
@@ -54,7 +55,7 @@ class RunRow:
         settings: the fields of `DistCAConfig`.
         training: what of the training arguments decides what a micro-batch is.
         versions: of the packages that take part.
-        traces: folder of the timelines, None if there are none.
+        traces: folder of the timelines within that of the run, None if there are none there.
     """
 
     step: int
@@ -150,6 +151,7 @@ class WarningRow:
 Row = RunRow | StepsRow | PlanRow | WarningRow
 _KINDS: dict[str, type[Row]] = {"run": RunRow, "steps": StepsRow, "plan": PlanRow, "warning": WarningRow}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
+_TALLY = {figure.name for figure in fields(Tally)}
 # Of what is read, where the page relies on it.
 _EXPECTED: dict[str, Any] = {
     "step": int,
@@ -197,7 +199,7 @@ def read_row(line: str, name: str) -> Row | None:
 
 
 def _made(kind: type[Row], data: dict[str, Any]) -> Row:
-    known = {one.name for one in fields(kind)}
+    known = {column.name for column in fields(kind)}
     values: dict[str, Any] = {key: value for key, value in data.items() if key in known}  # a newer version may write more
     if isinstance(values.get("per_rank"), Mapping):
         values["per_rank"] = PerRank(**values["per_rank"])
@@ -206,15 +208,17 @@ def _made(kind: type[Row], data: dict[str, Any]) -> Row:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, _EXPECTED[name]):
             raise TypeError(f"{name}={str(value)[:60]!r} is not what stands there")
-    if values.get("step", 0) < 0 or not all(map(_is_number, values.get("tally", {}).values())):
+    if not 0 <= values.get("step", 0) <= _LARGEST or not all(map(_is_number, values.get("tally", {}).values())):
         raise ValueError("its step is below 0, or its tally is not of numbers")
+    if absent := _TALLY - values.get("tally", dict.fromkeys(_TALLY)).keys():
+        raise ValueError(f"its tally has no {', '.join(sorted(absent))}")
     if not all(isinstance(kernel, str) for kernel in values.get("kernels", ())):
         raise TypeError("its kernels are not names")
     return kind(**values)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= _LARGEST  # NaN is not
 
 
 def _plain(value: Any) -> Any:
@@ -225,5 +229,5 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, Mapping):
-        return {key: _rounded(one) for key, one in value.items()}
-    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _rounded(entry) for key, entry in value.items()}
+    return [_rounded(entry) for entry in value] if isinstance(value, list | tuple) else value

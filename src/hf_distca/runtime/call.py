@@ -1,29 +1,49 @@
-"""What the autograd functions of one call of core attention hand on: messages under way and tensors in use.
+"""One call of core attention on one rank: what it sends, runs and collects, forward and backward.
 
-Everywhere here, *own* is what belongs to this rank's tokens: what it is the home of.
+The methods are in the order in which a rank comes to them: `send_queries_and_keys`, `run_local`, `run_arrived`, which sends
+outputs back, and `collect_outputs`. Backward has the same four. Each that launches an exchange returns it, and the one that waits
+for it takes it.
+
+`home` are the tensors of this rank's own tokens, which it is the home of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from hf_distca.borrowed import copy_each
-from hf_distca.runtime.exchange import Expected, Landed, Part, Pending, expect, joined, launch, part_of
-from hf_distca.runtime.format import Run
+from hf_distca.kernels.base import Grads, Kernel, Operands, Outputs, Saved, Scores, TaskBatch
+from hf_distca.runtime.exchange import Part, Pending, joined, launch, part_of, put_rows
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.keys import Passing
+from hf_distca.runtime.keys import KeyRelay
+from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import Route, Wave
-from hf_distca.runtime.server import AttentionServer, Grads, Operands, Outputs, Saved, in_groups
+from hf_distca.runtime.trace import Tracer
 
-__all__ = ["Call", "Inputs"]
+__all__ = ["AttentionServer", "Call", "Inputs", "in_groups", "joined_groups"]
 
-T = TypeVar("T")
+Handed = TypeVar("Handed", Operands, Outputs, Saved, Grads)
 # Keys and values, the last parts of a dispatch.
 _KEY_PARTS = 2
+
+
+def in_groups(tensors: Handed, groups: int) -> Handed:
+    """Tensors with so many rows a token, one for each head group: views, if they are contiguous."""
+    if groups == 1:
+        return tensors
+    return type(tensors)(*(t.contiguous().view(len(t) * groups, t.shape[1] // groups, *t.shape[2:]) for t in tensors))
+
+
+def joined_groups(tensors: Handed, groups: int) -> Handed:
+    """What `in_groups` was given."""
+    if groups == 1:
+        return tensors
+    return type(tensors)(*(t.view(len(t) // groups, t.shape[1] * groups, *t.shape[2:]) for t in tensors))
 
 
 class Inputs(NamedTuple):
@@ -43,6 +63,11 @@ class Inputs(NamedTuple):
     sink_H: torch.Tensor | None = None
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [tensor for tensor in (*self[:3], *(self.context or ()), self.sink_H) if tensor is not None]
+
+    @property
     def operands(self) -> Operands:
         """Queries, and keys and values with their context in front."""
         if self.context is None:
@@ -51,22 +76,49 @@ class Inputs(NamedTuple):
         return Operands(self.q_THD, torch.cat([context_k, self.k_TKD]), torch.cat([context_v, self.v_TKV]))
 
 
-class Held(Generic[T]):
-    """Holds one thing from one autograd function to the next. It is taken once: an exception leaves nothing behind."""
+@dataclass(frozen=True, eq=False)
+class AttentionServer:
+    """A rank in its role of running CA-tasks, with one kernel. Keeps nothing between calls.
 
-    def __init__(self) -> None:
-        self._thing: T | None = None
+    Attributes:
+        kernel: the attention kernel.
+        scores: scale, window and softcap of the layer.
+        meter: where kernel seconds are counted.
+        tracer: records when tasks run.
+        reporting: a context for kernel calls, which tells other ranks of an exception.
+    """
 
-    def put(self, thing: T) -> None:
-        """Hold it."""
-        self._thing = thing
+    kernel: Kernel
+    scores: Scores
+    meter: Meter
+    tracer: Tracer = field(default_factory=Tracer)
+    reporting: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def take(self) -> T:
-        """Hand it over."""
-        thing, self._thing = self._thing, None
-        if thing is None:
-            raise RuntimeError("core attention ran out of order: what its next step needs was never made")
-        return thing
+    def forward(self, pools: Operands, tasks: TaskBatch) -> Outputs:
+        """Outputs of a batch; zeros in rows that no task covers."""
+        device = pools.q_THD.device
+        # Kernels compute in the dtypes that they are given, and in wider ones: the user's autocast is not for them.
+        with self.reporting(), self.meter.kernel(device), self.tracer.span("server"), torch.autocast(device.type, enabled=False):
+            return self.kernel.forward(pools, tasks, self.scores)
+
+    def backward(self, pools: Saved, tasks: TaskBatch) -> Grads:
+        """Gradients of a batch."""
+        device = pools.q_THD.device
+        timed = self.meter.kernel(device, backward=True)
+        with self.reporting(), timed, self.tracer.span("server"), torch.autocast(device.type, enabled=False):
+            return self.kernel.backward(pools, tasks, self.scores)
+
+
+class _Relayed(NamedTuple):
+    """Gradients that a rank computed for the rows of others, which leave once it has those of the keys that it passed on.
+
+    Attributes:
+        dq_THD: of received queries.
+        pools: of the key pool, wide enough for sums, and the dtype that each travels in.
+    """
+
+    dq_THD: torch.Tensor
+    pools: list[tuple[torch.Tensor, torch.dtype]]
 
 
 class Call:
@@ -74,26 +126,16 @@ class Call:
 
     Attributes:
         route, group, server: this rank's route, the attention group of the route, and what runs the tasks.
-        kept: where the outputs are kept for a recompute; None to keep nothing.
+        stored: where the outputs are kept for a recompute; None to keep nothing.
         recalled: the outputs in a recompute that finds them there: nothing is launched and no kernel runs.
-        operands, outputs, saved, grads: this rank's own. Outputs and gradients are still without those that come back.
-        dispatch, returned: the messages under way.
-        passed: gradients on the way to relays, with those of rows that this rank received: of queries, and of the key pool.
     """
 
-    def __init__(self, route: Route, group: AttentionGroup, server: AttentionServer, kept: LayerOutputs | None = None) -> None:
-        self.route, self.group, self.server, self.kept = route, group, server, kept
-        recalled = None if kept is None else kept.take()
+    def __init__(self, route: Route, group: AttentionGroup, server: AttentionServer, stored: LayerOutputs | None = None) -> None:
+        self.route, self.group, self.server, self.stored = route, group, server, stored
+        recalled = None if stored is None else stored.take()
         self.recalled = None if recalled is None else Outputs(*recalled)
-        self.operands: Held[Operands] = Held()
-        self.outputs: Held[Outputs] = Held()
-        self.saved: Held[Saved] = Held()
-        self.grads: Held[Grads] = Held()
-        self.dispatch: Held[Pending | Landed] = Held()
-        self.returned: Held[Pending] = Held()
-        self.passed: Held[tuple[Pending, torch.Tensor, list[tuple[torch.Tensor, torch.dtype]]]] = Held()
-        self._no_keys: list[torch.Tensor] = []
-        self._expected: Expected | None = None
+        self._handed: tuple[Operands | Outputs | Saved | Grads, Pending | None] | None = None
+        self._relayed: _Relayed | None = None
 
     @property
     def exchanges(self) -> bool:
@@ -105,10 +147,21 @@ class Call:
         """The last wave."""
         return self.route.waves[-1]
 
+    def hand_on(self, tensors: Operands | Outputs | Saved | Grads, pending: Pending | None) -> None:
+        """Hold this rank's own tensors and the exchange under way for the next autograd function."""
+        self._handed = tensors, pending
+
+    def take(self, kind: type[Handed]) -> tuple[Handed, Pending | None]:
+        """What the autograd function before handed on. It is taken once, so that an exception leaves nothing behind."""
+        handed, self._handed = self._handed, None
+        if handed is None or not isinstance(handed[0], kind):
+            raise RuntimeError("core attention ran out of order: what its next step needs was never made")
+        return handed[0], handed[1]
+
     def finish(self, outputs: Outputs) -> Outputs:
         """The outputs as they are, kept for a recompute."""
-        if self.kept is not None:
-            self.kept.keep(*outputs)
+        if self.stored is not None:
+            self.stored.keep(*outputs)
         return outputs
 
     def recall(self) -> Outputs:
@@ -119,191 +172,167 @@ class Call:
         return Outputs(*(tensor.detach() for tensor in recalled))
 
     def begin_backward(self) -> None:
-        """The outputs of the forward are not needed for a recompute any more."""
+        """From now on exchanges and spans are of backward, and a recompute needs no outputs any more."""
         self.server.tracer.backward = True
         if self.group.data is not None:
             self.group.data.begin_backward()
-        if self.kept is not None:
-            self.kept.drop()
+        if self.stored is not None:
+            self.stored.drop()
 
-    def launch_dispatch(self, wave: Wave, own: Operands | Saved) -> None:
-        """Send rows of this rank's own to the servers of a wave, and be ready for what comes back."""
-        parts = [Part(t, wave.queries) for t in own.query_rows] + [Part(t, wave.keys) for t in own.key_rows]
+    # A pipeline may exchange in one direction only. In the other one there is nothing to launch and nothing to wait for.
+
+    def send_queries_and_keys(self, wave: Wave, home: Operands | Saved) -> Pending | None:
+        """Send rows of this rank's own to the servers of a wave."""
+        if not self.route.exchanges:
+            return None
+        parts = [Part(t, wave.queries) for t in home.query_rows] + [Part(t, wave.keys) for t in home.key_rows]
         self.server.meter.count(dispatches=1)
-        self.dispatch.put(self._launch(wave, parts, "dispatch"))
+        return self._launch(wave, parts, "dispatch")
+
+    def pass_on_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
+        """Where keys are relayed, wait for the dispatch and send those on that this rank is the relay of.
+
+        Args:
+            home: in rows of head groups.
+            dispatch: as `send_queries_and_keys` returned it.
+        """
+        passing = self.last.passing
+        if passing is None or dispatch is None:
+            return dispatch
+        came = dispatch.sections()
+        keys = zip(came[-_KEY_PARTS:], home.key_rows, strict=True)
+        parts = [Part(passing.pick(sections, like), passing.keys) for sections, like in keys]
+        self.server.meter.count(dispatches=1)
+        second = self._launch(self.last, parts, "dispatch", "relays' dispatch")
+        second.before = came
+        return second
+
+    def run_local(self, home: Operands) -> Outputs:
+        """Run this rank's own tasks, which wait for no message. Returns the outputs of all its tokens, in rows of head groups."""
+        wave, groups = self.route.local_wave, self.route.groups
+        outputs = in_groups(self.server.forward(home, self.route.own), groups)
+        if wave is not None:
+            pools = self.server.forward(Operands(*_pools(wave, in_groups(home, groups), None)), wave.arrived)
+            put_rows(outputs, wave.own_queries, [[pool] for pool in pools])
+        return outputs
+
+    def run_local_backward(self, home: Saved) -> Grads:
+        """As `run_local`, for gradients. Those of keys may be wide enough for sums."""
+        wave, groups = self.route.local_wave, self.route.groups
+        grads = in_groups(self.server.backward(home, self.route.own), groups)
+        if wave is None:
+            return grads
+        dq_THD, *pools = self.server.backward(Saved(*_pools(wave, in_groups(home, groups), None)), wave.arrived)
+        put_rows(grads[:1], wave.own_queries, [[dq_THD]])
+        return Grads(grads.dq_THD, *(wave.pool.add_own(total, pool) for total, pool in zip(grads[1:], pools, strict=True)))
+
+    def run_arrived(self, wave: Wave, home: Operands, outputs: Outputs, dispatch: Pending | None) -> Pending | None:
+        """Run the tasks that a dispatch brings, put rows of this rank's own into `outputs`, and send the others back."""
+        if dispatch is None:
+            return None
+        pools = self.server.forward(Operands(*_pools(wave, home, dispatch)), wave.arrived)
+        returned = self._send_back(wave, [pool[wave.own_rows :] for pool in pools])
+        put_rows(outputs, wave.own_queries, [[pool] for pool in pools])
+        return returned
+
+    def run_arrived_backward(
+        self, wave: Wave, home: Saved, grads: Grads, dispatch: Pending | None
+    ) -> tuple[Grads, Pending | None]:
+        """As `run_arrived`, for gradients. Returns this rank's own, too: those of keys may be new ones, wide enough for sums.
+
+        Where keys are relayed, gradients of keys go to the relays first, and `collect_grads` sends all of them home.
+        """
+        if dispatch is None:
+            return grads, None
+        dq_THD, *pools = self.server.backward(Saved(*_pools(wave, home, dispatch)), wave.arrived)
+        put_rows(grads[:1], wave.own_queries, [[dq_THD]])
+        received_dq_THD, passing = dq_THD[wave.own_rows :], wave.passing
+        sums: list[torch.Tensor] = []
+        copies: list[torch.Tensor] = []
+        wide: list[tuple[torch.Tensor, torch.dtype]] = []
+        for total, tensor in zip(grads[1:], home.key_rows, strict=True):
+            pool = pools.pop(0)
+            sums.append(wave.pool.add_own(total, pool))
+            # Copies travel in the dtype of k and v; sums of them do not.
+            copies.append(pool.to(tensor.dtype))
+            if passing is not None:
+                wide.append((pool if passing.size else copies[-1], tensor.dtype))
+            del pool
+        if passing is None:
+            returned = self._send_back(wave, [received_dq_THD], copies)
+        else:
+            parts = [Part(tensor.contiguous(), passing.way_back) for tensor in copies]
+            self.server.meter.count(returns=1)
+            returned = self._launch(wave, parts, "return", "return to relays")
+            self._relayed = _Relayed(received_dq_THD, wide)
+        return Grads(grads.dq_THD, *sums), returned
+
+    def collect_outputs(self, wave: Wave, outputs: Outputs, returned: Pending | None) -> None:
+        """Wait for a return and put what came into `outputs`."""
+        if returned is None:
+            return
+        came = returned.sections()
+        with self._unpacking(outputs.o_THV):
+            put_rows(outputs, wave.queries.runs, came)
+
+    def collect_grads(self, wave: Wave, grads: Grads, returned: Pending | None) -> Grads:
+        """As `collect_outputs`, for gradients. Returns this rank's own; those of keys may be new ones, wide enough for sums."""
+        if returned is None:
+            return grads
         if wave.passing is not None:
-            self._no_keys = [t.new_empty((0, *t.shape[1:])) for t in own.key_rows]
-        elif not self.route.bounded:
-            self._expected = self._expect_return(wave, own)
+            returned = self._send_home(wave, wave.passing, returned)
+        came_dq, *copies = returned.sections()
+        with self._unpacking(grads.dq_THD):
+            put_rows(grads[:1], wave.queries.runs, [came_dq])
+            sums = (wave.add_copies(total, sections) for total, sections in zip(grads[1:], copies, strict=True))
+            return Grads(grads.dq_THD, *sums)
 
-    def pass_on(self, passing: Passing) -> None:
-        """Wait for a dispatch, and send the keys on that this rank is the relay of."""
-        came = self.dispatch.take().sections()
-        keys = zip(came[-_KEY_PARTS:], self._no_keys, strict=True)
-        parts = [Part(_picked(sections, passing, empty), passing.keys) for sections, empty in keys]
-        self.server.meter.count(dispatches=1)
-        self.dispatch.put(Landed(came, self._launch(self.last, parts, "dispatch", "relays' dispatch")))
-
-    def pass_back(self, passing: Passing) -> None:
-        """Wait for gradients of the keys that this rank passed on, add them up, and launch the return."""
-        pending, dq_THD, pools = self.passed.take()
+    def _send_home(self, wave: Wave, passing: KeyRelay, returned: Pending) -> Pending:
+        """Wait for gradients of the keys that this rank passed on, add them up, and send all gradients to the homes."""
+        relayed, self._relayed = self._relayed, None
+        if relayed is None:
+            raise RuntimeError("core attention ran out of order: a relay has no gradients of its own pool")
         keys = []
-        for copies in pending.sections():
-            pool_TKD, dtype = pools.pop(0)
-            keys.append(_sum_passed(pool_TKD, copies, passing).to(dtype))
+        for copies in returned.sections():
+            pool_TKD, dtype = relayed.pools.pop(0)
+            keys.append(passing.add_copies(pool_TKD, copies).to(dtype))
             del pool_TKD
-        self.launch_return(self.last, [dq_THD], keys)
+        return self._send_back(wave, [relayed.dq_THD], keys)
 
-    def launch_return(self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()) -> None:
+    def _send_back(self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()) -> Pending:
         """Send what was computed for the rows of other ranks back: rows of received queries, and of the key pool."""
         parts = [Part(t.contiguous(), wave.queries.way_back) for t in queries]
         parts += [Part(t.contiguous(), wave.pool.way_back) for t in keys]
         self.server.meter.count(returns=1)
-        expected, self._expected = self._expected, None
-        self.returned.put(self._launch(wave, parts, "return", expected=expected))
+        return self._launch(wave, parts, "return")
 
-    def _expect_return(self, wave: Wave, own: Operands | Saved) -> Expected | None:
-        """Be ready for the return before this rank computes its own tasks."""
-        queries, keys = own.answer_bytes
-        parts = [(wave.queries.way_back, size) for size in queries] + [(wave.pool.way_back, size) for size in keys]
-        return expect(self.group.data, parts, own.q_THD.device, wave.formats, "return")
-
-    def attend_own(self, own: Operands) -> Outputs:
-        """Run this rank's own tasks, which wait for no message. Returns the outputs of all its tokens, in rows of head groups."""
-        kept, groups = self.route.kept, self.route.groups
-        outputs = in_groups(self.server.forward(own, self.route.own), groups)
-        if kept is not None:
-            for whole, pool in zip(outputs, self.server.serve(kept, in_groups(own, groups), None), strict=True):
-                _put(whole, kept.own_queries, [pool])
-        return outputs
-
-    def attend_own_backward(self, own: Saved) -> Grads:
-        """As `attend_own`, for gradients. Those of keys may be wide enough for sums."""
-        kept, groups = self.route.kept, self.route.groups
-        grads = in_groups(self.server.backward(own, self.route.own), groups)
-        if kept is None:
-            return grads
-        dq_THD, *pools = self.server.serve_backward(kept, in_groups(own, groups), None)
-        _put(grads.dq_THD, kept.own_queries, [dq_THD])
-        return Grads(grads.dq_THD, *(_add_own(total, pool, kept) for total, pool in zip(grads[1:], pools, strict=True)))
-
-    def serve(self, wave: Wave, own: Operands, outputs: Outputs, dispatch: Pending | Landed) -> None:
-        """Serve a wave whose dispatch is under way, launch its return, and put rows of this rank's own into `outputs`."""
-        pools = self.server.serve(wave, own, dispatch)
-        self.launch_return(wave, [pool[wave.own_rows :] for pool in pools])
-        for whole, pool in zip(outputs, pools, strict=True):
-            _put(whole, wave.own_queries, [pool])
-
-    def land(self, wave: Wave, outputs: Outputs) -> None:
-        """Wait for a return and put what came into `outputs`."""
-        came = self.returned.take().sections()
-        with self.server.tracer.span("unpack"), self.server.meter.exchanging(outputs.o_THV.device):
-            for whole, sections in zip(outputs, came, strict=True):
-                _put(whole, wave.queries.runs, sections)
-
-    def serve_backward(self, wave: Wave, own: Saved, grads: Grads, dispatch: Pending | Landed) -> Grads:
-        """As `serve`, for gradients of this rank's own. Returns them; those of keys may be new ones, wide enough for sums.
-
-        With relays, gradients of keys go to these first, and `pass_back` launches the return.
-        """
-        dq_THD, *pools = self.server.serve_backward(wave, own, dispatch)
-        _put(grads.dq_THD, wave.own_queries, [dq_THD])
-        sums: list[torch.Tensor] = []
-        keys: list[torch.Tensor] = []
-        kept: list[tuple[torch.Tensor, torch.dtype]] = []
-        for total, tensor in zip(grads[1:], own.key_rows, strict=True):
-            pool = pools.pop(0)
-            sums.append(_add_own(total, pool, wave))
-            # Copies travel in the dtype of k and v; sums of them do not.
-            keys.append(pool.to(tensor.dtype))
-            if wave.passing is not None:
-                kept.append((pool if wave.passing.size else keys[-1], tensor.dtype))
-            del pool
-        if wave.passing is None:
-            self.launch_return(wave, [dq_THD[wave.own_rows :]], keys)
-        else:
-            parts = [Part(tensor.contiguous(), wave.passing.way_back) for tensor in keys]
-            self.server.meter.count(returns=1)
-            self.passed.put((self._launch(wave, parts, "return", "return to relays"), dq_THD[wave.own_rows :], kept))
-        return Grads(grads.dq_THD, *sums)
-
-    def land_backward(self, wave: Wave, grads: Grads) -> Grads:
-        """As `land`, for gradients of this rank's own. Returns them; those of keys may be new ones, wide enough for sums."""
-        came_dq, *copies = self.returned.take().sections()
-        with self.server.tracer.span("unpack"), self.server.meter.exchanging(grads.dq_THD.device):
-            _put(grads.dq_THD, wave.queries.runs, came_dq)
-            sums = (_sum_copies(total, sections, wave) for total, sections in zip(grads[1:], copies, strict=True))
-            return Grads(grads.dq_THD, *sums)
-
-    def _launch(
-        self, wave: Wave, parts: Sequence[Part], name: str, said: str | None = None, expected: Expected | None = None
-    ) -> Pending:
+    def _launch(self, wave: Wave, parts: Sequence[Part], name: str, said: str | None = None) -> Pending:
         tracer, meter = self.server.tracer, self.server.meter
         with tracer.span("pack"), meter.exchanging(parts[0].tensor.device):
-            pending = launch(self.group.data, parts, wave.formats, said or name, expected)
+            pending = launch(self.group.data, parts, wave.formats, said or name)
         meter.count(sent_bytes=pending.sent_bytes)
         pending.watch(tracer, name, meter)
         return pending
 
-
-def _pieces(runs: Sequence[Run], sections: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The rows of each run, which lie one after another in sections. No run is in two of them."""
-    left, rest = iter(sections), 0
-    for run in runs:
-        if not rest:
-            section = next(left)
-            rest = len(section)
-        yield part_of(section, len(section) - rest, run.rows)
-        rest -= run.rows
+    @contextmanager
+    def _unpacking(self, tensor: torch.Tensor) -> Iterator[None]:
+        with self.server.tracer.span("unpack"), self.server.meter.exchanging(tensor.device):
+            yield
 
 
-def _put(whole: torch.Tensor, runs: Sequence[Run], sections: Sequence[torch.Tensor]) -> None:
-    """Write the rows in sections where the runs say, by one operation."""
-    if runs:
-        places = [part_of(whole, *run[1:]) for run in runs]
-        copy_each(places, list(_pieces(runs, sections)))
+def _pools(wave: Wave, home: Operands | Saved, dispatch: Pending | None) -> list[torch.Tensor]:
+    """Pools of what a wave's tasks read.
 
-
-def _picked(sections: Sequence[torch.Tensor], passing: Passing, empty: torch.Tensor) -> torch.Tensor:
-    """What is passed on, of the sections of one part."""
-    return joined([part_of(sections[at], *run) for at, *run in passing.pieces if at is not None], empty)
-
-
-def _sum_passed(pool_TKD: torch.Tensor, sections: Sequence[torch.Tensor], passing: Passing) -> torch.Tensor:
-    """Add the gradients of the copies that were passed on to a pool's, rank after rank so that the sum has one order."""
-    if not passing.size:
-        return pool_TKD
-    passed = pool_TKD.new_zeros((passing.size, *pool_TKD.shape[1:]), dtype=_accumulator(pool_TKD[:0]).dtype)
-    for run, piece in zip(passing.keys.runs, _pieces(passing.keys.runs, sections), strict=True):
-        passed.narrow(0, run.start, run.rows).add_(piece)
-    total, start = _accumulator(pool_TKD), 0
-    for row, rows in passing.rows:
-        total.narrow(0, row, rows).add_(passed.narrow(0, start, rows))
-        start += rows
-    return total
-
-
-def _accumulator(grad_TKD: torch.Tensor) -> torch.Tensor:
-    """Sums of copies are taken in float32, or in float64 for float64 gradients."""
-    return grad_TKD if grad_TKD.dtype == torch.float64 else grad_TKD.float()
-
-
-def _sum_copies(grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor], wave: Wave) -> torch.Tensor:
-    """Add the gradients of the copies that other ranks held, rank after rank so that the sum has one order."""
-    if not sections:
-        return grad_TKD
-    total = _accumulator(grad_TKD)
-    for run, piece in zip(wave.keys.runs, _pieces(wave.keys.runs, sections), strict=True):
-        part_of(total, *run[1:]).add_(piece)
-    return total
-
-
-def _add_own(grad_TKD: torch.Tensor, pool_TKD: torch.Tensor, wave: Wave) -> torch.Tensor:
-    """Add the gradients of this rank's own keys that were read in the pool."""
-    if not wave.pool.own:
-        return grad_TKD
-    total = _accumulator(grad_TKD)
-    for at, (_, *run) in wave.pool.own:
-        own = part_of(total, *run)
-        own.add_(pool_TKD.narrow(0, at, len(own)))
-    return total
+    Rows go from the message straight to their pools, and the message is freed. Only where the pools are the whole message, as it
+    lies, are they views of it: one pool alone that is a view would keep all of the message.
+    """
+    received: list[list[torch.Tensor]] = [[] for _ in home] if dispatch is None else dispatch.sections()
+    if wave.as_received:
+        return [section for (section,) in received]
+    cut = len(home.query_rows)
+    queries = [
+        joined([*(part_of(tensor, *run[1:]) for run in wave.own_queries), *sections], tensor)
+        for tensor, sections in zip(home.query_rows, received[:cut], strict=True)
+    ]
+    keys = zip(home.key_rows, received[cut:], strict=True)
+    return queries + [wave.pool.assemble(tensor, sections) for tensor, sections in keys]

@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -46,16 +45,16 @@ class Channel:
         process_group: where messages travel.
         watch: whom to tell if one does not come.
         timeout_seconds: how long a rank waits for the others.
-        place: what the exchanges are for, the same text on every rank.
-        forward: how many of the exchanges belong to forward; those after it belong to backward.
+        where: what the exchanges are for, in words that are the same on every rank.
+        forward_exchanges: how many of the exchanges belong to forward; those after them belong to backward.
         launched: exchanges launched so far.
     """
 
     process_group: dist.ProcessGroup
     watch: Watch
     timeout_seconds: float
-    place: str = "core attention"
-    forward: int | None = None
+    where: str = "core attention"
+    forward_exchanges: int | None = None
     launched: int = 0
     _sum: _Sum = field(default_factory=_Sum)
 
@@ -68,30 +67,13 @@ class Channel:
         """
         return self._sum.value
 
-    def at(self, place: str, forward: int) -> Channel:
-        """The channel of a call at `place` with this many exchanges in forward."""
-        return replace(self, place=place, forward=forward, launched=0)
+    def at(self, where: str, forward_exchanges: int) -> Channel:
+        """The channel of a call with this many exchanges in forward."""
+        return replace(self, where=where, forward_exchanges=forward_exchanges, launched=0)
 
     def begin_backward(self) -> None:
         """What is launched from now on belongs to backward; in a recompute nothing was launched in forward."""
-        self.launched = max(self.launched, self.forward or 0)
-
-    def expect(self, received: torch.Tensor, receive_bytes: Mapping[int, int], name: str | None = None) -> Transfer:
-        """Start to receive the messages of the exchange that is launched next.
-
-        A message travels once its receiver is ready for it. Ranks that are ready before they compute have it when they are done.
-        That is so over gloo: elsewhere an exchange is one operation, which `start` begins.
-
-        Args:
-            received, receive_bytes, name: as for `start`.
-
-        Returns:
-            What `start` is to go on with.
-        """
-        transfer = self._begun(received, *self._named(name))
-        if self.over_gloo:
-            self._add(transfer, self._receives(transfer, receive_bytes))
-        return transfer
+        self.launched = max(self.launched, self.forward_exchanges or 0)
 
     def start(
         self,
@@ -100,7 +82,6 @@ class Channel:
         receive_bytes: Mapping[int, int],
         send_bytes: Mapping[int, int],
         name: str | None = None,
-        expected: Transfer | None = None,
     ) -> Transfer:
         """Start to send and to receive messages, which lie one after another in `sent` and `received`, both uint8.
 
@@ -108,44 +89,34 @@ class Channel:
             received, sent: the messages of all ranks, in the order of ranks.
             receive_bytes, send_bytes: size of the message by rank, in the order of ranks; those without one may be left out.
             name: what the exchange is, for errors; by default dispatches and returns take turns.
-            expected: what `expect` made for the same `received`.
         """
         doing, tag = self._named(name)
-        transfer = expected or self.expect(received, receive_bytes, name)
-        if transfer.tag != tag:
-            raise RuntimeError(f"{transfer.doing} was expected next, and not {doing}")
         self._sum.add(doing, self.launched)
         self.launched += 1
-        transfer.deadline, transfer.sent = self._deadline(), sent.to("cpu", copy=True) if self._staged(sent) else sent
-        launch = self._sends if self.over_gloo else self._all_to_all
-        self._add(transfer, launch(transfer, receive_bytes, send_bytes))
+        landing = None
+        if self._staged(received):
+            landing, received = received, torch.empty(received.shape, dtype=received.dtype, device="cpu")
+        sent = sent.to("cpu", copy=True) if self._staged(sent) else sent
+        deadline = time.monotonic() + self.timeout_seconds - patience(self.timeout_seconds)
+        transfer = Transfer(self, [], received, sent, doing, tag, deadline, landing)
+        self.watch.under_way.add(transfer)
+        launch = self._tagged if self.over_gloo else self._all_to_all
+        try:
+            # One message after another: if a rank has left, those that were started before must be seen through.
+            for work in launch(transfer, receive_bytes, send_bytes):
+                transfer.works.append(work)
+        except RuntimeError as error:
+            raise self.watch.give_up(doing, error) from error
         return transfer
 
     def _named(self, name: str | None) -> tuple[str, int]:
         """What is launched next, in words and as a tag."""
         kind = name or ("dispatch" if self.launched % 2 == 0 else "return")
-        direction = "" if self.forward is None else " in forward" if self.launched < self.forward else " in backward"
-        doing = f"waiting for the {kind}{direction} of {self.place}"
+        direction = ""
+        if self.forward_exchanges is not None:
+            direction = " in forward" if self.launched < self.forward_exchanges else " in backward"
+        doing = f"waiting for the {kind}{direction} of {self.where}"
         return doing, _checksum(doing, self.launched) >> 1
-
-    def _begun(self, received: torch.Tensor, doing: str, tag: int) -> Transfer:
-        landing = None
-        if self._staged(received):
-            landing, received = received, torch.empty(received.shape, dtype=received.dtype, device="cpu")
-        transfer = Transfer(self, [], received, doing, tag, self._deadline(), landing)
-        self.watch.under_way.add(transfer)
-        return transfer
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self.timeout_seconds - patience(self.timeout_seconds)
-
-    def _add(self, transfer: Transfer, works: Iterator[dist.Work | None]) -> None:
-        """Start one message after another: if a rank has left, those that were started before must be seen through."""
-        try:
-            for work in works:
-                transfer.works.append(work)
-        except RuntimeError as error:
-            raise self.watch.give_up(transfer.doing, error) from error
 
     @property
     def over_gloo(self) -> bool:
@@ -162,20 +133,17 @@ class Channel:
         arriving, leaving = ([sizes.get(rank, 0) for rank in range(group.size())] for sizes in (receive_bytes, send_bytes))
         yield dist.all_to_all_single(transfer.received, transfer.sent, arriving, leaving, group=group, async_op=True)
 
-    def _receives(self, transfer: Transfer, sizes: Mapping[int, int]) -> Iterator[dist.Work | None]:
-        for rank, message in _messages(transfer.received, sizes).items():
-            if rank != self.process_group.rank():
-                yield dist.irecv(message, group=self.process_group, group_src=rank, tag=transfer.tag)
-
-    def _sends(
+    def _tagged(
         self, transfer: Transfer, receive_bytes: Mapping[int, int], send_bytes: Mapping[int, int]
     ) -> Iterator[dist.Work | None]:
-        own = self.process_group.rank()
-        for rank, message in _messages(transfer.sent, send_bytes).items():
-            if rank == own:
-                _messages(transfer.received, receive_bytes)[own].copy_(message)
-            else:
-                yield dist.isend(message, group=self.process_group, group_dst=rank, tag=transfer.tag)
+        group, rank_here = self.process_group, self.process_group.rank()
+        received, sent = _messages(transfer.received, receive_bytes), _messages(transfer.sent, send_bytes)
+        if rank_here in sent:
+            received.pop(rank_here).copy_(sent.pop(rank_here))
+        for rank, message in received.items():
+            yield dist.irecv(message, group=group, group_src=rank, tag=transfer.tag)
+        for rank, message in sent.items():
+            yield dist.isend(message, group=group, group_dst=rank, tag=transfer.tag)
 
 
 @dataclass(eq=False)
@@ -185,11 +153,11 @@ class Transfer:
     channel: Channel
     works: list[dist.Work | None]
     received: torch.Tensor
+    sent: torch.Tensor
     doing: str
     tag: int
     deadline: float
-    landing: torch.Tensor | None = None
-    sent: torch.Tensor = field(default_factory=partial(torch.empty, 0, dtype=torch.uint8, device="cpu"))
+    landing: torch.Tensor | None
 
     def wait(self) -> None:
         """Wait until all has arrived and left; on CUDA only the current stream waits.

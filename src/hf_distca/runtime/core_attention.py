@@ -9,12 +9,8 @@ Each launch and its wait are in different functions, so other work can be record
 travels; the rank's own tasks always are. A route of several waves repeats what follows the own tasks inside Serve: all returns
 but the last are waited for, and all dispatches but the first are launched there, so that one wave at a time is here.
 
-Where keys are relayed (`schedule.relays`), they travel in two hops, and their gradients, too; two more functions
-are in between, so that other work can be recorded between the hops as well::
-
-    forward    Dispatch  ->  PassOn: wait, launch k, v to servers  ->  Serve  ->  PassBack  ->  Return
-    backward   Dispatch  <-  PassOn: wait, launch dq, dk, dv home  <-  Serve: ..., launch dk, dv to relays
-                         <-  PassBack: wait, launch k, v to servers  <-  Return
+Where keys are relayed, `_Serve` passes them on before it runs its own tasks, and `_Dispatch` sends the gradients of relayed keys
+home in backward: two more exchanges, each waited for where it is launched.
 
 Only `_Return` saves for backward, and only what plain flash attention saves: the rank's own q, k, v, o and lse. Servers keep
 nothing: what was received never outlives the call. What one function hands to the next is taken before it is used, so that an
@@ -35,10 +31,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from hf_distca.runtime.call import Call, Inputs
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
+from hf_distca.runtime.call import Call, Inputs, in_groups, joined_groups
 from hf_distca.runtime.pingpong import take_turns
 from hf_distca.runtime.route import Wave
-from hf_distca.runtime.server import Grads, Outputs, Saved, in_groups, joined_groups
 
 __all__ = ["core_attention"]
 
@@ -67,15 +63,9 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
     # In ping-pong, the other nano-batch computes while these messages travel.
     anchor = _apply(_Dispatch, call, q_THD, *keys)
     take_turns()
-    if call.route.passes_on:
-        anchor = _apply(_PassOn, call, anchor)
-        take_turns()
     anchor = _apply(_Serve, call, anchor)
     take_turns()
-    if call.route.passes_on:
-        anchor = _apply(_PassBack, call, anchor)
-        take_turns()
-    # Their gradients leave through `_Dispatch`.
+    # `_Return` saves these for backward but must not differentiate them: q, k, v get their gradients from `_Dispatch`.
     detached = (None if tensor is None else tensor.detach() for tensor in (q_THD, *keys))
     return _apply(_Return, call, anchor, *detached, inputs.sink_H)
 
@@ -86,49 +76,16 @@ class _Dispatch(torch.autograd.Function):
         inputs = _inputs(q_THD, *keys)
         ctx.call, ctx.context_tokens = call, _context_tokens(inputs)
         if call.recalled is None:
-            own = inputs.operands
-            call.operands.put(own)
-            call.launch_dispatch(call.route.waves[0], in_groups(own, call.route.groups))
+            home = inputs.operands
+            call.hand_on(home, call.send_queries_and_keys(call.route.waves[0], in_groups(home, call.route.groups)))
         return q_THD.new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
-        grads = call.land_backward(call.last, call.grads.take())
+        grads = call.collect_grads(call.last, *call.take(Grads))
         return None, *_input_gradients(joined_groups(grads, call.route.groups), ctx.context_tokens)
-
-
-class _PassOn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, anchor: torch.Tensor) -> torch.Tensor:
-        ctx.call = call
-        if call.recalled is None and call.last.passing is not None:
-            call.pass_on(call.last.passing)
-        return anchor.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
-        call: Call = ctx.call
-        if call.last.passing is not None:
-            call.pass_back(call.last.passing)
-        return None, torch.zeros_like(anchor)
-
-
-class _PassBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, anchor: torch.Tensor) -> torch.Tensor:
-        ctx.call = call
-        return anchor.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
-        call: Call = ctx.call
-        if call.last.passing is not None:
-            call.pass_on(call.last.passing)
-        return None, torch.zeros_like(anchor)
 
 
 class _Serve(torch.autograd.Function):
@@ -137,30 +94,34 @@ class _Serve(torch.autograd.Function):
         ctx.call = call
         if call.recalled is not None:
             return anchor.clone()
-        own, dispatch = call.operands.take(), call.dispatch.take()
-        outputs, own = call.attend_own(own), in_groups(own, call.route.groups)
+        tokens, dispatch = call.take(Operands)
+        home = in_groups(tokens, call.route.groups)
+        dispatch = call.pass_on_keys(home, dispatch)
+        outputs = call.run_local(tokens)
+        returned = None
         for before, wave in _in_turn(call):
             if before is not None:
-                call.land(before, outputs)
-                call.launch_dispatch(wave, own)
-                dispatch = call.dispatch.take()
-            call.serve(wave, own, outputs, dispatch)
-        call.outputs.put(outputs)
+                call.collect_outputs(before, outputs, returned)
+                dispatch = call.send_queries_and_keys(wave, home)
+            returned = call.run_arrived(wave, home, outputs, dispatch)
+        call.hand_on(outputs, returned)
         return anchor.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
-        own, dispatch = call.saved.take(), call.dispatch.take()
-        grads, own = call.attend_own_backward(own), in_groups(own, call.route.groups)
+        tokens, dispatch = call.take(Saved)
+        home = in_groups(tokens, call.route.groups)
+        dispatch = call.pass_on_keys(home, dispatch)
+        grads = call.run_local_backward(tokens)
+        returned = None
         for before, wave in _in_turn(call):
             if before is not None:
-                grads = call.land_backward(before, grads)
-                call.launch_dispatch(wave, own)
-                dispatch = call.dispatch.take()
-            grads = call.serve_backward(wave, own, grads, dispatch)
-        call.grads.put(grads)
+                grads = call.collect_grads(before, grads, returned)
+                dispatch = call.send_queries_and_keys(wave, home)
+            grads, returned = call.run_arrived_backward(wave, home, grads, dispatch)
+        call.hand_on(grads, returned)
         return None, torch.zeros_like(anchor)
 
 
@@ -170,8 +131,8 @@ class _Return(torch.autograd.Function):
         inputs = _inputs(*tensors)
         if call.recalled is not None:
             return _save(ctx, call, inputs, call.recall())
-        outputs = call.outputs.take()
-        call.land(call.last, outputs)
+        outputs, returned = call.take(Outputs)
+        call.collect_outputs(call.last, outputs, returned)
         outputs = joined_groups(outputs, call.route.groups)
         return _save(ctx, call, inputs, call.finish(_with_sink(*outputs, inputs.sink_H)))
 
@@ -179,11 +140,10 @@ class _Return(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
         call, inputs, outputs = _begin_backward(ctx)
-        # Without it nobody would take what is launched: only the sinks are trained.
+        # If only sinks are trained, q, k and v need no gradient: `_Serve.backward` never runs, and nobody would take a dispatch.
         if ctx.needs_input_grad[1]:
             saved = _saved(do_THV, inputs, outputs)
-            call.saved.put(saved)
-            call.launch_dispatch(call.route.waves[0], in_groups(saved, call.route.groups))
+            call.hand_on(saved, call.send_queries_and_keys(call.route.waves[0], in_groups(saved, call.route.groups)))
         d_sink_H = _sink_gradient(do_THV, *outputs, inputs.sink_H)
         return None, do_THV.new_zeros(()), *[None] * 5, d_sink_H
 
@@ -194,14 +154,14 @@ class _Unmoved(torch.autograd.Function):
         inputs = _inputs(*tensors)
         if call.recalled is not None:
             return _save(ctx, call, inputs, call.recall())
-        outputs = joined_groups(call.attend_own(inputs.operands), call.route.groups)
+        outputs = joined_groups(call.run_local(inputs.operands), call.route.groups)
         return _save(ctx, call, inputs, call.finish(_with_sink(*outputs, inputs.sink_H)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
         call, inputs, outputs = _begin_backward(ctx)
-        grads = joined_groups(call.attend_own_backward(_saved(do_THV, inputs, outputs)), call.route.groups)
+        grads = joined_groups(call.run_local_backward(_saved(do_THV, inputs, outputs)), call.route.groups)
         d_sink_H = _sink_gradient(do_THV, *outputs, inputs.sink_H)
         return None, *_input_gradients(grads, _context_tokens(inputs)), d_sink_H
 

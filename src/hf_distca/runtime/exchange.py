@@ -7,18 +7,19 @@ parts, and nothing here takes time for ranks that neither send nor receive. How 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 
+from hf_distca.borrowed import copy_each
 from hf_distca.runtime.channel import Channel, Transfer
-from hf_distca.runtime.format import Format, Formats, Rows, pack, views
+from hf_distca.runtime.format import Format, Formats, Rows, Run, pack, views
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.trace import Mark, Tracer
 
-__all__ = ["Expected", "Landed", "Part", "Pending", "expect", "joined", "launch", "part_of", "row_bytes"]
+__all__ = ["Part", "Pending", "joined", "launch", "part_of", "pieces", "put_rows"]
 
 
 class Part(NamedTuple):
@@ -33,12 +34,14 @@ class Pending:
 
     Attributes:
         sent_bytes: bytes sent to other ranks, without padding.
+        before: sections of an earlier exchange whose last parts are those of this one, which go in front of its own.
     """
 
     def __init__(
         self, transfer: Transfer | None, parts: Sequence[Part], form: Format, sent: torch.Tensor, received: torch.Tensor
     ) -> None:
         self.sent_bytes = form.payload
+        self.before: list[list[torch.Tensor]] = []
         self._transfer, self._buffers, self._sections = transfer, (sent, received), form.sections
         self._watch: tuple[Tracer, str, Mark | None, Meter] | None = None
         # Dtypes and row shapes are all that is needed of the parts: what was packed may go.
@@ -62,59 +65,14 @@ class Pending:
             tracer, name, launched, _ = self._watch
             tracer.since(waiting, "wait")
             tracer.since(launched, name)
+        came = [views(received, *kind, sections) for kind, sections in zip(self._kinds, self._sections, strict=True)]
+        before, self.before = self.before, []
         del self._transfer, self._buffers
-        return [views(received, *kind, found) for kind, found in zip(self._kinds, self._sections, strict=True)]
+        cut = max(len(before) - len(came), 0)
+        return before[:cut] + ([first + second for first, second in zip(before[cut:], came, strict=True)] if before else came)
 
 
-class Landed:
-    """What two exchanges of a dispatch brought: rows of the parts of the first, and more of those of its last parts."""
-
-    def __init__(self, first: list[list[torch.Tensor]], second: Pending) -> None:
-        self._first, self._second = first, second
-
-    def sections(self) -> list[list[torch.Tensor]]:
-        """As `Pending.sections`: of each part, the sections of the first exchange and then those of the second. Once only."""
-        first, more = self._first, self._second.sections()
-        del self._first
-        cut = len(first) - len(more)
-        return first[:cut] + [one + other for one, other in zip(first[cut:], more, strict=True)]
-
-
-class Expected(NamedTuple):
-    """What an exchange brings that is yet to be launched, on its way from now on."""
-
-    transfer: Transfer
-    received: torch.Tensor
-    form: Format
-
-
-def expect(
-    channel: Channel | None, parts: Sequence[tuple[Rows, int]], device: torch.device, formats: Formats, name: str
-) -> Expected | None:
-    """Be ready for what the exchange brings that is launched next; see `Channel.expect`.
-
-    Args:
-        channel, formats, name: as for `launch`.
-        parts: rows of each part, and bytes of a row.
-        device: of the parts.
-
-    Returns:
-        What `launch` is to go on with. None if nothing comes, or where an exchange is one operation.
-    """
-    form = _format(tuple(parts), formats)
-    if channel is None or not channel.over_gloo or not form.receive:
-        return None
-    received = torch.empty(sum(form.receive.values()), dtype=torch.uint8, device=device)
-    return Expected(channel.expect(received, form.receive, name), received, form)
-
-
-def launch(
-    channel: Channel | None,
-    parts: Sequence[Part],
-    formats: Formats | None = None,
-    name: str | None = None,
-    expected: Expected | None = None,
-) -> Pending:
+def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | None = None, name: str | None = None) -> Pending:
     """Start an exchange. Every rank of the channel must launch the same exchanges in the same order; None is a group of one.
 
     The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive nothing.
@@ -124,29 +82,16 @@ def launch(
         parts: what travels.
         formats: formats made before for parts with these rows; a new one is added.
         name: what the exchange is, for errors.
-        expected: what `expect` made for it.
     """
-    form = _format(tuple((part.rows, row_bytes(part.tensor)) for part in parts), formats)
+    formats = {} if formats is None else formats
+    kinds = tuple((part.rows, math.prod(part.tensor.shape[1:]) * part.tensor.element_size()) for part in parts)
+    if (form := formats.get(kinds)) is None:
+        form = formats[kinds] = Format.of(kinds)
     sent = pack([part.tensor for part in parts], form.pieces)
     if channel is None:
         return Pending(None, parts, form, sent, sent)
-    if expected is None:
-        received, transfer = sent.new_empty(sum(form.receive.values())), None
-    else:
-        transfer, received, foreseen = expected
-        if foreseen is not form:
-            raise RuntimeError(f"messages of {foreseen.receive} bytes by rank were expected, and are of {form.receive}")
-    return Pending(channel.start(received, sent, form.receive, form.send, name, transfer), parts, form, sent, received)
-
-
-def _format(parts: tuple[tuple[Rows, int], ...], formats: Formats | None) -> Format:
-    """The format of parts, made once."""
-    form = None if formats is None else formats.get(parts)
-    if form is None:
-        form = Format.of(parts)
-        if formats is not None:
-            formats[parts] = form
-    return form
+    received = sent.new_empty(sum(form.receive.values()))
+    return Pending(channel.start(received, sent, form.receive, form.send, name), parts, form, sent, received)
 
 
 def part_of(tensor: torch.Tensor, start: int, rows: int, step: int = 1) -> torch.Tensor:
@@ -161,6 +106,19 @@ def joined(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     return torch.cat(list(pieces)) if pieces else like.new_empty((0, *like.shape[1:]))
 
 
-def row_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of one of its rows."""
-    return math.prod(tensor.shape[1:]) * tensor.element_size()
+def pieces(runs: Sequence[Run], sections: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The rows of each run, which lie one after another in sections. No run is in two of them."""
+    left, rest = iter(sections), 0
+    for run in runs:
+        if not rest:
+            section = next(left)
+            rest = len(section)
+        yield part_of(section, len(section) - rest, run.rows)
+        rest -= run.rows
+
+
+def put_rows(tensors: Sequence[torch.Tensor], runs: Sequence[Run], sections: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Write the rows in the sections of each tensor where the runs say, by one operation a tensor."""
+    for tensor, came in zip(tensors, sections, strict=True):
+        if runs:
+            copy_each([part_of(tensor, *run[1:]) for run in runs], list(pieces(runs, came)))

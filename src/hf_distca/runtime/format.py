@@ -22,6 +22,8 @@ import torch
 __all__ = ["Format", "Formats", "Rows", "Run", "pack", "views"]
 
 _ALIGNMENT = 16
+# What bytes are copied as: a GPU copies eight at a time about as fast as one.
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class Run(NamedTuple):
@@ -104,8 +106,12 @@ class _Piece(NamedTuple):
         """These bytes of a part that is given as bytes: a view, if they follow each other."""
         if self.times == 1:
             return flat.narrow(0, self.start, self.size)
-        begin = flat.storage_offset() + self.start
-        return flat.as_strided((self.times, self.size), (self.stride, 1), begin).reshape(-1)
+        rows = flat.narrow(0, self.start, (self.times - 1) * self.stride + self.size)
+        offsets = (rows.storage_offset(), self.stride, self.size)
+        word = next(dtype for dtype in _WORDS if not any(offset % dtype.itemsize for offset in offsets))
+        words = rows.view(word)
+        size, stride = self.size // word.itemsize, self.stride // word.itemsize
+        return words.as_strided((self.times, size), (stride, 1), words.storage_offset()).reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +144,9 @@ class Format:
         sections: list[list[tuple[int, int]]] = [[] for _ in parts]
         offset = 0
         for rank in sorted({rank for rows, _ in parts for rank in rows.receive}):
-            for found, (rows, row_bytes) in zip(sections, parts, strict=True):
+            for section, (rows, row_bytes) in zip(sections, parts, strict=True):
                 if count := rows.receive.get(rank, 0):
-                    found.append((offset, count))
+                    section.append((offset, count))
                     offset += _padded(count * row_bytes)
         send, receive = (_sizes(parts, [getattr(rows, name) for rows, _ in parts]) for name in ("send", "receive"))
         payload = sum(sum(rows.send.values()) * row_bytes for rows, row_bytes in parts)

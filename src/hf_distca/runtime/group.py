@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,12 +15,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hf_distca.borrowed import timeout_of
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.communicator import communicator, least
+from hf_distca.runtime.listener import listen
 from hf_distca.runtime.meeting import Meeting
-from hf_distca.runtime.members import Members
-from hf_distca.runtime.nodes import node_number, ranks_per_node
+from hf_distca.runtime.members import Members, communicator, least, node_number, ranks_per_node
 from hf_distca.runtime.watch import Watch, patience
 from hf_distca.schedule.layout import IntArray
 
@@ -45,7 +46,7 @@ class AttentionGroup:
         data: communicator of dispatch and return, None in a group of one.
         control: gloo communicator on which layouts travel, None in a group of one.
         watch: tells the others when this rank gives up, None in a group of one.
-        timeout_seconds: how long a rank waits for the others.
+        timeout_seconds: how long a rank waits for the others, where there are any.
         per_node: ranks [0, n), [n, 2n), ... of the group are nodes; None if they are not in such order, or not told apart.
     """
 
@@ -54,7 +55,7 @@ class AttentionGroup:
     data: Channel | None = None
     control: dist.ProcessGroup | None = None
     watch: Watch | None = None
-    timeout_seconds: float = 600.0
+    timeout_seconds: float = math.inf
     per_node: int | None = None
 
     @property
@@ -72,39 +73,37 @@ class AttentionGroup:
         cls,
         members: dist.ProcessGroup | Members | None = None,
         *,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float | None = None,
         size: int | None = None,
-        agree: bool = True,
     ) -> AttentionGroup:
         """The group of these ranks, as `create` makes it; the one made before, if no rank has left it.
 
-        Communicators cost threads and connections, and torch cannot replace one by another of the same ranks.
+        Every member asks at the same point, as for `create`. Communicators cost threads and connections, and torch cannot replace
+        one by another of the same ranks.
 
         Args:
             members: as for `create`.
-            timeout_seconds: how long a rank waits for the others. Groups that wait differently are different groups.
+            timeout_seconds: how long a rank waits for the others; None for as long as collectives of the world may take. Groups
+                that wait differently are different groups.
             size: ranks of a group, where these are cut into several: the first so many, the next, and so on.
-            agree: every member asks at the same point, as for `create`, and all find out together whether a rank has left.
-                Otherwise this rank goes by what it knows, which takes a microsecond if it asked for the same group just before.
 
         Raises:
             ConfigError, DistCADesyncError: as `create`.
         """
-        made = _made.of_this_world()
-        if made.world is None:
-            return cls(timeout_seconds=timeout_seconds)
-        asked = (members, timeout_seconds, size)
-        if not agree and made.asked == asked and not made.last.left:
-            return made.last
-        who = (members if isinstance(members, Members) else Members.of(members)).part(size)
-        group = made.groups.get((who, timeout_seconds))
-        if group is None or group.left or (agree and not _stands(group)):
-            group = made.groups[who, timeout_seconds] = cls.create(who, timeout_seconds=timeout_seconds)
-        made.asked, made.last = asked, group
+        known = _made.of_this_world()
+        if known.world is None:
+            return cls()
+        timeout_seconds = timeout_seconds or timeout_of(known.world).total_seconds()
+        who = (members if isinstance(members, Members) else Members.of(members)).subset(size)
+        group = known.groups.get((who, timeout_seconds))
+        if group is None or group.left or not _stands(group):
+            group = known.groups[who, timeout_seconds] = cls.create(who, timeout_seconds=timeout_seconds)
         return group
 
     @classmethod
-    def create(cls, members: dist.ProcessGroup | Members | None = None, *, timeout_seconds: float = 600.0) -> AttentionGroup:
+    def create(
+        cls, members: dist.ProcessGroup | Members | None = None, *, timeout_seconds: float | None = None
+    ) -> AttentionGroup:
         """Build the group of these ranks. Every member must call it at the same point; other ranks have no part in it.
 
         The group gets communicators of its own, so its exchanges never mix with those of DDP, FSDP or the user.
@@ -112,45 +111,40 @@ class AttentionGroup:
 
         Args:
             members: the ranks of a process group or those named, by default the world.
-            timeout_seconds: how long a rank waits for the others.
+            timeout_seconds: how long a rank waits for the others; None for as long as collectives of the world may take.
 
         Raises:
             ConfigError: if this rank is not among them.
             DistCADesyncError: if not all of them come in time.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(timeout_seconds=timeout_seconds)
+            return cls()
+        timeout_seconds = timeout_seconds or timeout_of(None).total_seconds()
         who = members if isinstance(members, Members) else Members.of(members)
-        ranks, own = tuple(sorted(who.ranks)), dist.get_rank()
-        if own not in ranks:
-            raise ConfigError(f"rank {own} is not in its attention group {ranks}: pass each rank the group it belongs to.")
+        ranks, rank = tuple(sorted(who.ranks)), dist.get_rank()
+        if rank not in ranks:
+            raise ConfigError(f"rank {rank} is not in its attention group {ranks}: pass each rank the group it belongs to.")
         if len(ranks) == 1:
-            return cls(ranks, 0, timeout_seconds=timeout_seconds)
+            return cls(ranks)
         timeout = datetime.timedelta(seconds=timeout_seconds - patience(timeout_seconds))
         try:
             data = communicator(ranks, who.backend, timeout, "distca-data")
             control = communicator(ranks, "gloo", timeout, "distca-control")
-            # One that is done first may fail next and break its connections, while others still make theirs, for which they would
-            # wait in vain.
             nodes = _told(node_number(), len(ranks), control)
+            # A barrier: a rank that fails right after this must not break connections that others are still making.
             least(np.zeros(1, dtype=np.int64), control)
         except RuntimeError as error:
             raise DistCADesyncError(
-                f"rank {own} waited up to {timeout_seconds:g} s for ranks {ranks} while making their attention group, and not "
+                f"rank {rank} waited up to {timeout_seconds:g} s for ranks {ranks} while making their attention group, and not "
                 f"all came ({error}). Every rank must come here, by a training forward, hf_distca.prepare or a "
                 "DistCACallback that all of them have: look at the logs of the other ranks."
             ) from error
-        watch = Watch(ranks, ranks.index(own), timeout_seconds, (data, control))
-        per_node = ranks_per_node(nodes)
-        if per_node is None and own == ranks[0]:
-            _log.warning(
-                "%d ranks share attention on %d nodes, not equally many on each or not one node after another: links inside a "
-                "node are taken to be as slow as those between nodes.",
-                len(ranks),
-                len(set(nodes)),
-            )
-        channel = Channel(data, watch, timeout_seconds)
-        return cls(ranks, ranks.index(own), channel, control, watch, timeout_seconds, per_node)
+        watch = Watch(ranks, ranks.index(rank), timeout_seconds, (data, control))
+        listen(watch)
+        per_node, channel = ranks_per_node(nodes), Channel(data, watch, timeout_seconds)
+        if per_node is None and rank == ranks[0]:
+            _warn_of_nodes(nodes)
+        return cls(ranks, ranks.index(rank), channel, control, watch, timeout_seconds, per_node)
 
     @property
     def left(self) -> bool:
@@ -180,7 +174,7 @@ class AttentionGroup:
         self.watch.met = doing
         return rows
 
-    def same(self, numbers: IntArray, *, doing: str) -> bool:
+    def all_equal(self, numbers: IntArray, *, doing: str) -> bool:
         """Whether every rank has equal numbers, in one collective of twice their size.
 
         Args:
@@ -199,7 +193,7 @@ class AttentionGroup:
         self.watch.met = doing
         return bool((smallest[: len(numbers)] == ~smallest[len(numbers) :]).all())
 
-    def meet(self, row: IntArray, *, doing: str, agree: Callable[[Sequence[IntArray]], None]) -> Meeting:
+    def gather_async(self, row: IntArray, *, doing: str, agree: Callable[[Sequence[IntArray]], None]) -> Meeting:
         """Start to gather a row of integers from every rank, for which nobody waits.
 
         Args:
@@ -213,7 +207,7 @@ class AttentionGroup:
         rows, work = self._start_padded(sent, _WIDTH, self.control)
         return Meeting(rows, work, agree, self.watch, doing)
 
-    def trade(self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str) -> torch.Tensor:
+    def all_to_all(self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str) -> torch.Tensor:
         """Send rows of a CPU tensor to every rank.
 
         Args:
@@ -239,21 +233,21 @@ class AttentionGroup:
 
     @property
     def most_numbers(self) -> int:
-        """The longest row of `meet`."""
+        """The longest row of `gather_async`."""
         return _FIRST
 
-    def heed(self) -> None:
+    def raise_pending(self) -> None:
         """Raise what a `Meeting` has found. Takes no time.
 
         Raises:
             DistCADesyncError: if ranks do not do the same.
         """
         if self.watch is not None:
-            self.watch.heed()
+            self.watch.raise_pending()
 
-    def tell(self, text: str) -> list[str]:
+    def gather_text(self, text: str) -> list[str]:
         """What every rank says, in rank order; empty for those that say nothing in time. No collective, so at any time."""
-        return [text] if self.watch is None else self.watch.tell(text)
+        return [text] if self.watch is None else self.watch.gather_text(text)
 
     def _gather_rows(self, row: IntArray, control: dist.ProcessGroup) -> list[IntArray]:
         first = self._gather_padded(torch.tensor([len(row), *row[:_FIRST]], dtype=torch.int64, device="cpu"), _WIDTH, control)
@@ -287,18 +281,16 @@ class AttentionGroup:
 
 @dataclass(eq=False)
 class _Made:
-    """The groups that `AttentionGroup.of` made in one world, and what it was asked for last."""
+    """The groups that `AttentionGroup.of` made in one world."""
 
     world: dist.ProcessGroup | None = None
     groups: dict[tuple[Members, float], AttentionGroup] = field(default_factory=dict)
-    asked: tuple[dist.ProcessGroup | Members | None, float, int | None] | None = None
-    last: AttentionGroup = field(default_factory=AttentionGroup)
 
     def of_this_world(self) -> _Made:
         """This object, empty if torch.distributed has stopped or started since."""
         world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
         if world is not self.world:
-            self.world, self.groups, self.asked, self.last = world, {}, None, AttentionGroup()
+            self.world, self.groups = world, {}
         return self
 
 
@@ -309,7 +301,16 @@ def _told(number: int, ranks: int, control: dist.ProcessGroup) -> list[int]:
     """What each rank says."""
     told = torch.empty(ranks, dtype=torch.int64, device="cpu")
     dist.all_to_all_single(told, torch.full((ranks,), number, dtype=torch.int64, device="cpu"), group=control)
-    return [int(one) for one in told]
+    return [int(number) for number in told]
+
+
+def _warn_of_nodes(nodes: Sequence[int]) -> None:
+    _log.warning(
+        "%d ranks share attention on %d nodes, not equally many on each or not one node after another: links inside a node are "
+        "taken to be as slow as those between nodes.",
+        len(nodes),
+        len(set(nodes)),
+    )
 
 
 def _stands(group: AttentionGroup) -> bool:

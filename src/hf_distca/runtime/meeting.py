@@ -77,10 +77,12 @@ class Meeting:
                 self._work.wait()
         except RuntimeError as error:
             self._lost = error
+            if self._watch is not None:
+                self._watch.lose(self._doing, error)
             return
         try:
             self._agree(self.rows)
         except Exception as error:  # a thread would drop it, and ranks that were never compared would pass for equal
             self._failure = error
             if self._watch is not None and isinstance(error, DistCADesyncError):
-                self._watch.part(error)
+                self._watch.fail_with(error)

@@ -1,14 +1,32 @@
-"""Who is in an attention group, before there is one."""
+"""Who is in an attention group, on which nodes they are, and the process groups that they make.
+
+Each rank says where it runs, and all ranks find their nodes from what all said: the host, and, where torchrun or `accelerate
+launch` started several ranks a node, the number that they gave to the node (``GROUP_RANK``). With ``LOCAL_WORLD_SIZE`` 1, each
+rank has a launcher of its own, and that number says nothing of nodes. Of ranks that SLURM, MPI or DeepSpeed started, the hosts
+tell.
+"""
 
 from __future__ import annotations
 
+import datetime
+import hashlib
+import os
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from hf_distca.borrowed import group_of_members, names_of_groups
 from hf_distca.errors import ConfigError
+from hf_distca.schedule.layout import IntArray
 
-__all__ = ["Members"]
+__all__ = ["Members", "communicator", "launched_per_node", "least", "node_number", "ranks_per_node"]
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -28,19 +46,67 @@ class Members:
         """Those of a process group, the world if None."""
         return cls(tuple(dist.get_process_group_ranks(group or dist.GroupMember.WORLD)), dist.get_backend(group))
 
-    def part(self, size: int | None) -> Members:
+    def subset(self, size: int | None) -> Members:
         """The part of so many neighbours that this rank is in; all if None.
 
         Raises:
             ConfigError: if parts would not be equally large.
         """
-        ranks, own = sorted(self.ranks), dist.get_rank()
-        if size is None or own not in ranks:
+        ranks, rank = sorted(self.ranks), dist.get_rank()
+        if size is None or rank not in ranks:
             return self
         if len(ranks) % size:
             raise ConfigError(
                 f"group_size={size} does not divide the {len(ranks)} ranks that could share core attention: groups are equally "
                 "large, best of whole nodes."
             )
-        first = ranks.index(own) // size * size
+        first = ranks.index(rank) // size * size
         return Members(tuple(ranks[first : first + size]), self.backend)
+
+
+def communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str) -> dist.ProcessGroup:
+    """A process group that its members make by themselves, at any time.
+
+    `dist.new_group` has two reasons to wait for ranks that need not come. If the world is bound to a device, it splits the
+    communicator of the world, for which NCCL needs all its ranks: here the world is not bound meanwhile. And it names a group
+    after the number of groups that a rank is in, so members in different numbers of groups wait for each other in vain.
+    """
+    taken = names_of_groups()
+    stem = f"{purpose} {hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+    name = next(candidate for number in count(1) if (candidate := f"{stem} {number}") not in taken)
+    return group_of_members(ranks, backend, timeout, name, purpose)
+
+
+def least(numbers: IntArray, control: dist.ProcessGroup) -> IntArray:
+    """The least of all ranks at each place."""
+    smallest = torch.from_numpy(numbers)
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=control)
+    return smallest.numpy()
+
+
+def node_number() -> int:
+    """A number for the node that this process runs on: 56 bits that tell it from others."""
+    # A host's name may be that of several machines, as "localhost" is; their boots differ. Containers on one have the same boot.
+    boot = _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""
+    several = os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
+    words = [socket.gethostname(), boot, os.environ.get("GROUP_RANK", "") if several else ""]
+    return int.from_bytes(hashlib.sha256("\n".join(words).encode()).digest()[:7], "big")
+
+
+def launched_per_node(ranks: int) -> int | None:
+    """Ranks of a node among so many neighbours, as a launcher says; None if it does not, or they are no whole nodes."""
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks_of_node = min(int(launched), ranks) if launched.isdecimal() else 0
+    return ranks_of_node if ranks_of_node and ranks % ranks_of_node == 0 else None
+
+
+def ranks_per_node(nodes: Sequence[int]) -> int | None:
+    """Ranks of every node, if ranks [0, n), [n, 2n), ... are the nodes; None if some have more than others, or are not in order.
+
+    Args:
+        nodes: the number of the node of each rank, in rank order.
+    """
+    first = [rank for rank, node in enumerate(nodes) if rank == 0 or node != nodes[rank - 1]]
+    sizes = {after - rank for rank, after in zip(first, [*first[1:], len(nodes)], strict=True)}
+    # As many runs as nodes: no node has a second run.
+    return sizes.pop() if len(sizes) == 1 and len(first) == len(set(nodes)) else None

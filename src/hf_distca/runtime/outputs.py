@@ -1,50 +1,84 @@
 """Outputs of a micro-batch's layers, kept at home so that activation checkpointing repeats no attention and no exchange.
 
-The first forward leaves o and lse of every layer in a store that lives as long as the micro-batch's handle. Without
-checkpointing that is until the model's forward returns. With it, each checkpoint holds the handle among its arguments until its
-backward is over; the recompute finds the outputs there, and rebuilds q, k and v only.
+The first forward leaves o and lse of every layer that is to be recomputed in a store. Each checkpoint holds the store,
+through the handle among its arguments, until its backward is over; the recompute finds the outputs there, and rebuilds q, k
+and v only. Nothing else holds it: what the layers of a model save for backward does not.
+
+What moves a checkpoint's own inputs away, such as offloading to the host, moves these, too.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from hf_distca.borrowed import changes_in_place, in_backward
 from hf_distca.errors import UnsupportedError
+from hf_distca.runtime.saved_tensors import Hooks, SavedTensors
 
 __all__ = ["LayerOutputs", "OutputStore"]
 
 
 class _Kept(NamedTuple):
-    """Outputs of a forward, and the version of o_THV at that time."""
+    """Outputs of a forward.
 
-    o_THV: torch.Tensor
-    lse_TH: torch.Tensor
-    version: int
+    Attributes:
+        unpack: gives o_THV and lse_TH.
+        unchanged: whether o_THV still is what the forward computed.
+    """
+
+    unpack: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    unchanged: Callable[[], bool]
+
+    @classmethod
+    def of(cls, o_THV: torch.Tensor, lse_TH: torch.Tensor, hooks: Hooks | None) -> _Kept:
+        """Moved away by hooks, if there are any."""
+        # Detached: a tensor that is returned to autograd would hold the graph, which holds the handle and so the store.
+        o_THV, lse_TH = o_THV.detach(), lse_TH.detach()
+        if hooks is None:
+            version = _version(o_THV)
+            return cls(lambda: (o_THV, lse_TH), lambda: _version(o_THV) == version)
+        unpack = [partial(hooks.unpack, hooks.pack(tensor)) for tensor in (o_THV, lse_TH)]
+        return cls(lambda: (unpack[0](), unpack[1]()), lambda: True)
 
 
 @dataclass(frozen=True, eq=False)
 class OutputStore:
-    """o_THV and lse_TH by layer. A module that is called more than once in a forward is left out: which call would it be?"""
+    """Outputs by layer. A module that is called more than once in a forward is left out: which call would it be?"""
 
-    kept: dict[int, _Kept] = field(default_factory=dict)
+    by_layer: dict[int, _Kept] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)
 
-    def of(self, module: torch.nn.Module) -> LayerOutputs:
-        """The place of one attention module."""
-        return LayerOutputs(self, id(module), type(module).__name__)
+    def of(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> LayerOutputs | None:
+        """The place of one attention module with these inputs in the forward that runs; None if no recompute can follow it."""
+        saved = SavedTensors.current()
+        if torch.is_grad_enabled() and not in_backward():
+            # What is saved is dropped only by the hooks of a checkpoint. Reentrant ones run forward without gradients.
+            trained = any(tensor.requires_grad for tensor in inputs)
+            if not (trained and saved.recomputed):
+                return None
+        return LayerOutputs(weakref.ref(self), id(module), type(module).__name__, saved.beyond_checkpoints)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerOutputs:
-    """One layer's place in a store."""
+    """One layer's place in a store, while there is one.
 
-    store: OutputStore
+    Attributes:
+        store: where the outputs are.
+        layer, name: of the layer.
+        hooks: by which they are moved away.
+    """
+
+    store: weakref.ref[OutputStore]
     layer: int
     name: str
+    hooks: Hooks | None
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The outputs of the first forward, if this is a recompute: a forward that runs inside backward.
@@ -52,30 +86,31 @@ class LayerOutputs:
         Raises:
             UnsupportedError: if the output was changed in place since: the recompute cannot have what it was.
         """
-        if not in_backward():
+        store = self.store()
+        if store is None or not in_backward() or (kept := store.by_layer.get(self.layer)) is None:
             return None
-        kept = self.store.kept.get(self.layer)
-        if kept is None:
-            return None
-        if _version(kept.o_THV) != kept.version:
+        if not kept.unchanged():
             raise UnsupportedError(
                 f"the output of attention in {self.name} was changed in place after the forward, and activation checkpointing "
                 "needs it in backward: change a copy of it, or switch checkpointing off."
             )
-        return kept.o_THV, kept.lse_TH
+        return kept.unpack()
 
     def keep(self, o_THV: torch.Tensor, lse_TH: torch.Tensor) -> None:
         """Remember the outputs of a forward."""
-        if self.layer in self.store.kept or self.layer in self.store.repeated:
+        store = self.store()
+        if store is None:
+            return
+        if self.layer in store.by_layer or self.layer in store.repeated:
             self.drop()
-            self.store.repeated.add(self.layer)
+            store.repeated.add(self.layer)
         else:
-            # Detached: a tensor that is returned to autograd would hold the graph, which holds the handle and so the store.
-            self.store.kept[self.layer] = _Kept(o_THV.detach(), lse_TH.detach(), _version(o_THV))
+            store.by_layer[self.layer] = _Kept.of(o_THV, lse_TH, self.hooks)
 
     def drop(self) -> None:
         """Forget them: backward has used them."""
-        self.store.kept.pop(self.layer, None)
+        if (store := self.store()) is not None:
+            store.by_layer.pop(self.layer, None)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -8,20 +8,20 @@ backward in the reverse order of forward: the nano-batches take turns there by t
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from hf_distca import borrowed
 from hf_distca.borrowed import TorchDispatchMode
+from hf_distca.runtime.saved_tensors import SavedTensors
 
 __all__ = ["checkpointed_parts", "run_nano_batches", "take_turns"]
 
 T = TypeVar("T")
-_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class _NanoBatch(greenlet):
@@ -70,14 +70,14 @@ def run_nano_batches(first: Callable[[], T], second: Callable[[], T], device_typ
 
     both = [_NanoBatch(lambda: store(0, first), device_type), _NanoBatch(lambda: store(1, second), device_type)]
     try:
-        while not all(one.dead for one in both):
-            for one in both:
-                if not one.dead:
-                    one.resume()
+        while not all(nano_batch.dead for nano_batch in both):
+            for nano_batch in both:
+                if not nano_batch.dead:
+                    nano_batch.resume()
     finally:
-        for one in both:
-            if not one.dead:
-                one.end()
+        for nano_batch in both:
+            if not nano_batch.dead:
+                nano_batch.end()
     return results[0], results[1]
 
 
@@ -104,14 +104,14 @@ class _Modes(NamedTuple):
     autocast: bool
     autocast_dtype: torch.dtype
     dispatch: tuple[TorchDispatchMode, ...]
-    saved: _SavedTensors
+    saved: SavedTensors
 
     @classmethod
     def current(cls, device_type: str) -> _Modes:
         autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type)
         dispatch = tuple(borrowed.dispatch_modes())
-        return cls(torch.is_grad_enabled(), autocast, dtype, dispatch, _SavedTensors.current())
+        return cls(torch.is_grad_enabled(), autocast, dtype, dispatch, SavedTensors.current())
 
     def set(self, device_type: str) -> None:
         torch.set_grad_enabled(self.grad)
@@ -124,40 +124,3 @@ class _Modes(NamedTuple):
             for mode in self.dispatch:
                 borrowed.push_dispatch_mode(mode)
         self.saved.set()
-
-
-class _SavedTensors(NamedTuple):
-    """What happens to tensors that are saved for backward: activation checkpointing and offloading work by such hooks.
-
-    Attributes:
-        hooks: pairs that pack and unpack a tensor; the last one is in force.
-        forbidden: if hooks may not be set, the error that says so.
-    """
-
-    hooks: tuple[_Hooks, ...]
-    forbidden: str | None
-
-    @classmethod
-    def current(cls) -> _SavedTensors:
-        found = cls(tuple(reversed(list(_taken_off()))), borrowed.why_saved_tensor_hooks_are_forbidden())
-        found._put_on()
-        return found
-
-    def set(self) -> None:
-        for _ in _taken_off():
-            pass
-        self._put_on()
-
-    def _put_on(self) -> None:
-        borrowed.allow_saved_tensor_hooks()
-        for pack, unpack in self.hooks:
-            borrowed.push_saved_tensor_hooks(pack, unpack)
-        if self.forbidden is not None:
-            borrowed.forbid_saved_tensor_hooks(self.forbidden, False)
-
-
-def _taken_off() -> Iterator[_Hooks]:
-    """The hooks in force, the last one first, which are in force no more. Only the last one can be seen."""
-    while (hooks := borrowed.top_saved_tensor_hooks(True)) is not None:
-        borrowed.pop_saved_tensor_hooks()
-        yield hooks

@@ -8,13 +8,17 @@ where transient bytes are bounded, in several, one after another.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
 
+import torch
+
 from hf_distca.kernels.base import TaskBatch
+from hf_distca.runtime.exchange import part_of, pieces
 from hf_distca.runtime.format import Formats, Rows, Run
-from hf_distca.runtime.keys import KeyPool, Passing, Piece
+from hf_distca.runtime.keys import KeyPool, KeyRelay, PoolRun, accumulator
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.share import share_of
 from hf_distca.schedule.waves import Waves
@@ -40,7 +44,7 @@ class Wave:
     own_queries: tuple[Run, ...]
     pool: KeyPool
     arrived: TaskBatch
-    passing: Passing | None = None
+    passing: KeyRelay | None = None
     formats: Formats = field(default_factory=dict)
 
     @cached_property
@@ -55,6 +59,15 @@ class Wave:
             return False
         return not self.own_queries and len(self.queries.receive) == len(self.pool.pieces) == len(self.keys.receive) == 1
 
+    def add_copies(self, grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Gradients of own keys with those of the copies of other ranks, rank after rank so that the sum has one order."""
+        if not sections:
+            return grad_TKD
+        total = accumulator(grad_TKD)
+        for run, piece in zip(self.keys.runs, pieces(self.keys.runs, sections), strict=True):
+            part_of(total, *run[1:]).add_(piece)
+        return total
+
 
 @dataclass(frozen=True, eq=False)
 class Route:
@@ -65,16 +78,14 @@ class Route:
         waves: exchanges, at least one, and what is served in each; as many on every rank.
         exchanges: whether any rank moves anything; false means that no rank sends or receives.
         groups: head groups that the tokens of waves are split in, 1 if none.
-        kept: tasks on head groups that this rank runs on pools of its own rows, for which it waits for nothing.
-        bounded: whether there is a bound of transient bytes, so that messages have no room before they are due.
+        local_wave: tasks on head groups that this rank runs on pools of its own rows, for which it waits for nothing.
     """
 
     own: TaskBatch
     waves: tuple[Wave, ...]
     exchanges: bool
     groups: int = 1
-    kept: Wave | None = None
-    bounded: bool = False
+    local_wave: Wave | None = None
 
     @property
     def passes_on(self) -> bool:
@@ -94,16 +105,16 @@ class Route:
         groups, relayed = plan.layout.groups, plan.relays is not None
         number = None if waves is None else waves.number
         numbers = _Numbers(share_of(plan, rank, number), groups)
-        own, built = numbers.batch(), [numbers.wave(relayed)]
-        kept = None
+        own_tasks, built = numbers.batch(), [numbers.wave(relayed)]
+        local_wave = None
         if numbers.left:
             numbers.batch()  # none
-            kept = numbers.wave(relayed=False)
+            local_wave = numbers.wave(relayed=False)
         for wave in range(1, 1 if waves is None else waves.count):
             numbers = _Numbers(share_of(plan, rank, number, wave), groups)
             numbers.batch()  # the same for every wave
             built.append(numbers.wave(relayed))
-        return cls(own, tuple(built), plan.moved, groups, kept, waves is not None and waves.bytes is not None)
+        return cls(own_tasks, tuple(built), plan.moved, groups, local_wave)
 
 
 class _Numbers:
@@ -129,10 +140,10 @@ class _Numbers:
 
     def wave(self, relayed: bool) -> Wave:
         """A wave, with a second hop if the plan has relays."""
-        queries, own = self.rows(self.groups), self.runs(self.groups)
+        queries, own_runs = self.rows(self.groups), self.runs(self.groups)
         keys, pool, back, arrived = self.rows(self.groups), self.pieces(), self.rows(), self.batch()
         passing = self.passing() if relayed else None
-        return Wave(queries, keys, own, KeyPool(pool, back), arrived, passing)
+        return Wave(queries, keys, own_runs, KeyPool(pool, back), arrived, passing)
 
     def runs(self, step: int = 1) -> tuple[Run, ...]:
         """Runs with rows so far apart."""
@@ -142,18 +153,18 @@ class _Numbers:
         """Runs, and how many rows come from whom."""
         return Rows(self.runs(step), dict(zip(*self.columns(2), strict=True)))
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[PoolRun, ...]:
         """Pieces of a pool: from a section of the message, or of this rank's own."""
         rows = zip(*self.columns(3), strict=True)
         return tuple(
             [
-                Piece(None, start, rows, self.groups) if section < 0 else Piece(section, start, rows)
+                PoolRun(None, start, rows, self.groups) if section < 0 else PoolRun(section, start, rows)
                 for section, start, rows in rows
             ]
         )
 
-    def passing(self) -> Passing:
+    def passing(self) -> KeyRelay:
         """The second hop."""
         section, start, rows, place = self.columns(4)
-        pieces = tuple(map(Piece._make, zip(section, start, rows, repeat(1))))
-        return Passing(pieces, tuple(zip(place, rows, strict=True)), self.rows(), self.rows())
+        pieces = tuple(map(PoolRun._make, zip(section, start, rows, repeat(1))))
+        return KeyRelay(pieces, tuple(zip(place, rows, strict=True)), self.rows(), self.rows())

@@ -88,8 +88,8 @@ class Trace:
     def spans(self) -> list[Span]:
         """All spans in order of their start, ``linear`` ones among them. On CUDA this waits for the device."""
         spans = [
-            Span(one.name, self._seconds(one.start), self._seconds(one.end), one.nano, one.call, one.backward)
-            for one in self._open
+            Span(opened.name, self._seconds(opened.start), self._seconds(opened.end), opened.nano, opened.call, opened.backward)
+            for opened in self._open
         ]
         borders = [self._seconds(mark) for mark in self._borders]
         return sorted([*spans, *_linear(spans, borders)], key=lambda span: (span.start, -span.end))
@@ -165,15 +165,15 @@ def _now(device: torch.device) -> Mark:
 def _linear(spans: Sequence[Span], borders: Sequence[float]) -> list[Span]:
     """The gaps between the spans in which a rank worked on attention or waited for it."""
     busy = sorted((span for span in spans if span.name not in _EXCHANGES), key=lambda span: span.start)
-    found = []
+    linear = []
     for before, after in itertools.pairwise(busy):
         if after.start <= before.end or after.backward != before.backward:
             continue
         owner = before if before.name == "unpack" else after
         border = next((border for border in borders if before.end < border < after.start), None)
         if border is None:
-            found.append(owner._replace(name="linear", start=before.end, end=after.start))
+            linear.append(owner._replace(name="linear", start=before.end, end=after.start))
         else:
-            found.append(before._replace(name="linear", start=before.end, end=border))
-            found.append(after._replace(name="linear", start=border, end=after.start))
-    return found
+            linear.append(before._replace(name="linear", start=before.end, end=border))
+            linear.append(after._replace(name="linear", start=border, end=after.start))
+    return linear

@@ -4,6 +4,8 @@ Words travel through the key-value store of a process group, which asks nobody t
 word and breaks its connections, so that ranks which wait for it wake up, read the word and write theirs. A rank that is
 silent has died, hangs or runs something else. Words are text and are only shown.
 
+A rank may wait in somebody else's collective meanwhile: `runtime.listener` shows the first word on the stderr of every rank.
+
 gloo does not wake a wait for a message that is half-way when the connection breaks: it lasts until its timeout. So a rank that
 gives up sees the messages under way through before; a rank that dies cannot.
 """
@@ -14,13 +16,14 @@ import datetime
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from hf_distca.errors import DistCADesyncError
+from hf_distca.runtime.listener import show
 
 __all__ = ["Watch", "patience"]
 
@@ -49,16 +52,17 @@ class Watch:
 
     Attributes:
         met: what all ranks did together last.
+        ranks: global ranks of the group.
         under_way: messages that may still travel.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, timeout_seconds: float, links: tuple[dist.ProcessGroup, ...]) -> None:
         self.met = "making the attention group"
         self.under_way: WeakSet[Message] = WeakSet()
-        self._ranks, self._rank, self._timeout_seconds, self._links = ranks, rank, timeout_seconds, links
+        self.ranks, self._rank, self._timeout_seconds, self._links = ranks, rank, timeout_seconds, links
         self._store = links[-1].get_group_store()
         self._word: str | None = None
-        self._parted: DistCADesyncError | None = None
+        self._found: DistCADesyncError | None = None
         self._told = 0
 
     @contextmanager
@@ -98,62 +102,100 @@ class Watch:
         Returns:
             The error to raise, with what each rank was doing.
         """
-        if self._parted is not None:
-            self._leave(str(self._parted), self.deadline())
-            return self._parted
-        own = self._ranks[self._rank]
+        if self._found is not None:
+            self._leave(str(self._found), self.deadline())
+            return self._found
+        rank_here = self.ranks[self._rank]
         before = f" It had left the group: it {self._word}." if self._word else ""
         deadline = self.deadline()
         self._leave(f"waited in vain while {doing}", deadline)
         words = self._words(deadline)
         others = "; ".join(
             f"rank {rank} {words[rank]}" if rank in words else f"rank {rank} is silent (dead, stuck, or running something else)"
-            for rank in self._ranks
-            if rank != own
+            for rank in self.ranks
+            if rank != rank_here
         )
         return DistCADesyncError(
-            f"rank {own} waited up to {self._timeout_seconds:g} s for ranks {self._ranks} while {doing}, and not all came."
+            f"rank {rank_here} waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing}, and not all came."
             f"{before} The others: {others}. All ranks were last together when {self.met}. Every rank must run the same number "
             "of training forwards and backwards through the same layers: look at the other ranks' logs for one that failed, "
             f"stopped early or is still in another step. ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         )
 
-    def part(self, error: DistCADesyncError) -> None:
+    def fail_with(self, error: DistCADesyncError) -> None:
         """Wake this rank where it waits for others in vain, to raise an error that another thread has found on every rank."""
-        self._parted = error
+        self._found = error
+        show(str(error))  # nobody may ask for long: the host may wait for its GPU
         time.sleep(_WOKEN_SECONDS)  # for messages of ranks that do belong together: a wait for half of one would not wake up
         for link in self._links:
             _break(link)
 
-    def heed(self) -> None:
+    def raise_pending(self) -> None:
         """Raise the error that this rank is to be woken for.
 
         Raises:
             DistCADesyncError: if there is one.
         """
-        if self._parted is not None:
-            raise self.give_up("", self._parted)
+        if self._found is not None:
+            raise self.give_up("", self._found)
 
-    def tell(self, text: str) -> list[str]:
+    def gather_text(self, text: str) -> list[str]:
         """What every rank says, in rank order, each time that all do; empty for those that say nothing in time. No collective."""
         self._told += 1
         self._store.set(_said(self._told, self._rank), text)
         deadline, said = time.monotonic() + self._timeout_seconds - patience(self._timeout_seconds), []
-        for rank in range(len(self._ranks)):
-            left = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-            with suppress(RuntimeError):
-                self._store.wait([_said(self._told, rank)], left)
-                said.append(self._store.get(_said(self._told, rank)).decode(errors="replace"))
-                continue
+        for rank in range(len(self.ranks)):
             said.append("")
+            with suppress(RuntimeError):
+                # Not `Store.wait`: no other thread could use the store meanwhile.
+                while not self._store.check([_said(self._told, rank)]) and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                if self._store.check([_said(self._told, rank)]):
+                    said[-1] = self._store.get(_said(self._told, rank)).decode(errors="replace")
         return said
+
+    def look(self) -> bool:
+        """Show the first word of another rank, once it is there. Returns whether there may be one later."""
+        if self.left:
+            return False
+        try:
+            if not self._store.check([_entry(1)]):
+                return True
+            rank, word = self._store.get(_entry(1)).decode(errors="replace").split(" ", 1)
+        except RuntimeError:
+            return False  # the store has ended
+        if word and int(rank) != self.ranks[self._rank] and not self.left:
+            show(f"rank {rank} has left the attention group of ranks {self.ranks}: it {word}")
+            self._abort()
+        return False
+
+    def lose(self, doing: str, error: Exception) -> None:
+        """Others did not come, which this rank may ask for long after: over NCCL its host waits for its GPU. Wake it."""
+        if self._abort():
+            show(f"not all of ranks {self.ranks} came while {doing} ({str(error).partition(chr(10))[0]})")
+
+    def _abort(self) -> bool:
+        """Break links over which nothing else ends a wait; over gloo, who leaves does it. Returns whether there are any."""
+        links = [link for link in self._links if link.name() != "gloo"]
+        for link in links:
+            _break(link)
+        return bool(links)
+
+    def say_farewell(self) -> bool:
+        """Let the others stop looking for a first word, if the store may end with a process. Returns whether that was so."""
+        if self.left or not _served_by_a_process(self._store):
+            return False
+        with suppress(RuntimeError):
+            if not self._store.check([_entry(1)]):
+                self._store.set(_entry(1), f"{self.ranks[self._rank]} ")
+        return True
 
     def _leave(self, word: str, deadline: float) -> None:
         if self._word is not None:
             return
         self._word = word if len(word) <= _LONGEST_WORD else word[:_LONGEST_WORD] + "..."
         with suppress(RuntimeError):  # if the store was on a rank that died
-            self._store.set(_entry(self._store.add(_COUNT, 1)), f"{self._ranks[self._rank]} {self._word}")
+            self._store.set(_entry(self._store.add(_COUNT, 1)), f"{self.ranks[self._rank]} {self._word}")
         for message in tuple(self.under_way):
             message.see_through(deadline)
         for link in self._links:
@@ -170,7 +212,7 @@ class Watch:
             except RuntimeError:
                 break  # as above
             known = count
-            if len(words) == len(self._ranks) or time.monotonic() >= deadline:
+            if len(words) == len(self.ranks) or time.monotonic() >= deadline:
                 break
             time.sleep(pause)
             pause = min(1.5 * pause, 0.25)
@@ -186,6 +228,13 @@ class Watch:
         return True
 
 
+def _served_by_a_process(store: Any) -> bool:
+    """Whether a store ends with one of the processes: one over TCP, under whatever prefixes."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return type(store).__name__ == "TCPStore"
+
+
 def _entry(number: int) -> str:
     return f"distca word {number}"
 
@@ -195,8 +244,10 @@ def _said(time: int, rank: int) -> str:
 
 
 def _break(link: dist.ProcessGroup) -> None:
-    """Close the connections of a gloo group: a wait that times out does it, and nothing else does while messages travel."""
+    """Wake whoever waits for messages of a group. A gloo group closes its connections where a wait times out, and only there."""
     if link.name() != "gloo":
+        with suppress(RuntimeError):
+            link.abort()
         return
     for peer in range(link.size()):
         try:

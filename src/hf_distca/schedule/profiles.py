@@ -16,12 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from hf_distca.errors import ConfigError
+from hf_distca.input_files import read_file
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 
 __all__ = ["ExchangeRates", "KernelRates", "Profile"]
 
 _FORMAT = 1
 _SHIPPED = "profiles_data"
+# What a device may be like; beyond, sums of seconds are infinite, and their ratios are no numbers.
+_LEAST_RATE = 1.0  # a second
+_MOST_SECONDS = 1e6
+_MOST = 2**31  # of a width or a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +163,11 @@ class Profile:
             data["kernels"] = tuple(_kernel_rates(row) for row in data["kernels"])
             for link in ("inside", "between"):
                 data[link] = None if data.get(link) is None else _exchange_rates(data[link])
-            return cls(**data)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            profile = cls(**data)
+            if not 1 <= _whole(profile.tile) < _MOST:
+                raise ValueError(f"a tile of {profile.tile} rows: it must be from 1 to 2**31")
+            return profile
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"the text is no profile in JSON ({type(error).__name__}: {error}): `hf-distca profile` writes them, got "
                 f"{text[:100]!r}."
@@ -175,7 +183,7 @@ class Profile:
         if str(source) in cls.shipped():
             return cls.from_json((resources.files(__package__) / _SHIPPED / f"{source}.json").read_text(encoding="utf-8"))
         try:
-            text = Path(source).read_text(encoding="utf-8")
+            text = read_file(Path(source)).decode("utf-8")
         except (OSError, ValueError) as error:
             names = ", ".join(cls.shipped())
             raise ConfigError(f"{source}: neither a profile in a file ({error}) nor a shipped one ({names}).") from error
@@ -201,19 +209,25 @@ def _kernel_rates(row: dict[str, Any]) -> KernelRates:
     costs = {name: KernelCost(**{key: _rate(value) for key, value in row[name].items()}) for name in ("forward", "backward")}
     rates = KernelRates(**{**row, **costs})
     for cost in costs.values():
-        if not (0 <= cost.task_seconds < math.inf and cost.bytes_per_second > 0 and cost.flops_per_second > 0):
-            raise ValueError(f"{cost}: seconds must be finite and not negative, rates positive")
-    if min(rates.element_bytes, rates.head_dim, rates.value_head_dim) < 1:
-        raise ValueError(f"{rates}: bytes and widths must be at least 1")
+        if not (0 <= cost.task_seconds <= _MOST_SECONDS and min(cost.bytes_per_second, cost.flops_per_second) >= _LEAST_RATE):
+            raise ValueError(f"{cost}: seconds must be from 0 to 1e6, rates positive, at least 1 a second")
+    if not all(1 <= _whole(size) < _MOST for size in (rates.element_bytes, rates.head_dim, rates.value_head_dim)):
+        raise ValueError(f"{rates}: bytes and widths must be from 1 to 2**31")
     return rates
 
 
 def _exchange_rates(row: dict[str, Any]) -> ExchangeRates:
     rates = ExchangeRates(**{**row, "bytes_per_second": _rate(row["bytes_per_second"])})
-    if not (rates.bytes_per_second > 0 and 0 <= rates.seconds < math.inf):
-        raise ValueError(f"{rates}: a rate must be positive, seconds finite and not negative")
+    if not (rates.bytes_per_second >= _LEAST_RATE and 0 <= rates.seconds <= _MOST_SECONDS):
+        raise ValueError(f"{rates}: seconds must be from 0 to 1e6, a rate at least 1 a second")
     return rates
 
 
 def _rate(value: Any) -> float:
     return math.inf if value is None else float(value)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value

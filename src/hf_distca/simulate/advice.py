@@ -15,7 +15,7 @@ __all__ = ["Advice", "advise"]
 # Part of a step below which a gain is none: the scheduler moves nothing for less (DistCAConfig.min_gain).
 _NOTHING = 0.02
 # What needs nothing new, the simplest first.
-_SIMPLE = ("plain", "batch-rebalance", "lpt", "karmarkar-karp")
+_SIMPLE = ("plain", "batch-rebalance", "lpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,15 @@ class Advice:
         return asdict(self)
 
 
-def advise(setting: Setting, found: Sequence[Prediction]) -> Advice:
+def advise(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
     """Advise by the predictions of all strategies.
 
     Args:
         setting: what was simulated.
         found: predictions of `simulate`.
     """
-    ours, other = best_of(found, OURS), best_alternative(found)
-    by_name = {one.strategy: one for one in found}
+    ours, other = best_of(predictions, OURS), best_alternative(predictions)
+    by_name = {prediction.strategy: prediction for prediction in predictions}
     if ours is None:
         text = (
             f"hf-distca does not fit: every way needs more than the {setting.hardware.memory_bytes / 1e9:.0f} GB of a device. "
@@ -66,8 +66,12 @@ def advise(setting: Setting, found: Sequence[Prediction]) -> Advice:
         return Advice(True, ours.strategy, None, None, " ".join(filter(None, sentences)), _settings(ours))
     gain = other.step_seconds / ours.step_seconds
     if gain < 1 + _NOTHING:
-        simple = [best_of(found, [name]) for name in _SIMPLE]
-        enough = [one for one in simple if one is not None and one.step_seconds <= ours.step_seconds * (1 + _NOTHING)]
+        simple = [best_of(predictions, [name]) for name in _SIMPLE]
+        enough = [
+            prediction
+            for prediction in simple
+            if prediction is not None and prediction.step_seconds <= ours.step_seconds * (1 + _NOTHING)
+        ]
         instead = enough[0] if enough else other
         sentences.append(
             f"hf-distca buys nothing here: {instead.title} takes {instead.step_seconds:.3g} s a step, {ours.title} "
@@ -85,8 +89,12 @@ def advise(setting: Setting, found: Sequence[Prediction]) -> Advice:
     return Advice(True, ours.strategy, other.strategy, gain, " ".join(filter(None, sentences)), _settings(ours))
 
 
-def _with_degree(one: Prediction) -> str:
-    return one.title if one.degree is None else f"{one.title} over {one.degree} rank{'s' if one.degree > 1 else ''}"
+def _with_degree(prediction: Prediction) -> str:
+    return (
+        prediction.title
+        if prediction.degree is None
+        else f"{prediction.title} over {prediction.degree} rank{'s' if prediction.degree > 1 else ''}"
+    )
 
 
 def _documents(by_name: dict[str, Prediction]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hf_distca.simulate.lengths import Documents
+from hf_distca.simulate.document_lengths import DocumentSource
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES
 
@@ -25,10 +25,10 @@ _CHECKPOINTING = {
 }
 
 
-def assumptions(setting: Setting, documents: Documents, names: Iterable[str] = STRATEGIES) -> list[tuple[str, str]]:
+def assumptions(setting: Setting, documents: DocumentSource, names: Iterable[str] = STRATEGIES) -> list[tuple[str, str]]:
     """Pairs of what is assumed about, and what."""
     model, hardware = setting.model, setting.hardware
-    found = [
+    facts = [
         ("lengths", f"{documents.name}: {documents.source}"),
         (
             "model",
@@ -45,13 +45,13 @@ def assumptions(setting: Setting, documents: Documents, names: Iterable[str] = S
         ("checkpointing", _CHECKPOINTING[setting.checkpointing]),
     ]
     if setting.profile is not None:
-        found.append(
+        facts.append(
             ("profile", f"attention and exchange by the cost model {setting.profile.name!r}, not by the hardware's figures")
         )
     if setting.tensor > 1:
-        found.append(("tensor parallelism", "with sequence parallelism, four exchanges a layer and direction, hidden by nothing"))
+        facts.append(("tensor parallelism", "with sequence parallelism, four exchanges a layer and direction, hidden by nothing"))
     if setting.stages > 1:
-        found.append(
+        facts.append(
             (
                 "pipeline",
                 f"{setting.stages} stages of equally many layers, 1F1B; hf-distca and the published planner run the same phase "
@@ -59,11 +59,11 @@ def assumptions(setting: Setting, documents: Documents, names: Iterable[str] = S
                 "micro-batches; stages without a micro-batch compute attention; hf-distca has no ping-pong in stages",
             )
         )
-    found += [
+    facts += [
         ("all", "nothing but what is said here takes time: no host overhead, no fragmentation, no noise, no data loading"),
         *((STRATEGIES[name].title, STRATEGIES[name].about) for name in names),
     ]
-    return found
+    return facts
 
 
 def _exchange(setting: Setting) -> str:

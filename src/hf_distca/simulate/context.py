@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.collectives import gather_rate
-from hf_distca.simulate.layers import Directions
+from hf_distca.simulate.linear_layers import Directions
 from hf_distca.simulate.memory import in_flight
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import Work, together
+from hf_distca.simulate.work import MicroBatchWork, together
 
 __all__ = [
+    "SharedRows",
     "all_gather",
     "degrees",
     "gathered_again",
@@ -31,7 +34,22 @@ __all__ = [
     "wlb",
 ]
 
-_WAYS = np.array([[1.0, 1.0, 1.0], [1.0, 2.0, 2.5]])  # tasks, bytes and flops forward and backward, as CostModel counts them
+
+class SharedRows(NamedTuple):
+    """Documents in rows, each of which some ranks share.
+
+    Attributes:
+        length, row: tokens of each document, and the row that it is in.
+        row_count: number of rows.
+    """
+
+    length: IntArray
+    row: IntArray
+    row_count: int
+
+    def sums(self, values: npt.NDArray[Any]) -> FloatArray:
+        """Sums of values of documents, by row: shape (row_count,)."""
+        return np.bincount(self.row, weights=values, minlength=self.row_count).astype(np.float64)
 
 
 def degrees(group: int) -> list[int]:
@@ -39,22 +57,13 @@ def degrees(group: int) -> list[int]:
     return [2**power for power in range(group.bit_length()) if group % 2**power == 0]
 
 
-def _seconds(cost: CostModel, counts: FloatArray) -> Directions:
-    """Seconds of counts of tasks, bytes and flops, shape (n, 3)."""
-    found = []
-    for kernel, way in zip((cost.forward, cost.backward), _WAYS, strict=True):
-        rates = np.array([kernel.task_seconds, 1 / kernel.bytes_per_second, 1 / kernel.flops_per_second])
-        found.append((counts * way * rates).sum(axis=1))
-    return Directions(*found)
-
-
-def shared_by_document(cost: CostModel, length: IntArray, row: IntArray, rows: int, degree: int, hops: int = 1) -> Directions:
+def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int = 1) -> Directions:
     """Seconds of each rank of a row whose documents are each cut into 2 * degree chunks, a head and a tail for each rank.
 
     All ranks of a row take about as long. Chunks shorter than a tile still fill it. With `hops`, as many kernel calls see a part
     of the keys each, and read q and write o again.
     """
-    shape, chunks = cost.shape, np.minimum(2 * degree, length)
+    shape, length, chunks = cost.shape, rows.length, np.minimum(2 * degree, rows.length)
     rows_each = -(-length // chunks)
     tiled = -(-rows_each // cost.tile) * cost.tile
     pairs = causal_pairs(length, length, cost.window) * (tiled / rows_each)
@@ -62,15 +71,23 @@ def shared_by_document(cost: CostModel, length: IntArray, row: IntArray, rows: i
     if cost.window is not None:
         read = np.minimum(read, chunks * (rows_each + cost.window - 1.0))
     moved = tiled * chunks * (shape.query_bytes + shape.output_bytes) * hops + read * shape.key_value_bytes
-    counts = np.stack([chunks * hops, moved, shape.pair_flops * pairs], axis=1).astype(np.float64) / degree
-    return _seconds(cost, np.stack([np.bincount(row, weights=column, minlength=rows) for column in counts.T], axis=1))
+    tasks, bytes_, flops = (rows.sums(part / degree) for part in (chunks * hops, moved, shape.pair_flops * pairs))
+    # As `CostModel` has it, backward moves twice the bytes and computes 2.5 times the flops.
+    return Directions(
+        *(
+            tasks * kernel.task_seconds
+            + byte_factor * bytes_ * (1 / kernel.bytes_per_second)
+            + flop_factor * flops * (1 / kernel.flops_per_second)
+            for kernel, byte_factor, flop_factor in ((cost.forward, 1.0, 1.0), (cost.backward, 2.0, 2.5))
+        )
+    )
 
 
-def shared_by_row(cost: CostModel, length: IntArray, row: IntArray, rows: int, degree: int) -> Directions:
+def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
     """Seconds of the slowest rank of each row that is cut as one sequence, into a head and a tail chunk for each rank."""
-    order = np.argsort(row, kind="stable")
-    length, row = length[order], row[order]
-    sizes = np.bincount(row, weights=length, minlength=rows).astype(np.int64)
+    order = np.argsort(rows.row, kind="stable")
+    length, row = rows.length[order], rows.row[order]
+    sizes = rows.sums(rows.length).astype(np.int64)
     begins = np.cumsum(sizes) - sizes
     starts = np.cumsum(length) - length
     cuts = (begins[:, None] + sizes[:, None] * np.arange(2 * degree + 1) // (2 * degree)).ravel()
@@ -83,29 +100,22 @@ def shared_by_row(cost: CostModel, length: IntArray, row: IntArray, rows: int, d
     )  # a cut rounds down, so the piece that begins at it may seem to lie in the chunk before
     chunk += piece >= begins[owner] + sizes[owner] * np.minimum(chunk + 1, 2 * degree) // (2 * degree)
     rank = np.minimum(chunk, 2 * degree - 1 - chunk)
-    counts = cost.counts(end - piece, end - starts[document])
-    summed = [np.bincount(owner * degree + rank, weights=column, minlength=rows * degree) for column in counts.T]
-    return Directions(*(part.reshape(rows, degree).max(axis=1) for part in _seconds(cost, np.stack(summed, axis=1))))
+    seconds = (directed(end - piece, end - starts[document]) for directed in (cost.forward_seconds, cost.backward_seconds))
+    summed = (np.bincount(owner * degree + rank, weights=part, minlength=rows.row_count * degree) for part in seconds)
+    return Directions(*(part.reshape(rows.row_count, degree).max(axis=1) for part in summed))
 
 
 def _layers(
-    setting: Setting,
-    length: IntArray,
-    row: IntArray,
-    degree: int,
-    of_kind: Callable[[CostModel, int], tuple[Directions, Directions]],
-) -> Work:
+    setting: Setting, rows: SharedRows, degree: int, of_kind: Callable[[CostModel], tuple[Directions, Directions]]
+) -> MicroBatchWork:
     """All layers of rows that `degree` ranks share, of which a kind takes (attention, exchange) seconds for each row."""
-    rows = setting.group // degree
-    tokens = np.repeat(np.bincount(row, weights=length, minlength=rows) / degree, degree)
+    tokens, nothing = np.repeat(rows.sums(rows.length) / degree, degree), np.zeros(rows.row_count * degree)
     kinds = []
     for window, layers in setting.model.kinds:
-        attention, wire = of_kind(setting.cost(window), rows)
-        spread = [Directions(*(np.repeat(part, degree) for part in pair)) for pair in (attention, wire)]
-        pairs = float(causal_pairs(length, length, window).sum())
-        kinds.append(
-            Work(tokens, spread[0], spread[1], spread[1].forward + spread[1].backward, np.zeros_like(tokens), pairs).times(layers)
-        )
+        attention, exposed = (Directions(*(np.repeat(part, degree) for part in pair)) for pair in of_kind(setting.cost(window)))
+        pairs = float(causal_pairs(rows.length, rows.length, window).sum())
+        wire = exposed.forward + exposed.backward
+        kinds.append(MicroBatchWork(tokens, attention, exposed, wire, nothing, pairs).times(layers))
     return together(kinds)
 
 
@@ -114,12 +124,12 @@ def key_bytes(setting: Setting, degree: int, *, again: bool) -> float:
     if degree == 1:
         return 0.0
     # Where a layer is repeated, its forward gathers keys anyway.
-    one = again or setting.checkpointing == "full"
-    kept = 1 if one else setting.stage_layers * in_flight(setting)
+    one_layer = again or setting.checkpointing == "full"
+    kept = 1 if one_layer else setting.stage_layers * in_flight(setting)
     return float(degree * setting.shape.key_value_bytes * (kept + 2))
 
 
-def gathered_again(setting: Setting, work: Work, degree: int) -> Work:
+def gathered_again(setting: Setting, work: MicroBatchWork, degree: int) -> MicroBatchWork:
     """The work of `all_gather` or `wlb` if no keys are kept for backward: they come a second time."""
     more = work.exposed.forward
     exposed = Directions(more, work.exposed.backward + more)
@@ -127,76 +137,76 @@ def gathered_again(setting: Setting, work: Work, degree: int) -> Work:
     return replace(work, exposed=exposed, wire=work.wire + more, received=received)
 
 
-def _gathered(setting: Setting, cost: CostModel, length: IntArray, row: IntArray, rows: int, degree: int) -> Directions:
+def _gathered(setting: Setting, cost: CostModel, rows: SharedRows, degree: int) -> Directions:
     """Keys and values of a row come to all its ranks; their gradients go back, summed, in backward."""
     if degree == 1:
-        return Directions(np.zeros(rows), np.zeros(rows))
-    bytes_ = np.bincount(row, weights=length, minlength=rows) * cost.shape.key_value_bytes * (degree - 1) / degree
-    once = bytes_ / gather_rate(setting, degree) + cost.exchange_seconds
+        return Directions(np.zeros(rows.row_count), np.zeros(rows.row_count))
+    once = _others_key_bytes(cost, rows, degree) / gather_rate(setting, degree) + cost.exchange_seconds
     return Directions(once, once)
 
 
-def all_gather(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
+def _others_key_bytes(cost: CostModel, rows: SharedRows, degree: int) -> FloatArray:
+    """Bytes of a row's keys and values that lie on the other ranks, by row."""
+    return rows.sums(rows.length) * cost.shape.key_value_bytes * (degree - 1) / degree
+
+
+def _neighbour_rate(setting: Setting, degree: int) -> float:
+    """Bytes per second from a rank to others of its row."""
+    inside = degree * setting.tensor <= setting.ranks_per_node
+    return setting.hardware.node_rate if inside else setting.hardware.link_rate
+
+
+def all_gather(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     """Each rank gets all keys of its row before it computes its head and tail of every document, and keeps them."""
 
-    def of_kind(cost: CostModel, rows: int) -> tuple[Directions, Directions]:
-        attention = shared_by_document(cost, length, row, rows, degree)
-        return attention, _gathered(setting, cost, length, row, rows, degree)
+    def of_kind(cost: CostModel) -> tuple[Directions, Directions]:
+        return shared_by_document(cost, rows, degree), _gathered(setting, cost, rows, degree)
 
-    work = _layers(setting, length, row, degree, of_kind)
+    work = _layers(setting, rows, degree, of_kind)
     return replace(work, received=work.tokens * key_bytes(setting, degree, again=False))
 
 
-def wlb(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
+def wlb(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     """All-gather, where each row is cut by document or as one sequence, whichever is faster (arXiv 2503.17924, section 5)."""
 
-    def of_kind(cost: CostModel, rows: int) -> tuple[Directions, Directions]:
-        ways = [cut(cost, length, row, rows, degree) for cut in (shared_by_document, shared_by_row)]
+    def of_kind(cost: CostModel) -> tuple[Directions, Directions]:
+        ways = [cut(cost, rows, degree) for cut in (shared_by_document, shared_by_row)]
         first = ways[0].forward + ways[0].backward <= ways[1].forward + ways[1].backward
-        best = Directions(*(np.where(first, one, two) for one, two in zip(*ways, strict=True)))
-        return best, _gathered(setting, cost, length, row, rows, degree)
+        best = Directions(*(np.where(first, by_document, by_row) for by_document, by_row in zip(*ways, strict=True)))
+        return best, _gathered(setting, cost, rows, degree)
 
-    work = _layers(setting, length, row, degree, of_kind)
+    work = _layers(setting, rows, degree, of_kind)
     return replace(work, received=work.tokens * key_bytes(setting, degree, again=False))
 
 
-def ring(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
+def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     """Keys travel from neighbour to neighbour beside the attention to those that came before."""
-    hidden: dict[int | None, Directions] = {}
 
-    def of_kind(cost: CostModel, rows: int) -> tuple[Directions, Directions]:
-        attention = shared_by_document(cost, length, row, rows, degree, hops=degree)
-        hidden[cost.window] = attention
-        if degree == 1:
-            return attention, Directions(np.zeros(rows), np.zeros(rows))
-        inside = degree * setting.tensor <= setting.ranks_per_node
-        rate = setting.hardware.node_rate if inside else setting.hardware.link_rate
-        bytes_ = np.bincount(row, weights=length, minlength=rows) * cost.shape.key_value_bytes * (degree - 1) / degree
-        once = bytes_ / rate + (degree - 1) * cost.exchange_seconds
+    def of_kind(cost: CostModel) -> tuple[Directions, Directions]:
+        attention = shared_by_document(cost, rows, degree, hops=degree)
+        once = _others_key_bytes(cost, rows, degree) / _neighbour_rate(setting, degree) + (degree - 1) * cost.exchange_seconds
         # In backward gradients of keys travel with them.
         return attention, Directions(once, 2 * once)
 
-    work = _layers(setting, length, row, degree, of_kind)
+    work = _layers(setting, rows, degree, of_kind)
     exposed = Directions(*(np.maximum(wire - busy, 0) for wire, busy in zip(work.exposed, work.attention, strict=True)))
     kept = work.tokens * 3 * 2 * setting.shape.key_value_bytes * (degree > 1)  # the keys at hand and those that come
     return replace(work, exposed=exposed, received=kept)
 
 
-def ulysses(setting: Setting, length: IntArray, row: IntArray, degree: int) -> Work:
+def ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     """Each rank of a row computes some heads of all its documents: q, k, v and o of all tokens change ranks."""
     shape = setting.shape
     # Where there are fewer key/value heads than ranks, each is sent to several.
     keys = shape.key_value_bytes * max(degree / shape.key_value_heads, 1)
     moved = (shape.query_bytes + keys + shape.output_bytes) * (degree - 1) / degree
-    inside = degree * setting.tensor <= setting.ranks_per_node
-    rate = setting.hardware.node_rate if inside else setting.hardware.link_rate
 
-    def of_kind(cost: CostModel, rows: int) -> tuple[Directions, Directions]:
-        counts = cost.counts(length, length) / [1, degree, degree]
-        attention = _seconds(cost, np.stack([np.bincount(row, weights=c, minlength=rows) for c in counts.T], axis=1))
-        once = np.bincount(row, weights=length, minlength=rows) / degree * moved / rate
+    def of_kind(cost: CostModel) -> tuple[Directions, Directions]:
+        directed = (cost.forward_seconds, cost.backward_seconds)
+        attention = Directions(*(rows.sums(seconds(rows.length, rows.length, 1 / degree)) for seconds in directed))
+        once = rows.sums(rows.length) / degree * moved / _neighbour_rate(setting, degree)
         once = once + 2 * cost.exchange_seconds * (degree > 1)
         return attention, Directions(once, once)
 
-    work = _layers(setting, length, row, degree, of_kind)
+    work = _layers(setting, rows, degree, of_kind)
     return replace(work, received=work.tokens * (moved + shape.output_bytes) * (degree > 1))

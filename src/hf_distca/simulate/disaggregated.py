@@ -15,15 +15,15 @@ from hf_distca.schedule.deal import deal, deal_nano_batches
 from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.simulate.loaders import packed_rows
+from hf_distca.simulate.loader_rules import packed_rows
 from hf_distca.simulate.published import plan_published
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import Work, of_nano_batches, of_plan, together
+from hf_distca.simulate.work import MicroBatchWork, of_nano_batches, of_plan, together
 
-__all__ = ["Placed", "dealt", "given", "halved", "published", "work_of"]
+__all__ = ["Placement", "dealt", "given", "halved", "published", "work_of"]
 
 
-class Placed(NamedTuple):
+class Placement(NamedTuple):
     """Where the documents of a micro-batch lie, and who plans what moves.
 
     Attributes:
@@ -35,23 +35,23 @@ class Placed(NamedTuple):
     planner: Callable[[Layout, CostModel, DistCAConfig, Ranks], Plan]
 
 
-def given(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placed:
+def given(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
     """Rows as a packing loader fills them: documents are cut at the end of a row, and each part is one of its own."""
     layout = packed_rows(lengths, setting.group, setting.tokens_per_rank)
-    return Placed(halved(layout, setting.tile) if ping_pong else (layout,), balance)
+    return Placement(halved(layout, setting.tile) if ping_pong else (layout,), balance)
 
 
-def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placed:
+def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
     """Documents dealt by hf-distca, those of a node if there is room."""
     model = setting.cost(None if None in (window for window, _ in setting.model.kinds) else setting.model.window)
     place = (lengths, setting.group, setting.tokens_per_rank, model)
     nodes = setting.nodes.seen_by(model).per_node
     if ping_pong:
-        return Placed(deal_nano_batches(*place, tile=setting.tile, ranks_per_node=nodes), balance)
-    return Placed((deal(*place, tile=setting.tile, ranks_per_node=nodes),), balance)
+        return Placement(deal_nano_batches(*place, tile=setting.tile, ranks_per_node=nodes), balance)
+    return Placement((deal(*place, tile=setting.tile, ranks_per_node=nodes),), balance)
 
 
-def published(setting: Setting, lengths: IntArray, *, tolerance: float = 0.05) -> Placed:
+def published(setting: Setting, lengths: IntArray, *, tolerance: float = 0.05) -> Placement:
     """Documents one after another, over as many ranks as they need, under the published planner, in two nano-batches."""
     ends = np.cumsum(lengths)
     # Whole documents in each nano-batch, as near to half of the tokens as they allow.
@@ -61,7 +61,7 @@ def published(setting: Setting, lengths: IntArray, *, tolerance: float = 0.05) -
         plan = plan_published(layout, cost.shape, tolerance=tolerance, tile=config.tile)
         return replace(plan, window=cost.window)
 
-    return Placed(
+    return Placement(
         (_one_after_another(lengths[:first], setting.group), _one_after_another(lengths[first:], setting.group)), planner
     )
 
@@ -69,8 +69,8 @@ def published(setting: Setting, lengths: IntArray, *, tolerance: float = 0.05) -
 def _one_after_another(documents: IntArray, ranks: int) -> Layout:
     """Documents in order over all ranks, with tokens as equal as can be. There may be fewer tokens than ranks, or none."""
     starts, total = np.cumsum(documents) - documents, int(documents.sum())
-    each, more = divmod(total, ranks)
-    bounds = np.concatenate([[0], np.cumsum(each + (np.arange(ranks) < more))])
+    least, more = divmod(total, ranks)
+    bounds = np.concatenate([[0], np.cumsum(least + (np.arange(ranks) < more))])
     edges = np.unique(np.concatenate([starts, bounds]))
     edges = edges[edges < total].astype(np.int64)
     document = np.searchsorted(starts, edges, side="right") - 1
@@ -90,12 +90,12 @@ def halved(layout: Layout, tile: int) -> tuple[Layout, Layout]:
         starts = np.cumsum([0, *(row.length for row in rows)])
         nearest = int(starts[np.abs(starts - total / 2).argmin()])
         near = min(nearest, total - nearest) >= total / 4
-        at = nearest if near else total // 2 // tile * tile or total // 2
+        cut = nearest if near else total // 2 // tile * tile or total // 2
         first: list[tuple[int, int, int]] = []
         second: list[tuple[int, int, int]] = []
         before = 0
         for row, start in zip(rows, starts.tolist(), strict=False):
-            here = min(max(at - start, 0), row.length)
+            here = min(max(cut - start, 0), row.length)
             if here:
                 first.append((row.document, row.start, here))
             if 0 < here < row.length:
@@ -109,7 +109,7 @@ def halved(layout: Layout, tile: int) -> tuple[Layout, Layout]:
     return Layout.from_segments(halves[0]), Layout.from_segments(halves[1], context)
 
 
-def work_of(setting: Setting, placed: Placed) -> Work:
+def work_of(setting: Setting, placed: Placement) -> MicroBatchWork:
     """The work of a micro-batch that lies so, all layers."""
     config = DistCAConfig(tile=setting.tile)
     kinds = []

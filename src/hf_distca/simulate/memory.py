@@ -54,8 +54,8 @@ def _working_bytes(setting: Setting) -> float:
 
 
 def _loss_bytes(setting: Setting, tokens: FloatArray | int) -> FloatArray:
-    each = setting.model.vocabulary / setting.tensor * (setting.hardware.element_bytes + 8)
-    return np.asarray(np.minimum(tokens, _LOSS_TOKENS) * each)
+    token_bytes = setting.model.vocabulary / setting.tensor * (setting.hardware.element_bytes + 8)
+    return np.asarray(np.minimum(tokens, _LOSS_TOKENS) * token_bytes)
 
 
 def in_flight(setting: Setting, *, same_phase: bool = False) -> int:
@@ -73,6 +73,6 @@ def peak_bytes(setting: Setting, tokens: npt.ArrayLike, received: npt.ArrayLike 
 
 def most_tokens(setting: Setting, received: float = 0.0) -> int:
     """Tokens of a micro-batch with which a rank's memory is full, if it receives so many bytes for each."""
-    each = activation_bytes(setting) * in_flight(setting) + _working_bytes(setting) + received
+    token_bytes = activation_bytes(setting) * in_flight(setting) + _working_bytes(setting) + received
     room = setting.hardware.memory_bytes - weight_bytes(setting) - float(_loss_bytes(setting, _LOSS_TOKENS))
-    return max(math.floor(room / each), 0)
+    return max(math.floor(room / token_bytes), 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_distca.errors import ConfigError
+from hf_distca.input_files import read_file
 
 __all__ = ["KNOWN_MODELS", "ModelShape", "find_model"]
 
@@ -110,7 +111,7 @@ def find_model(name: str, defaults: Callable[[Path, str], dict[str, Any] | None]
     if not path.is_file():
         raise ConfigError(f"model {name!r} is neither a config.json nor one of {', '.join(KNOWN_MODELS)}.")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_file(path))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}.") from error
     if not isinstance(data, dict):
@@ -129,10 +130,10 @@ def _from_config(path: str, config: dict[str, Any]) -> ModelShape:
         raise ConfigError(f"{path} describes a mixture of experts, whose layers are not modelled: name a dense model.")
 
     def number(*names: str, default: int | None = None) -> int:
-        found = next((config[name] for name in names if config.get(name) is not None), default)
-        if type(found) is not int:
-            raise ConfigError(f"{path} must have {names[0]!r} as a whole number, it has {found!r}.")
-        return found
+        value = next((config[name] for name in names if config.get(name) is not None), default)
+        if type(value) is not int:
+            raise ConfigError(f"{path} must have {names[0]!r} as a whole number, it has {value!r}.")
+        return value
 
     hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
     layers = number("num_hidden_layers", "n_layer")

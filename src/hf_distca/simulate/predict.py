@@ -13,13 +13,13 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.collectives import optimizer_seconds, weight_exchange
-from hf_distca.simulate.layers import Directions, head_seconds
-from hf_distca.simulate.lengths import Documents
+from hf_distca.simulate.document_lengths import DocumentSource
+from hf_distca.simulate.linear_layers import Directions, head_seconds
 from hf_distca.simulate.memory import peak_bytes
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import DISAGGREGATED, STRATEGIES, Candidate, Strategy
 from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
-from hf_distca.simulate.work import Work
+from hf_distca.simulate.work import MicroBatchWork
 from hf_distca.simulate.workers import Told, predict_each
 
 __all__ = ["Prediction", "best_alternative", "best_of", "ideal_seconds", "predict_step", "simulate"]
@@ -85,10 +85,11 @@ def predict_step(setting: Setting, batches: Sequence[IntArray], strategy: Strate
         strategy: one of `STRATEGIES`.
     """
     whole = _pairs(setting, batches)
-    found = [_of_candidate(setting, one, strategy, batches, whole) for one in strategy.candidates(setting, batches)]
-    if not found:
+    candidates = strategy.candidates(setting, batches)
+    predictions = [_of_candidate(setting, candidate, strategy, batches, whole) for candidate in candidates]
+    if not predictions:
         return None
-    return min(found, key=lambda one: (not one.fits, one.attention_share < 1 - _SKIPPED, one.step_seconds))
+    return min(predictions, key=lambda step: (not step.fits, step.attention_share < 1 - _SKIPPED, step.step_seconds))
 
 
 def _pairs(setting: Setting, batches: Sequence[IntArray]) -> float:
@@ -134,7 +135,7 @@ def _of_candidate(
 
 def simulate(
     setting: Setting,
-    documents: Documents,
+    documents: DocumentSource,
     names: Iterable[str] = tuple(STRATEGIES),
     *,
     batches: int = 10,
@@ -165,13 +166,13 @@ def simulate(
     for name, value, least, most in (("batches", batches, 1, 100_000), ("seed", seed, 0, 2**63), ("jobs", jobs, 1, 1024)):
         if type(value) is not int or not least <= value <= most:
             raise ConfigError(f"{name}={value!r} must be a whole number from {least} to {most}.")
-    found: dict[str, list[Prediction]] = {name: [] for name in names}
+    predicted: dict[str, list[Prediction]] = {name: [] for name in names}
     drawn = documents.steps(setting.tokens, setting.micro_batches, batches, seed)
     for steps in predict_each(partial(_of_batch, setting, names), drawn, batches, jobs, told, len(names)):
         for name, step in zip(names, steps, strict=True):
             if step is not None:
-                found[name].append(step)
-    able = [_mean(steps) for steps in found.values() if len(steps) == batches]
+                predicted[name].append(step)
+    able = [_mean(steps) for steps in predicted.values() if len(steps) == batches]
     if not able:
         raise ConfigError(
             f"none of {', '.join(names) or 'no strategies'} can run {batches} such batch{'es' if batches > 1 else ''}: ping-pong "
@@ -214,7 +215,7 @@ def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
     for lengths in batches:
         tokens, nothing = np.full(1, float(lengths.sum()) / setting.group), np.zeros(1)
         none = Directions(nothing, nothing)
-        linear = rank_seconds(setting, Work(tokens, none, none, nothing, nothing, 0.0), keeps_attention=True)
+        linear = rank_seconds(setting, MicroBatchWork(tokens, none, none, nothing, nothing, 0.0), keeps_attention=True)
         total += float((linear.forward + linear.backward + head_seconds(setting, tokens))[0]) / setting.stages
         total += sum(layers * float(setting.cost(w).seconds(lengths, lengths).sum()) for w, layers in setting.model.kinds) / parts
     return total
@@ -223,8 +224,8 @@ def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
 def best_of(predictions: Iterable[Prediction], names: Iterable[str]) -> Prediction | None:
     """The fastest of these strategies that fits and computes the attention of whole documents; None if none does."""
     chosen = set(names)
-    able = [one for one in predictions if one.strategy in chosen and one.comparable]
-    return min(able, key=lambda one: one.step_seconds, default=None)
+    able = [prediction for prediction in predictions if prediction.strategy in chosen and prediction.comparable]
+    return min(able, key=lambda prediction: prediction.step_seconds, default=None)
 
 
 def best_alternative(predictions: Iterable[Prediction]) -> Prediction | None:

@@ -27,13 +27,13 @@ class _Items:
             np.array(column, dtype=np.int64) for column in self.columns
         )
 
-    def split(self, item: int, at: int) -> int:
+    def split(self, item: int, position: int) -> int:
         """Cut an item in two; the number of the second one."""
         self.document, self.home, self.server = (
             np.append(column, column[item]) for column in (self.document, self.home, self.server)
         )
-        self.start, self.end = np.append(self.start, at), np.append(self.end, self.end[item])
-        self.end[item] = at
+        self.start, self.end = np.append(self.start, position), np.append(self.end, self.end[item])
+        self.end[item] = position
         return len(self.document) - 1
 
 
@@ -50,13 +50,12 @@ def plan_published(layout: Layout, shape: AttentionShape, *, tolerance: float = 
     load = np.bincount(layout.rank, weights=causal_pairs(layout.length, layout.end), minlength=ranks)
     mean = load.sum() / ranks
     spare = load - mean
-    query, key = shape.query_bytes + shape.output_bytes, shape.key_value_bytes
     for server in np.argsort(spare, kind="stable").tolist():
         while spare[server] < -tolerance * mean:
-            found = _best(items, spare, -spare[server], query, key, tile)
-            if found is None:
+            part = _best(items, spare, -spare[server], shape, tile)
+            if part is None:
                 break
-            item, start, end = found
+            item, start, end = part
             if end < items.end[item]:
                 items.split(item, end)
             if start > items.start[item]:
@@ -68,13 +67,14 @@ def plan_published(layout: Layout, shape: AttentionShape, *, tolerance: float = 
     return Plan(layout, items.document, items.start, items.end, items.home, items.server)
 
 
-def _best(items: _Items, spare: FloatArray, wanted: float, query: int, key: int, tile: int) -> tuple[int, int, int] | None:
+def _best(items: _Items, spare: FloatArray, wanted: float, shape: AttentionShape, tile: int) -> tuple[int, int, int] | None:
     """The item, and the part [start, end) of it, that brings the most pairs for its bytes."""
-    at = np.flatnonzero(spare[items.server] > 0)
-    start, end = items.start[at].astype(np.float64), items.end[at].astype(np.float64)
+    query, key = shape.query_bytes + shape.output_bytes, shape.key_value_bytes
+    candidates = np.flatnonzero(spare[items.server] > 0)
+    start, end = items.start[candidates].astype(np.float64), items.end[candidates].astype(np.float64)
     rows = end - start
     pairs = rows * (end - (rows - 1) / 2)
-    most = np.minimum(np.minimum(pairs, spare[items.server[at]]), wanted)
+    most = np.minimum(np.minimum(pairs, spare[items.server[candidates]]), wanted)
     # So many rows from the end of the item, or from its start, have these pairs.
     tail = np.minimum(np.rint((end + 0.5 - np.sqrt(np.maximum((end + 0.5) ** 2 - 2 * most, 0))) / tile) * tile, rows)
     head = np.minimum(np.rint((np.sqrt((start + 0.5) ** 2 + 2 * most) - start - 0.5) / tile) * tile, rows)
@@ -87,7 +87,7 @@ def _best(items: _Items, spare: FloatArray, wanted: float, query: int, key: int,
     if not len(score) or score.max() <= 0:
         return None
     best = int(np.argmax(score))
-    item = int(at[best])
+    item = int(candidates[best])
     if tail_score[best] >= head_score[best]:
         return item, int(end[best] - tail[best]), int(end[best])
     return item, int(start[best]), int(start[best] + head[best])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
+
+import numpy as np
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
@@ -20,6 +23,7 @@ Checkpointing = Literal["none", "selective", "full"]
 Sharding = Literal["fsdp", "zero1", "ddp"]
 _MOST_RANKS = 65536
 _MOST_TOKENS = 2**28
+_MOST_SECONDS = 1e30  # of a document: the longest possible one takes some 1e21 at the rates of a CPU
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,24 @@ class Setting:
             raise ConfigError(f"tensor={self.tensor} must divide the {self.model.query_heads} query heads of {self.model.name}.")
         if self.model.layers % self.stages:
             raise ConfigError(f"stages={self.stages} must divide the {self.model.layers} layers of {self.model.name}.")
+        if self.profile is not None:
+            self._check_rates(self.cost())
+
+    def _check_rates(self, cost: CostModel) -> None:
+        """Refuse rates with which sums of seconds are no numbers.
+
+        Raises:
+            ConfigError: if one document of all tokens takes longer than any device would, or no number of seconds.
+        """
+        bytes_ = self.tokens * (cost.shape.moved_query_bytes + cost.shape.moved_key_bytes)
+        rates = (cost.exchange_bytes_per_second, cost.node_bytes_per_second or math.inf)
+        with np.errstate(over="ignore", invalid="ignore"):
+            seconds = float(cost.seconds(self.tokens, self.tokens)[0]) + bytes_ / min(rates) + cost.exchange_seconds
+        if not seconds < _MOST_SECONDS:
+            raise ConfigError(
+                f"profile {cost.name!r} gives no seconds that a device takes: {seconds:g} for {self.tokens} tokens. "
+                "Measure one with `hf-distca profile`."
+            )
 
     @property
     def group(self) -> int:

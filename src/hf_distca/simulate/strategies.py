@@ -10,11 +10,11 @@ from functools import partial
 import numpy as np
 
 from hf_distca.schedule.layout import IntArray, Layout
-from hf_distca.simulate import context, loaders
-from hf_distca.simulate.disaggregated import Placed, dealt, given, published, work_of
+from hf_distca.simulate import context, loader_rules
+from hf_distca.simulate.disaggregated import Placement, dealt, given, published, work_of
 from hf_distca.simulate.memory import most_tokens
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import Work, of_documents, side_by_side
+from hf_distca.simulate.work import MicroBatchWork, of_documents, side_by_side
 
 __all__ = ["DISAGGREGATED", "OURS", "STRATEGIES", "Candidate", "Strategy"]
 
@@ -31,7 +31,7 @@ class Candidate:
         ticks: whether stages run the same phase, and idle ones serve.
     """
 
-    works: list[Work]
+    works: list[MicroBatchWork]
     degree: int | None = None
     ticks: bool = False
 
@@ -57,7 +57,7 @@ class Strategy:
 def _plain(setting: Setting, batches: Batches) -> list[Candidate]:
     works = []
     for lengths in batches:
-        rows = loaders.packed_rows(lengths, setting.group, setting.tokens_per_rank)
+        rows = loader_rules.packed_rows(lengths, setting.group, setting.tokens_per_rank)
         works.append(of_documents(setting, rows.length, rows.rank, setting.group))
     return [Candidate(works)]
 
@@ -68,29 +68,28 @@ def _loader(bins: Callable[[Setting, IntArray, int], IntArray], setting: Setting
 
 
 def _lpt(setting: Setting, lengths: IntArray, bins: int) -> IntArray:
-    return loaders.longest_first(loaders.document_seconds(setting, lengths), lengths, bins)
-
-
-def _karmarkar_karp(setting: Setting, lengths: IntArray, bins: int) -> IntArray:
-    return loaders.karmarkar_karp(loaders.document_seconds(setting, lengths), bins)
+    return loader_rules.longest_first(loader_rules.document_seconds(setting, lengths), lengths, bins)
 
 
 def _batch_rebalance(_: Setting, lengths: IntArray, bins: int) -> IntArray:
-    return loaders.batch_rebalance(lengths, bins)
+    return loader_rules.batch_rebalance(lengths, bins)
 
 
-def _context(work: Callable[[Setting, IntArray, IntArray, int], Work], setting: Setting, batches: Batches) -> list[Candidate]:
+def _context(
+    work_of_rows: Callable[[Setting, context.SharedRows, int], MicroBatchWork], setting: Setting, batches: Batches
+) -> list[Candidate]:
     """Rows of equally many tokens, each shared by as many ranks; documents are cut at the end of a row."""
-    found = []
+    candidates = []
     for degree in context.degrees(setting.group):
-        if work is context.ulysses and setting.shape.query_heads % degree:
+        if work_of_rows is context.ulysses and setting.shape.query_heads % degree:
             continue
-        rows = [loaders.packed_rows(one, setting.group // degree, setting.tokens_per_rank * degree) for one in batches]
-        works = [work(setting, one.length, one.rank, degree) for one in rows]
-        found.append(Candidate(works, degree))
-        if work is context.all_gather and _comes_again(setting, degree):
-            found.append(Candidate([context.gathered_again(setting, one, degree) for one in works], degree))
-    return found
+        count, tokens = setting.group // degree, setting.tokens_per_rank * degree
+        packed = [loader_rules.packed_rows(lengths, count, tokens) for lengths in batches]
+        works = [work_of_rows(setting, context.SharedRows(rows.length, rows.rank, count), degree) for rows in packed]
+        candidates.append(Candidate(works, degree))
+        if work_of_rows is context.all_gather and _comes_again(setting, degree):
+            candidates.append(Candidate([context.gathered_again(setting, work, degree) for work in works], degree))
+    return candidates
 
 
 def _comes_again(setting: Setting, degree: int) -> bool:
@@ -101,8 +100,8 @@ def _comes_again(setting: Setting, degree: int) -> bool:
 def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
     """Rows of about equal seconds, as many tokens as memory allows, over all micro-batches of a step."""
     lengths = np.concatenate(batches)
-    seconds = loaders.document_seconds(setting, lengths)
-    found = []
+    seconds = loader_rules.document_seconds(setting, lengths)
+    candidates = []
     for degree in context.degrees(setting.group):
         rows, count = setting.group // degree, len(batches)
         row, fullest = np.zeros(0, dtype=np.int64), math.inf
@@ -112,25 +111,26 @@ def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
             if int(lengths.max()) > cap:
                 continue
             if fullest > cap:  # else rows that were not filled to this cap are as they would be under it
-                row = loaders.longest_first(seconds, lengths, rows * count, cap)
+                row = loader_rules.longest_first(seconds, lengths, rows * count, cap)
                 fullest = float(np.bincount(row, weights=lengths).max())
-            works = [
-                context.wlb(setting, lengths[here], row[here] - at * rows, degree)
-                for at, here in ((at, row // rows == at) for at in range(count))
-            ]
-            found.append(Candidate([context.gathered_again(setting, one, degree) for one in works] if again else works, degree))
-    return found
+            batch = row // rows
+            shared = [context.SharedRows(lengths[batch == n], row[batch == n] - n * rows, rows) for n in range(count)]
+            works = [context.wlb(setting, documents, degree) for documents in shared]
+            if again:
+                works = [context.gathered_again(setting, work, degree) for work in works]
+            candidates.append(Candidate(works, degree))
+    return candidates
 
 
-def _disaggregated(place: Callable[[Setting, IntArray], Placed], setting: Setting, batches: Batches) -> list[Candidate]:
+def _disaggregated(place: Callable[[Setting, IntArray], Placement], setting: Setting, batches: Batches) -> list[Candidate]:
     placed = [place(setting, lengths) for lengths in batches]
     if setting.stages == 1:
-        return [Candidate([work_of(setting, one) for one in placed])]
+        return [Candidate([work_of(setting, placement) for placement in placed])]
     return [Candidate([work_of(setting, tick) for tick in _ticks(setting, placed)], ticks=True)]
 
 
 def _ours(
-    place: Callable[..., Placed],
+    place: Callable[..., Placement],
     share: Callable[[IntArray, int, int], list[IntArray]],
     ping_pong: bool,
     setting: Setting,
@@ -141,42 +141,42 @@ def _ours(
     count = setting.group // setting.shared
     if count == 1:
         return _disaggregated(partial(place, ping_pong=ping_pong), setting, batches)
-    one, works = replace(setting, ranks=setting.ranks // count), []
+    group_setting, works = replace(setting, ranks=setting.ranks // count), []
     for lengths in batches:
-        groups = share(lengths, count, one.tokens)
-        works.append(side_by_side([work_of(one, place(one, each, ping_pong=ping_pong)) for each in groups]))
+        placed = [place(group_setting, group, ping_pong=ping_pong) for group in share(lengths, count, group_setting.tokens)]
+        works.append(side_by_side([work_of(group_setting, placement) for placement in placed]))
     return [Candidate(works)]
 
 
-def _ticks(setting: Setting, placed: Sequence[Placed]) -> list[Placed]:
+def _ticks(setting: Setting, placed: Sequence[Placement]) -> list[Placement]:
     """What lies on the ranks of all stages in each tick of one direction; stages without a micro-batch have nothing."""
-    found = []
+    ticks = []
     for tick in range(len(placed) + setting.stages - 1):
         running = [placed[tick - stage] if 0 <= tick - stage < len(placed) else None for stage in range(setting.stages)]
         layouts = tuple(
-            _side_by_side([None if one is None else one.layouts[nano] for one in running], setting.group)
+            _side_by_side([None if placement is None else placement.layouts[nano] for placement in running], setting.group)
             for nano in range(len(placed[0].layouts))
         )
-        found.append(Placed(layouts, placed[0].planner))
-    return found
+        ticks.append(Placement(layouts, placed[0].planner))
+    return ticks
 
 
 def _side_by_side(layouts: Sequence[Layout | None], ranks: int) -> Layout:
     """The ranks of several layouts one after another; their documents are different ones."""
     none = np.zeros(0, dtype=np.int64)
     empty = Layout(none, none, none, np.zeros(ranks + 1, dtype=np.int64))
-    found = [empty if one is None else one for one in layouts]
+    present = [empty if layout is None else layout for layout in layouts]
     documents, first = [], 0
-    for layout in found:
+    for layout in present:
         documents.append(layout.document + first)
         first += int(layout.document.max(initial=-1)) + 1
-    segments = np.concatenate([np.diff(layout.offsets) for layout in found])
+    segments = np.concatenate([np.diff(layout.offsets) for layout in present])
     return Layout(
         np.concatenate(documents),
-        np.concatenate([layout.start for layout in found]),
-        np.concatenate([layout.length for layout in found]),
+        np.concatenate([layout.start for layout in present]),
+        np.concatenate([layout.length for layout in present]),
         np.concatenate([[0], np.cumsum(segments)]),
-        np.concatenate([layout.context for layout in found]),
+        np.concatenate([layout.context for layout in present]),
     )
 
 
@@ -190,9 +190,6 @@ STRATEGIES = {
         Strategy("plain", "packed rows", _plain, f"documents in order in rows of equal tokens; {_CUT}"),
         Strategy(
             "lpt", "loader: longest first", partial(_loader, _lpt), "whole documents, each to the rank with the least to do"
-        ),
-        Strategy(
-            "karmarkar-karp", "loader: Karmarkar-Karp", partial(_loader, _karmarkar_karp), "whole documents, largest differencing"
         ),
         Strategy(
             "batch-rebalance",
@@ -234,8 +231,8 @@ STRATEGIES = {
                 keeps_attention=True,
             )
             for way, place, share, about in (
-                ("given", given, loaders.cut_into_batches, f"rows as packed; {_CUT}"),
-                ("dealt", dealt, loaders.filled_batches, "whole documents dealt with equal tokens"),
+                ("given", given, loader_rules.cut_into_batches, f"rows as packed; {_CUT}"),
+                ("dealt", dealt, loader_rules.filled_batches, "whole documents dealt with equal tokens"),
             )
             for ping_pong in (False, True)
         ),

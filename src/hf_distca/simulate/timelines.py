@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_distca.schedule.cost import FloatArray
-from hf_distca.simulate.layers import Directions, head_seconds, layer_seconds, tensor_seconds
+from hf_distca.simulate.linear_layers import Directions, head_seconds, layer_seconds, tensor_seconds
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import Work
+from hf_distca.simulate.work import MicroBatchWork
 
 __all__ = ["Timeline", "data_parallel", "one_forward_one_backward", "rank_seconds", "same_phase"]
 
@@ -27,7 +27,7 @@ class Timeline(NamedTuple):
     busy: FloatArray
 
 
-def rank_seconds(setting: Setting, work: Work, *, keeps_attention: bool) -> Directions:
+def rank_seconds(setting: Setting, work: MicroBatchWork, *, keeps_attention: bool) -> Directions:
     """Seconds of each rank for a micro-batch, all layers of the model, without the output layer.
 
     Args:
@@ -46,7 +46,7 @@ def rank_seconds(setting: Setting, work: Work, *, keeps_attention: bool) -> Dire
     return Directions(forward, backward)
 
 
-def data_parallel(setting: Setting, works: Sequence[Work], parts: Sequence[Directions]) -> Timeline:
+def data_parallel(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
     """Every rank runs its micro-batches, whose `rank_seconds` are `parts`; all wait for the last one at the end.
 
     Ranks that exchange something in every layer wait for each other in each direction of a micro-batch, too.
@@ -66,7 +66,7 @@ def _hop_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
     return np.asarray(bytes_ / setting.hardware.link_rate + setting.hardware.exchange_seconds)
 
 
-def one_forward_one_backward(setting: Setting, works: Sequence[Work], parts: Sequence[Directions]) -> Timeline:
+def one_forward_one_backward(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
     """1F1B: each rank of the group stands for a pipeline, whose stages have equally many layers.
 
     Args:
@@ -80,21 +80,24 @@ def one_forward_one_backward(setting: Setting, works: Sequence[Work], parts: Seq
     free = [np.zeros(len(works[0].tokens)) for _ in range(stages)]
     busy = np.zeros((stages, len(works[0].tokens)))
     orders = [_order(stages, stage, count) for stage in range(stages)]
-    at = [0] * stages
-    while any(at[stage] < 2 * count for stage in range(stages)):
+    done = [0] * stages
+    while any(done[stage] < 2 * count for stage in range(stages)):
         for stage in range(stages):
-            while at[stage] < 2 * count:
-                number, back = orders[stage][at[stage]]
-                ready = _ready(ends, stage, number, stages, hops[number], back=back)
-                if ready is None:
+            while done[stage] < 2 * count:
+                number, back = orders[stage][done[stage]]
+                before = _before(stage, number, stages, back=back)
+                if before is not None and before not in ends:
                     break
+                ready = np.zeros_like(hops[number]) if before is None else ends[before]
+                if before is not None and before[0] != stage:
+                    ready = ready + hops[number]
                 seconds = (parts[number].backward if back else parts[number].forward) / stages
                 if stage == stages - 1:
                     seconds = seconds + heads[number] * (2 / 3 if back else 1 / 3)
                 free[stage] = np.maximum(free[stage], ready) + seconds
                 busy[stage] += seconds
                 ends[stage, number, back] = free[stage]
-                at[stage] += 1
+                done[stage] += 1
     return Timeline(float(max(end.max() for end in free)), busy.ravel())
 
 
@@ -107,21 +110,14 @@ def _order(stages: int, stage: int, count: int) -> list[tuple[int, bool]]:
     return order + [(number, True) for number in range(count - ahead, count)]
 
 
-def _ready(
-    ends: dict[tuple[int, int, bool], FloatArray], stage: int, number: int, stages: int, hop: FloatArray, *, back: bool
-) -> FloatArray | None:
-    """When what a stage needs has arrived; None if it is not known yet."""
-    if back:
-        before = (stage, number, False) if stage == stages - 1 else (stage + 1, number, True)
-    elif stage == 0:
-        return np.zeros_like(hop)
-    else:
-        before = (stage - 1, number, False)
-    end = ends.get(before)
-    return None if end is None else end + (hop if before[0] != stage else 0)
+def _before(stage: int, number: int, stages: int, *, back: bool) -> tuple[int, int, bool] | None:
+    """The part of a micro-batch that a stage waits for, as (stage, micro-batch, whether backward); None if it waits for none."""
+    if not back:
+        return (stage - 1, number, False) if stage else None
+    return (stage, number, False) if stage == stages - 1 else (stage + 1, number, True)
 
 
-def same_phase(setting: Setting, ticks: Sequence[Work], parts: Sequence[Directions]) -> Timeline:
+def same_phase(setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
     """All stages in a forward or all in a backward tick, in which those without a micro-batch serve.
 
     Args:

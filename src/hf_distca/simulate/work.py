@@ -1,4 +1,4 @@
-"""`Work`: what a micro-batch asks of every rank under a strategy, and how plans become it."""
+"""`MicroBatchWork`: what a micro-batch asks of every rank under a strategy, and how plans become it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.relays import senders
 from hf_distca.schedule.waves import TransientBytes
-from hf_distca.simulate.layers import Directions, layer_seconds, tensor_seconds
+from hf_distca.simulate.linear_layers import Directions, layer_seconds, tensor_seconds
 from hf_distca.simulate.setting import Setting
 
-__all__ = ["Work", "of_documents", "of_nano_batches", "of_plan", "side_by_side", "together"]
+__all__ = ["MicroBatchWork", "of_documents", "of_nano_batches", "of_plan", "side_by_side", "together"]
 
 
 @dataclass(frozen=True)
-class Work:
+class MicroBatchWork:
     """One micro-batch; arrays have shape (ranks,) and seconds are those of all layers of the model together.
 
     Attributes:
@@ -47,26 +47,28 @@ class Work:
     pairs: float
     meeting: int = 1
 
-    def times(self, layers: int) -> Work:
+    def times(self, layers: int) -> MicroBatchWork:
         """The work of so many layers like this one."""
         attention, exposed = (Directions(*(layers * part for part in pair)) for pair in (self.attention, self.exposed))
         return replace(self, attention=attention, exposed=exposed, wire=layers * self.wire)
 
 
-def together(kinds: list[Work]) -> Work:
+def together(kinds: list[MicroBatchWork]) -> MicroBatchWork:
     """The work of layers of several kinds, on the same tokens."""
 
-    def both(one: Work, other: Work) -> Work:
-        attention = Directions(*(a + b for a, b in zip(one.attention, other.attention, strict=True)))
-        exposed = Directions(*(a + b for a, b in zip(one.exposed, other.exposed, strict=True)))
-        received = np.maximum(one.received, other.received)
-        meeting = max(one.meeting, other.meeting)
-        return Work(one.tokens, attention, exposed, one.wire + other.wire, received, one.pairs + other.pairs, meeting)
+    def both(left: MicroBatchWork, right: MicroBatchWork) -> MicroBatchWork:
+        attention = Directions(*(a + b for a, b in zip(left.attention, right.attention, strict=True)))
+        exposed = Directions(*(a + b for a, b in zip(left.exposed, right.exposed, strict=True)))
+        received = np.maximum(left.received, right.received)
+        meeting = max(left.meeting, right.meeting)
+        return MicroBatchWork(
+            left.tokens, attention, exposed, left.wire + right.wire, received, left.pairs + right.pairs, meeting
+        )
 
     return reduce(both, kinds)
 
 
-def side_by_side(groups: Sequence[Work]) -> Work:
+def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
     """The work of several groups of ranks, one after another."""
 
     def joined(name: str) -> Directions:
@@ -76,10 +78,12 @@ def side_by_side(groups: Sequence[Work]) -> Work:
     names = ("tokens", "wire", "received")
     tokens, wire, received = (np.concatenate([getattr(group, name) for group in groups]) for name in names)
     meeting = len(groups[0].tokens) if wire.any() else 1
-    return Work(tokens, joined("attention"), joined("exposed"), wire, received, sum(group.pairs for group in groups), meeting)
+    return MicroBatchWork(
+        tokens, joined("attention"), joined("exposed"), wire, received, sum(group.pairs for group in groups), meeting
+    )
 
 
-def of_documents(setting: Setting, length: IntArray, rank: IntArray, ranks: int) -> Work:
+def of_documents(setting: Setting, length: IntArray, rank: IntArray, ranks: int) -> MicroBatchWork:
     """Whole documents, each on one rank, and nothing exchanged."""
 
     def sums(values: npt.NDArray[Any]) -> FloatArray:
@@ -91,7 +95,7 @@ def of_documents(setting: Setting, length: IntArray, rank: IntArray, ranks: int)
         cost = setting.cost(window)
         attention = Directions(sums(cost.forward_seconds(length, length)), sums(cost.backward_seconds(length, length)))
         pairs = float(causal_pairs(length, length, window).sum())
-        kinds.append(Work(sums(length), attention, Directions(nothing, nothing), nothing, nothing, pairs).times(layers))
+        kinds.append(MicroBatchWork(sums(length), attention, Directions(nothing, nothing), nothing, nothing, pairs).times(layers))
     return together(kinds)
 
 
@@ -99,7 +103,7 @@ class _Moves(NamedTuple):
     """One layer of a plan: seconds of each rank."""
 
     attention: Directions
-    own: Directions  # of tasks that wait for nothing
+    unblocked: Directions  # of tasks that wait for nothing
     dispatch: Directions
     back: Directions
     received: FloatArray  # bytes
@@ -125,8 +129,8 @@ def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
     if not plan.moved:
         nowhere = Directions(nothing, nothing)
         return _Moves(attention, attention, nowhere, nowhere, nothing, pairs)
-    queries, keys, found = load.query_tokens, load.key_tokens, load.wave_transfers[0]
-    away, sent = plan.home != plan.server, senders(found, plan.relays)
+    queries, keys, transfers = load.query_tokens, load.key_tokens, load.wave_transfers[0]
+    away, sent = plan.home != plan.server, senders(transfers, plan.relays)
     source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
     query_tokens = (rows * plan.heads)[away]
     key_tokens = (sent.end - sent.start) * plan.layout.heads_of(sent.document)
@@ -144,45 +148,49 @@ def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
         seconds(shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes, shape.key_value_bytes),
     )
     back = Directions(seconds(shape.output_bytes + shape.lse_bytes, 0), seconds(shape.query_bytes, shape.key_value_bytes))
-    remote = found.source != found.server
-    waits = np.isin(plan.document * ranks + plan.server, np.unique(found.document[remote] * ranks + found.server[remote]))
-    own = (plan.home == plan.server) & ~waits
-    each = TransientBytes.of(shape)
-    received = each.query * queries[1] + each.key * keys[1] + each.sent_query * queries[0] + each.sent_key * keys[0]
-    return _Moves(attention, Directions(sums(forward, own), sums(backward, own)), dispatch, back, received, pairs)
+    remote = transfers.source != transfers.server
+    waits = np.isin(plan.document * ranks + plan.server, np.unique(transfers.document[remote] * ranks + transfers.server[remote]))
+    unblocked = (plan.home == plan.server) & ~waits
+    row_bytes = TransientBytes.of(shape)
+    received = row_bytes.query * queries[1] + row_bytes.key * keys[1]
+    received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
+    return _Moves(attention, Directions(sums(forward, unblocked), sums(backward, unblocked)), dispatch, back, received, pairs)
 
 
-def of_plan(plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> Work:
+def of_plan(plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
     """One layer of a plan, single-stream: a rank computes its own tasks while messages come, and waits for outputs."""
     layer = _moves(plan, cost, nodes)
     exposed = (
-        np.maximum(dispatch - own, 0) + back for dispatch, own, back in zip(layer.dispatch, layer.own, layer.back, strict=True)
+        np.maximum(dispatch - unblocked, 0) + back
+        for dispatch, unblocked, back in zip(layer.dispatch, layer.unblocked, layer.back, strict=True)
     )
     tokens = plan.layout.query_tokens.astype(np.float64)
     meeting = plan.layout.world_size if plan.moved else 1
-    return Work(tokens, layer.attention, Directions(*exposed), layer.wire, layer.received, layer.pairs, meeting)
+    return MicroBatchWork(tokens, layer.attention, Directions(*exposed), layer.wire, layer.received, layer.pairs, meeting)
 
 
-def of_nano_batches(setting: Setting, plans: tuple[Plan, Plan], cost: CostModel, nodes: Ranks = ALIKE) -> Work:
+def of_nano_batches(setting: Setting, plans: tuple[Plan, Plan], cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
     """One layer of the plans of two nano-batches in ping-pong.
 
     In turns: linear layers of A beside the return of B, those of B beside the dispatch of A, attention of A beside the dispatch
     of B, attention of B beside the return of A. What of a message is longer than what runs beside it is waited for.
     """
-    one, two = (_moves(plan, cost, nodes) for plan in plans)
+    first, second = (_moves(plan, cost, nodes) for plan in plans)
     tokens = [plan.layout.query_tokens.astype(np.float64) for plan in plans]
     linear = [layer_seconds(setting, count) for count in tokens]
     hidden = [tensor_seconds(setting, count) for count in tokens]
     exposed = []
     for way in (0, 1):
         beside = (
-            (one.dispatch[way], linear[1][way] + hidden[1]),
-            (two.dispatch[way], one.attention[way]),
-            (one.back[way], two.attention[way]),
-            (two.back[way], linear[0][way] + hidden[0]),
+            (first.dispatch[way], linear[1][way] + hidden[1]),
+            (second.dispatch[way], first.attention[way]),
+            (first.back[way], second.attention[way]),
+            (second.back[way], linear[0][way] + hidden[0]),
         )
         exposed.append(np.asarray(sum(np.maximum(message - work, 0) for message, work in beside)))
-    attention = Directions(*(a + b for a, b in zip(one.attention, two.attention, strict=True)))
-    received = np.maximum(one.received, two.received)
-    pairs, meeting = one.pairs + two.pairs, len(received) if any(plan.moved for plan in plans) else 1
-    return Work(tokens[0] + tokens[1], attention, Directions(*exposed), one.wire + two.wire, received, pairs, meeting)
+    attention = Directions(*(a + b for a, b in zip(first.attention, second.attention, strict=True)))
+    received = np.maximum(first.received, second.received)
+    pairs, meeting = first.pairs + second.pairs, len(received) if any(plan.moved for plan in plans) else 1
+    return MicroBatchWork(
+        tokens[0] + tokens[1], attention, Directions(*exposed), first.wire + second.wire, received, pairs, meeting
+    )

@@ -61,10 +61,10 @@ def predict_each(
     running: deque[Future[Found]] = deque()
 
     def first() -> Found:
-        found = running.popleft().result()
+        result = running.popleft().result()
         for _ in range(times):
             told()
-        return found
+        return result
 
     with processes(workers) as pool:
         for batch in batches:

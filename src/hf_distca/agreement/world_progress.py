@@ -1,0 +1,283 @@
+"""`Progress`: what ranks that share attention count, compare and learn from each other, since torch.distributed started.
+
+A rank announces what it has with its next documents, and all ranks take what is announced in one order. With shares of dealt
+batches nobody waits for an announcement: it is compared by a *meeting*, which is looked at when it is over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from hf_distca.agreement.announce import (
+    FIGURES,
+    Announcement,
+    Announcements,
+    Common,
+    PlanKey,
+    Request,
+    Stated,
+    agree,
+    fingerprint,
+    room_for_figures,
+)
+from hf_distca.agreement.history import History
+from hf_distca.agreement.planned import Planned, observed, take_measured
+from hf_distca.agreement.rates import Rates
+from hf_distca.config import DistCAConfig
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meeting import Meeting
+from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.ranks import Ranks
+
+__all__ = ["Costs", "Progress"]
+
+_log = logging.getLogger("hf_distca")
+
+# Meetings that may go on at once: as many micro-batches a rank can be ahead of the slowest.
+_MEETINGS = 8
+
+# Layers of one kind have one cost model, whatever their windows are.
+Kind = tuple[AttentionShape, str]
+
+
+class Costs(dict[Kind, CostModel]):
+    """The cost models that were given, by shape and device type, without a window.
+
+    Attributes:
+        rates: what the measurements make of them.
+        dtypes: of q, k and v that attention computes with now, by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = Rates()
+        self.dtypes: dict[Kind, str] = {}
+        self._queue: deque[tuple[int, Sequence[Planned]]] = deque()
+
+    def of(self, key: PlanKey, *, trial: bool = False) -> CostModel:
+        """The cost model that a plan is made with: as it was given, corrected by what was measured.
+
+        Args:
+            key: which plan.
+            trial: as for `Rates.cost`.
+        """
+        kind = key.shape, key.device
+        return replace(self.rates.cost(kind, self[kind], trial=trial), window=key.window)
+
+    def of_plans(self, keys: Sequence[PlanKey]) -> list[CostModel]:
+        """Those that plans of these keys are made with now; those of a trial for the first micro-batch among them."""
+        trials = {kind for kind in dict.fromkeys((key.shape, key.device) for key in keys) if self.rates.begin_trial(kind)}
+        costs, seen = [], set[PlanKey]()
+        for key in keys:
+            costs.append(self.of(key, trial=(key.shape, key.device) in trials and key not in seen))
+            seen.add(key)
+        return costs
+
+    def ranks(self, count: int, per_node: int | None = None) -> Ranks:
+        """What the ranks of a group of so many are like, as far as it was measured."""
+        speeds = self.rates.ranks.speeds
+        return Ranks(speeds if speeds is not None and len(speeds) == count else None, per_node)
+
+    def queue(self, number: int, plans: Sequence[Planned]) -> None:
+        """Take in plans whose figures the announcement of this number told, until `apply` learns from them."""
+        self._queue.append((number, plans))
+
+    def apply(self, before: int, config: DistCAConfig) -> list[str]:
+        """Correct rates by what announcements told before this one: at one micro-batch on all ranks.
+
+        Args:
+            before: number of an announcement; a rank may know of later ones that others do not know of yet.
+            config: settings.
+
+        Returns:
+            What has changed, in words.
+        """
+        changes: list[str] = []
+        while self._queue and self._queue[0][0] < before:
+            _, plans = self._queue.popleft()
+            # What a user's own model says is meant as it is.
+            if config.measured_rates and not isinstance(config.cost_model, CostModel):
+                changes += self._learn(plans, config)
+        return changes
+
+    def _learn(self, plans: Sequence[Planned], config: DistCAConfig) -> list[str]:
+        """Learn from each micro-batch and kind of layer, in order of first use."""
+        changes: list[str] = []
+        together: dict[tuple[int, PlanKey], list[Planned]] = {}
+        for plan in plans:
+            together.setdefault((plan.number, plan.key._replace(nano=0)), []).append(plan)
+        for (_, key), parts in together.items():
+            kind = key.shape, key.device
+            observation = observed(parts, self[kind], config) if self.rates.wants(kind) else None
+            if observation is not None:
+                changes += self.rates.learn(kind, observation)
+        return changes
+
+
+class Progress:
+    """How far ranks came together in one world of torch.distributed.
+
+    In the next one all of them begin at nothing: each may have failed elsewhere in the last one, and some may be new.
+
+    Args:
+        meter: of this process, which may have counted before.
+        history: what is planned and measured is added to it.
+
+    Attributes:
+        costs: the cost models that plans are made with.
+        number: of the micro-batch that was planned last, from 1.
+        recent: plans that were used, until somebody clears it.
+        kinds_of_shares: plans of shares so far.
+    """
+
+    def __init__(self, meter: Meter, history: History) -> None:
+        self.costs = Costs()
+        self.number = 0
+        self.recent: dict[PlanKey, None] = {}
+        self.kinds_of_shares: dict[PlanKey, None] = {}
+        self._meter, self._history = meter, history
+        self._exchanges_before = meter.dispatches + meter.returns
+        self._rank = self._announced = self._met = self._flushed = 0
+        self._used: set[PlanKey] = set()  # in this micro-batch
+        self._unannounced: list[Planned] = []  # in the order of use; the same plans on all ranks
+        self._meetings: deque[tuple[Meeting, list[Planned]]] = deque()  # with the plans whose measurements they tell
+
+    def number_of(self, keys: Iterable[PlanKey]) -> int:
+        """Number of the micro-batch that these plans are for: a new one if such a plan was used in the last one."""
+        return self.number + (self.number == 0 or any(key in self._used for key in keys))
+
+    def use(self, planned: Planned) -> Meter:
+        """Count a plan as one of the micro-batch at hand. Returns the meter for what is done by it."""
+        self.number = self.number_of([planned.key])
+        if planned.key in self._used:
+            self._used.clear()
+        self._used.add(planned.key)
+        self.recent[planned.key] = None
+        ranks = self.costs.ranks(planned.plan.layout.world_size, planned.per_node)
+        planned.begin(self.number, self.costs.of(planned.key), ranks, Meter(self._meter))
+        self._history.planned(planned)
+        self._unannounced.append(planned)
+        return planned.meter
+
+    def announce(self, requests: Sequence[Request], group: AttentionGroup, place: str, config: DistCAConfig) -> list[Stated]:
+        """As `Planner.announce`, under these settings."""
+        self.drain(at_most=0)  # in the order in which micro-batches ran
+        self._learn(self._met, config)
+        common, plans = self._begin([key for _, key in requests], group, config)
+        announcement = self._announcement(group, common, plans, requests)
+        announced = Announcements.read(group.gather(announcement.row(), doing=f"planning {place}"))
+        stated = agree(announced, common, group, place)
+        self._unannounced[:0] = self._take_figures(plans, announced.measured)
+        self.costs.queue(self._met, plans)
+        self._learn(self._met + 1, config)
+        return stated
+
+    def announce_async(
+        self, dealt: Sequence[int], keys: Sequence[PlanKey], group: AttentionGroup, place: str, config: DistCAConfig
+    ) -> None:
+        """Announce what this rank measured and has, to be compared while it goes on; nothing waits for it.
+
+        Args:
+            dealt: of shares, as in `Announcement`.
+            keys: plans that are to be used.
+            group: the ranks.
+            place: what is planned, for errors.
+            config: the settings.
+
+        Raises:
+            DistCADesyncError: if an earlier announcement has shown that ranks do not do the same.
+        """
+        self.drain(at_most=_MEETINGS)
+        self._learn(self._met - _MEETINGS, config)
+        self._met += 1
+        common, plans = self._begin(keys, group, config)
+        room = room_for_figures(group.most_numbers, dealt)  # what does not fit is announced later; on all ranks the same
+        self._unannounced[:0] = plans[room:]
+        announcement = self._announcement(group, common, plans[:room], dealt=dealt)
+
+        def compare(rows: Sequence[IntArray]) -> None:
+            agree(Announcements.read(rows), common, group, place)
+
+        meeting = group.gather_async(announcement.row(), doing=f"comparing shares of {place}", agree=compare)
+        self._meetings.append((meeting, plans[:room]))
+
+    def drain(self, at_most: int | None = None) -> None:
+        """Take what ranks measured from the meetings that are over.
+
+        Args:
+            at_most: how many may be left that are not; without, none is waited for.
+
+        Raises:
+            DistCADesyncError: if ranks turned out not to do the same.
+        """
+        while self._meetings:
+            meeting, plans = self._meetings.popleft()  # one that failed is not looked at again
+            if at_most is not None and len(self._meetings) >= at_most:
+                meeting.wait()
+            if not meeting.done:
+                self._meetings.appendleft((meeting, plans))
+                return
+            unfinished = self._take_figures(plans, Announcements.read(meeting.rows).measured)
+            self.costs.queue(self._met - len(self._meetings) - 1, plans)
+            for planned in unfinished:
+                self._history.drop(planned.number)  # ranks are here at different times: they cannot announce it again together
+
+    def flush(self, group: AttentionGroup) -> None:
+        """As `Planner.flush`."""
+        if self._flushed == self.number:
+            return
+        self._flushed = self.number
+        self.drain(at_most=0)
+        self._history.end()
+        plans, self._unannounced = self._unannounced, []
+        row = np.array([planned.own_figures for planned in plans], dtype=np.int64).reshape(-1)
+        rows = group.gather(row, doing="comparing what ranks measured up to the end of training")
+        if all(len(other) == len(row) for other in rows):
+            self._take_figures(plans, np.stack(rows).reshape(len(rows), -1, FIGURES))
+
+    def _begin(self, keys: Sequence[PlanKey], group: AttentionGroup, config: DistCAConfig) -> tuple[Common, list[Planned]]:
+        """Count an announcement. Returns what ranks must have in common for plans of these keys, and the measured plans."""
+        self._rank = group.rank
+        self._announced += 1
+        kinds = dict.fromkeys((key.shape, key.device) for key in keys)
+        dtypes = tuple(self.costs.dtypes[kind] for kind in kinds if kind in self.costs.dtypes)
+        common = Common(config, tuple(dict.fromkeys(self.costs.of(key) for key in keys)), dtypes)
+        return common, take_measured(self._unannounced, keys)
+
+    def _announcement(
+        self,
+        group: AttentionGroup,
+        common: Common,
+        plans: Sequence[Planned],
+        requests: Sequence[Request] = (),
+        dealt: Sequence[int] = (),
+    ) -> Announcement:
+        return Announcement(
+            count=self._announced,
+            settings=fingerprint(common),
+            exchanges=self._meter.dispatches + self._meter.returns - self._exchanges_before,
+            checksum=group.checksum,
+            figures=[planned.own_figures for planned in plans],
+            requests=requests,
+            dealt=dealt,
+        )
+
+    def _take_figures(self, plans: Sequence[Planned], figures: IntArray) -> list[Planned]:
+        """Take in the (ranks, plans, 4) figures of all ranks. Returns the plans with a kernel that still runs on some rank."""
+        for planned, theirs in zip(plans, figures.transpose(1, 0, 2), strict=True):
+            planned.figures = theirs
+            self._history.count(planned.number)
+        return [planned for planned in plans if not planned.is_measured]
+
+    def _learn(self, before: int, config: DistCAConfig) -> None:
+        """Correct rates by what meetings told before this one, and say so."""
+        for change in self.costs.apply(before, config):
+            if self._rank == 0:
+                _log.info("measured up to micro-batch %d: %s; plans are made accordingly", self.number, change)

@@ -1,0 +1,46 @@
+"""`read_file`: how every file is opened that a user names, or that lies in a folder that a user names."""
+
+from __future__ import annotations
+
+from errno import EFBIG, EINVAL
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import IO
+
+__all__ = ["check_file", "read_file", "read_stream"]
+
+_MOST_BYTES = 2**26
+
+
+def check_file(path: Path) -> None:
+    """Refuse what never ends or makes the reader wait: pipes, sockets and devices.
+
+    Raises:
+        OSError: if it is one, or there is nothing of that name.
+    """
+    kind = path.stat().st_mode
+    if not S_ISREG(kind) and not S_ISDIR(kind):  # opening a folder fails by itself
+        raise OSError(EINVAL, "is a pipe, a socket or a device: give a regular file", str(path))
+
+
+def read_file(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
+    """All of a regular file.
+
+    Raises:
+        OSError: if it cannot be read, is no regular file, or holds more than `most_bytes`; names the file.
+    """
+    check_file(path)
+    with path.open("rb") as file:
+        return read_stream(file, str(path), most_bytes)
+
+
+def read_stream(file: IO[bytes], name: str, most_bytes: int = _MOST_BYTES) -> bytes:
+    """All of an open file or of standard input, which `name` names.
+
+    Raises:
+        OSError: if it holds more than `most_bytes`.
+    """
+    content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(EFBIG, f"holds more than {most_bytes >> 20} MiB, the most that is read", name)
+    return content

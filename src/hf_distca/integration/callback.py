@@ -1,0 +1,254 @@
+"""`DistCACallback`: sets distca up in a Trainer and logs the balance."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.callers import calling_handler, calling_trainer
+from hf_distca.integration.checks import check_loader, check_shares
+from hf_distca.integration.loading import distca_configs, prepare
+from hf_distca.integration.record import Recorder
+from hf_distca.integration.reports import Reading, sum_up, why_given_up, why_nothing_moved, write_trace
+from hf_distca.integration.session import Session, current_session, use_session
+from hf_distca.runtime.trace import Trace
+
+__all__ = ["DistCACallback", "before_the_last_row"]
+
+_log = logging.getLogger("hf_distca")
+_TRACED_STEP = 3  # the first ones make buffers and caches
+_ENOUGH = 20  # micro-batches in which nothing was moved, to say so
+
+
+class DistCACallback(TrainerCallback):
+    """Adds the balance of core attention to the logs of a Trainer: console, ``state.log_history`` and every reporter.
+
+    A row is about whole micro-batches, ``distca/micro_batches`` of them: those whose measurement came in since the last log,
+    which lags one micro-batch, or two on a GPU. Those left at the end of training get a row before the Trainer's last one.
+
+    - ``distca/imbalance_tokens``: tokens of the fullest rank / mean of all ranks; 1 for dealt documents.
+    - ``distca/imbalance_estimated_before``, ``..._after``: slowest rank / mean of all ranks, by the scheduler's estimate, if
+      every rank computed its own attention, and as planned.
+    - ``distca/imbalance_measured_after``: the same of measured kernel seconds; ``..._measured_before`` gives each server's
+      measured seconds back to the home ranks of its tasks, in proportion to their estimates.
+    - ``distca/planning_ms``: milliseconds of planning per micro-batch, exchange of the documents included.
+    - ``distca/exchanged_mb_per_layer``: megabytes the busiest rank sends per layer and micro-batch, forward and backward.
+    - ``distca/server_time_share``: share of this rank's time spent in attention kernels, for itself and for others.
+
+    TensorBoard, W&B and trackio show them with the ``train/`` that transformers puts before the names of all training logs:
+    ``train/distca/imbalance_measured_after``. They hold the figures of rank 0.
+
+    All ranks have it or none: before the first step it meets the others, to agree on the group. It works best in
+    ``Trainer(callbacks=[...])``. Added later, its settings hold from the first event that it sees. In a Trainer
+    that has `DistCATrainerMixin`, that logs the figures; any other calls reporters in an order which this callback changes, so
+    that it comes before them.
+
+    Args:
+        config: settings, used from when the Trainer is made. Left out, they are those of `hf_distca.configure`, or the defaults;
+            never those of another callback.
+        trace_path: folder into which each rank writes a timeline of the third optimizer step, as `hf_distca.profile` does. The
+            page of ``hf-distca report`` reads those in ``args.output_dir``.
+        group: the ranks that share core attention, as `hf_distca.configure` takes them; by default those given there.
+        summary: whether rank 0 prints the balance of the whole run after training.
+        record: whether rank 0 writes ``_distca_run.jsonl`` into ``args.output_dir``, from which ``hf-distca report`` makes a
+            page: what was logged, by rank, and the plans of the first micro-batch and of the worst one between two logs, about
+            a megabyte in all; "all" for every plan. It takes no collective, and reads nothing from the device.
+    """
+
+    def __init__(
+        self,
+        config: DistCAConfig | None = None,
+        trace_path: str | Path | None = None,
+        *,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        summary: bool = True,
+        record: bool | Literal["all"] = True,
+    ) -> None:
+        self.config, self.trace_path, self.group, self.summary = config, trace_path, group, summary
+        self.record: bool | Literal["all"] = record
+        self._recorder: Recorder | None = None
+        self.reports = True  # unless the Trainer does
+        self._session: Session | None = None  # the one with these settings
+        self._reading = Reading()
+        self._steps = 0
+        self._evaluated: object = None  # the loader that was checked last
+        self._calls: int | None = None  # of attention before the first step, until that has run
+        self._training = Reading()  # since this training began
+        self._judged = False  # whether it was looked at if anything moves
+        self._given_up = False  # whether it was said that exchanges were
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Apply the settings: they hold for evaluation before training, too."""
+        self._apply_settings()
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Apply the settings, refuse a model or a loader that distca is not for, and start counting.
+
+        Raises:
+            UnsupportedError: if the model is refused by `hf_distca.prepare`, rank 0 reads packed documents for all ranks, or
+                shares would not come to every rank, or not give the loss of whole documents.
+        """
+        loader = kwargs.get("train_dataloader")
+        check_loader(loader)
+        check_shares(loader, model=kwargs.get("model"), args=args, trainer=calling_trainer(self))
+        self._apply_settings()
+        self._come_first()
+        model = kwargs.get("model")
+        if model is not None:
+            prepare(model)
+            _say_what_is_missing(model)
+        self._calls, self._steps = current_session().meter.calls, 0
+        self._reading, self._training, self._judged = Reading.from_now(), Reading.from_now(), False
+
+    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Apply the settings if the callback was added too late to see an earlier event; refuse loaders as in training.
+
+        Raises:
+            UnsupportedError: as `on_train_begin`.
+        """
+        self._catch_up()
+        loader = kwargs.get("eval_dataloader")
+        if loader is not None and loader is not self._evaluated:
+            self._evaluated = loader
+            check_shares(loader, model=kwargs.get("model"), args=args, trainer=calling_trainer(self), evaluating=True)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Start recording the step that is traced."""
+        if not self._steps:
+            self._catch_up()
+            self._come_first()
+            self._start_recording(args, state.global_step, kwargs.get("model"))
+        self._steps += 1
+        if self._recorder is not None:
+            self._recorder.enter(state.global_step + 1)
+        if self.trace_path is not None and self._steps == _TRACED_STEP:
+            current_session().trace = Trace()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """After the first step, make sure that attention was called; after the traced one, write the trace.
+
+        Raises:
+            UnsupportedError: if the model took the name "distca" and computes its attention without calling it.
+        """
+        session, model = current_session(), kwargs.get("model")
+        if self.trace_path is not None and self._steps == _TRACED_STEP and session.trace is not None:
+            write_trace(session.trace, self.trace_path)
+            session.trace = None
+        calls, self._calls = self._calls, None
+        if session.meter.calls == calls and distca_configs(model):
+            raise UnsupportedError(
+                f'{type(model).__name__} was loaded with attn_implementation="distca" and never called it in a training step: it '
+                'does not use the attention interface of transformers. Load it with attn_implementation="eager".'
+            )
+        self._judge(after=_ENOUGH)
+        why = None if self._given_up else why_given_up(session)
+        if why is not None:
+            self._given_up = True
+            if session.is_first:
+                _log.warning(why)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Log what the last steps measured, which no further plan tells, and print a summary on rank 0."""
+        session = current_session()
+        session.collect()
+        if self.reports and (figures := self._reading.rounded()):
+            state.log_history.append({**figures, "epoch": state.epoch, "step": state.global_step})
+            before_the_last_row(state)
+            handler = calling_handler(self)
+            if handler is not None:
+                handler.on_log(args, state, control, {**figures, "epoch": state.epoch})
+        self._judge(after=1)
+        if self._recorder is not None:
+            self._recorder.end(state.global_step)
+            self._recorder = None
+        if self.summary:
+            sum_up(self._training.so_far(), session)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Add the figures to the logs of a training step."""
+        logs: dict[str, Any] | None = kwargs.get("logs")
+        if self._recorder is not None and logs and "loss" in logs:
+            self._recorder.write(state.global_step, logs["loss"])
+        if not self.reports or not logs or "loss" not in logs:
+            return
+        figures = self._reading.rounded()
+        logs.update(figures)
+        if state.log_history:  # the Trainer has already put a copy of the logs there
+            state.log_history[-1].update(figures)
+
+    def _start_recording(self, args: TrainingArguments, step: int, model: torch.nn.Module | None) -> None:
+        """Record on rank 0, where there are ranks to share with; a training that failed may have left its own recorder."""
+        session = current_session()
+        if self._recorder is not None:
+            self._recorder.stop()
+            self._recorder = None
+        if self.record and args.output_dir and session.ranks > 1 and session.is_first and distca_configs(model):
+            self._recorder = Recorder(Path(args.output_dir), session, every_plan=self.record == "all")
+            self._recorder.begin(args, step, model, self.trace_path)
+
+    def _judge(self, after: int) -> None:
+        """Say once why nothing was moved, if it was not, after so many micro-batches."""
+        done, session = self._training.so_far(), current_session()
+        if self._judged or done.micro_batches < after:
+            return
+        self._judged = True
+        why = why_nothing_moved(done, session)
+        if why is not None and session.is_first:
+            _log.warning(why)
+
+    @property
+    def _has_settings(self) -> bool:
+        return self.config is not None or self.group is not None
+
+    def _apply_settings(self) -> None:
+        """Make the settings those of the process, unless they are; without any, those of `configure`."""
+        if not self._has_settings or current_session() is not self._session:
+            self._session = use_session(self.config, self.group)
+
+    def _catch_up(self) -> None:
+        if self._session is None and self._has_settings:
+            _log.warning(
+                "DistCACallback was added while its Trainer was at work: its settings hold from now on, not for what has run. "
+                "Give it to the Trainer's `callbacks`, or call hf_distca.configure before."
+            )
+        self._apply_settings()
+
+    def _come_first(self) -> None:
+        """Move in front of the reporters: a callback behind them changes the logs too late for them to see."""
+        if not self.reports:
+            return
+        handler = calling_handler(self)
+        if handler is None:
+            _log.warning(
+                "DistCACallback does not find who calls it: balance figures reach log_history, but not the reporters. With "
+                "hf_distca.DistCATrainerMixin they reach all of them."
+            )
+        elif handler.callbacks[0] is not self:
+            handler.callbacks.remove(self)
+            handler.callbacks.insert(0, self)
+
+
+def _say_what_is_missing(model: torch.nn.Module) -> None:
+    """Warn of what makes distca do nothing."""
+    if not distca_configs(model):
+        _log.warning(
+            'DistCACallback has nothing to do now: no part of this %s has attn_implementation="distca". Load the model with it.',
+            type(model).__name__,
+        )
+    elif current_session().group.size == 1:
+        _log.warning("DistCACallback has nothing to balance: the attention group is this process alone.")
+
+
+def before_the_last_row(state: TrainerState) -> None:
+    """Move the newest row of the log in front of the one that the Trainer ends with, which scripts look for at the end."""
+    history = state.log_history
+    if len(history) > 1 and "train_runtime" in history[-2]:
+        history.insert(-1, history.pop())

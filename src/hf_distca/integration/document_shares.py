@@ -1,0 +1,180 @@
+"""`document_shares`: documents of any length as a data set that Trainers, accelerate and loaders read rank by rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.state import AcceleratorState, is_initialized
+from packaging.version import Version
+
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.dealt import Dealing, Placement
+from hf_distca.config import DistCAConfig
+from hf_distca.data.global_batches import Fill, GlobalBatches, Longer
+from hf_distca.data.reading import document_lengths
+from hf_distca.data.shares import Shares
+from hf_distca.data.streaming import StreamedShares
+from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.integration.families import known_cost, layer_keys
+from hf_distca.integration.session import current_session
+from hf_distca.runtime.members import launched_per_node
+from hf_distca.schedule.cost import AttentionShape
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+__all__ = ["document_shares", "lazy_dataset", "shares_of"]
+
+_COUNTS_SHIFTED = Version("5.11.0")
+
+
+def document_shares(
+    documents: Any,
+    tokens_per_rank: int,
+    *,
+    model: Any = None,
+    shapes: Sequence[tuple[AttentionShape, int | None]] | None = None,
+    ranks: int | None = None,
+    ranks_per_node: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    config: DistCAConfig | None = None,
+    seed: int | None = 0,
+    fill: Fill = "cut",
+    longer: Longer = "cut",
+    column: str = "input_ids",
+    lengths: Any = None,
+    pad_token_id: int = 0,
+    placement: Placement = "dealt",
+) -> Dataset | StreamedShares:
+    """Documents, dealt to ranks: equal tokens on every rank, about equal attention, and no document too long for it.
+
+    All ranks together train on global batches of ``ranks * tokens_per_rank`` tokens. Which documents make one depends on the
+    seed, the epoch and this number. Each is dealt to the ranks, a long document to several of them, and planned, where it is
+    loaded: in the loader's workers, if there are some. Item ``k * ranks + r`` is what rank r gets of global batch k, so items
+    must be read in order, one a batch, each rank its own: with `PackingCollator` and
+    ``TrainingArguments(per_device_train_batch_size=1, train_sampling_strategy="sequential")``.
+
+    Call it after `TrainingArguments` or an `Accelerator` was made, with the same arguments on every rank.
+
+    Args:
+        documents: a `datasets.Dataset` with a column of token ids, or any sequence of rows with that column or of token ids;
+            `labels` of rows are used, -100 among them for tokens that are not trained on. Without a length, documents are
+            streamed, see below.
+        tokens_per_rank: tokens of each rank in a micro-batch.
+        model: the model, or its config: documents are dealt and planned for its attention.
+        shapes: instead of a model, (shape, window or None) of each kind of layer, without a window first.
+        ranks: how many ranks share attention; all processes, or as many of them as `config` puts in a group, if not given.
+            Tensor-parallel ranks count once. Each group of ranks trains on global batches of its own: item ``k * ranks + r`` is
+            then what rank r of a group gets of batch k, and the groups take batches in turns.
+        ranks_per_node: ranks of a node, on which a document rather lies; as torchrun or `accelerate launch` started them, if
+            neither this nor `ranks` is given.
+        dtype: in which attention computes, as ``torch.bfloat16`` with ``TrainingArguments(bf16=True)``. If not given, that of the
+            mixed precision that an `Accelerator` or `accelerate launch` was told of, else the model's.
+        device: type of the device that trains; that of accelerate, if not given.
+        config: settings to train with; those given to `hf_distca.configure`, if not given. ``cost_model="calibrated"`` deals by
+            built-in figures, and plans are made in the step.
+        seed: epochs are shuffled by it; None for the order as given in every epoch, as for evaluation.
+        fill: ``"cut"`` to fill global batches to the token: what is left of a document goes on in the next as a document of its
+            own, and what is left of an epoch is dropped. ``"whole"`` for whole documents, and padding in the few free places.
+        longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused (``"refuse"``).
+        column: where the token ids are.
+        lengths: tokens of each document, or the name of the column that has them, where they are known. Not needed for a
+            `datasets.Dataset` of token ids, which knows them without being read.
+        pad_token_id: what padding is made of.
+        placement: ``"in order"`` puts documents on ranks one after another, cut where a rank is full, to see what dealing
+            changes: the same global batches, tokens and numbers.
+
+    Returns:
+        A `datasets.Dataset` that makes shares when they are read; `datasets` must be installed. With the shares come
+        ``shift_labels``, which models of transformers take: ``labels`` cannot be shifted where a document is cut.
+
+        For documents without a length, a `StreamedShares`, a torch `IterableDataset`, which fills global batches in the order in
+        which documents come (`seed`, `fill="whole"`, `longer="refuse"` and `lengths` are not for it). It needs ``max_steps`` and
+        ``accelerator_config={"dispatch_batches": False}``.
+
+    Raises:
+        ConfigError: if an argument is out of its range, or neither a model that can be read nor shapes are given.
+        UnsupportedError: if this version of transformers counts targets in another way.
+        LayoutError: if documents have no tokens, too few for one global batch, or not such a column.
+    """
+    config = config or current_session().config
+    launched = ranks is None and ranks_per_node is None
+    if ranks is None:
+        ranks = config.group_size or config.group_ranks(PartialState().num_processes)
+    device_type = torch.device(PartialState().device if device is None else device).type
+    ranks_per_node = launched_per_node(ranks) if launched else ranks_per_node
+    _check_version(ranks)
+    keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype or _mixed_dtype(), device_type)
+    dealing = Dealing(ranks, tokens_per_rank, {key: known_cost(key, config) for key in keys}, config, ranks_per_node, placement)
+    dealing.layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
+    if not hasattr(documents, "__len__"):
+        _check_stream(seed, fill, longer, lengths)
+        return StreamedShares(documents, dealing, column=column)
+    quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
+    counts = document_lengths(documents, column, lengths, quiet=quiet)
+    batches = GlobalBatches(counts, ranks * tokens_per_rank, seed, fill, longer, quiet=quiet)
+    return lazy_dataset(Shares(documents, batches, dealing, column=column, pad_token_id=pad_token_id))
+
+
+def lazy_dataset(shares: Shares) -> Dataset:
+    """The numbers of items, which a transform makes into shares when they are read.
+
+    Their column bears a name that every model takes, so that no Trainer removes it as unused.
+    """
+    import pyarrow as pa
+    from datasets import Dataset  # an extra, and slow to import
+
+    dataset = Dataset(pa.table({"input_ids": np.arange(len(shares))})).with_transform(shares)
+    dataset.set_epoch = shares.set_epoch  # accelerate's loaders call it, and with them the Trainer
+    return dataset
+
+
+def shares_of(dataset: object) -> Shares | StreamedShares | None:
+    """The shares that a data set or a loader reads, whatever the Trainer, TRL or accelerate wrapped around them; None if none."""
+    while dataset is not None:
+        if isinstance(dataset, Shares | StreamedShares):
+            return dataset
+        form = getattr(dataset, "format", None)
+        transform = form["format_kwargs"].get("transform") if isinstance(form, dict) and "format_kwargs" in form else None
+        dataset = getattr(dataset, "dataset", None) if transform is None else transform
+    return None
+
+
+def _check_version(ranks: int) -> None:
+    """Refuse versions whose Trainers count targets in `labels`, which lack those at cuts: losses would be too large."""
+    installed = Version(version("transformers"))
+    if ranks > 1 and installed < _COUNTS_SHIFTED:
+        raise UnsupportedError(
+            f"documents over {ranks} ranks need transformers {_COUNTS_SHIFTED} or newer, whose Trainer counts the targets in "
+            f"shift_labels; this is {installed}."
+        )
+
+
+def _mixed_dtype() -> torch.dtype | None:
+    """That of mixed precision, if an Accelerator or its launcher was told of it; what `TrainingArguments` say cannot be found."""
+    mixed = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed or "no")
+
+
+def _given_keys(shapes: Sequence[tuple[AttentionShape, int | None]], device: str) -> list[PlanKey]:
+    if not shapes:
+        raise ConfigError("shapes=[] names no kind of layer: give (AttentionShape(...), window) of at least one.")
+    return [PlanKey(shape, device, window) for shape, window in shapes]
+
+
+def _check_stream(seed: int | None, fill: Fill, longer: Longer, lengths: Any) -> None:
+    """Refuse what needs to know all documents before the first is trained on. The default seed shuffles nothing here."""
+    if fill != "cut" or longer != "cut" or seed or lengths is not None:
+        raise ConfigError(
+            f"seed={seed!r}, fill={fill!r}, longer={longer!r} and lengths={lengths!r} for documents without a length: they are "
+            "taken as they come, and cut where a global batch is full. Leave seed, fill, longer and lengths out, and shuffle "
+            "the documents themselves."
+        )

@@ -1,0 +1,214 @@
+"""How models come to distca: the names it is registered under, in whose place, as whose default; and `prepare`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import cache, partial, wraps
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from hf_distca.borrowed import changed_flash_attention, let_names_pass
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop
+from hf_distca.integration.nano_batches import cut_layers
+from hf_distca.integration.processes import mesh_of
+from hf_distca.integration.session import current_session
+from hf_distca.register import STAND_INS, check_stand_in
+
+__all__ = [
+    "STAND_INS",
+    "asks_for_distca",
+    "check_untouched",
+    "distca_configs",
+    "make_default",
+    "origin",
+    "prepare",
+    "register",
+    "registered",
+    "stand_in",
+]
+
+_attention: dict[str, Callable[..., Any]] = {}
+
+
+def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Make attention and mask function those of a name."""
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    _attention[name] = attention
+
+
+def registered() -> frozenset[str]:
+    """The names under which distca is registered."""
+    return frozenset(_attention)
+
+
+def asks_for_distca(config: PreTrainedConfig) -> bool:
+    """Whether a model with this configuration computes its attention with distca."""
+    return getattr(config, "_attn_implementation", None) in _attention
+
+
+def origin(function: Callable[..., Any]) -> str:
+    """Module and name of a function, or of what it is instead."""
+    if isinstance(function, partial):
+        return origin(function.func)
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def check_untouched(config: PreTrainedConfig | None) -> None:
+    """Check that what distca was registered as is still distca, and that nothing was built on what it replaced.
+
+    Raises:
+        UnsupportedError: if another package changed the attention of the name since, as those do that cut sequences over ranks.
+    """
+    name = getattr(config, "_attn_implementation", None)
+    ours = _attention.get(name) if isinstance(name, str) else None
+    if ours is None:
+        return
+    registered_now = ALL_ATTENTION_FUNCTIONS[name]
+    changed = None if registered_now is ours else registered_now
+    if changed is None and "flash" in str(name):
+        changed = changed_flash_attention()
+    if changed is not None:
+        raise UnsupportedError(
+            f'attn_implementation="{name}" is distca here, and {origin(changed)} has been put in front of it since. '
+            "Packages do so to cut sequences over ranks; distca would take each part for documents of its own. Switch that off "
+            "(sequence, context or Ulysses parallelism of size 1): distca shares the attention of long documents between ranks."
+        )
+
+
+_log = logging.getLogger("hf_distca")
+
+
+def stand_in(name: str) -> None:
+    """Let models that ask for the attention `name` have distca, for trainers that take no name but those they know.
+
+    Call it before the model is loaded. From then on transformers has distca's functions in the place of its own, in this process
+    and for every model that asks for `name`, also one that is not trained. The trainer's checks and packing stay those of
+    `name`. transformers no longer looks for the package behind the name, flash-attn say: distca does not need it. A trainer
+    that looks for it by itself still does. Again has no effect.
+
+    What distca does not compute it refuses when it is asked for it, as under its own name: attention that is not causal,
+    dropout, other arguments. There is no way back to what was replaced: load such models with another attention.
+
+    Args:
+        name: "flash_attention_2", "flash_attention_3", "flash_attention_4" or "sdpa".
+
+    Raises:
+        UnsupportedError: if `name` is another, or a package has put a function of its own in its place, as those do that cut
+            sequences over ranks. If one does so later, the next forward says so.
+    """
+    if name in registered():
+        return
+    check_stand_in(name)
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        raise UnsupportedError(f"distca cannot stand in for {name!r}: this version of transformers does not have it.")
+    replaced = ALL_ATTENTION_FUNCTIONS[name]
+    changed = changed_flash_attention() if "flash" in name else None
+    for function in (replaced, changed):
+        if function is not None and not origin(function).startswith("transformers."):
+            raise UnsupportedError(
+                f"distca cannot stand in for {name!r}: {origin(function)} has been put in its place. Packages do so to cut "
+                "sequences over ranks, which distca would not know of: switch that off."
+            )
+    register(name, _attention["distca"], ALL_MASK_ATTENTION_FUNCTIONS["distca"])
+    let_names_pass(registered())
+    _log.warning(
+        'distca stands in for attn_implementation="%s": models that ask for it in this process get distca, not %s.',
+        name,
+        origin(replaced),
+    )
+
+
+_log = logging.getLogger("hf_distca")
+
+
+def make_default() -> None:
+    """Give distca to causal language models, and their parts, that name no attention and are of a proven family."""
+    choose = PreTrainedModel.get_correct_attn_implementation
+
+    @wraps(choose)
+    def chosen(self: PreTrainedModel, requested_attention: str | None, *args: bool, **kwargs: bool) -> str:
+        if requested_attention is None and _suits(self):
+            requested_attention = "distca"
+        return choose(self, requested_attention, *args, **kwargs)
+
+    PreTrainedModel.get_correct_attn_implementation = chosen  # type: ignore[method-assign]
+
+
+def _suits(model: PreTrainedModel) -> bool:
+    """Whether a model is causal and of a proven family. BERT and its like are not, unless they are decoders."""
+    config = model.config
+    encodes = getattr(config, "is_decoder", None) is False and not model.can_generate()
+    if encodes or getattr(config, "is_encoder_decoder", False):
+        return False
+    if FAMILIES.get(config.model_type) in EQUAL:
+        return True
+    _leave(config.model_type)
+    return False
+
+
+@cache
+def _leave(model_type: str) -> None:
+    _log.warning("hf-distca leaves %s models with the attention of transformers: they are not proven.", model_type)
+
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def prepare(model: Model) -> Model:
+    """Make a model ready to train under distca, before its first step; for loops of your own, as `DistCACallback` does it too.
+
+    Call it on every rank, after `configure` and after torch.distributed has started. It makes the attention group, from the
+    device mesh of the model where there is one, and lets decoder layers run as nano-batches if ping-pong is on. Without it the
+    first forward does the same, as far as it finds the model among its callers. Again has no effect.
+
+    Args:
+        model: a model of transformers, or what holds one, such as a PEFT or a DDP model.
+
+    Returns:
+        The model.
+
+    Raises:
+        UnsupportedError: if the model, or a part of it that asks for distca, is of a family that is refused or drops layers,
+            or if another package has put itself in front of distca.
+        DistCADesyncError: if not all ranks come.
+    """
+    configs = distca_configs(model)
+    for config in configs:
+        check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
+        check_layerdrop(config)
+        check_untouched(config)
+    if not configs:
+        return model
+    session = current_session()
+    mesh = next((mesh for part in _models(model) if (mesh := mesh_of(part)) is not None), None)
+    if mesh is not None and session.looks_for_mesh:
+        session.found_mesh(mesh)
+    if session.config.ping_pong:
+        for part in _models(model):
+            if part.config.model_type in PING_PONG:  # of others the first forward says why it leaves them whole
+                cut_layers(part)
+    if dist.is_available() and dist.is_initialized():
+        _ = session.group  # made at the first use
+    return model
+
+
+def distca_configs(model: torch.nn.Module | None) -> list[PreTrainedConfig]:
+    """The configurations of a model and its parts, like a language tower, that ask for distca, under whatever name."""
+    configs = {id(part.config): part.config for part in _models(model)}
+    return [config for config in configs.values() if asks_for_distca(config)]
+
+
+def _models(model: torch.nn.Module | None) -> Iterator[PreTrainedModel]:
+    """The models of transformers that a module is or holds, from the outside in."""
+    for part in () if model is None else model.modules():
+        if isinstance(part, PreTrainedModel):
+            yield part

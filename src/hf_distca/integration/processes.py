@@ -1,0 +1,135 @@
+"""What a process knows of the others: which ranks share core attention, when the user does not say so; and what rank 0 says.
+
+Lines for whoever watches a run go to standard error, past progress bars. `transformers.utils.logging.disable_progress_bar()`
+switches those off that tell what takes long.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
+
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from torch.distributed.device_mesh import DeviceMesh
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.utils.logging import is_progress_bar_enabled
+
+from hf_distca.borrowed import accelerate_started, loaded_mesh
+from hf_distca.config import DistCAConfig
+from hf_distca.errors import UnsupportedError
+from hf_distca.runtime.group import Members
+
+__all__ = ["data_parallel_group", "find_members", "mesh_of", "said_if_long", "say", "size_of_groups"]
+
+_log = logging.getLogger("hf_distca")
+
+# Names of the dimensions along which ranks hold different tokens: the first two are accelerate's, the third is transformers'.
+_DATA_DIMENSIONS = ("dp_replicate", "dp_shard", "fsdp", "dp")
+_MODEL_DIMENSIONS = ("tp", "pp")  # along which they hold the same tokens, and other heads or layers
+_SEQUENCE_DIMENSIONS = ("cp", "sp", "ulysses")  # along which they hold parts of the same documents
+
+
+def find_members() -> Members | None:
+    """The data-parallel ranks of accelerate's device mesh if it has one, else None for the world.
+
+    Raises:
+        UnsupportedError: if accelerate cuts sequences over ranks.
+    """
+    if not accelerate_started():
+        return None
+    state = AcceleratorState()
+    mesh: DeviceMesh | None = getattr(state, "device_mesh", None)
+    if mesh is not None:
+        return data_parallel_group(mesh)
+    parallelism = getattr(state, "parallelism_config", None)  # where DeepSpeed cuts sequences, accelerate makes no mesh
+    if parallelism is not None:
+        _check_dimensions({"cp": parallelism.cp_size, "sp": getattr(parallelism, "sp_size", 1)})  # accelerate 1.11 has no sp
+    return None
+
+
+def size_of_groups(members: dist.ProcessGroup | Members | None, config: DistCAConfig) -> int | None:
+    """How many of these ranks share core attention, as `AttentionGroup.of` takes it; said once if the user does not say so.
+
+    A process group that the user made is one attention group, unless `config` has a size.
+    """
+    if config.group_size is not None or isinstance(members, dist.ProcessGroup):
+        return config.group_size
+    ranks = (members or Members.of(None)).ranks
+    size = config.group_ranks(len(ranks))
+    if size == len(ranks):
+        return None
+    if dist.get_rank() == min(ranks):
+        text = "%d ranks share attention in groups of %d; DistCAConfig(group_size=%d) would make them one group"
+        _log.info(text, len(ranks), size, len(ranks))
+    return size
+
+
+def mesh_of(model: object) -> DeviceMesh | None:
+    """The mesh on which transformers laid out a model that was loaded with a `DistributedConfig`, None for other objects."""
+    return loaded_mesh(model) if isinstance(model, PreTrainedModel) else None
+
+
+def data_parallel_group(mesh: DeviceMesh, also: str | None = None) -> Members:
+    """The ranks of `mesh` that differ from this one in their data-parallel coordinates only: this rank alone if there are none.
+
+    With `also`, the name of a dimension, they may differ in that, too.
+
+    A mesh without any dimension whose name is known (those of data, and "tp", "pp", "cp", "sp", "ulysses") is taken whole.
+
+    Raises:
+        UnsupportedError: if ranks of a mesh with such names also differ in something else.
+    """
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    part = mesh
+    if sizes.keys() & {*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS, *_SEQUENCE_DIMENSIONS}:
+        _check_dimensions({name: size for name, size in sizes.items() if name != also})
+        data = tuple(name for name, size in sizes.items() if size > 1 and (name in _DATA_DIMENSIONS or name == also))
+        if not data:
+            return Members((dist.get_rank(),), dist.get_backend())
+        part = mesh[data]
+    return Members(tuple(part.mesh.flatten().tolist()), dist.get_backend(part.get_group(0)))
+
+
+def _check_dimensions(sizes: dict[str, int]) -> None:
+    """Raise if ranks differ in something that is neither data nor the model's heads and layers."""
+    for name, size in sizes.items():
+        if size > 1 and name not in (*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS):
+            raise UnsupportedError(
+                f'the device mesh has a dimension "{name}" of {size} ranks; distca knows {_DATA_DIMENSIONS} for data and '
+                f"{_MODEL_DIMENSIONS} for the model, and would take the part of a sequence that each of these ranks holds for "
+                f'documents of its own. Make it 1 (for "cp" and "sp": cp_size=1, sp_size=1 in accelerate\'s ParallelismConfig): '
+                "distca does what context and sequence parallelism are used for, by sharing the attention of long documents "
+                "between data-parallel ranks."
+            )
+
+
+_LONG_SECONDS = 1.0
+
+
+def say(text: str) -> None:
+    """Write a line, or several."""
+    tqdm.write(text, file=sys.stderr)
+
+
+@contextmanager
+def said_if_long(what: str) -> Iterator[None]:
+    """Say on rank 0 what a run is at, once that has taken more than a second, and at its end how long it took."""
+    if not is_progress_bar_enabled() or (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
+        yield
+        return
+    started, timer = time.perf_counter(), Timer(_LONG_SECONDS, say, [f"distca: {what} ..."])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+    seconds = time.perf_counter() - started
+    if seconds > _LONG_SECONDS:
+        say(f"distca: {what} took {seconds:.1f} s")

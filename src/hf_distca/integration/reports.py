@@ -1,0 +1,223 @@
+"""What was planned and measured since `configure`: figures for logs, the summary of a run, and timelines for Perfetto."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hf_distca.agreement.history import Tally
+from hf_distca.integration.processes import say
+from hf_distca.integration.session import Session, current_session
+from hf_distca.runtime.trace import Trace
+
+__all__ = [
+    "attention_seconds",
+    "Metrics",
+    "Reading",
+    "balance_figures",
+    "metrics",
+    "profile",
+    "sum_up",
+    "summary",
+    "why_nothing_moved",
+    "write_trace",
+]
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Sums since `configure`. The difference of two readings is what lies between them.
+
+    Attributes:
+        balance: sums over the micro-batches that were planned with other ranks.
+        attention_seconds: that this rank spent in attention kernels, for itself and for others.
+        elapsed_seconds: that have passed.
+    """
+
+    balance: Tally
+    attention_seconds: float
+    elapsed_seconds: float
+
+    def __sub__(self, earlier: Metrics) -> Metrics:
+        return Metrics(
+            self.balance - earlier.balance,
+            self.attention_seconds - earlier.attention_seconds,
+            self.elapsed_seconds - earlier.elapsed_seconds,
+        )
+
+    def figures(self) -> dict[str, float]:
+        """The figures that `DistCACallback` logs and explains; those without data are left out."""
+        return self.balance.figures()
+
+
+def metrics() -> Metrics:
+    """What was planned and measured since `configure`: a read that changes nothing, and that each rank may do alone.
+
+    For loggers of your own: ``before = metrics()``, and later ``(metrics() - before).figures()``.
+    """
+    session = current_session()
+    return Metrics(session.planner.history.total, session.meter.seconds, time.perf_counter() - session.started)
+
+
+def attention_seconds() -> float:
+    """Seconds this rank has spent in attention kernels, forward and backward, for itself and as a server, since `configure`.
+
+    On CUDA those of finished kernels: synchronise first for an exact figure.
+    """
+    return current_session().meter.seconds
+
+
+class Reading:
+    """Figures since its own last reading: of several loggers, each has one."""
+
+    def __init__(self) -> None:
+        self._session: weakref.ref[Session] | None = None
+        self._last = Tally()
+
+    @classmethod
+    def from_now(cls) -> Reading:
+        """One that leaves out what came before."""
+        reading = cls()
+        reading.figures()
+        return reading
+
+    def figures(self) -> dict[str, float]:
+        """The figures since the last call; since `configure` in the first one after it."""
+        done, session = self.so_far(), current_session()
+        self._session, self._last = weakref.ref(session), session.planner.history.total
+        return done.figures()
+
+    def so_far(self) -> Tally:
+        """What was done since the last call of `figures`."""
+        session = current_session()
+        known = self._session is not None and self._session() is session
+        return session.planner.history.total - self._last if known else session.planner.history.total
+
+    def rounded(self) -> dict[str, float]:
+        """The figures since the last call, for a log."""
+        return {name: round(value, 4) for name, value in self.figures().items()}
+
+
+_reading = Reading()
+
+
+def balance_figures() -> dict[str, float]:
+    """The figures of the balance since the last call, under the names that `DistCACallback` logs; it says what they mean.
+
+    Call it before the first step, to start counting, and then whenever you log. Nothing is exchanged: a rank may call it alone.
+    All ranks see the same figures, but for ``distca/planning_ms`` and ``distca/server_time_share``, which are of this rank.
+    What a micro-batch measured comes in with the documents of the next one, and only then is it in the figures, with all that
+    was planned and done for it: ``distca/micro_batches`` says how many they are about.
+
+    Without such micro-batches there are no figures, as with one rank or another attention implementation. Other readers, such as
+    `metrics` and `DistCACallback`, take nothing away from it.
+    """
+    return _reading.figures()
+
+
+def summary(done: Tally, session: Session) -> str | None:
+    """The balance of micro-batches in a few lines, None if there were none.
+
+    Args:
+        done: what they did.
+        session: in which they ran.
+    """
+    if not done.micro_batches:
+        return None
+    tokens = done.largest_tokens / done.mean_tokens if done.mean_tokens else 1.0
+    lines = [
+        f"distca: {done.micro_batches} micro-batches on {session.ranks} ranks, work moved in {done.moved}",
+        f"  {'imbalance (slowest rank / mean)':<34}{'before':>8}{'after':>8}",
+        f"    {'tokens':<32}{tokens:>8.3f}{tokens:>8.3f}",
+    ]
+    for kind in ("estimated", "measured"):
+        mean = getattr(done, f"{kind}_mean")
+        if mean > 0:
+            before, after = (getattr(done, f"{kind}_{side}") / mean for side in ("before", "after"))
+            lines.append(f"    {kind:<32}{before:>8.3f}{after:>8.3f}")
+    figures = done.figures()
+    parts = {
+        "exchanged": f"{figures.get('distca/exchanged_mb_per_layer', 0.0):.3f} MB per layer and micro-batch by the busiest rank",
+        "planning": f"{figures['distca/planning_ms']:.1f} ms per micro-batch",
+        "attention": f"{figures['distca/server_time_share']:.0%} of this rank's time, in kernel {', '.join(session.kernels)}",
+    }
+    return "\n".join([*lines, *(f"  {name:<12}{value}" for name, value in parts.items())])
+
+
+def sum_up(done: Tally, session: Session) -> None:
+    """Print the summary on the first rank, if there is anything to say."""
+    text = summary(done, session)
+    if text is not None and session.is_first:
+        say(text)
+        session.summarized = True
+
+
+def why_nothing_moved(done: Tally, session: Session) -> str | None:
+    """Why no work was moved in some micro-batches, with the figures; None if some was, or if there were none."""
+    if done.moved or done.busiest_bytes or not done.estimated_mean:
+        return None
+    config, ratio = session.config, done.estimated_before / done.estimated_mean
+    said = f"distca moved nothing in {done.micro_batches} micro-batches"
+    uneven = f"the slowest rank has {ratio:.3f} times the mean attention seconds, by estimate"
+    if not config.balance:
+        return f"{said}: balancing is off (balance=False). Without it, {uneven}."
+    if ratio <= 1 + config.tolerance:
+        return f"{said}: the documents are even ({uneven}; tolerance={config.tolerance:g}). There is nothing to win."
+    saved, milliseconds = 1 - 1 / ratio, (done.estimated_before - done.estimated_mean) / done.micro_batches * 1e3
+    if saved < config.min_gain:
+        return f"{said}: {uneven}, and evening that out saves {saved:.1%} at most, less than min_gain={config.min_gain:g}."
+    cost = next(session.planner.costs.rates.cost(kind, given) for kind, given in session.planner.costs.items())
+    return (
+        f"{said}: {uneven}, and evening that out saves {milliseconds:.3g} ms a layer at most, of which the exchange would leave "
+        f"less than min_gain={config.min_gain:g} (cost model {cost.name!r}: {cost.exchange_bytes_per_second / 1e9:g} GB/s and "
+        f"{cost.exchange_seconds * 1e3:g} ms an exchange). Longer documents or a faster network gain more; if the figures do not "
+        "fit your machine, give DistCAConfig(cost_model=...) your own."
+    )
+
+
+def why_given_up(session: Session) -> str | None:
+    """That exchanges turned out to take longer than they gain, with the figures; None as long as they do not."""
+    slower = session.planner.costs.rates.slower
+    if slower is None:
+        return None
+    return (
+        f"distca moves less, or nothing: with exchanges, attention took {slower:.0%} longer than it would have taken where it "
+        "was. Plans go by what was measured, and exchanges are tried again now and then. A faster network or longer documents "
+        "gain more; DistCAConfig(measured_rates=False) goes by the cost model alone."
+    )
+
+
+@contextmanager
+def profile(folder: str | Path | None = None) -> Iterator[Trace]:
+    """Record what core attention does inside: linear, dispatch, server and return spans of both nano-batches and directions.
+
+    Open the files at ui.perfetto.dev or chrome://tracing. On CUDA, recording puts events on the stream and stops nothing; writing
+    waits for the device.
+
+    Args:
+        folder: where each rank writes ``rank_<number>.json`` at the end; None to write nothing.
+
+    Yields:
+        The trace; ``spans`` and ``hidden`` (the part of the messages' time that was computed in) can be read at any time.
+    """
+    session = current_session()
+    before, session.trace = session.trace, Trace()
+    trace = session.trace
+    try:
+        yield trace
+    finally:
+        session.trace = before
+    if folder is not None:
+        write_trace(trace, folder)
+
+
+def write_trace(trace: Trace, folder: str | Path) -> None:
+    """Write this rank's file."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    trace.write(Path(folder) / f"rank_{rank}.json", rank)

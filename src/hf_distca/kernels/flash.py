@@ -1,0 +1,316 @@
+"""Flash attention for GPUs: what torch's CUDA wheels have inside, and three packages, where they are installed.
+
+All compute sequences of several lengths in one call, below their autograd layer. What differs is where the functions are, what
+their arguments are called, and what they cannot run: a row of `_Package` each.
+
+FlashAttention 3 and 4 are called directly. torch's own way to them, `torch.nn.attention.activate_flash_attention_impl`, changes
+what the whole process runs, `sdpa` of other models included, and knows no softcap; for FlashAttention 4 it takes two results from
+a forward that gives five (flash-attn-4 4.0.0b36, torch 2.11 and 2.13). Both rows are written against the packages' sources
+(commit 01afd16, and 4.0.0b36) and have not run yet: `hf_distca.kernels.check` compares them on the device before they are taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from hf_distca.borrowed import cuda_attention, cuda_attention_backward
+from hf_distca.kernels.base import Case, Scores
+from hf_distca.kernels.varlen import Sequences, VarlenKernel, VarlenOp
+
+__all__ = [
+    "CUDA",
+    "FLASH_ATTN",
+    "FLASH_ATTN_3",
+    "FLASH_ATTN_4",
+    "AtenFlash",
+    "import_error",
+    "unsupported_by_flash",
+]
+
+_MAX_HEAD_DIM = 256
+_HALF = (torch.float16, torch.bfloat16)
+_OLDEST = (2, 6, 2)  # of flash-attn
+_FOURTH = (9, 10, 11, 12)  # major compute capabilities whose backward FlashAttention 4 has
+_INTERFACE_3, _INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
+
+
+def unsupported_by_flash(case: Case) -> str | None:
+    """Why flash-attention 2, from wherever it comes, cannot run a case, or None if it can."""
+    device, width = case.device, max(case.head_dim, case.value_head_dim)
+    if device.type != "cuda":
+        return f"it runs on CUDA devices, the tensors are on {device.type!r}"
+    if case.dtype not in _HALF:
+        return f"it computes in bfloat16 and float16, not in {case.dtype}: run the model in half precision or under autocast"
+    if width > _MAX_HEAD_DIM:
+        return (
+            f"head dimensions go up to {_MAX_HEAD_DIM}, got {case.head_dim} for queries and keys and {case.value_head_dim} "
+            "for values"
+        )
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < (8, 0):
+        return f"it needs compute capability 8.0 (Ampere) or later, {device} has {capability[0]}.{capability[1]}"
+    if torch.version.hip is None and 192 < width <= 224 and capability != (8, 0) and capability[0] not in (9, 10):
+        return (
+            f"its backward runs head dimensions of 193 to 224 on GPUs of compute capability 8.0, 9 and 10 only, {device} has "
+            f"{capability[0]}.{capability[1]} and the head dimension is {width}"
+        )
+    return None
+
+
+class AtenFlash:
+    """`VarlenOp` over ``aten::_flash_attention_forward`` and ``aten::_flash_attention_backward``.
+
+    The forward returns the output, the log-sum-exp and then, in a number that differs between releases, what backward needs to
+    repeat dropout. Without dropout backward ignores these, so placeholders of the right dtype take their place and nothing
+    needs to be kept from forward.
+    """
+
+    def forward(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, sequences: Sequences, scores: Scores
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `VarlenOp.forward`."""
+        o_THD, lse_HT, *_ = cuda_attention()(
+            q_THD,
+            k_TKD,
+            v_TKD,
+            *sequences,
+            dropout_p=0.0,
+            is_causal=True,
+            return_debug_mask=False,
+            scale=scores.scale,
+            **self._window(scores),
+        )
+        return o_THD, lse_HT
+
+    def backward(
+        self,
+        do_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        o_THD: torch.Tensor,
+        lse_HT: torch.Tensor,
+        sequences: Sequences,
+        scores: Scores,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `VarlenOp.backward`."""
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
+        unused = torch.empty(0, dtype=torch.uint64, device=q_THD.device)
+        window, op = self._window(scores), cuda_attention_backward()
+        tensors = (do_THD, q_THD, k_TKD, v_TKD, o_THD, lse_HT)
+        dq_THD, dk_TKD, dv_TKD = op(*tensors, *sequences, 0.0, True, rng_state, unused, scale=scores.scale, **window)
+        return dq_THD, dk_TKD, dv_TKD
+
+    def _window(self, scores: Scores) -> dict[str, int]:
+        """The op counts the keys to the left of a row's own; without these arguments it hides none."""
+        return {} if scores.window is None else {"window_size_left": scores.window - 1, "window_size_right": 0}
+
+
+@dataclass(frozen=True)
+class _Package:
+    """How the functions of a package are called.
+
+    Attributes:
+        module: where they are.
+        forward, backward: their names.
+        no_limit: what stands for no limit of the keys to the left and to the right of a row's own.
+        options: arguments that both take, besides lengths, scale, softcap and window.
+        forward_options, backward_options: arguments that one of them takes.
+        lse: what backward calls the log-sum-exp.
+        in_place: whether backward writes the gradients to tensors that it is given; else it returns them.
+    """
+
+    module: str
+    forward: str
+    backward: str
+    no_limit: int | None = -1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    forward_options: Mapping[str, Any] = field(default_factory=dict)
+    backward_options: Mapping[str, Any] = field(default_factory=dict)
+    lse: str = "softmax_lse"
+    in_place: bool = True
+
+
+class _PackageFlash:
+    """`VarlenOp` over the functions of a package."""
+
+    def __init__(self, package: _Package) -> None:
+        self._package = package
+
+    def forward(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, sequences: Sequences, scores: Scores
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `VarlenOp.forward`."""
+        package = self._package
+        function = getattr(_module(package.module), package.forward)
+        results = function(q=q_THD, k=k_TKD, v=v_TKD, **package.forward_options, **self._options(sequences, scores))
+        # flash-attn before 2.7 gives out, q, k, v, padded out, lse, probabilities, rng state; all others begin with out, lse.
+        return results[0], results[5] if len(results) == 8 else results[1]
+
+    def backward(
+        self,
+        do_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        o_THD: torch.Tensor,
+        lse_HT: torch.Tensor,
+        sequences: Sequences,
+        scores: Scores,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `VarlenOp.backward`."""
+        package = self._package
+        tensors = {"dout": do_THD, "q": q_THD, "k": k_TKD, "v": v_TKD, "out": o_THD, package.lse: lse_HT}
+        options = {**package.backward_options, **self._options(sequences, scores)}
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        function = getattr(_module(package.module), package.backward)
+        if not package.in_place:
+            results = function(**tensors, **options)
+            return results[0], results[1], results[2]
+        dq_THD, dk_TKD, dv_TKD = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_TKD, v_TKD))
+        function(**tensors, dq=dq_THD, dk=dk_TKD, dv=dv_TKD, **options)
+        return dq_THD, dk_TKD, dv_TKD
+
+    def _options(self, sequences: Sequences, scores: Scores) -> dict[str, Any]:
+        """The arguments that forward and backward have in common."""
+        left: int | None = self._package.no_limit
+        right = left
+        if scores.window is not None:  # keys to the left of a row's own; causal attention sees none to the right
+            left, right = scores.window - 1, 0
+        one_argument = self._package.module == _FLASH_ATTN.module and (_installed() or _OLDEST) < (2, 7)
+        window = {"window_size": (left, right)} if one_argument else {"window_size_left": left, "window_size_right": right}
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        lengths = dict(zip(names, sequences, strict=True))
+        scale = {"softmax_scale": scores.scale, "softcap": scores.softcap or 0.0}
+        return {**self._package.options, **lengths, **scale, **window}
+
+
+_FLASH_ATTN = _Package(
+    "flash_attn.flash_attn_interface",
+    "_flash_attn_varlen_forward",
+    "_flash_attn_varlen_backward",
+    options={"dropout_p": 0.0, "causal": True, "alibi_slopes": None},
+    forward_options={"return_softmax": False},
+)
+_FLASH_ATTN_3 = _Package(
+    _INTERFACE_3,
+    "_flash_attn_forward",
+    "_flash_attn_backward",
+    forward_options={"causal": True, "num_splits": 1},
+    backward_options={"is_causal": True},
+)
+_FLASH_ATTN_4 = _Package(
+    _INTERFACE_4,
+    "_flash_attn_fwd",
+    "_flash_attn_bwd",
+    no_limit=None,
+    options={"causal": True},
+    forward_options={"return_lse": True},
+    lse="lse",
+    in_place=False,
+)
+
+
+@cache
+def _module(name: str) -> Any:
+    """A package's module, or what importing it raised. Only on first use: it loads CUDA libraries or a compiler."""
+    try:
+        return import_module(name)
+    except Exception as error:
+        return error
+
+
+@cache
+def _installed() -> tuple[int, ...] | None:
+    """Major, minor and micro version of flash-attn, None if there is none."""
+    spec = find_spec("flash_attn")
+    if spec is None or spec.origin is None:  # flash-attn-4 alone has flash_attn.cute, which makes flash_attn a namespace
+        return None
+    try:
+        text = version("flash-attn")
+    except PackageNotFoundError:  # a source tree on the path, or another distribution that provides the module
+        text = str(getattr(import_module("flash_attn"), "__version__", ""))
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    return tuple(int(number or 0) for number in numbers.groups()) if numbers else (0, 0, 0)
+
+
+def import_error(name: str = _INTERFACE_3) -> Exception | None:
+    """What importing a package raised, FlashAttention 3 if none is named; None if it is there."""
+    module = _module(name)
+    return module if isinstance(module, Exception) else None
+
+
+def _no_aten(case: Case) -> str | None:
+    reason = unsupported_by_flash(case)
+    if reason is None and case.scores.softcap is not None:
+        return "torch's flash attention has no softcap, the flash-attn package has: pip install flash-attn"
+    if reason is None and not torch.backends.cuda.is_flash_attention_available():
+        return "this build of torch comes without flash attention"
+    return reason
+
+
+def _no_flash_attn(case: Case) -> str | None:
+    installed = _installed()
+    if installed is None:
+        return "the package flash-attn is not installed: pip install flash-attn"
+    if installed < _OLDEST or installed[0] != _OLDEST[0]:
+        # Before 2.6 log-sum-exps are padded to (sequences, heads, longest); before 2.6.2 backward has no softcap.
+        return f"flash-attn is installed in version {'.'.join(map(str, installed))}, it takes 2.6.2 or a later 2.x"
+    return unsupported_by_flash(case)
+
+
+def _no_flash_attn_3(case: Case) -> str | None:
+    if (reason := unsupported_by_flash(case)) is not None:
+        return reason
+    if torch.cuda.get_device_capability(case.device)[0] != 9:
+        return f"FlashAttention 3 is for Hopper GPUs (compute capability 9), {case.device} is none"
+    if (error := import_error()) is not None:
+        return f"FlashAttention 3 cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
+def _no_flash_attn_4(case: Case) -> str | None:
+    if (reason := unsupported_by_flash(case)) is not None:
+        return reason
+    major = torch.cuda.get_device_capability(case.device)[0]
+    if major not in _FOURTH:
+        return f"FlashAttention 4 is for Hopper and Blackwell GPUs, {case.device} has compute capability {major}"
+    width = max(case.head_dim, case.value_head_dim)
+    if major != 9 and 128 < width <= 248:
+        return f"FlashAttention 4 has head dimensions up to 128 and 256 on {case.device}, not {width}"
+    if (error := import_error(_INTERFACE_4)) is not None:
+        return f"flash-attn-4 cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
+class _FlashKernel(VarlenKernel):
+    """A kernel with a function that says what it cannot run. All run bfloat16 and float16, on Ampere GPUs and later."""
+
+    def __init__(self, name: str, op: VarlenOp, why_not: Callable[[Case], str | None]) -> None:
+        super().__init__(op, name)
+        self._why_not = why_not
+
+    def unsupported(self, case: Case) -> str | None:
+        """See `Kernel.unsupported`."""
+        return self._why_not(case)
+
+
+# From torch itself; head dimensions up to 256, no softcap.
+CUDA = _FlashKernel("cuda", AtenFlash(), _no_aten)
+# The package flash-attn; head dimensions up to 256.
+FLASH_ATTN = _FlashKernel("flash_attn", _PackageFlash(_FLASH_ATTN), _no_flash_attn)
+# flash_attn_interface, built from the folder hopper of the sources: Hopper GPUs. Not run yet.
+FLASH_ATTN_3 = _FlashKernel("flash_attn_3", _PackageFlash(_FLASH_ATTN_3), _no_flash_attn_3)
+# flash-attn-4, which compiles its kernels as they are needed: Hopper, and Blackwell with widths up to 128 and 256. Not run yet.
+FLASH_ATTN_4 = _FlashKernel("flash_attn_4", _PackageFlash(_FLASH_ATTN_4), _no_flash_attn_4)

@@ -1,0 +1,1 @@
+"""Times attention kernels and links: calibrated cost models, and profiles of machines."""

@@ -1,0 +1,212 @@
+"""Kernels timed on this machine, on batches of tasks as servers run them: a cost model, and which kernel is the fastest.
+
+A task that is alone in its call pays the launch and, on a GPU, leaves most of the device idle. Among others it pays neither.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import add
+
+import numpy as np
+import torch
+
+from hf_distca.kernels import Case, runnable
+from hf_distca.kernels.base import Kernel, Operands, Saved, Scores, TaskBatch
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
+
+__all__ = ["BACKWARD", "BATCHES", "Documents", "calibrate", "fastest", "measure", "timed"]
+
+# The documents of a batch: of each the slices [start, end) that are tasks, in shares of the batch's size in tokens.
+Documents = Sequence[Sequence[tuple[float, float]]]
+
+# Few and many documents, slices with a long context, and both together. No slivers: the model counts their rows in whole tiles
+# and a CPU does not, so that in batches as small as these they spoil the rates of everything else.
+BATCHES: tuple[Documents, ...] = (
+    [[(0, 1)]],
+    [[(0, 0.55)], [(0, 0.45)]],
+    [[(0, share)] for share in (0.6, 0.2, 0.1, 0.06, 0.04)],
+    [[(0, share / 100)] for share in range(2, 14)],
+    [[(0, share / 200)] for share in range(5, 20)],
+    [[(0.125, 0.25), (0.625, 0.75), (0.875, 1)]],
+    [[(0.75, 1)], [(0, 0.3)], [(0, 0.2)], [(0, 0.1)]],
+    [[(0.875, 1)]],
+)
+
+# Columns of `CostModel.counts` in backward, against those in forward; as in `CostModel.backward_seconds`.
+BACKWARD = np.array([1.0, 2.0, 2.5])
+
+# A batch grows through these sizes until it takes `_ENOUGH` seconds, forward and backward, and only its largest size counts:
+# the smaller a batch, the less it is like those of training. Where even the first takes that long, larger ones take too long.
+_SIZES = (128, 1024, 2048, 4096, 8192, 16384)
+_ENOUGH = 0.04
+
+
+# What kernels are compared by: a whole document, and a slice of a long one.
+_COMPARED = TaskBatch((0, 8192), (8192, 1024), (0, 8192), (8192, 32768))
+
+
+def calibrate(analytic: CostModel, kernel: Kernel, dtype: torch.dtype, device: torch.device, group: AttentionGroup) -> CostModel:
+    """`analytic` with kernel coefficients measured on the first rank of the group, so that all ranks plan alike."""
+    ours = np.zeros(6)
+    if group.rank == 0:
+        forward, backward = measure(analytic, kernel, dtype, device)
+        ours[:3] = forward.task_seconds, forward.bytes_per_second, forward.flops_per_second
+        ours[3:] = backward.task_seconds, backward.bytes_per_second, backward.flops_per_second
+    values = group.gather(ours.view(np.int64), doing="waiting for rank 0 to time the attention kernel")[0].view(np.float64)
+    forward, backward = KernelCost(*values[:3].tolist()), KernelCost(*values[3:].tolist())
+    return replace(analytic, forward=forward, backward=backward, name=f"calibrated {kernel.name}")
+
+
+def measure(
+    model: CostModel,
+    kernel: Kernel,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[KernelCost, KernelCost]:
+    """Time the kernel on batches of tasks, forward and backward, and fit both directions.
+
+    Args:
+        model: says the shape of q, k and v and what the tasks of a batch count.
+        kernel, dtype, device: what is timed, and on what.
+        clock: seconds since any moment.
+    """
+    counts, times = timed(model, kernel, dtype, device, BATCHES, clock=clock)
+    forward, backward = times.T
+    return KernelCost.fit(counts, forward), KernelCost.fit(counts * BACKWARD, backward)
+
+
+def timed(
+    model: CostModel,
+    kernel: Kernel,
+    dtype: torch.dtype,
+    device: torch.device,
+    batches: Sequence[Documents],
+    *,
+    enough: float = _ENOUGH,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[FloatArray, FloatArray]:
+    """Time batches of tasks, each as large as it need be.
+
+    Args:
+        model, kernel, dtype, device, clock: as for `measure`.
+        batches: the documents of each.
+        enough: seconds that a batch should take.
+
+    Returns:
+        (batches, 3) what each counts, as `CostModel.counts`, and (batches, 2) seconds, forward and backward.
+    """
+    timer = _Timer(device, clock)
+    times(model.shape, kernel, _batch(batches[0], _SIZES[0]), dtype, timer)  # the first call of a process loads code
+    counts, taken = [], []
+    for documents in batches:
+        for size in _SIZES:
+            tasks = _batch(documents, size)
+            seconds = times(model.shape, kernel, tasks, dtype, timer)
+            if sum(seconds) >= enough:
+                break
+        counts.append(model.counts(tasks.query_length, tasks.key_length).sum(axis=0))
+        taken.append(seconds)
+    return np.array(counts), np.array(taken)
+
+
+def fastest(
+    shape: AttentionShape,
+    names: tuple[str, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: AttentionGroup,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> str | None:
+    """The kernel that takes the fewest seconds on the first rank, among those that run on every rank. All ranks must call it.
+
+    Each rank could choose for itself, since all kernels compute the same to rounding. But plans are made with one cost model for
+    all ranks, and two ranks with different kernels would not have the same rates.
+
+    Args:
+        shape: what the kernels are timed with.
+        names: all kernels, in the same order on every rank; the first one of several with equal seconds is taken.
+        dtype, device: of q, k and v.
+        group: the ranks that agree.
+        clock: seconds since any moment.
+
+    Returns:
+        Its name, None if there is no kernel that runs on all ranks.
+    """
+    case = Case(device, dtype, shape.head_dim, shape.value_head_dim, Scores(1.0), shape.ratio)
+    kernels = {kernel.name: kernel for kernel in runnable(case)}
+    ours = np.array([0.0 if name in kernels else np.inf for name in names])
+    if group.rank == 0 and len(kernels) > 1:
+        for place, name in enumerate(names):
+            if name in kernels:
+                ours[place] = _seconds(shape, kernels[name], dtype, _Timer(device, clock))
+    rows = group.gather(ours.view(np.int64), doing="waiting for rank 0 to compare attention kernels")
+    total = np.sum([row.view(np.float64) for row in rows], axis=0)
+    return names[int(np.argmin(total))] if np.isfinite(total).any() else None
+
+
+def _seconds(shape: AttentionShape, kernel: Kernel, dtype: torch.dtype, timer: _Timer) -> float:
+    """Seconds of the tasks that kernels are compared by, forward and backward."""
+    times(shape, kernel, _COMPARED, dtype, timer)
+    return sum(times(shape, kernel, _COMPARED, dtype, timer))
+
+
+def _batch(documents: Documents, size: int) -> TaskBatch:
+    """The tasks of a batch of so many tokens. Slices of one document share its keys."""
+    tasks: list[tuple[int, int, int, int]] = []
+    row = key = 0
+    for slices in documents:
+        for start, end in slices:
+            rows, keys = int(end * size) - int(start * size), int(end * size)
+            tasks.append((row, rows, key, keys))
+            row += rows
+        key += keys
+    return TaskBatch(*zip(*tasks, strict=True))
+
+
+def times(shape: AttentionShape, kernel: Kernel, tasks: TaskBatch, dtype: torch.dtype, timer: _Timer) -> tuple[float, float]:
+    """Seconds of a batch, forward and backward. The first one of a kernel may load or compile code, and counts for nothing."""
+    rows, keys = sum(tasks.query_length), max(map(add, tasks.key_start, tasks.key_length))
+    random = partial(torch.randn, dtype=dtype, device=timer.device)
+    q_THD = random(rows, shape.query_heads, shape.head_dim)
+    k_TKD, v_TKV = (random(keys, shape.key_value_heads, width) for width in (shape.head_dim, shape.value_head_dim))
+    scores = Scores(shape.head_dim**-0.5)
+    forward = partial(kernel.forward, Operands(q_THD, k_TKD, v_TKV), tasks, scores)
+    o_THV, lse_TH = forward()
+    backward = partial(kernel.backward, Saved(o_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV), tasks, scores)
+    return timer.seconds(forward), timer.seconds(backward)
+
+
+@dataclass(frozen=True)
+class _Timer:
+    """Times calls on a device."""
+
+    device: torch.device
+    clock: Callable[[], float]
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Seconds of a call, the least of up to three rounds: whatever else a machine does adds to them."""
+        taken = [self._round(call, 1)]
+        while len(taken) < 3 and sum(taken) < _ENOUGH / 2:
+            taken.append(self._round(call, max(1, int(2e-3 / taken[0]))))
+        return min(taken)
+
+    def _round(self, call: Callable[[], object], calls: int) -> float:
+        """Seconds of a call in a run of so many."""
+        self._finish()
+        started = self.clock()
+        for _ in range(calls):
+            call()
+        self._finish()
+        return max((self.clock() - started) / calls, 1e-6)  # no call is shorter; a coarse clock may say 0
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,299 @@
+"""What ``hf-distca profile`` times: the attention kernel on batches of tasks, and exchanges by bytes and peers.
+
+A part of what is timed is kept aside: rates are fitted to the rest, and their errors are those of the part kept aside.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from hf_distca.errors import ConfigError
+from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.measure.calibrate import BACKWARD, BATCHES, Documents, timed
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.members import node_number
+from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
+from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
+
+__all__ = ["Said", "Wanted", "device_named", "dtypes", "launched_ranks", "on_new_ranks", "on_these_ranks"]
+
+# Other documents, slices and numbers of heads than those that rates are fitted to.
+_KEPT_ASIDE: tuple[Documents, ...] = (
+    [[(0, 0.7)], [(0, 0.3)]],
+    [[(0, 0.125)]] * 8,
+    [[(0.25, 0.5), (0.75, 1)]],
+    [[(0.5, 0.75)], [(0, 0.15)], [(0, 0.1)]],
+    [[(0, share)] for share in (0.4, 0.3, 0.15, 0.1, 0.05)],
+)
+_FITTED_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
+_KEPT_ASIDE_BYTES = (2**14, 3 * 2**17, 3 * 2**21)
+_ROUNDS = 9  # of an exchange; the fastest counts: whatever else a machine does adds to it
+
+Said = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is timed.
+
+    Attributes:
+        device: on which.
+        dtypes: of q, k and v.
+        widths: of heads; q, k and v have the same.
+        heads: (query heads, key/value heads) that rates are fitted to, at least one.
+        kept_aside: the same of what is kept aside.
+        batch_seconds: a batch grows until it takes so long.
+    """
+
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    widths: tuple[int, ...]
+    heads: tuple[tuple[int, int], ...] = ((4, 2), (8, 1))
+    kept_aside: tuple[int, int] = (6, 3)
+    batch_seconds: float = 0.04
+
+    def steps(self, ranks: int) -> int:
+        """How often progress is told, where all ranks are on one node."""
+        exchanges = len(_FITTED_BYTES) + len(_KEPT_ASIDE_BYTES)
+        return len(self.dtypes) * len(self.widths) * (len(self.heads) + 1) + exchanges * min(ranks - 1, 2)
+
+
+def launched_ranks() -> int:
+    """How many processes a launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device of this name, or the GPU of this process if there is one.
+
+    Raises:
+        ConfigError: if torch knows no such device, or it is neither a CPU nor a GPU.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r}: torch knows no such device.") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"device {name!r}: there is none here that can be timed; give cpu, or cuda where there is a GPU.")
+    if device.type == "cuda" and ":" not in str(device):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    return device
+
+
+def dtypes(names: Sequence[str]) -> tuple[torch.dtype, ...]:
+    """Dtypes by name.
+
+    Raises:
+        ConfigError: if attention has no such dtype.
+    """
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"dtype {unknown[0]!r}: choose from {', '.join(known)}.")
+    return tuple(known[name] for name in names)
+
+
+def _measure(wanted: Wanted, group: AttentionGroup, name: str, made_by: str, say: Said) -> Profile | None:
+    """Time kernels on the first rank and exchanges among all.
+
+    Args:
+        wanted: what is timed.
+        group: the ranks; exchanges are left out if it is one.
+        name, made_by: as in `Profile`.
+        say: is told of every step.
+
+    Returns:
+        The profile on the first rank; None on the others.
+    """
+    kernels: list[KernelRates] = []
+    if group.rank == 0:
+        for dtype in wanted.dtypes:
+            kernels += [_kernel_rates(wanted, dtype, width, say) for width in wanted.widths]
+    group.gather(np.zeros(1, dtype=np.int64), doing="waiting for rank 0 to time the attention kernel")
+    inside, between = _exchange_rates(wanted, group, say)
+    if group.rank > 0:
+        return None
+    return Profile(
+        name,
+        wanted.device.type,
+        _processor(wanted.device),
+        datetime.datetime.now(datetime.UTC).date().isoformat(),
+        _versions(),
+        made_by,
+        tuple(kernels),
+        inside,
+        between,
+        torch.get_num_threads() if wanted.device.type == "cpu" else None,
+    )
+
+
+def _kernel_rates(wanted: Wanted, dtype: torch.dtype, width: int, say: Said) -> KernelRates:
+    """Rates of one dtype and width, fitted to batches with several numbers of heads."""
+    kernel = select_kernel("auto", Case(wanted.device, dtype, width, width, Scores(width**-0.5)))
+
+    def times(heads: tuple[int, int], batches: Sequence[Documents]) -> tuple[FloatArray, FloatArray]:
+        shape = AttentionShape(*heads, width, width, dtype.itemsize)
+        model = CostModel.analytic(shape, device_type=wanted.device.type)
+        # With one thread, what other programs take from it does not count.
+        alone = wanted.device.type == "cpu" and torch.get_num_threads() == 1
+        clock = time.process_time if alone else time.perf_counter
+        seconds = timed(model, kernel, dtype, wanted.device, batches, enough=wanted.batch_seconds, clock=clock)
+        say(f"{str(dtype).removeprefix('torch.')}, width {width}, {heads[0]} heads")
+        return seconds
+
+    fitted = [times(heads, BATCHES) for heads in wanted.heads]
+    counts, seconds = (np.concatenate(columns) for columns in zip(*fitted, strict=True))
+    costs = KernelCost.fit(counts, seconds[:, 0]), KernelCost.fit(counts * BACKWARD, seconds[:, 1])
+    others, measured = times(wanted.kept_aside, _KEPT_ASIDE)
+    errors: dict[str, float] = {}
+    for direction, cost, of, taken in zip(("forward", "backward"), costs, (others, others * BACKWARD), measured.T, strict=True):
+        rates = [cost.task_seconds, 1 / cost.bytes_per_second, 1 / cost.flops_per_second]
+        errors |= _errors(direction, of @ np.array(rates), taken)
+    return KernelRates(kernel.name, dtype.itemsize, width, width, *costs, errors, len(counts), len(others))
+
+
+def _errors(name: str, estimated: FloatArray, measured: FloatArray) -> dict[str, float]:
+    off = np.abs(estimated / measured - 1)
+    return {f"{name}_median": round(float(np.median(off)), 4), f"{name}_largest": round(float(off.max()), 4)}
+
+
+def _exchange_rates(wanted: Wanted, group: AttentionGroup, say: Said) -> tuple[ExchangeRates | None, ExchangeRates | None]:
+    """Rates inside a node and between nodes, each None without two ranks of the kind."""
+    if group.size == 1:
+        return None, None
+    rows = group.gather(np.array([node_number()], dtype=np.int64), doing="telling which node this is")
+    nodes = [int(row[0]) for row in rows]
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    rates = []
+    for same, kind in ((True, "inside"), (False, "between")):
+        peers = [rank for rank in others if (nodes[rank] == nodes[group.rank]) == same]
+        counts = group.gather(np.array([len(peers)], dtype=np.int64), doing="counting peers")
+        least = min(int(row[0]) for row in counts)
+        # Nodes of unequal size would not send and receive alike.
+        usable = least > 0 and len({int(row[0]) for row in counts}) == 1
+        rates.append(_link(wanted, group, peers, kind, say) if usable else None)
+    return rates[0], rates[1]
+
+
+def _link(wanted: Wanted, group: AttentionGroup, peers: list[int], kind: str, say: Said) -> ExchangeRates:
+    """Rates of exchanges with these ranks: with all of them and, inside a node, with the next one."""
+    patterns = [(peers, peers)]
+    if kind == "inside" and len(peers) > 1:
+        ring = sorted([*peers, group.rank])
+        place = ring.index(group.rank)
+        patterns.append(([ring[(place + 1) % len(ring)]], [ring[place - 1]]))
+
+    def times(sizes: Sequence[int]) -> tuple[FloatArray, FloatArray]:
+        cases = [(size, pattern) for size in sizes for pattern in patterns]
+        taken = []
+        for size, (to, from_) in cases:
+            taken.append(_exchange(wanted.device, group, size, to, from_))
+            say(f"{size} bytes to {len(to)} rank{'s' if len(to) > 1 else ''} {kind} node{'s' if kind == 'between' else ''}")
+        return np.array([[1.0, size] for size, _ in cases]).reshape(-1, 2), np.array(taken)
+
+    fixed, byte = _fit_two(*times(_FITTED_BYTES))
+    others, measured = times(_KEPT_ASIDE_BYTES)
+    errors = _errors("exchange", others @ np.array([fixed, byte]), measured) if len(others) else {}
+    return ExchangeRates(1 / byte if byte else math.inf, fixed, group.size, errors)
+
+
+def _exchange(device: torch.device, group: AttentionGroup, size: int, to: list[int], from_: list[int]) -> float:
+    """Seconds of an exchange in which every rank sends so many bytes, the slowest rank of the fastest round."""
+    if group.data is None:
+        raise ConfigError("a rank that is alone has nobody to exchange with.")
+    share = max(size // len(to), 1)
+    sent, received = (torch.zeros(share * len(some), dtype=torch.uint8, device=device) for some in (to, from_))
+    nanoseconds = []
+    for _ in range(_ROUNDS):
+        group.all_equal(np.zeros(1, dtype=np.int64), doing="timing exchanges")  # all begin at once
+        started = time.perf_counter()
+        group.data.start(received, sent, dict.fromkeys(from_, share), dict.fromkeys(to, share)).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        nanoseconds.append(int((time.perf_counter() - started) * 1e9))
+    rows = np.stack(group.gather(np.array(nanoseconds, dtype=np.int64), doing="timing exchanges"))
+    return float(rows.max(axis=0).min()) / 1e9
+
+
+def _fit_two(counts: FloatArray, seconds: FloatArray) -> tuple[float, float]:
+    """Least squares on relative errors of two coefficients >= 0."""
+    scaled = counts / seconds[:, None]
+    first, second = np.linalg.lstsq(scaled, np.ones(len(scaled)), rcond=None)[0].tolist()
+    if min(first, second) >= 0:
+        return first, second
+    alone = [float(column.sum() / (column @ column)) for column in scaled.T]
+    errors = [float(np.square(column * coefficient - 1).sum()) for column, coefficient in zip(scaled.T, alone, strict=True)]
+    return (alone[0], 0.0) if errors[0] < errors[1] else (0.0, alone[1])
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    models = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    name = models[0].split(":", 1)[1].strip() if models else platform.processor()
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in ("hf-distca", "torch", "numpy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:  # used from a clone
+            versions[name] = "not installed"
+    return versions
+
+
+def on_these_ranks(wanted: Wanted, threads: int | None, name: str, made_by: str, say: Said) -> Profile | None:
+    """`_measure` on the ranks that a launcher started, or on this process alone."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    started = "WORLD_SIZE" in os.environ and not dist.is_initialized()
+    if started:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if wanted.device.type == "cuda" else "gloo")
+    try:
+        return _measure(wanted, AttentionGroup.create(), name, made_by, say)
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def on_new_ranks(ranks: int, wanted: Wanted, threads: int | None, name: str, made_by: str, say: Said) -> Profile:
+    """`_measure` on so many new processes of this machine, which exchange over gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(  # type: ignore[no-untyped-call]
+            _rank, (ranks, Path(folder), wanted, threads, name, made_by, say), nprocs=ranks, start_method="spawn"
+        )
+        return Profile.load(Path(folder, "profile.json"))
+
+
+def _rank(rank: int, ranks: int, folder: Path, wanted: Wanted, threads: int | None, name: str, made_by: str, say: Said) -> None:
+    # They only talk to each other: by default gloo listens on the address of the host's name, which others may reach.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if platform.system() == "Darwin" else "lo"
+    store = dist.FileStore(str(folder / "store"), ranks)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    try:
+        profile = on_these_ranks(wanted, threads, name, made_by, say if rank == 0 else _silence)
+        if profile is not None:
+            (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
+    finally:
+        dist.destroy_process_group()
+
+
+def _silence(_: str) -> None:
+    """Ranks other than the first say nothing."""

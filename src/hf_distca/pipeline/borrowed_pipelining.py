@@ -1,0 +1,121 @@
+"""What the room takes from torch and peft without their promise to keep it. Seen in torch 2.13.0 and transformers 5.23.0.
+
+It is apart from `hf_distca.borrowed` because importing torch.distributed.pipelining takes a second.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from hf_distca.errors import UnsupportedError
+
+__all__ = ["OneStageSchedule", "adapter_weights", "has_adapters", "whole_mesh", "without_peft"]
+
+
+class OneStageSchedule(PipelineScheduleSingle):
+    """torch's base class of schedules with one stage a rank, whose `_step_microbatches` a schedule writes.
+
+    Attributes:
+        stage: this rank's.
+        micro_batches: how many a step has.
+    """
+
+    def __init__(self, stage: PipelineStage, n_microbatches: int, loss_fn: Callable[..., Any] | None, **kwargs: Any) -> None:
+        super().__init__(stage, n_microbatches, loss_fn, **kwargs)
+        self.micro_batches = n_microbatches
+
+    @property
+    def trains(self) -> bool:
+        """Whether this step has a backward."""
+        return bool(self._has_backward)
+
+    @abstractmethod
+    def run(
+        self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]], targets: Sequence[Any] | None, **more: Any
+    ) -> None:
+        """Run the micro-batches of a step.
+
+        Args:
+            args, kwargs, targets: of each micro-batch.
+            more: ``return_outputs`` and ``loss_kwargs``, as for torch's `step`.
+        """
+
+    def add_loss(self, output: torch.Tensor, target: Any, loss_kwargs: dict[str, Any] | None) -> None:
+        """Compute the loss of the next micro-batch, on the last stage."""
+        if self._loss_fn is not None:
+            self._internal_losses.append(self._compute_loss(output, target, loss_kwargs))  # type: ignore[no-untyped-call]
+
+    def loss(self, number: int) -> torch.Tensor:
+        """The loss of a micro-batch, of which backward begins.
+
+        With `scale_grads` the loss is divided by the number of micro-batches. torch's schedules divide gradients at the end of a
+        step instead, including what earlier steps left in them.
+        """
+        loss = self._internal_losses[number]
+        return loss / self.micro_batches if self.scale_grads else loss
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        args, kwargs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        try:
+            self.run(args, kwargs, target_mbs, return_outputs=return_outputs, loss_kwargs=loss_kwargs)
+            self._update_losses(self._stage, losses)  # type: ignore[no-untyped-call]
+        finally:
+            self._internal_losses.clear()  # of a step that failed
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether adapters were added to a model of transformers, which then saves nothing else."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def without_peft(model: Any) -> Any:
+    """The model of transformers in a model of peft, as `add_adapter` would leave it; any other model as it is.
+
+    Raises:
+        UnsupportedError: if its adapters are a prompt, which is no part of any layer.
+    """
+    if not callable(getattr(model, "get_base_model", None)):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        kind = model.active_peft_config.peft_type.value
+        raise UnsupportedError(
+            f"{kind} puts a prompt before the tokens, which no stage has. Use adapters of layers, such as LoRA."
+        )
+    base = model.get_base_model()
+    base._hf_peft_config_loaded = True
+    return base
+
+
+def adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a model's adapter among all of its weights, by the names that peft gives them in files.
+
+    Raises:
+        UnsupportedError: if there are several adapters.
+    """
+    from peft import get_peft_model_state_dict
+
+    if len(model.peft_config) > 1:
+        raise UnsupportedError(f"save_pretrained saves one adapter, and the stages have {', '.join(model.peft_config)}.")
+    (name,) = model.peft_config
+    adapter = get_peft_model_state_dict(model, weights, adapter_name=name, save_embedding_layers=False)
+    return {f"base_model.model.{key}": value.contiguous() for key, value in adapter.items()}
+
+
+def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of which this is a dimension; itself if it is none."""
+    return mesh._get_root_mesh()

@@ -1,0 +1,272 @@
+"""`Figures`: all numbers and sentences of the page, which `hf-distca report --json` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from hf_distca.agreement.history import Tally
+from hf_distca.errors import LayoutError, PlanError, ReportError
+from hf_distca.run_report.folder import RunFolder
+from hf_distca.run_report.rows import PerRank, PlanRow, StepsRow
+from hf_distca.schedule.plan import Plan
+
+__all__ = ["Figures", "PlanPiece", "PlanFigures", "collect"]
+
+_PREFIX = "distca/"
+_TALLY = [figure.name for figure in fields(Tally)]
+_MOST_STEPS_NAMED = 12
+
+
+@dataclass(frozen=True)
+class PlanPiece:
+    """The CA-tasks of one document on one rank.
+
+    Attributes:
+        rank: that computes them; `home` has their queries.
+        document, length: its number in the micro-batch, and its tokens on all ranks.
+        tokens: queries.
+        seconds: estimated, of one layer, forward and backward, on this rank.
+    """
+
+    rank: int
+    home: int
+    document: int
+    length: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """A micro-batch, drawn: where its work lies, and where the plan puts it.
+
+    Attributes:
+        step, micro_batch: which one.
+        before, after: its pieces, in order of rank and document.
+        per_rank: as in `PlanRow`.
+    """
+
+    step: int
+    micro_batch: int
+    before: list[PlanPiece]
+    after: list[PlanPiece]
+    per_rank: PerRank
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A run.
+
+    Attributes:
+        name: of its folder.
+        verdict: what happened, in a sentence or two.
+        total: the figures of the log, of the whole run, and the seconds that the slowest ranks saved.
+        steps: of each row of the log: the step, its figures and the loss.
+        per_rank: sums over the run, None without a record.
+        hidden: of each traced rank, seconds that messages travelled and were waited for, and the part that was hidden.
+        plan: of the chosen step, None without a record.
+        plan_steps: steps that a plan can be chosen of.
+        run: device, model, settings, training arguments and versions.
+        warnings: with their steps.
+        missing: what the page has not, and how to get it.
+    """
+
+    name: str
+    verdict: str
+    total: dict[str, float]
+    steps: list[dict[str, float]]
+    per_rank: PerRank | None
+    hidden: list[dict[str, float | None]]
+    plan: PlanFigures | None
+    plan_steps: list[int]
+    run: dict[str, dict[str, Any]]
+    warnings: list[str]
+    missing: list[str]
+
+
+def collect(folder: RunFolder, step: int | None = None) -> Figures:
+    """The figures of a folder.
+
+    Args:
+        folder: what a run left.
+        step: whose plan is drawn; that of the most uneven micro-batch if None.
+
+    Raises:
+        ReportError: if there is no plan of that step, or one that cannot be read.
+    """
+    row = _chosen(folder, step)
+    total, steps = _of_record(folder.steps) if folder.steps else _of_log(folder.log)
+    return Figures(
+        name=folder.path.resolve().name,
+        verdict=_verdict(total),
+        total=total,
+        steps=steps,
+        per_rank=_summed(folder.steps),
+        hidden=[
+            {"rank": trace.rank, "travelled_seconds": trace.travelled, "waited_seconds": trace.waited, "share": trace.hidden}
+            for trace in folder.traces
+        ],
+        plan=None if row is None else _drawn(row),
+        plan_steps=sorted({plan.step for plan in folder.plans}),
+        run=_run(folder),
+        warnings=[f"step {warning.step}: {warning.text}" for warning in folder.warnings],
+        missing=_missing(folder),
+    )
+
+
+def _short(figures: dict[str, float]) -> dict[str, float]:
+    return {name.removeprefix(_PREFIX): value for name, value in figures.items()}
+
+
+def _of_record(rows: Sequence[StepsRow]) -> tuple[dict[str, float], list[dict[str, float]]]:
+    tallies: dict[int, Tally] = {}
+    losses: dict[int, dict[str, float]] = {}
+    for row in rows:  # what is left at the end of training has the step of the last row
+        tally = Tally(**{name: row.tally[name] for name in _TALLY})  # type: ignore[arg-type]
+        tallies[row.step] = tallies.get(row.step, Tally()) + tally
+        if row.loss is not None:
+            losses[row.step] = {"loss": row.loss}
+    whole = sum(tallies.values(), Tally())
+    total = _short(whole.figures()) | {"moved_micro_batches": whole.moved, "last_step": rows[-1].step}
+    total["slowest_seconds_before"], total["slowest_seconds_after"] = whole.measured_before, whole.measured_after
+    return total, [{"step": step, **_short(tally.figures()), **losses.get(step, {})} for step, tally in tallies.items()]
+
+
+def _of_log(log: Sequence[dict[str, Any]]) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Figures of the whole run as means of those of the rows, by micro-batches: without sums, that is as near as one gets."""
+    rows: dict[int, list[dict[str, float]]] = {}
+    for row in log:
+        kept = {name: value for name, value in row.items() if name.startswith(_PREFIX) or name == "loss"}
+        numbers = {name: float(value) for name, value in kept.items() if isinstance(value, int | float) and math.isfinite(value)}
+        rows.setdefault(row["step"], []).append(_short(numbers))
+    steps = [{"step": step, **_mean(some)} for step, some in rows.items()]
+    total = _mean(steps)
+    del total["step"]
+    return total | {"last_step": steps[-1]["step"]}, steps
+
+
+def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of rows by their micro-batches, which are summed."""
+    means = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        pairs = [(row[name], row.get("micro_batches", 1.0)) for row in rows if name in row]
+        means[name] = sum(value * weight for value, weight in pairs) / (sum(weight for _, weight in pairs) or 1.0)
+    return means | {"micro_batches": sum(row.get("micro_batches", 0.0) for row in rows)}
+
+
+def _summed(rows: Sequence[StepsRow]) -> PerRank | None:
+    """Sums over the run; of the newest rows with one number of ranks, should it have changed."""
+    if not rows:
+        return None
+    ranks = len(rows[-1].per_rank.tokens)
+    kept = [row.per_rank for row in rows if len(row.per_rank.tokens) == ranks]
+    columns = [column.name for column in fields(PerRank)]
+    return PerRank(**{name: np.sum([getattr(row, name) for row in kept], axis=0).tolist() for name in columns})
+
+
+def _uneven(row: PlanRow) -> float:
+    before = row.per_rank.estimated_before
+    return max(before, default=0.0) * len(before) / (sum(before) or 1.0)
+
+
+def _chosen(folder: RunFolder, step: int | None) -> PlanRow | None:
+    if step is None:
+        return max(folder.plans, key=_uneven, default=None)
+    plans = [plan for plan in folder.plans if plan.step == step]
+    if not plans:
+        raise ReportError(f"there is no plan of step {step} in {folder.path}. {_which_plans(folder)}")
+    return max(plans, key=_uneven)
+
+
+def _which_plans(folder: RunFolder) -> str:
+    steps = sorted({plan.step for plan in folder.plans})
+    if not steps:
+        return "No plan was recorded: train with hf_distca.DistCACallback() of this version, which keeps some."
+    named = ", ".join(map(str, steps[:_MOST_STEPS_NAMED])) + (f", ... {steps[-1]}" if len(steps) > _MOST_STEPS_NAMED else "")
+    return f'Plans of these steps were kept: {named}. DistCACallback(record="all") keeps all.'
+
+
+def _drawn(row: PlanRow) -> PlanFigures:
+    before: dict[tuple[int, int, int], list[float]] = {}
+    after: dict[tuple[int, int, int], list[float]] = {}
+    lengths: dict[int, int] = {}
+    for part in row.parts:
+        try:
+            plan = part.read()
+        except (LayoutError, PlanError) as error:
+            raise ReportError(f"the plan of step {row.step} cannot be read: {error}") from error
+        _learn_lengths(plan, lengths)
+        documents = plan.layout.unsplit(plan.document).tolist()
+        speeds = part.speeds or [1.0] * plan.layout.world_size
+        for task, document, heads, seconds in zip(plan.tasks, documents, plan.heads.tolist(), part.seconds, strict=True):
+            for side, rank in ((before, task.home), (after, task.server)):
+                piece = side.setdefault((rank, document, task.home), [0.0, 0.0])
+                piece[0] += heads * (task.end - task.start)
+                piece[1] += seconds / speeds[rank]
+    sides = [
+        [
+            PlanPiece(rank, home, document, lengths[document], round(tokens), seconds)
+            for (rank, document, home), (tokens, seconds) in sorted(side.items())
+        ]
+        for side in (before, after)
+    ]
+    return PlanFigures(row.step, row.micro_batch, sides[0], sides[1], row.per_rank)
+
+
+def _learn_lengths(plan: Plan, lengths: dict[int, int]) -> None:
+    layout = plan.layout
+    for document, end in zip(layout.unsplit(layout.document).tolist(), layout.end.tolist(), strict=True):
+        lengths[document] = max(lengths.get(document, 0), end)
+
+
+def _verdict(total: dict[str, float]) -> str:
+    ends = {kind: (f"imbalance_{kind}_before", f"imbalance_{kind}_after") for kind in ("measured", "estimated")}
+    kind = next((kind for kind, names in ends.items() if total.keys() >= set(names)), None)
+    if kind is None:
+        return "No attention was balanced."
+    before, after = (total[name] for name in ends[kind])
+    text = f"The slowest rank had {before:.2f} times the mean attention seconds before balancing, and {after:.2f} after ({kind})."
+    if total.get("moved_micro_batches", 1) == 0:
+        even = total.get("imbalance_estimated_before", before)
+        measured = f", measured {after:.2f}" if kind == "measured" else ""
+        text = f"No work was moved: the slowest rank had {even:.2f} times the mean attention seconds by estimate{measured}."
+        if total.get("exchanged_mb_per_layer"):
+            text += " What ranks sent is of documents that lie on several of them."
+    saved = total.get("slowest_seconds_before", 0.0) - total.get("slowest_seconds_after", 0.0)
+    if saved > 0 and total.get("moved_micro_batches"):
+        text += f" Attention of the slowest ranks took {saved:.3g} s less in {total['micro_batches']:.0f} micro-batches."
+    return text
+
+
+def _run(folder: RunFolder) -> dict[str, dict[str, Any]]:
+    if not folder.runs:
+        return {}
+    run = folder.runs[-1]
+    kernels = list(dict.fromkeys(kernel for row in folder.steps for kernel in row.kernels))
+    machine = {"ranks": run.ranks, "nodes": run.nodes or "not known", "device of rank 0": run.device}
+    facts = {"started": run.started.replace("T", " ").replace("+00:00", " UTC"), **machine, "kernels": ", ".join(kernels)}
+    if run.step:
+        facts["resumed after step"] = run.step
+    return {"run": facts, "model": run.model, "settings": run.settings, "training": run.training, "versions": run.versions}
+
+
+def _missing(folder: RunFolder) -> list[str]:
+    absent = []
+    if not folder.steps:
+        absent.append(
+            "Figures by rank, plans, settings, versions and warnings: the folder has the Trainer's log alone. "
+            "hf_distca.DistCACallback() of this version keeps them, in distca_run.jsonl, unless record=False."
+        )
+    if not folder.traces:
+        absent.append(
+            "The share of messages that was hidden: it is read from timelines, which DistCACallback(trace_path=...) writes for "
+            "the third optimizer step. They have to lie in the folder of the run."
+        )
+    elif not any(trace.travelled for trace in folder.traces):
+        absent.append("The share of messages that was hidden: in the traced step none travelled.")
+    return absent

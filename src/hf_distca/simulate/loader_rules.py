@@ -1,0 +1,140 @@
+"""Strategies of the loader: which rank gets which documents, and nothing is exchanged in layers."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from hf_distca.errors import LayoutError
+from hf_distca.schedule.cost import FloatArray
+from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.simulate.linear_layers import layer_seconds
+from hf_distca.simulate.setting import Setting
+
+__all__ = [
+    "batch_rebalance",
+    "cut_into_batches",
+    "document_seconds",
+    "filled_batches",
+    "longest_first",
+    "packed_rows",
+]
+
+# Weight of a square in transformers' cost of a sample (BatchRebalanceSampler.QUADRATIC_COST_COEF).
+_SQUARE = 0.001
+
+
+def packed_rows(lengths: IntArray, ranks: int, tokens: int) -> Layout:
+    """Documents one after another in rows of so many tokens. What follows the end of a row is a document of its own.
+
+    Raises:
+        LayoutError: if the documents do not fill the rows to the token.
+    """
+    total = int(lengths.sum())
+    if total != ranks * tokens:
+        raise LayoutError(f"documents of {total} tokens do not fill {ranks} rows of {tokens} tokens.")
+    ends = np.unique(np.concatenate([np.cumsum(lengths), np.arange(1, ranks + 1) * tokens]))
+    pieces = np.diff(ends, prepend=0)
+    offsets = np.searchsorted(ends, np.arange(ranks + 1) * tokens, side="right")
+    return Layout(np.arange(len(pieces)), np.zeros_like(pieces), pieces, offsets)
+
+
+def cut_into_batches(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
+    """Documents one after another in `count` batches of so many tokens. What follows the end of one is a document of its own."""
+    rows = packed_rows(lengths, count, tokens)
+    return np.split(rows.length, rows.offsets[1:-1])
+
+
+def filled_batches(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
+    """Documents in order, each in the first of `count` batches of so many tokens that has room. What fits nowhere is cut."""
+    batches: list[list[int]] = [[] for _ in range(count)]
+    rooms, left = np.full(count, tokens), []
+    for length in lengths.tolist():
+        batch_index = int(np.argmax(rooms >= length))
+        if rooms[batch_index] < length:
+            left.append(length)
+            continue
+        batches[batch_index].append(length)
+        rooms[batch_index] -= length
+    for whole in left:
+        length = whole
+        while length:
+            batch_index = int(rooms.argmax())
+            part = min(length, int(rooms[batch_index]))
+            batches[batch_index].append(part)
+            rooms[batch_index] -= part
+            length -= part
+    return [np.array(batch, dtype=np.int64) for batch in batches]
+
+
+def document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:
+    """Seconds that each document adds to its rank, all layers, both directions."""
+    tokens = lengths.astype(np.float64)
+    # A long row's seconds a token: alone, a short document would read all weights by itself.
+    row = layer_seconds(setting, np.full(1, float(max(setting.tokens_per_rank, 1))))
+    token_seconds = float(row.forward[0] + row.backward[0]) / max(setting.tokens_per_rank, 1)
+    seconds = setting.model.layers * token_seconds * tokens
+    for window, layers in setting.model.kinds:
+        seconds += layers * setting.cost(window).seconds(lengths, lengths)
+    return seconds
+
+
+def longest_first(seconds: FloatArray, lengths: IntArray, bins: int, cap: int | None = None) -> IntArray:
+    """Each document, longest first, to the bin with the least seconds, of those where its tokens fit under a cap.
+
+    Returns:
+        The bin of each document. Where nothing fits, it is the bin with the fewest tokens.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    room = [cap if cap is not None else int(lengths.sum())] * bins
+    loads, ready = [0.0] * bins, [(0.0, bin_index) for bin_index in range(bins)]
+    waiting: list[tuple[int, int]] = []  # bins without room for a document wait for a shorter one
+    chosen = []
+    for tokens, taken in zip(lengths[order].tolist(), seconds[order].tolist(), strict=True):
+        while waiting and -waiting[0][0] >= tokens:
+            bin_index = heapq.heappop(waiting)[1]
+            heapq.heappush(ready, (loads[bin_index], bin_index))
+        while ready and room[ready[0][1]] < tokens:
+            bin_index = heapq.heappop(ready)[1]
+            heapq.heappush(waiting, (-room[bin_index], bin_index))
+        if not ready:
+            heapq.heappush(ready, (0.0, heapq.heappop(waiting)[1]))
+        bin_index = ready[0][1]
+        chosen.append(bin_index)
+        room[bin_index] -= tokens
+        loads[bin_index] += taken
+        heapq.heapreplace(ready, (loads[bin_index], bin_index))
+    bin_of = np.empty(len(lengths), dtype=np.int64)
+    bin_of[order] = chosen
+    return bin_of
+
+
+def batch_rebalance(lengths: IntArray, bins: int) -> IntArray:
+    """The bin of each document by transformers' rule: sorted by length, in runs of equal cost.
+
+    A run of n documents costs n * (longest + 0.001 * longest ** 2). transformers climbs towards equal costs; here runs have the
+    smallest largest cost that there is.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    falling = lengths[order].astype(np.float64)
+    sample_costs = falling + _SQUARE * falling**2
+
+    def runs(cap: float) -> list[int]:
+        """Where runs begin if none costs more than the cap."""
+        starts: list[int] = []
+        start = 0
+        while start < len(sample_costs) and len(starts) <= bins:
+            starts.append(start)
+            start += max(int(cap // sample_costs[start]), 1)
+        return starts
+
+    dearest = float(sample_costs.max(initial=0))
+    low, high = dearest, dearest * (len(sample_costs) + 1)  # a single run of all documents costs less, however that is rounded
+    while high - low > 1e-3 * high:
+        cap = (low + high) / 2
+        low, high = (low, cap) if len(runs(cap)) <= bins else (cap, high)
+    starts = runs(high)
+    bin_of = np.zeros(len(lengths), dtype=np.int64)
+    bin_of[order] = np.searchsorted(starts, np.arange(len(order)), side="right") - 1
+    return bin_of

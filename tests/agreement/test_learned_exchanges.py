@@ -1,0 +1,139 @@
+"""What ranks learn of exchanges from plans of real documents, whatever lines the ranks up: each other, or something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.planned import Observation, Planned, observed
+from hf_distca.agreement.rates import Rates
+from hf_distca.config import DistCAConfig
+from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.placement import read_placement
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.ranks import ALIKE
+
+HOUSE = Path(__file__).parents[2]
+SHIPPED = HOUSE / "benchmarks" / "placements"
+REAL = HOUSE.parent / "shared" / "data" / "workloads"
+SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
+COST = CostModel.analytic(SHAPE)
+TRUE_FACTOR = 3.0  # exchanges take so many times as long as the cost model says
+WORLDS = ["lined up elsewhere", "waiting for each other", "all but one late"]
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """Seconds of a layer on each rank, (ranks,), as they are in a made-up world.
+
+    Attributes:
+        kernel, exchange: of the plan; ranks that send and receive nothing exchange in no time.
+        unmoved: kernel plus exchange with nothing moved, or the longer of both with ping-pong.
+        ping_pong: whether a rank computes while it exchanges.
+    """
+
+    kernel: FloatArray
+    exchange: FloatArray
+    unmoved: FloatArray
+    ping_pong: bool
+
+    @classmethod
+    def of(cls, plan: Plan, config: DistCAConfig) -> Truth:
+        load, local = PlanLoad(plan, COST), PlanLoad(Plan.local(plan.layout), COST)
+        kernel, exchange = load.compute_seconds, TRUE_FACTOR * load.exchange_seconds * load.wire_seconds.any(axis=0)
+        unmoved = cls._together(local.compute_seconds, TRUE_FACTOR * local.exchange_seconds, config.ping_pong)
+        return cls(kernel, exchange, unmoved, config.ping_pong)
+
+    @staticmethod
+    def _together(kernel: FloatArray, exchange: FloatArray, ping_pong: bool) -> FloatArray:
+        return np.maximum(kernel, exchange) if ping_pong else kernel + exchange
+
+    @property
+    def attention(self) -> FloatArray:
+        """What attention takes each rank that waits for no other."""
+        return self._together(self.kernel, self.exchange, self.ping_pong)
+
+    @property
+    def loss(self) -> float:
+        """What moving costs, as a part of what moving nothing takes; negative if it gains."""
+        return float(self.attention.max() / self.unmoved.max()) - 1
+
+    def waited(self, world: str) -> FloatArray:
+        """What each rank measures beside its kernels."""
+        exchanges = self.exchange > 0
+        begin = np.zeros_like(self.kernel)
+        if world == "all but one late":
+            begin[np.flatnonzero(exchanges)[1:]] = self.attention.max() / 2
+        end = begin + self.attention
+        if world != "lined up elsewhere":
+            end[exchanges] = end[exchanges].max()
+        return end - begin - self.kernel
+
+
+def placements(folder: Path) -> Iterator[tuple[str, Layout]]:
+    for path in sorted(folder.glob("*.json")):
+        yield path.stem, read_placement(path)
+
+
+def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> Observation:
+    """What ranks would tell each other of one layer."""
+    keys = [PlanKey(SHAPE, "cuda", nano=nano) for nano in ((1, 2) if config.ping_pong else (0,))]
+    none, calls = np.zeros_like(truth.kernel), np.ones_like(truth.kernel)
+    figures = np.stack([truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls], axis=1).astype(np.int64)
+    plans = [Planned(key, plan, config, plan.layout.offsets, 1.0, figures=figures) for key in keys]
+    for planned in plans:
+        planned.begin(1, COST, ALIKE, Meter())
+    found = observed(plans, COST, config)
+    assert found is not None
+    return found
+
+
+def wrong(name: str, layout: Layout, ping_pong: bool) -> Iterator[str]:
+    """What is learned otherwise than it is."""
+    config = DistCAConfig(ping_pong=ping_pong)
+    plan = balance(layout, COST, config)
+    if not plan.moved:
+        return
+    truth = Truth.of(plan, config)
+    for world in WORLDS:
+        seen, said = observation(plan, config, truth, world), f"{name}, {world}"
+        factor, loss = seen.exchange_factor(), seen.loss
+        hidden = ping_pong and truth.exchange.max() <= truth.kernel.max()
+        if factor is None and not (ping_pong and truth.exchange.max() < 1.1 * truth.kernel.max()):
+            yield f"{said}: exchanges are taken to be hidden"
+        if factor is not None and (hidden or abs(factor / TRUE_FACTOR - 1) > 0.01):
+            yield f"{said}: exchanges are taken to need {factor:.3g} times as long as the cost model says"
+        if (loss > 0) != (truth.loss > 0) and abs(truth.loss) > 1e-3:
+            yield f"{said}: a loss of {truth.loss:.3f} is taken for one of {loss:.3f}"
+
+
+@pytest.mark.parametrize("ping_pong", [False, True], ids=["serial", "ping-pong"])
+@pytest.mark.parametrize("folder", [SHIPPED, REAL], ids=["shipped", "real"])
+def test_the_rate_of_exchanges_is_right_whatever_ranks_wait_for(folder: Path, ping_pong: bool) -> None:
+    if not folder.is_dir():
+        pytest.skip(f"no placements in {folder}")
+    assert not [line for name, layout in placements(folder) for line in wrong(name, layout, ping_pong)]
+
+
+def test_exchanges_that_cost_more_than_they_gain_are_given_up_where_ranks_are_lined_up_elsewhere() -> None:
+    """Two of three ranks exchange for five times as long as estimated; the third has a little less to compute than they."""
+    kernel, wire = np.array([1.0, 1.0, 0.95]), np.array([0.1, 0.1, 0.0])
+    waited, none = np.array([0.5, 0.5, 0.0]), np.zeros(3)
+    parts = np.stack([none, none, kernel], axis=1)
+    seen = Observation(parts, kernel, waited, wire, np.array([1.2, 0.8, 0.95]), none)
+    assert seen.exchange_factor() == pytest.approx(5, rel=0.02)
+    assert seen.loss == pytest.approx(1.5 / 1.2 - 1, rel=0.02)
+    rates = Rates()
+    for _ in range(6):
+        rates.learn("attention", seen)
+    assert rates.slower is not None
+    assert rates.cost("attention", COST).exchange_seconds == pytest.approx(5 * COST.exchange_seconds, rel=0.02)

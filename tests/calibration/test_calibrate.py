@@ -1,0 +1,93 @@
+"""Calibration on kernels that only pass time, by a clock of their own."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from hf_distca.kernels import Scores, TaskBatch
+from hf_distca.kernels.base import Operands, Outputs, Saved
+from hf_distca.measure.calibrate import measure
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+
+SHAPE = AttentionShape(query_heads=2, key_value_heads=1, head_dim=8, value_head_dim=4, element_bytes=4)
+MODEL = CostModel.analytic(SHAPE, device_type="cpu")
+CPU = torch.device("cpu")
+FAST = KernelCost(2e-6, 5e10, 1e12), KernelCost(0.0, 3e10, 8e11)
+MEDIUM = KernelCost(1e-4, 2e9, 1.5e9), KernelCost(2e-4, 1e9, 1.2e9)
+SLOW = KernelCost(1e-3, 1e7, 1e7), KernelCost(2e-3, 1e7, 1e7)
+
+
+class Passing:
+    """Takes what a model says, and `launch` seconds a call."""
+
+    name: ClassVar[str] = "passing"
+
+    def __init__(self, costs: tuple[KernelCost, KernelCost], launch: float = 0.0) -> None:
+        self.model = CostModel(SHAPE, *costs, np.inf, tile=MODEL.tile)
+        self.launch, self.now = launch, 0.0
+        self.batches: list[TaskBatch] = []
+
+    def unsupported(self, *_: Any) -> str | None:
+        return None
+
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
+        q_THD, k_TKD, v_TKV = pools
+        assert q_THD.shape == (sum(tasks.query_length), 2, 8)
+        ends = [start + length for start, length in zip(tasks.key_start, tasks.key_length, strict=True)]
+        assert (k_TKD.shape, v_TKV.shape) == ((max(ends), 1, 8), (max(ends), 1, 4))
+        assert all(keys >= rows >= 1 for rows, keys in zip(tasks.query_length, tasks.key_length, strict=True))
+        self.batches.append(tasks)
+        self.now += self.launch + float(self.model.forward_seconds(tasks.query_length, tasks.key_length).sum())
+        return Outputs(q_THD[..., :4], q_THD[..., 0])
+
+    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Any:
+        self.now += self.launch + float(self.model.backward_seconds(tasks.query_length, tasks.key_length).sum())
+
+    def measured(self) -> tuple[KernelCost, KernelCost]:
+        return measure(MODEL, self, torch.float32, CPU, clock=lambda: self.now)
+
+
+@pytest.mark.parametrize("costs", [FAST, MEDIUM, SLOW], ids=["fast", "medium", "slow"])
+def test_coefficients_come_back(costs: tuple[KernelCost, KernelCost]) -> None:
+    for found, true in zip(Passing(costs).measured(), costs, strict=True):
+        assert found.task_seconds == pytest.approx(true.task_seconds, rel=1e-5, abs=1e-11)
+        assert found.bytes_per_second == pytest.approx(true.bytes_per_second, rel=1e-5)
+        assert found.flops_per_second == pytest.approx(true.flops_per_second, rel=1e-5)
+
+
+def test_a_launch_is_not_paid_by_every_task() -> None:
+    forward, _ = Passing(FAST, launch=2e-5).measured()
+    found = CostModel(SHAPE, forward, forward, np.inf).forward_seconds([512] * 64, [512] * 64).sum()
+    true = CostModel(SHAPE, *FAST, np.inf).forward_seconds([512] * 64, [512] * 64).sum() + 2e-5
+    assert found == pytest.approx(true, rel=0.05)
+
+
+def test_batches_are_those_of_servers() -> None:
+    kernel = Passing(FAST)
+    kernel.measured()
+    documents = [batch for batch in kernel.batches if batch.query_length == batch.key_length]
+    assert {len(batch) for batch in documents} >= {1, 2, 15}
+    assert max(max(batch.key_length) for batch in documents) == 16384
+    slices = [batch for batch in kernel.batches if batch not in documents]
+    assert any(batch.shares_keys for batch in slices)
+    assert any(max(batch.key_length) >= 8 * rows for batch in slices for rows in batch.query_length)
+
+
+@pytest.mark.parametrize(
+    ("flops_per_second", "most"), [(4.5e7, 7.0), (3e8, 3.0), (1e9, 2.0), (1e10, 2.0), (1e11, 2.0), (1e12, 1.0)]
+)
+def test_calibration_is_bounded_in_time(flops_per_second: float, most: float) -> None:
+    rates = KernelCost(0.0, np.inf, flops_per_second)
+    kernel = Passing((rates, rates))
+    kernel.measured()
+    assert kernel.now < most
+
+
+def test_batches_do_not_grow_where_they_take_long() -> None:
+    kernel = Passing(SLOW)
+    kernel.measured()
+    assert max(max(batch.key_length) for batch in kernel.batches) == 128

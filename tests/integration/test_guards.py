@@ -1,0 +1,165 @@
+"""What nobody asked for and what nobody tried: said by name, where it is met."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_foreign_models import MineConfig, run_mine
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import hf_distca
+from hf_distca.integration import families
+from hf_distca.integration.session import current_session
+from ranks import RankPool
+from tiny_runs import PAIRS, documents, make_trainer, rows, settings, tiny_llama
+
+
+def batch(*lengths: int) -> dict[str, Any]:
+    return hf_distca.PackingCollator()([{"documents": documents(*lengths)}])
+
+
+LOSSES: dict[str, Any] = {
+    "return_token_accuracy": True,
+    "use_token_scaling": True,
+    "skip_logits": False,
+    "mm_token_type_ids": torch.zeros(1, 12, dtype=torch.long),
+    "some_flag_of_a_loss": True,
+    "some_kind_of_loss": "sum",
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_for_a_loss_passes_by_attention(name: str) -> None:
+    hf_distca.configure()
+    given = {**batch(5, 7), "use_cache": False}
+    hidden = tiny_llama("distca").model(**given, **{name: LOSSES[name]}).last_hidden_state
+    assert torch.equal(hidden, tiny_llama("distca").model(**given).last_hidden_state)
+
+
+@pytest.mark.parametrize("value", [torch.ones(4), 3, 0.5, [torch.ones(4)]], ids=["tensor", "int", "float", "list"])
+def test_what_may_change_attention_is_refused(value: Any) -> None:
+    hf_distca.configure()
+    with pytest.raises(hf_distca.UnsupportedError, match=r"LlamaAttention passes position_bias .*If it is for the loss"):
+        tiny_llama("distca")(**batch(5, 7), use_cache=False, position_bias=value)
+
+
+def test_of_models_that_nobody_compared_every_unknown_argument_is_refused() -> None:
+    with pytest.raises(hf_distca.UnsupportedError, match="Mine passes alibi"):
+        run_mine("distca", {"alibi": True})
+
+
+def test_a_family_that_nobody_compared_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    families.warn_of_family.cache_clear()
+    for _ in range(2):
+        run_mine("distca", {})
+        tiny_llama("distca")(**batch(5, 7), use_cache=False)
+    said = [record.getMessage() for record in caplog.records if "never compared" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith(f"{MineConfig.model_type} models were never compared under distca")
+
+
+def test_data_parallel_replicas_are_refused() -> None:
+    """Its threads need GPUs; what they run lies in a module of torch."""
+    parallel = types.ModuleType(torch.nn.parallel.parallel_apply.__module__)
+    exec("def worker(function, **arguments): return function(**arguments)", parallel.__dict__)
+    with pytest.raises(hf_distca.UnsupportedError, match=r"torch.nn.DataParallel .*torchrun or accelerate launch"):
+        parallel.worker(tiny_llama("distca"), **batch(5, 7), use_cache=False)
+
+
+def mixture() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "vocab_size": 61, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = MixtralConfig(**sizes, **more, output_router_logits=True, router_aux_loss_coef=0.5, attn_implementation="distca")
+    return MixtralForCausalLM(config).train()
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def train_a_mixture(rank: int, ranks: int, watched: bool) -> list[str]:
+    hf_distca.configure(settings())
+    kept = Kept()
+    logging.getLogger("hf_distca").addHandler(kept)
+    shares = hf_distca.document_shares(
+        documents(100, 20, 8, 64), 96 // ranks, shapes=[(PAIRS.shape, None)], ranks=ranks, device="cpu", config=settings()
+    )
+    trainer = make_trainer("distca", shares, model=mixture(), max_steps=2, train_sampling_strategy="sequential")
+    if not watched:
+        trainer.remove_callback(hf_distca.DistCACallback)
+    trainer.train()
+    logging.getLogger("hf_distca").removeHandler(kept)
+    return [text for text in kept.said if "router" in text]
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_router_losses_of_several_ranks_are_said_not_to_be_those_of_one(
+    rank_pool: Callable[[int], RankPool], watched: bool
+) -> None:
+    first, second = rank_pool(2)(train_a_mixture, 2, watched)
+    (said,) = first
+    assert "each of 2 ranks computes it for its own tokens" in said
+    assert "router_aux_loss_coef=0.5 counts 2 times. Divide it by 2" in said
+    assert second == []
+    assert train_a_mixture(0, 1, watched) == []
+
+
+def test_a_trainer_has_not_the_settings_of_another() -> None:
+    hf_distca.configure(settings(tile=16))
+    spans = settings(tile=32, documents_span_ranks=True)
+    first = make_trainer("distca", rows(2), config=spans, max_steps=1)
+    assert current_session().config == spans
+    second = make_trainer("distca", rows(2), distca=hf_distca.DistCACallback(record=False), max_steps=1)
+    assert current_session().config == settings(tile=16), "those of configure"
+    first.train()
+    assert current_session().config == spans
+    second.train()
+    assert current_session().config == settings(tile=16)
+    first.evaluate(rows(1))
+    assert current_session().config == spans
+    hf_distca.configure()
+    make_trainer("distca", rows(2), distca=hf_distca.DistCACallback(record=False))
+    assert current_session().config == hf_distca.DistCAConfig()
+
+
+def groups(rank: int) -> tuple[bool, bool]:
+    own = torch.distributed.new_group([0, 1])
+    hf_distca.configure(settings())
+    make_trainer("distca", rows(2), distca=hf_distca.DistCACallback(settings(), group=own, record=False))
+    first = current_session().given is own
+    make_trainer("distca", rows(2), config=settings(tile=16))
+    return first, current_session().given is None
+
+
+def test_a_trainer_has_not_the_group_of_another(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2)(groups) == [(True, True)] * 2
+
+
+def masked(implementation: str, mask: bool) -> torch.Tensor:
+    model: LlamaForCausalLM = tiny_llama(implementation)
+    given = batch(5, 7)
+    given.pop("distca_documents")
+    if mask:
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+    logits: torch.Tensor = model(**given, use_cache=False).logits
+    return logits
+
+
+def test_positions_tell_documents_apart_beside_a_mask_of_ones() -> None:
+    """sdpa takes one document then, which the documentation says; without the mask both find two."""
+    hf_distca.configure()
+    apart = masked("sdpa", mask=False)
+    torch.testing.assert_close(masked("distca", mask=True), apart)
+    torch.testing.assert_close(masked("distca", mask=False), apart)
+    assert not torch.allclose(masked("sdpa", mask=True), apart)

@@ -1,0 +1,102 @@
+"""Whole documents on the CPU, wherever they lie, and what a kernel keeps of a batch."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from dense_attention import PLAIN, SHAPES, Case, case, exact, random_pools, relative_error, run_kernel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_distca.kernels import Scores, TaskBatch
+from hf_distca.kernels.base import Operands
+from hf_distca.kernels.cpu import CpuKernel
+
+
+def packed(*lengths: int) -> Case:
+    """Documents one after another."""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return case(*((start, length, start, length) for start, length in zip(starts, lengths, strict=True)))
+
+
+@st.composite
+def some_documents(draw: st.DrawFn) -> Case:
+    """Whole documents, most of them short, in different orders in both pools and with gaps; sometimes two share keys."""
+    lengths = draw(st.lists(st.sampled_from([1, 2, 5, 8, 8, 13, 16, 17, 64, 65, 65, 90]), max_size=9))
+    tasks = [[0, length, 0, length] for length in lengths]
+    ends = []
+    for column in (0, 2):
+        end = 0
+        for task in draw(st.permutations(tasks)):
+            task[column] = end + draw(st.sampled_from([0, 0, 0, 4]))
+            end = task[column] + task[1]
+        ends.append(end)
+    if tasks and draw(st.booleans()):
+        tasks[-1][2] = max(0, tasks[0][2] - 1)
+        ends[1] = max(task[2] + task[3] for task in tasks)
+    return case(*map(tuple, tasks), rows=ends[0] + draw(st.integers(0, 2)), keys=ends[1] + draw(st.integers(0, 2)))
+
+
+@given(case=some_documents(), window=st.sampled_from([None, None, 8, 64]), loud=st.sampled_from([1.0, 60.0]))
+@settings(max_examples=150, deadline=None)
+def test_any_documents(case: Case, window: int | None, loud: float) -> None:
+    """With loud scores, exponentials of keys that a row does not see would overflow."""
+    scores = Scores(0.19, window)
+    pools = random_pools(case, SHAPES["narrow values"], torch.float64)
+    pools["q"] *= loud
+    found, expected = run_kernel(CpuKernel(), pools, case.tasks, scores), exact(pools, case.tasks, scores)
+    for name, value in found.items():
+        assert value.shape == expected[name].shape
+        assert relative_error(value, expected[name]) <= 1e-9, name
+
+
+def test_what_is_no_number_stays_in_its_document() -> None:
+    documents = packed(5, 8, 7, 6, 6)
+    pools = random_pools(documents, SHAPES["GQA"], torch.float64)
+    expected = exact(pools, documents.tasks, PLAIN)
+    broken = slice(5, 13)
+    for name in pools:
+        pools[name][broken] = float("nan")
+    for name, value in run_kernel(CpuKernel(), pools, documents.tasks, PLAIN).items():
+        assert value[broken].isnan().any()
+        value[broken] = expected[name][broken].to(value.dtype)
+        assert relative_error(value, expected[name]) <= 1e-10, name
+
+
+def test_what_is_derived_from_a_batch_goes_with_it() -> None:
+    documents = packed(5, 8, 7, 40)
+    tasks = TaskBatch(*(getattr(documents.tasks, f"{of}_{what}") for of in ("query", "key") for what in ("start", "length")))
+    kernel = CpuKernel()
+    pools = random_pools(documents, SHAPES["GQA"], torch.float32)
+    run_kernel(kernel, pools, tasks, PLAIN)
+    work = next(iter(kernel._work.values()))[None]
+    run_kernel(kernel, pools, tasks, PLAIN)
+    assert next(iter(kernel._work.values()))[None] is work
+    del tasks, work
+    gc.collect()
+    assert len(kernel._work) == 0
+
+
+def test_tasks_are_checked_once() -> None:
+    """Whatever the pools: thousands of documents cost each call nothing."""
+
+    class Counted(tuple[int, ...]):
+        read = 0
+
+        def __iter__(self) -> Any:
+            type(self).read += 1
+            return super().__iter__()
+
+    lengths = Counted([32] * 10)
+    starts = tuple(range(0, 320, 32))
+    tasks, kernel = TaskBatch(starts, lengths, starts, lengths), CpuKernel()
+    q = torch.randn(320, 2, 8)
+    wider = torch.cat([q, q])
+    kernel.forward(Operands(wider, q, q), tasks, PLAIN)
+    before = Counted.read
+    assert before > 0
+    kernel.forward(Operands(q, q, q), tasks, PLAIN)
+    kernel.forward(Operands(wider, q, q), tasks, PLAIN)
+    assert Counted.read == before

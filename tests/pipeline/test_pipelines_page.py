@@ -1,0 +1,94 @@
+"""The code of docs/pipelines.md trains as one process would."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from staged import Case, configure, model_for
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+
+import hf_distca
+from pages import ROOT
+from ranks import RankPool
+
+LENGTHS = [150, 20, 22, 64, 64, 64, 100, 90, 2, 192, 30, 30, 36, 96]
+TOKENS, RATE = 96, 0.5
+
+
+def blocks() -> list[str]:
+    """The code of the page, for a machine without a GPU and for small batches."""
+    text = (ROOT / "docs" / "pipelines.md").read_text()
+    return [
+        block.replace('"cuda"', '"cpu"').replace("tokens_per_rank=16384", f"tokens_per_rank={TOKENS}, seed=None, device='cpu'")
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    ]
+
+
+def documents() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(40, 90, (length,), generator=generator)} for length in LENGTHS]
+
+
+def trained(rank: int, case: Case, folder: str) -> dict[str, torch.Tensor]:
+    """Weights of this stage after the steps of the page."""
+    configure(case)
+    first, dealt = blocks()
+    positions = torch.arange(case.tokens).expand(case.micro_batches, -1)
+    names: dict[str, Any] = {"torch": torch, "dist": dist, "AutoModelForCausalLM": AutoModelForCausalLM}
+    names["cross_entropy"] = cross_entropy
+    names |= {"copies": case.copies, "stages": case.stages, "n_microbatches": case.micro_batches, "name": folder, "losses": []}
+    names |= dict.fromkeys(("input_ids", "position_ids", "shift_labels"), positions)
+    names["loss_fn"] = lambda logits, targets: cross_entropy(logits.flatten(0, 1), targets.flatten())
+    exec(compile(first, "docs/pipelines.md", "exec"), names)  # ours
+    stage = names["stage"]
+    if case.copies > 1:
+        stage.submod = DistributedDataParallel(stage.submod, process_group=names["mesh"]["dp_replicate"].get_group())
+    weights = model_for(case, "sdpa").state_dict()  # as they were before the step of the first block
+    module = stage.submod.module if case.copies > 1 else stage.submod
+    with torch.no_grad():
+        for name, weight in module.model.named_parameters():
+            weight.copy_(weights[name])
+    names["optimizer"] = torch.optim.SGD(stage.submod.parameters(), lr=RATE)
+    names["documents"] = documents()
+    exec(compile(dealt, "docs/pipelines.md", "exec"), names)
+    return {name: weight.detach() for name, weight in module.model.named_parameters()}
+
+
+def trained_in_one_process(case: Case) -> dict[str, torch.Tensor]:
+    """The same steps of the mean over the targets of all copies, with clipped gradients."""
+    hf_distca.configure()
+    model = model_for(case, "distca")
+    shares = hf_distca.document_shares(documents(), TOKENS * case.copies, model=model, ranks=1, seed=None, device="cpu")
+    optimizer, collate = torch.optim.SGD(model.parameters(), lr=RATE), hf_distca.PackingCollator()
+    for first in range(0, len(shares) - case.micro_batches + 1, case.micro_batches):
+        items = [collate([shares[first + number]]) for number in range(case.micro_batches)]
+        count = sum((item["shift_labels"] != -100).sum() for item in items)
+        for item in items:
+            targets = item.pop("shift_labels").flatten()
+            item.pop("labels")
+            logits = model(**item, use_cache=False).logits.flatten(0, 1)
+            (cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("copies", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_code_of_the_page_trains_on_the_mean_of_the_global_batch(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path, copies: int
+) -> None:
+    case = Case(micro_batches=2, layers=2, tied=True, copies=copies)
+    model_for(case, "sdpa").save_pretrained(tmp_path)
+    wanted = trained_in_one_process(case)
+    for weights in rank_pool(2 * copies)(trained, case, str(tmp_path)):
+        for name, weight in weights.items():
+            assert (weight - wanted[name]).norm() <= 1e-6 * wanted[name].norm(), name

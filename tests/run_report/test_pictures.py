@@ -1,0 +1,93 @@
+"""The data of the pictures, and that the page is one file."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from some_run import plan_row, some_rows, write_record, write_state, write_trace
+
+from hf_distca.run_report.folder import RunFolder
+from hf_distca.run_report.page import render
+from hf_distca.run_report.pictures import Picture, pictures
+from hf_distca.run_report.run_figures import Figures, collect
+
+
+def figures(folder: Path, ranks: int = 4) -> Figures:
+    write_record(folder, some_rows(ranks))
+    for rank in range(2):
+        write_trace(folder / "timeline", rank, 0.2, 0.05)
+    return collect(RunFolder.read(folder))
+
+
+def by_name(found: Figures) -> dict[str, Picture]:
+    return {picture.name: picture for picture in pictures(found)}
+
+
+def test_seconds_by_rank_are_in_proportion(tmp_path: Path) -> None:
+    found = figures(tmp_path)
+    assert list(by_name(found)) == ["ranks", "plan"]
+    assert found.per_rank is not None
+    (side,) = by_name(found)["ranks"].sides
+    longest = max(found.per_rank.measured_before)
+    for row in side.rows:
+        (before,), (after,) = row.lines
+        assert before.length == pytest.approx(found.per_rank.measured_before[row.rank] / longest)
+        assert after.length == pytest.approx(found.per_rank.measured_after[row.rank] / longest)
+    assert by_name(found)["ranks"].width == f"{longest:.3g} s"
+
+
+def test_pieces_of_a_plan_lie_one_behind_the_other(tmp_path: Path) -> None:
+    seconds = plan_row(4).per_rank
+    longest = max(seconds.estimated_before)
+    sides = by_name(figures(tmp_path))["plan"].sides
+    for side, expected in zip(sides, (seconds.estimated_before, seconds.estimated_after), strict=True):
+        for row in side.rows:
+            (bars,) = row.lines
+            ends = np.cumsum([bar.length for bar in bars])
+            np.testing.assert_allclose([bar.start for bar in bars], [0.0, *ends[:-1]], atol=1e-9)
+            assert ends[-1] == pytest.approx(expected[row.rank] / longest, rel=1e-3)
+    before, after = ([bar for row in side.rows for bar in row.lines[0]] for side in sides)
+    assert not any(bar.moved for bar in before)
+    moved = [bar for bar in after if bar.moved]
+    assert moved
+    assert all("queries of rank 3" in bar.tip for bar in moved), "the one with the long document"
+    assert {bar.label == "" for bar in (*before, *after) if bar.length < 0.05} == {True}
+
+
+def test_of_many_ranks_those_are_drawn_whose_work_changes_most(tmp_path: Path) -> None:
+    drawn = by_name(figures(tmp_path, ranks=80))
+    for picture in drawn.values():
+        assert "32 of 80 ranks are drawn" in picture.text
+        ranks = [row.rank for row in picture.sides[-1].rows]
+        assert len(ranks) == 32
+        assert ranks[-1] == 79, "the one with the long document"
+
+
+class References(HTMLParser):
+    """Attributes that make a browser load something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+
+
+def test_the_page_is_one_file(tmp_path: Path) -> None:
+    page = render(figures(tmp_path))
+    references = References()
+    references.feed(page)
+    assert references.found == ["data:,"]
+    assert "<script" not in page
+    assert len(page) < 100_000
+
+
+def test_the_log_alone_makes_a_page(tmp_path: Path) -> None:
+    write_state(tmp_path, {"step": 1, "distca/imbalance_estimated_after": 1.0, "distca/imbalance_estimated_before": 2.0})
+    found = collect(RunFolder.read(tmp_path))
+    assert not by_name(found)
+    assert "Not on this page" in render(found)

@@ -1,0 +1,64 @@
+"""Kernels compute in the dtypes that they are given, whatever the user's autocast says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_core_attention import dense
+
+from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.route import Route
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
+
+TOKENS, DIM = 96, 16
+CPU = torch.device("cpu")
+# Relative, of o, lse, dq, dk and dv. With autocast in the kernels, those of bfloat16 are up to ten times as large.
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+LSE_BOUND = 2e-6
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "scores"),
+    [
+        ("cpu", Scores(DIM**-0.5)),
+        ("cpu", Scores(DIM**-0.5, window=9)),
+        ("reference", Scores(DIM**-0.5)),
+        ("reference", Scores(DIM**-0.5, window=9, softcap=3.0)),
+    ],
+    ids=["cpu", "cpu, window", "reference", "reference, window and softcap"],
+)
+def test_kernels_under_autocast_are_as_exact_as_without(name: str, scores: Scores, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # The scale of scores of trained models: their log-sum-exps are far from 0.
+    q, k, v, do = (3 * torch.randn(TOKENS, 2, DIM, generator=generator).to(dtype) for _ in range(4))
+    exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    expected_o = dense(*exact, None, scores)
+    expected = torch.autograd.grad(expected_o, exact, do.double())
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    kernel = select_kernel(name, Case(CPU, dtype, DIM, DIM, scores))
+    call = Call(
+        Route.build(Plan.local(Layout.from_lengths([[TOKENS]]), scores.window), 0),
+        AttentionGroup(),
+        AttentionServer(kernel, scores, Meter()),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        o = core_attention(Inputs(*leaves), call)
+        saved = next(tensor for tensor in o.grad_fn.saved_tensors if tensor is not None and tensor.shape == o.shape[:2])
+        grads = torch.autograd.grad(o, leaves, do)
+    assert o.dtype == dtype
+    for found, want in zip((o.detach(), *grads), (expected_o.detach(), *expected), strict=True):
+        assert float((found.double() - want).norm() / want.norm()) < BOUNDS[dtype]
+    q64, k64 = (tensor.detach().transpose(0, 1) for tensor in exact[:2])
+    logits = q64 @ k64.mT * scores.scale
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    rows, keys = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)
+    hidden = (keys > rows) | (keys <= rows - (scores.window or TOKENS))
+    lse = logits.masked_fill(hidden, float("-inf")).logsumexp(-1).T
+    assert float((saved.double() - lse).abs().max() / lse.abs().max()) < LSE_BOUND

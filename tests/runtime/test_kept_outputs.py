@@ -1,0 +1,102 @@
+"""Outputs that are kept for a recompute live only where one can come: a model takes no more memory than under sdpa."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_distca
+from live_bytes import LiveBytes
+
+TOKENS, LAYERS = 512, 8
+SMALL = 256  # bytes of anchors and losses
+
+
+class Moved:
+    """A saved tensor that was moved away, as to the memory of a host."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.values = tensor.dtype, tensor.detach().numpy().copy()
+
+    def back(self) -> torch.Tensor:
+        return torch.from_numpy(np.array(self.values))
+
+
+def offloading() -> AbstractContextManager[None]:
+    return saved_tensors_hooks(Moved, Moved.back)
+
+
+def offloaded_checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
+    with offloading():
+        return checkpoint(partial(function, **kwargs), *args, use_reentrant=use_reentrant)
+
+
+def llama(implementation: str) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=16,
+        attn_implementation=implementation,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).train()
+
+
+def all_but_the_last_frozen(model: LlamaForCausalLM) -> None:
+    model.requires_grad_(False)
+    model.model.layers[-1].requires_grad_(True)
+
+
+def trained_whole(model: LlamaForCausalLM) -> None:
+    """Nothing is to be changed."""
+
+
+def offloaded(model: LlamaForCausalLM, *, use_reentrant: bool) -> None:
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    for layer in model.model.layers:
+        layer._gradient_checkpointing_func = partial(offloaded_checkpoint, use_reentrant=use_reentrant)
+
+
+def live_bytes(implementation: str, switch: Callable[[LlamaForCausalLM], None], moved: bool) -> tuple[int, int, list[float]]:
+    """Bytes alive after a forward, the most of them during it, and the norms of the gradients."""
+    model = llama(implementation)
+    switch(model)
+    ids = torch.randint(0, 16, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    live = LiveBytes()
+    with live:
+        with offloading() if moved else nullcontext():
+            loss = model.model(input_ids=ids, use_cache=False).last_hidden_state.square().mean()
+        alive, peak = live.settle(), live.take_peak()
+        loss.backward()
+    return alive, peak, [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("switch", "moved"),
+    [
+        pytest.param(all_but_the_last_frozen, False, id="frozen"),
+        pytest.param(trained_whole, True, id="offloading hooks"),
+        pytest.param(partial(offloaded, use_reentrant=False), False, id="offloaded checkpoints"),
+        pytest.param(partial(offloaded, use_reentrant=True), False, id="offloaded checkpoints, reentrant"),
+        pytest.param(trained_whole, False, id="nothing"),
+    ],
+)
+def test_a_forward_leaves_as_much_as_under_sdpa(switch: Callable[[LlamaForCausalLM], None], moved: bool) -> None:
+    hf_distca.configure()
+    alive, peak, norms = live_bytes("distca", switch, moved)
+    expected_alive, expected_peak, expected_norms = live_bytes("sdpa", switch, moved)
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
+    assert alive <= 1.02 * expected_alive + SMALL, (alive, expected_alive)
+    assert peak <= 1.02 * expected_peak + SMALL, (peak, expected_peak)

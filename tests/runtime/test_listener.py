@@ -1,0 +1,177 @@
+"""What a rank shows of others that have left, also while it waits in somebody else's collective."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import forks
+from hf_distca.errors import DistCADesyncError
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meeting import Meeting
+from hf_distca.runtime.watch import Watch
+from ranks import join_world
+
+LIMIT = 60.0
+
+
+class NcclLink:
+    """A communicator whose connections only `abort` breaks."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.aborted = store, 0
+
+    def name(self) -> str:
+        return "nccl"
+
+    def get_group_store(self) -> dist.Store:
+        return self.store
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+def watches(ranks: int) -> tuple[list[Watch], list[NcclLink]]:
+    store = dist.PrefixStore("a group", dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    links = [NcclLink(store) for _ in range(ranks)]
+    every = tuple(range(ranks))
+    return [Watch(every, rank, 1.0, (link,)) for rank, link in enumerate(links)], links  # type: ignore[arg-type]
+
+
+def raises(watch: Watch) -> None:
+    with pytest.raises(MemoryError), watch.reporting("computing layer 3 of micro-batch 7"):
+        raise MemoryError("no room")
+
+
+def test_the_first_word_is_shown_once_and_wakes_who_waits_over_nccl(capsys: pytest.CaptureFixture[str]) -> None:
+    (first, second, third), links = watches(3)
+    assert [watch.look() for watch in (first, second, third)] == [True] * 3
+    raises(second)
+    assert [watch.look() for watch in (first, second, third)] == [False] * 3
+    line = (
+        "hf_distca: rank 1 has left the attention group of ranks (0, 1, 2): it raised MemoryError while computing layer 3 of "
+        "micro-batch 7: no room\n"
+    )
+    assert capsys.readouterr().err == 2 * line
+    assert [link.aborted for link in links] == [1, 1, 1]
+
+
+def test_a_rank_that_ends_well_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:
+    (first, second, third), links = watches(3)
+    first.say_farewell()
+    second.say_farewell()
+    assert not third.look()
+    assert capsys.readouterr().err == ""
+    assert [link.aborted for link in links] == [0, 0, 0]
+
+
+def test_a_word_goes_before_a_farewell(capsys: pytest.CaptureFixture[str]) -> None:
+    (first, second, third), _ = watches(3)
+    raises(second)
+    first.say_farewell()
+    assert not third.look()
+    assert "rank 1 has left" in capsys.readouterr().err
+
+
+def test_what_is_found_behind_the_back_of_a_rank_is_shown_and_wakes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    (first, _), links = watches(2)
+    first.fail_with(DistCADesyncError("ranks have different numbers of plans"))
+    assert capsys.readouterr().err == "hf_distca: ranks have different numbers of plans\n"
+    assert links[0].aborted == 1
+    with pytest.raises(DistCADesyncError, match="different numbers of plans"):
+        first.raise_pending()
+
+
+class Lost:
+    """A collective to which others do not come."""
+
+    def wait(self) -> None:
+        raise RuntimeError("Connection closed by peer\nand more")
+
+
+def test_ranks_that_do_not_come_to_a_meeting_are_told_of_at_once_over_nccl(capsys: pytest.CaptureFixture[str]) -> None:
+    (first, _), links = watches(2)
+    meeting = Meeting(torch.zeros(2, 1, dtype=torch.int64), Lost(), lambda rows: None, first, "comparing shares")  # type: ignore[arg-type]
+    wait_until(lambda: links[0].aborted)
+    with pytest.raises(DistCADesyncError, match="while comparing shares, and not all came"):
+        meeting.wait()
+    assert (
+        "hf_distca: not all of ranks (0, 1) came while comparing shares (Connection closed by peer)\n" in capsys.readouterr().err
+    )
+
+
+def reduce_in_vain(rank: int, folder: Path, ended: Connection) -> None:
+    """Rank 1 fails in attention and stays, while rank 0 waits in a reduction of somebody else's."""
+    stderr = os.open(folder / f"stderr of rank {rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(stderr, 2)
+    join_world(rank, 2, folder / "store")
+    group = AttentionGroup.of(timeout_seconds=30)
+    if rank == 0:
+        dist.all_reduce(torch.zeros(1))
+        return
+    with pytest.raises(ZeroDivisionError), group.reporting("computing layer 0 of micro-batch 1"):
+        raise ZeroDivisionError("1 / 0")
+    ended.poll(LIMIT)
+    os._exit(0)
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def test_a_rank_that_waits_elsewhere_shows_why_others_left() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder, (ours, theirs) = Path(name), Pipe()
+        processes = [forks.start(reduce_in_vain, rank, folder, theirs) for rank in (0, 1)]
+        try:
+            shown = folder / "stderr of rank 0"
+            wait_until(lambda: shown.exists() and "hf_distca: " in shown.read_text())
+            assert shown.read_text() == (
+                "hf_distca: rank 1 has left the attention group of ranks (0, 1): it raised ZeroDivisionError while computing "
+                "layer 0 of micro-batch 1: 1 / 0\n"
+            )
+            assert processes[1].is_alive(), "shown at once, not when the other process has ended"
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+            ours.close()
+
+
+def end_in_turn(rank: int, port: int, folder: Path) -> None:
+    stderr = os.open(folder / f"stderr of rank {rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(stderr, 2)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    AttentionGroup.of(timeout_seconds=30)
+    time.sleep(1.5 * rank)
+
+
+def test_ranks_that_end_one_after_the_other_say_nothing(tmp_path: Path) -> None:
+    """Also where the store ends with the process of rank 0."""
+    port = free_port()
+    processes = [forks.start(end_in_turn, rank, port, tmp_path) for rank in (0, 1)]
+    for process in processes:
+        process.join(LIMIT)
+        code = process.exitcode
+        process.kill()
+        assert code == 0
+    assert [(tmp_path / f"stderr of rank {rank}").read_text() for rank in (0, 1)] == ["", ""]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -1,0 +1,123 @@
+"""Bounds of the house in figures (tools/house.py): rooms shrink, and a bound follows a room that has shrunk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+TOOL = Path(__file__).parents[1] / "tools" / "house.py"
+
+
+class Bounds(NamedTuple):
+    """What a room has at most: files and their lines, lines of a file and of a function, parameters, pronouns as names."""
+
+    files: int
+    lines: int
+    longest_file: int
+    longest_function: int
+    parameters: int
+    pronouns: int
+
+
+BOUNDS = {
+    "agreement": Bounds(files=9, lines=2053, longest_file=320, longest_function=32, parameters=8, pronouns=0),
+    "cli": Bounds(files=16, lines=1192, longest_file=171, longest_function=53, parameters=9, pronouns=73),
+    "data": Bounds(files=6, lines=1000, longest_file=275, longest_function=39, parameters=6, pronouns=0),
+    "doctor": Bounds(files=6, lines=642, longest_file=210, longest_function=31, parameters=6, pronouns=42),
+    "integration": Bounds(files=18, lines=3876, longest_file=355, longest_function=87, parameters=16, pronouns=0),
+    "kernels": Bounds(files=8, lines=1430, longest_file=316, longest_function=35, parameters=8, pronouns=0),
+    "measure": Bounds(files=3, lines=512, longest_file=299, longest_function=34, parameters=8, pronouns=0),
+    "pipeline": Bounds(files=8, lines=2348, longest_file=527, longest_function=42, parameters=6, pronouns=20),
+    "plugins": Bounds(files=2, lines=50, longest_file=49, longest_function=20, parameters=2, pronouns=0),
+    "run_report": Bounds(files=6, lines=1017, longest_file=274, longest_function=28, parameters=5, pronouns=72),
+    "runtime": Bounds(files=18, lines=2877, longest_file=338, longest_function=44, parameters=8, pronouns=1),
+    "schedule": Bounds(files=46, lines=7339, longest_file=370, longest_function=56, parameters=9, pronouns=620),
+    "simulate": Bounds(files=19, lines=2613, longest_file=245, longest_function=46, parameters=7, pronouns=213),
+    "top": Bounds(files=6, lines=824, longest_file=233, longest_function=30, parameters=5, pronouns=3),
+}
+# Names that may still occur more than once. Of each other name there is one.
+SHARED_FILE_NAMES = {
+    "exchange.py",
+    "figures.py",
+    "layers.py",
+    "lengths.py",
+    "loaders.py",
+    "shares.py",
+}
+REPEATED_CLASSES = {
+    "Costs",
+    "Documents",
+    "Piece",
+    "Pieces",
+    "Placed",
+    "Rates",
+    "Relays",
+    "Scale",
+    "Span",
+    "State",
+    "Tally",
+    "Tried",
+    "Work",
+    "Wrong",
+}
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("house") / "house.json"
+    printed = subprocess.run([sys.executable, TOOL, "--json", file], check=True, timeout=60, capture_output=True, text=True)
+    figures: dict[str, Any] = json.loads(file.read_text())
+    assert all(room in printed.stdout for room in figures["rooms"])
+    return figures
+
+
+def test_no_room_grows(house: dict[str, Any]) -> None:
+    assert set(house["rooms"]) == set(BOUNDS), "each room has its bounds"
+    above = {
+        f"{room}: {name}": (figures[name], bound)
+        for room, figures in house["rooms"].items()
+        for name, bound in BOUNDS[room]._asdict().items()
+        if figures[name] > bound
+    }
+    assert not above, "(figure, bound) of what is above it"
+
+
+def test_names_are_given_once(house: dict[str, Any]) -> None:
+    assert set(house["shared_file_names"]) <= SHARED_FILE_NAMES
+    assert set(house["repeated_classes"]) <= REPEATED_CLASSES
+
+
+def test_figures_are_those_of_the_sources(tmp_path: Path) -> None:
+    """A small house, counted by hand."""
+    package, file = tmp_path / "hf_distca", tmp_path / "house.json"
+    sources = {
+        "errors.py": "class Wrong(Exception):\n    pass\n",
+        "cli/plan.py": "def plan() -> None:\n    from hf_distca.schedule.plan import Plan\n",
+        "cli/tables.py": "one = 1\n",
+        "schedule/plan.py": (
+            "from hf_distca import errors\n\n\nclass Plan:\n    def cut(self, start, *, end, **more):\n"
+            "        at = start\n        at += self.one\n        return at\n\n\nclass Wrong:\n    pass\n"
+        ),
+        "runtime/tables.py": "",
+    }
+    for name, text in sources.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    subprocess.run([sys.executable, TOOL, "--source", package, "--json", file], check=True, timeout=60, capture_output=True)
+    house = json.loads(file.read_text())
+    schedule = house["rooms"]["schedule"]
+    assert (schedule["files"], schedule["lines"], schedule["longest_function"], schedule["parameters"]) == (1, 12, 4, 3)
+    assert {room: figures["pronouns"] for room, figures in house["rooms"].items()} == {
+        "cli": 1,
+        "runtime": 0,
+        "schedule": 3,
+        "top": 0,
+    }
+    assert house["shared_file_names"] == {"tables.py": ["cli", "runtime"]}
+    assert house["repeated_classes"] == {"Wrong": ["errors.py", "schedule/plan.py"]}
+    assert house["arrows"] == {"cli": ["schedule"], "runtime": [], "schedule": ["errors"], "top": []}
