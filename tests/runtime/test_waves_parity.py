@@ -20,8 +20,9 @@ from hf_distca.schedule.waves import TransientBytes, Waves
 from ranks import RankPool
 
 SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, VALUE_DIM, 8)
-# From a row at a time to all at once, in bytes of rows of this shape.
-BOUNDS = [1, 10_000, 60_000, 200_000, 10**9]
+# From a tile of rows at a time to all at once: the least is what one row takes with one key.
+LEAST = sum(TransientBytes.of(SHAPE)[:2])
+BOUNDS = [LEAST, 10_000, 60_000, 200_000, 10**9]
 
 
 @pytest.mark.parametrize("world", [1, *WORLDS])
@@ -52,7 +53,7 @@ def test_random_plans_in_waves_are_exact(rank_pool: Callable[[int], RankPool], w
         check(random_, window, with_sink, bound, groups)
 
     check_random()
-    waves = [check(random.Random(seed), None, True, 1, groups) for seed in range(5) for groups in (1, KEY_HEADS)]
+    waves = [check(random.Random(seed), None, True, LEAST, groups) for seed in range(5) for groups in (1, KEY_HEADS)]
     assert max(waves) > 1, f"some plans take several waves, and these took {waves}"
 
 
@@ -60,8 +61,8 @@ def test_waves_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> N
     counts = []
     for seed in range(10):
         ranks, context, tasks = random_case(random.Random(seed), 2)
-        counts.append(Waves.of(Plan.from_tasks(Layout.from_segments(ranks, context), tasks), SHAPE, TILE, 1).count)
-        results = rank_pool(2)(run_untagged, ranks, context, tasks, torch.float64, Scores(DIM**-0.5), True, 1)
+        counts.append(Waves.of(Plan.from_tasks(Layout.from_segments(ranks, context), tasks), SHAPE, TILE, LEAST).count)
+        results = rank_pool(2)(run_untagged, ranks, context, tasks, torch.float64, Scores(DIM**-0.5), True, LEAST)
         assert max(error for error, *_ in results) < 1e-9, (ranks, context, tasks)
         assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, (ranks, context, tasks)
     assert max(counts) > 2, f"some plans take several waves, and these took {counts}"

@@ -75,6 +75,9 @@ text = hashlib.sha256(json.dumps(shares).encode()).hexdigest()
 print(json.dumps([*(plan.digest for plan in plans), text]))
 """
 
+# A time of sources that is older than anything compiled.
+LONG_AGO = 1_577_836_800
+
 
 def digests(how: str) -> list[str]:
     source = Path(hf_distca.__file__).parents[1]
@@ -92,10 +95,16 @@ def test_the_same_plans_compiled_or_not() -> None:
     assert compiled == interpreted
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_what_was_compiled_of_older_sources_is_forgotten(tmp_path: Path, elsewhere: bool) -> None:
-    """A function is kept with all that it calls: a change in another file has to count, wherever numba keeps what it made."""
-    pytest.importorskip("numba")
+def run_in(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a folder, where numba keeps things as `environment` says."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, env=inherited | environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def loops(tmp_path: Path) -> Path:
+    """A folder with a compiled function that calls one of another file, all of them last changed long ago."""
     folder = tmp_path / "schedule"
     folder.mkdir()
     (folder / "compiled.py").write_text((Path(hf_distca.__file__).parent / "schedule" / "compiled.py").read_text())
@@ -103,24 +112,44 @@ def test_what_was_compiled_of_older_sources_is_forgotten(tmp_path: Path, elsewhe
     (folder / "outer.py").write_text(
         "from compiled import entry\nfrom inner import inner\n\n@entry\ndef outer(x):\n    return inner(x)\n"
     )
+    for source in folder.glob("*.py"):
+        os.utime(source, (LONG_AGO, LONG_AGO))
+    return folder
 
-    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
-    if elsewhere:
-        environment["NUMBA_CACHE_DIR"] = str(tmp_path / "kept")
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_was_compiled_of_other_sources_is_not_used(tmp_path: Path, loops: Path, elsewhere: bool) -> None:
+    """A change in another file of the same size and time counts, as `cp -p` and unpacked archives make it."""
+    pytest.importorskip("numba")
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path / "kept")} if elsewhere else {}
 
     def called() -> str:
-        command = [sys.executable, "-c", "from outer import outer; print(outer(1))"]
-        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+        run = run_in(loops, "from outer import outer; print(outer(1))", **environment)
         assert run.returncode == 0, run.stderr
         return run.stdout.strip()
 
     assert called() == "2"
-    kept = list(tmp_path.rglob("*.nbi"))
-    assert kept
-    inner = folder / "inner.py"
-    inner.write_text(inner.read_text().replace("x + 1", "x + 10"))
-    later = max(path.stat().st_mtime for path in [*kept, inner]) + 5
-    os.utime(inner, (later, later))
-    # What another process removes between a look and the next is gone already.
-    (kept[0].parent / "gone.nbi").symlink_to(folder / "nowhere")
-    assert called() == "11"
+    assert list(tmp_path.rglob("*.nbi"))
+    inner = loops / "inner.py"
+    inner.write_text(inner.read_text().replace("x + 1", "x + 9"))
+    os.utime(inner, (LONG_AGO, LONG_AGO))
+    assert called() == "10"
+
+
+def test_a_cache_that_cannot_be_written_is_said_once(tmp_path: Path, loops: Path) -> None:
+    pytest.importorskip("numba")
+    taken = tmp_path / "file"
+    taken.touch()
+    (loops / "__pycache__").touch()
+    folders = {name: str(taken / "cache") for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME")}
+    code = "from outer import outer; import compiled; compiled.entry(lambda x: x); print(outer(1), outer(2))"
+    run = run_in(loops, code, **folders)
+    assert run.stdout.strip() == "2 3", run.stderr
+    assert run.stderr.count("NUMBA_CACHE_DIR") == 1
+
+
+def test_plans_are_made_where_numba_compiles_nothing() -> None:
+    pytest.importorskip("numba")
+    code = "import hf_distca.schedule.balance, hf_distca.schedule.compiled as c; print(c.numba)"
+    run = run_in(Path(hf_distca.__file__).parents[1], code, NUMBA_DISABLE_JIT="1")
+    assert run.stdout.strip() == "None", run.stderr

@@ -100,6 +100,17 @@ def test_halves_have_equal_tokens_where_documents_can_be_divided_so(tokens: int)
     assert second.query_tokens.tolist() == [tokens - tokens // 2] * 8
 
 
+@pytest.mark.parametrize(
+    ("lengths", "tokens"),
+    [([500, 300, 200], [900, 100]), ([700, 200, 100], [100, 50, 850]), ([1000], [999, 1]), ([3] * 333 + [1], [601, 201, 198])],
+)
+def test_ranks_with_unequal_tokens_have_theirs_in_both_halves_together(lengths: list[int], tokens: list[int]) -> None:
+    first, second = deal_nano_batches(lengths, len(tokens), tokens, CUDA)
+    assert (first.query_tokens + second.query_tokens).tolist() == tokens
+    if len(lengths) > 100:
+        assert first.query_tokens.tolist() == [count // 2 for count in tokens]
+
+
 def test_halves_are_equal_beside_a_document_with_most_of_the_attention() -> None:
     total = 64 * 65536
     lengths = [total // 4, *fill(lambda rng: rng.integers(100, 3000), total - total // 4, seed=0)]
@@ -228,6 +239,18 @@ def test_one_huge_document_among_short_ones() -> None:
 def test_attention_that_costs_nothing() -> None:
     free = KernelCost(0.0, np.inf, np.inf)
     check(deal([5000, *[100] * 30, 192], 2, 4096, CostModel(SHAPE, free, free, np.inf)), [5000, *[100] * 30, 192], [4096] * 2)
+
+
+@pytest.mark.parametrize("function", [deal, deal_nano_batches])
+def test_documents_of_more_than_two_to_the_32_tokens_are_refused(function: Callable[..., object]) -> None:
+    lengths = [2**32 + 1, 2**32 - 1]
+    with pytest.raises(LayoutError, match=r"document 0 has 4294967297 tokens: the limit is 2\*\*32"):
+        function(lengths, 2, 2**32, CUDA)
+
+
+def test_documents_of_two_to_the_32_tokens_are_dealt() -> None:
+    lengths = [2**32, 2**31, 2**30, 2**30 - 1000, 1000]
+    check(deal(lengths, 4, sum(lengths) // 4, CUDA), lengths, [sum(lengths) // 4] * 4)
 
 
 def test_dealing_again_is_the_same() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,23 @@ from hf_distca.schedule.waves import TransientBytes, Waves
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
 PAIRS = CostModel.pairs(SHAPE)
+EACH = TransientBytes.of(SHAPE)
+# What one row takes with one key.
+LEAST = EACH.query + EACH.key
+
+
+def interleaved(documents: int, length: int, ranks: int) -> Layout:
+    """Documents that lie head and tail over all ranks."""
+    part = length // (2 * ranks)
+    places = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
+    return Layout.from_segments([[(d, p * part, part) for d in range(documents) for p in pair] for pair in places])
+
+
+# Layouts, windows and bounds: keys of a window that nearly fill the bound, and rows of a long document.
+MANY_WAVES = [
+    (interleaved(2, 2**21, 2), 4096, 2**26),
+    (interleaved(1, 2**22, 4), None, LEAST),
+]
 
 
 @pytest.mark.parametrize("ranks", [64, 512])
@@ -74,16 +92,41 @@ def test_documents_that_do_not_fit_are_split_by_heads_first() -> None:
 
 def test_keys_that_are_more_than_the_bound_do_not_make_each_tile_a_wave() -> None:
     layout = Layout.from_segments([[(0, 0, 32768)], [(0, 32768, 32768)]])
-    waves = Waves.of(Plan.local(layout), SHAPE, 128, 1, 1)
+    waves = Waves.of(Plan.local(layout), SHAPE, 128, LEAST, 1)
     assert waves.count <= 8
     assert waves.bytes is not None
     assert waves.bytes.max() <= 2.01 * 65536 * TransientBytes.of(SHAPE).key + 65536 * TransientBytes.of(SHAPE).sent_key
 
 
-def test_nothing_moves_where_not_even_a_tile_fits() -> None:
-    layout = Layout.from_lengths([[65536], [4096] * 16])
-    each = TransientBytes.of(SHAPE)
-    assert not balance(layout, PAIRS, DistCAConfig(max_transient_bytes=128 * each.query)).moved
+@pytest.mark.parametrize("lengths", [[[65536], [4096] * 16], [[4096], [4096]]])
+def test_a_bound_that_no_row_fits_is_refused(lengths: list[list[int]]) -> None:
+    layout = Layout.from_lengths(lengths)
+    assert balance(layout, PAIRS, DistCAConfig(max_transient_bytes=LEAST)).window is None
+    with pytest.raises(ConfigError, match=rf"max_transient_bytes={LEAST - 1} .* {LEAST} bytes .*query_heads=32.* or None"):
+        balance(layout, PAIRS, DistCAConfig(max_transient_bytes=LEAST - 1))
+
+
+@pytest.mark.parametrize(("layout", "window", "bound"), MANY_WAVES)
+def test_many_waves_take_little_time_and_are_well_filled(layout: Layout, window: int | None, bound: int) -> None:
+    plan = Plan.local(layout, window)
+    begin = time.process_time()
+    waves = Waves.of(plan, SHAPE, 128, bound, 8)
+    assert time.process_time() - begin < 1.5
+    assert waves.bytes is not None
+    # Bytes of the busiest rank if all travelled at once: no more waves than if each were half full.
+    alone = Waves.of(plan, SHAPE, 128, 2**62, 8)
+    assert alone.bytes is not None
+    again = 1 if window is None else 1 + window / 128
+    assert waves.count <= 1 + 4 * again * int(alone.bytes.max()) / bound
+
+
+def test_a_bounded_plan_of_many_ranks_takes_little_time() -> None:
+    layout = Layout.from_lengths([[2**17, 2**16] if rank % 8 == 0 else [4096] * 32 for rank in range(64)])
+    plan = balance(layout, CUDA, DistCAConfig(ping_pong=True))
+    begin = time.process_time()
+    waves = Waves.of(plan, SHAPE, 128, 2**26, 8)
+    assert time.process_time() - begin < 0.5
+    assert waves.count > 10
 
 
 def test_a_bound_that_is_large_enough_changes_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -32,6 +33,15 @@ SPLIT = DistCAConfig(ping_pong=True)
 def long_and_short(ranks: int) -> Layout:
     """A document as long as a rank's tokens on one rank in eight, short ones elsewhere."""
     return Layout.from_lengths([[65536] if rank % 8 == 0 else [2048] * 32 for rank in range(ranks)])
+
+
+@pytest.mark.parametrize("bound", [None, 2**31])
+def test_as_many_head_groups_as_anyone_likes(bound: int | None) -> None:
+    config = DistCAConfig(head_groups=8, max_transient_bytes=bound)
+    begin = time.perf_counter()
+    plan = balance(long_and_short(8), CUDA, replace(config, head_groups=10**9))
+    assert time.perf_counter() - begin < 5
+    assert plan.digest == balance(long_and_short(8), CUDA, config).digest
 
 
 @settings(max_examples=100)

@@ -29,6 +29,8 @@ __all__ = ["deal", "deal_nano_batches", "in_order"]
 # Tokens of the short documents that make the halves of a global batch equal, at most, and how many documents at least.
 _CHANGE = 2**19
 _COINS = 16
+# Tokens of a document. Cuts are found with products of such numbers, which must fit 64 bits.
+_LONGEST = 2**32
 
 
 def deal(
@@ -60,7 +62,7 @@ def deal(
             `deal_nano_batches`.
 
     Raises:
-        LayoutError: if lengths are not whole numbers of at least 1, or their sum is not that of the ranks' tokens.
+        LayoutError: if lengths are not whole numbers from 1 to 2**32, or their sum is not that of the ranks' tokens.
         ConfigError: if another argument is out of its range.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
@@ -88,9 +90,8 @@ def deal_nano_batches(
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
     cost = _seen_by(cost, length)
-    first = _half(length, cost, ranks, ranks * (min(tokens) // 2))
-    each, more = divmod(int(length[first].sum()), ranks)
-    here = [each + (rank < more) for rank in range(ranks)]
+    first = _half(length, cost, ranks, sum(count // 2 for count in tokens))
+    here = _halves(tokens, int(length[first].sum()))
     there = [both - one for both, one in zip(tokens, here, strict=True)]
     one, two = (
         _dealt(np.flatnonzero(half), length[half], tokens, cost, tile, ranks_per_node, overlapped=True)
@@ -141,6 +142,15 @@ def _dealt(
 
     # Which of them ends earlier depends on what servers can be found, and so on the whole plan.
     return min(one, layout(served.rest, served.tokens, served.rows), key=end)
+
+
+def _halves(tokens: list[int], total: int) -> list[int]:
+    """Tokens of each rank in the first half, `total` together: half of its own and its part of what is more or less than that."""
+    halves = np.array(tokens) // 2
+    change = total - int(halves.sum())
+    room = np.array(tokens) - halves if change > 0 else halves
+    parts = [abs(change) * count // max(int(room.sum()), 1) for count in np.cumsum([0, *room]).tolist()]
+    return (halves + np.sign(change) * np.diff(parts)).tolist()  # type: ignore[no-any-return]
 
 
 def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDArray[np.bool_]:
@@ -216,6 +226,8 @@ def _checked(
     if len(length) and length.min() < 1:
         at = int(np.flatnonzero(length < 1)[0])
         raise LayoutError(f"document {at} has length {length[at]}: every document must have at least 1 token.")
+    if length.max(initial=0) > _LONGEST:
+        raise LayoutError(f"document {int(length.argmax())} has {length.max()} tokens: the limit is 2**32.")
     tokens = list(tokens_per_rank) if isinstance(tokens_per_rank, Sequence) else [tokens_per_rank] * ranks
     total, wanted = sum(length.tolist()), sum(tokens)
     if total != wanted or len(tokens) != ranks:

@@ -57,7 +57,7 @@ class Heads(NamedTuple):
             return WHOLE
         # A slice of F seconds at position y has F / (p * y) rows. Its bytes of queries are as many as those of keys if
         # q * F / (p * y) = kv * y.
-        mean = float(seconds.sum()) / len(seconds)
+        mean = math.fsum(seconds.tolist()) / len(seconds)
         length = math.sqrt(_TYPICAL * mean * price.query_bytes / (price.key_bytes * price.pair))
         # More groups are more tasks; they are worth it where keys travel nearly as long as ranks compute.
         travel = layout.longest * cost.shape.moved_key_bytes / cost.exchange_bytes_per_second
@@ -71,7 +71,7 @@ class Heads(NamedTuple):
 
 def possible_groups(heads: int, most: int) -> list[int]:
     """In how many groups so many key/value heads can be split, none at first; no more than so many."""
-    return [count for count in range(1, most + 1) if heads % count == 0]
+    return [count for count in range(1, min(most, heads) + 1) if heads % count == 0]
 
 
 WHOLE = Heads(1, np.zeros(0, dtype=np.bool_))

@@ -10,16 +10,33 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import DistCAError, LayoutError
 from hf_distca.schedule.compiled import handed
-from hf_distca.schedule.index import CONTEXT, FINE, OFFSETS, SEGMENT, IntArray, Segments, Wrong, index_of, split_of
+from hf_distca.schedule.index import Segments
 
-__all__ = ["IntArray", "Layout", "Segment", "as_integers", "documents_from_positions", "lengths_from_cu_seqlens", "repeated"]
+__all__ = [
+    "BoolArray",
+    "IntArray",
+    "KeyTransfers",
+    "Layout",
+    "Segment",
+    "as_integers",
+    "documents_from_positions",
+    "expanded",
+    "lengths_from_cu_seqlens",
+    "repeated",
+]
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+# Position: sums and products of what is larger may not fit in 64 bits.
+LARGEST = 2**48
 
 
 class Segment(NamedTuple):
@@ -33,6 +50,16 @@ class Segment(NamedTuple):
     def end(self) -> int:
         """Document position after the last token."""
         return self.start + self.length
+
+
+class KeyTransfers(NamedTuple):
+    """K/V tokens that servers need: tokens [start, end) of a document, held by `source`. One row per run and server."""
+
+    document: IntArray
+    start: IntArray
+    end: IntArray
+    source: IntArray
+    server: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +81,14 @@ class Layout:
         groups: head groups that documents are split in, as `split` does; 1 if none is.
         longest: length of the longest document in tokens, 0 if there is none.
         scattered: whether any document lies in more than one run of tokens, on several ranks or with a gap on one.
+        rank, end: of each segment its rank, and the document position after its last token.
+        token: of each segment the index of its first token among those of its rank.
+        queries: of each segment whether its queries are to be computed: false for context.
+        by_document: the segments in order of document and position.
+        documents: the numbers of all documents, in order.
+        place: of each segment, the place of its document among `documents`.
+        spans: of each of `documents`, whether it lies on more than one rank.
+        run: of each segment, the document position where the run of tokens on its rank begins that it is in.
     """
 
     document: IntArray
@@ -64,25 +99,84 @@ class Layout:
     groups: int = 1
     longest: int = field(init=False, repr=False)
     scattered: bool = field(init=False, repr=False)
-    _index: Segments = field(init=False, repr=False)
+    rank: IntArray = field(init=False, repr=False)
+    end: IntArray = field(init=False, repr=False)
+    token: IntArray = field(init=False, repr=False)
+    queries: BoolArray = field(init=False, repr=False)
+    by_document: IntArray = field(init=False, repr=False)
+    documents: IntArray = field(init=False, repr=False)
+    place: IntArray = field(init=False, repr=False)
+    spans: BoolArray = field(init=False, repr=False)
+    run: IntArray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not len(self.offsets) or self.offsets[0] != 0:
-            _refuse(self, Wrong(OFFSETS))
-        if not len(self.context):
-            object.__setattr__(self, "context", np.zeros(self.world_size, dtype=np.int64))
+        counts = np.diff(self.offsets)
+        if not len(self.offsets) or self.offsets[0] != 0 or counts.min(initial=0) < 0:
+            raise LayoutError(f"offsets {self.offsets.tolist()}: they begin with 0 and never fall.")
         rows = [len(column) for column in (self.document, self.start, self.length)]
         if any(count != self.offsets[-1] for count in rows):
             raise LayoutError(f"columns of {str(rows)[1:-1]} rows for {self.offsets[-1]} segments.")
-        if len(self.context) != self.world_size:
-            _refuse(self, Wrong(CONTEXT))
-        columns = self.document, self.start, self.length, self.offsets, self.context
-        indexed, summary, wrong = index_of(columns, self.by_document, self.groups)
-        if wrong.what != FINE:
-            _refuse(self, wrong)
-        object.__setattr__(self, "_index", indexed)
-        object.__setattr__(self, "longest", summary.longest)
-        object.__setattr__(self, "scattered", summary.scattered)
+        if not len(self.context):
+            object.__setattr__(self, "context", np.zeros(self.world_size, dtype=np.int64))
+        if len(self.context) != self.world_size or (self.context < 0).any() or (self.context > counts).any():
+            raise LayoutError(
+                f"context of {self.context.tolist()} segments for ranks with {counts.tolist()}: "
+                "give one number a rank, at most as many as it has segments."
+            )
+        self._check_segments()
+        for name, column in self._index(counts).items():
+            object.__setattr__(self, name, column)
+
+    def _check_segments(self) -> None:
+        start, length = self.start, self.length
+        wrong = np.flatnonzero((start < 0) | (start > LARGEST) | (length < 1) | (length > LARGEST))
+        if not len(wrong):
+            return
+        row = int(wrong[0])
+        segment = f"segment {row} is (document {self.document[row]}, start {start[row]}, length {length[row]})"
+        if length[row] < 1 or start[row] < 0:
+            raise LayoutError(f"{segment}: start must be >= 0 and length >= 1. Leave empty documents out.")
+        raise LayoutError(f"{segment}, which ends at {start[row] + length[row]}: the limit is 2**48 tokens.")
+
+    def _index(self, counts: IntArray) -> dict[str, Any]:
+        """What follows from the columns; `counts` are the segments of each rank."""
+        document, start, length = self.document, self.start, self.length
+        end, rank = start + length, np.repeat(np.arange(len(counts)), counts)
+        # Head groups of a document follow each other and are the same tokens.
+        again = self._group(document) > 1
+        tokens = np.append(0, np.cumsum(np.where(again, 0, length)))
+        token = tokens[:-1] - np.where(again, length, 0) - tokens[self.offsets[:-1]][rank]
+        queries = np.arange(len(document)) - self.offsets[:-1][rank] >= self.context[rank]
+        order = np.lexsort((start, document))
+        sorted_document, sorted_rank, sorted_token = document[order], rank[order], token[order]
+        fresh = np.append(True, sorted_document[1:] != sorted_document[:-1])[: len(order)]
+        expected = np.where(fresh, 0, np.append(0, end[order][:-1])[: len(order)])
+        gap = np.flatnonzero(start[order] != expected)
+        if len(gap):
+            row = order[gap[0]]
+            raise LayoutError(
+                f"document {document[row]} has a segment that starts at {start[row]} where position {expected[gap[0]]} is next: "
+                "the segments of a document must cover it from 0 to its end without gap or overlap."
+            )
+        elsewhere = np.append(False, sorted_rank[1:] != sorted_rank[:-1])[: len(order)] & ~fresh
+        behind = np.append(False, sorted_token[1:] == sorted_token[:-1] + length[order][:-1])[: len(order)]
+        apart = fresh | elsewhere | ~behind
+        sorted_place = np.cumsum(fresh) - 1
+        place, run = np.empty_like(order), np.empty_like(order)
+        place[order], run[order] = sorted_place, start[order][np.flatnonzero(apart)[np.cumsum(apart) - 1]]
+        return {
+            "longest": int(end.max(initial=0)),
+            "scattered": bool((apart & ~fresh).any()),
+            "rank": rank,
+            "end": end,
+            "token": token,
+            "queries": queries,
+            "by_document": order,
+            "documents": sorted_document[fresh],
+            "place": place,
+            "spans": np.bincount(sorted_place, weights=elsewhere) > 0,
+            "run": run,
+        }
 
     @classmethod
     def from_segments(cls, ranks: Sequence[Sequence[tuple[int, int, int]]], context: Sequence[int] = ()) -> Layout:
@@ -142,7 +236,10 @@ class Layout:
         """
         if self.groups not in (1, groups) or self.context.any():
             raise LayoutError(f"a layout with {self.groups} head groups and context {self.context.tolist()} cannot be split.")
-        return Layout(*split_of(self.columns, apart, groups + 1 if self.groups == 1 else 1, groups), groups=groups)
+        row, part = repeated(apart[self.place], groups)
+        number = self.document * (groups + 1) if self.groups == 1 else self.document
+        offsets = np.searchsorted(row, self.offsets)
+        return Layout(number[row] + part, self.start[row], self.length[row], offsets, groups=groups)
 
     def heads_of(self, document: IntArray) -> npt.NDArray[np.float64]:
         """What part of the heads each of these documents of the layout has: 1, or of a head group ``1 / groups``."""
@@ -168,27 +265,11 @@ class Layout:
     @property
     def columns(self) -> Segments:
         """All of it as compiled functions take it."""
-        return handed(self._index)
-
-    @property
-    def rank(self) -> IntArray:
-        """Rank of each segment."""
-        return self._index.rank
-
-    @property
-    def end(self) -> IntArray:
-        """Document position after the last token of each segment."""
-        return self._index.end
-
-    @property
-    def token(self) -> IntArray:
-        """Index, among the tokens of its rank, of the first token of each segment."""
-        return self._index.token
-
-    @property
-    def queries(self) -> npt.NDArray[np.bool_]:
-        """Whether the queries of a segment are to be computed: false for context."""
-        return self._index.queries
+        return handed(
+            Segments(
+                *(np.ascontiguousarray(getattr(self, {"order": "by_document"}.get(name, name))) for name in Segments._fields)
+            )
+        )
 
     @cached_property
     def context_tokens(self) -> IntArray:
@@ -202,24 +283,40 @@ class Layout:
         return np.bincount(self.rank, weights=self.length * counted, minlength=self.world_size).astype(np.int64)
 
     @cached_property
-    def by_document(self) -> IntArray:
-        """The segments in order of document and position."""
-        return np.lexsort((self.start, self.document))
+    def _positions(self) -> IntArray:
+        """Where the segments of `by_document` start, in one sequence of all documents."""
+        rows = self.by_document
+        return np.asarray(self.place[rows] * (self.longest + 1) + self.start[rows])
 
-    @property
-    def documents(self) -> IntArray:
-        """The numbers of all documents, in order."""
-        return self._index.documents
+    def segment_of(self, place: IntArray, position: IntArray) -> IntArray:
+        """The index in `by_document` of the segment that holds a position of the document at a place among `documents`."""
+        return np.searchsorted(self._positions, place * (self.longest + 1) + position, side="right") - 1
 
-    @property
-    def place(self) -> IntArray:
-        """Of each segment, the place of its document among `documents`."""
-        return self._index.place
+    def place_of(self, document: IntArray) -> IntArray:
+        """The places of documents among `documents`. Numbers that are not there get that of another."""
+        return np.minimum(np.searchsorted(self.documents, document), max(len(self.documents) - 1, 0))
 
-    @property
-    def spans(self) -> npt.NDArray[np.bool_]:
-        """Of each of `documents`, whether it lies on more than one rank."""
-        return self._index.spans
+    def needed_keys(
+        self, server: IntArray, document: IntArray, start: IntArray, end: IntArray, window: int | None
+    ) -> KeyTransfers:
+        """The keys that query rows need: each key once for each server and document, in runs that end where segments end.
+
+        Args:
+            server, document, start, end: who computes which rows; in order of server, document and start, without overlaps.
+            window: keys that a row sees, its own included; None if it sees all before it.
+        """
+        first = np.zeros_like(start) if window is None else np.maximum(start - (window - 1), 0)
+        place = self.place_of(document)
+        # Rows that follow each other share a run if the second needs a key that the first needs, or the next one.
+        fresh = np.append(True, (server[1:] != server[:-1]) | (place[1:] != place[:-1]) | (first[1:] > end[:-1]))[: len(server)]
+        begin = np.flatnonzero(fresh)
+        last = np.append(begin[1:], len(server))[: len(begin)] - 1
+        server, place, first, end = server[begin], place[begin], first[begin], end[last]
+        low, high = self.segment_of(place, first), self.segment_of(place, end - 1)
+        index, segment = expanded(low, high + 1)
+        row, first, end = self.by_document[segment], first[index], end[index]
+        first, end = np.maximum(self.start[row], first), np.minimum(self.end[row], end)
+        return KeyTransfers(self.document[row], first, end, self.rank[row], server[index])
 
     @property
     def spanning(self) -> frozenset[int]:
@@ -231,6 +328,13 @@ class Layout:
         rows = slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
         columns = (self.document[rows].tolist(), self.start[rows].tolist(), self.length[rows].tolist())
         return [Segment(*row) for row in zip(*columns, strict=True)]
+
+
+def expanded(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
+    """The numbers of all ranges [begin, end), none of which falls, one after another: which range each is of, and the numbers."""
+    count = end - begin
+    index = np.repeat(np.arange(len(count)), count)
+    return index, np.arange(len(index)) + np.repeat(begin - (np.cumsum(count) - count), count)
 
 
 def repeated(apart: npt.NDArray[np.bool_], groups: int) -> tuple[IntArray, IntArray]:
@@ -299,28 +403,6 @@ def lengths_from_cu_seqlens(cu_seqlens: Iterable[int]) -> list[int]:
     if not bounds or bounds[0] != 0 or any(n < 0 for n in lengths):
         raise LayoutError(f"cu_seqlens must start at 0 and never fall, got {bounds[:8]}{'...' if len(bounds) > 8 else ''}.")
     return [n for n in lengths if n]
-
-
-def _refuse(layout: Layout, wrong: Wrong) -> NoReturn:
-    """Say what is wrong with the columns."""
-    document, start, length = layout.document, layout.start, layout.length
-    at = wrong.row
-    if wrong.what == OFFSETS:
-        raise LayoutError(f"offsets {layout.offsets.tolist()}: they begin with 0 and never fall.")
-    if wrong.what == CONTEXT:
-        raise LayoutError(
-            f"context of {layout.context.tolist()} segments for ranks with {np.diff(layout.offsets).tolist()}: "
-            "give one number a rank, at most as many as it has segments."
-        )
-    one = f"segment {at} is (document {document[at]}, start {start[at]}, length {length[at]})"
-    if wrong.what == SEGMENT and (length[at] < 1 or start[at] < 0):
-        raise LayoutError(f"{one}: start must be >= 0 and length >= 1. Leave empty documents out.")
-    if wrong.what == SEGMENT:
-        raise LayoutError(f"{one}, which ends at {start[at] + length[at]}: the limit is 2**48 tokens.")
-    raise LayoutError(
-        f"document {document[at]} has a segment that starts at {start[at]} where position {wrong.expected} is next: "
-        "the segments of a document must cover it from 0 to its end without gap or overlap."
-    )
 
 
 def _chain(runs: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, int, int]]]:

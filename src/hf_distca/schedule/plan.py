@@ -7,16 +7,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import PlanError
 from hf_distca.schedule.compiled import handed
-from hf_distca.schedule.coverage import EMPTY, FINE, ORDER, OUTSIDE, SERVER, TOO_FEW, TOO_LONG, Tasks, Wrong, coverage
-from hf_distca.schedule.key_runs import key_runs
-from hf_distca.schedule.layout import IntArray, Layout, as_integers, repeated
+from hf_distca.schedule.coverage import Tasks
+from hf_distca.schedule.layout import IntArray, KeyTransfers, Layout, as_integers, repeated
 
 __all__ = ["CATask", "KeyTransfers", "Plan", "Relays"]
 
@@ -32,16 +31,6 @@ class CATask(NamedTuple):
     end: int
     home: int
     server: int
-
-
-class KeyTransfers(NamedTuple):
-    """K/V tokens that servers need: tokens [start, end) of a document, held by `source`. One row per run and server."""
-
-    document: IntArray
-    start: IntArray
-    end: IntArray
-    source: IntArray
-    server: IntArray
 
 
 class Relays(NamedTuple):
@@ -84,29 +73,60 @@ class Plan:
     relays: Relays | None = None
     place: IntArray = field(init=False, repr=False)
     moved: bool = field(init=False, repr=False)
-    _tasks: Tasks = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise PlanError(f"window={self.window!r}: a query position sees at least itself, or pass None for no window.")
         if self.window is not None and self.layout.groups > 1:
             raise PlanError(f"window={self.window}: only documents of layers without a window can be split by heads.")
-        columns = tuple(np.ascontiguousarray(getattr(self, name), dtype=np.int64) for name in CATask._fields)
-        tasks, wrong = coverage(self.layout, columns)
-        if wrong.what == ORDER:
-            order = np.lexsort((columns[1], columns[0]))
-            tasks, wrong = coverage(self.layout, tuple(one[order] for one in columns))
-        object.__setattr__(self, "_tasks", tasks)
-        for name, one in zip(Tasks._fields, tasks, strict=True):
-            object.__setattr__(self, name, one)
-        if wrong.what != FINE:
-            _refuse(self, wrong)
-        object.__setattr__(self, "moved", wrong.row >= 0 or self.layout.scattered)
+        columns = [np.ascontiguousarray(getattr(self, name), dtype=np.int64) for name in CATask._fields]
+        document, start = columns[:2]
+        if ((document[1:] < document[:-1]) | ((document[1:] == document[:-1]) & (start[1:] < start[:-1]))).any():
+            order = np.lexsort((start, document))
+            columns = [column[order] for column in columns]
+        for name, column in zip(CATask._fields, columns, strict=True):
+            object.__setattr__(self, name, column)
+        object.__setattr__(self, "place", self._check())
+        object.__setattr__(self, "moved", self.layout.scattered or bool((self.home != self.server).any()))
+
+    def _check(self) -> IntArray:
+        """Refuse tasks that do not compute every query token once; of each the place of its document."""
+        layout = self.layout
+        self._refuse(
+            (self.server < 0) | (self.server >= layout.world_size),
+            f"names a server outside the {layout.world_size} ranks of the layout",
+        )
+        held, computed = int(layout.length[layout.queries].sum()), int((self.end - self.start).sum())
+        if not held and len(self.document):
+            raise PlanError(f"{len(self.document)} task(s) for a layout without tokens, the first is {self.tasks[0]}.")
+        self._refuse(self.end > layout.longest, f"ends behind the longest document, which has {layout.longest} tokens")
+        place = layout.place_of(self.document)
+        segment = layout.segment_of(place, self.start)
+        row = layout.by_document[np.maximum(segment, 0)]
+        outside = (self.start < 0) | (layout.document[row] != self.document) | (self.start >= self.end)
+        outside |= (self.end > layout.end[row]) | (self.home != layout.rank[row]) | ~layout.queries[row]
+        self._refuse(outside, "does not lie in one segment of its home rank")
+        expected = layout.start[row]
+        expected[1:] = np.where(row[1:] == row[:-1], self.end[:-1], expected[1:])
+        wrong = np.flatnonzero(self.start != expected)
+        if len(wrong):
+            self._refuse(
+                self.start != expected,
+                f"starts where position {expected[wrong[0]]} is next: every query token must be computed once",
+            )
+        if computed != held:
+            raise PlanError(f"the tasks compute {computed} query tokens, the layout holds {held}.")
+        return place
+
+    def _refuse(self, wrong: npt.NDArray[np.bool_], what: str) -> None:
+        """Say what is wrong with the first of some tasks."""
+        if wrong.any():
+            raise PlanError(f"{self.tasks[int(wrong.argmax())]} {what}.")
 
     @property
     def columns(self) -> Tasks:
         """All tasks as compiled functions take them."""
-        return handed(self._tasks)
+        return handed(Tasks(*(getattr(self, name) for name in Tasks._fields)))
 
     @classmethod
     def local(cls, layout: Layout, window: int | None = None) -> Plan:
@@ -169,7 +189,8 @@ class Plan:
         tasks = np.arange(len(self.document)) if among is None else np.flatnonzero(among)
         # Tasks are in order of document and position, and never overlap: those of one server are in order of their ends.
         tasks = tasks[np.argsort(self.server[tasks], kind="stable")]
-        return KeyTransfers(*key_runs(self.layout.columns, self.columns, tasks, self.window or 0))
+        columns = self.server[tasks], self.document[tasks], self.start[tasks], self.end[tasks]
+        return self.layout.needed_keys(*columns, window=self.window)
 
     def to_json(self) -> str:
         """The plan and its layout as JSON: ``{"tasks": [[document, start, end, home, server], ...], "rank_segments": ...}``.
@@ -225,21 +246,3 @@ class Plan:
         for column in self.relays or ():
             text.update(b"relays" + np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes())
         return text.hexdigest()
-
-
-def _refuse(plan: Plan, wrong: Wrong) -> NoReturn:
-    """Say what is wrong with the tasks."""
-    layout, row = plan.layout, wrong.row
-    if wrong.what == TOO_FEW:
-        held = int(layout.length[layout.queries].sum())
-        raise PlanError(f"the tasks compute {wrong.expected} query tokens, the layout holds {held}.")
-    task = plan.tasks[row]
-    if wrong.what == SERVER:
-        raise PlanError(f"{task} names a server outside the {layout.world_size} ranks of the layout.")
-    if wrong.what == EMPTY:
-        raise PlanError(f"{len(plan.document)} task(s) for a layout without tokens, the first is {task}.")
-    if wrong.what == TOO_LONG:
-        raise PlanError(f"{task} ends behind the longest document, which has {layout.longest} tokens.")
-    if wrong.what == OUTSIDE:
-        raise PlanError(f"{task} does not lie in one segment of its home rank.")
-    raise PlanError(f"{task} starts where position {wrong.expected} is next: every query token must be computed once.")

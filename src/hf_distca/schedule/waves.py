@@ -9,16 +9,17 @@ Every rank computes the same waves from the same plan, so all take part in each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.heads import possible_groups
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.plan import CATask, Plan
 
 __all__ = ["TransientBytes", "Waves"]
@@ -76,36 +77,32 @@ class Waves:
 
         Documents are split by heads in no more than so many groups, if the plan has not split some already.
         A tile of rows with the keys it needs is never split: if it is more than the bound alone, so is its wave.
+
+        Raises:
+            ConfigError: if one row and one key are more than the bound.
         """
-        if bound is None or not plan.moved:
+        if bound is None:
             return cls(plan, np.zeros_like(plan.start))
         each = TransientBytes.of(shape)
-        return _Splitter(
-            _by_heads(plan, each, possible_groups(shape.key_value_heads, head_groups), bound), each, tile, bound
-        ).split()
-
-
-@dataclass(slots=True)
-class _Unit:
-    """Slices of one document for one server that travel together."""
-
-    document: int
-    server: int
-    rows: int = 0
-    # Runs of keys, apart from each other and in order.
-    keys: list[tuple[int, int]] = field(default_factory=list)
-    tasks: list[tuple[int, int, int]] = field(default_factory=list)  # (start, end, home)
-
-    @property
-    def key_tokens(self) -> int:
-        return sum(end - start for start, end in self.keys)
-
-    def add(self, start: int, end: int, home: int, first_key: int) -> None:
-        self.tasks.append((start, end, home))
-        self.rows += end - start
-        if self.keys and first_key <= self.keys[-1][1]:
-            first_key = self.keys.pop()[0]
-        self.keys.append((first_key, end))
+        least = each.query + each.key
+        if bound < least:
+            raise ConfigError(
+                f"max_transient_bytes={bound} is less than the {least} bytes that one query row and one key take in a layer of "
+                f"{shape}: give what many rows take, or None for no bound."
+            )
+        if not plan.moved:
+            return cls(plan, np.zeros_like(plan.start))
+        plan = _by_heads(plan, each, possible_groups(shape.key_value_heads, head_groups), bound)
+        fitting = Fitting(each, each.of_group(plan.layout.groups), plan.window, tile, bound)
+        travels = _travels(plan)
+        units = _Units.of(plan, travels, fitting)
+        wave, loads = _first_fit(_Needs.of(plan, units, fitting), plan.layout.world_size, bound)
+        columns = [np.concatenate([getattr(plan, name)[~travels], getattr(units, name)]) for name in CATask._fields]
+        order = np.lexsort((columns[1], columns[0]))  # as a plan orders its tasks
+        cut = Plan(plan.layout, *(column[order] for column in columns), window=plan.window)
+        number = np.concatenate([np.full(int((~travels).sum()), -1), wave[units.unit]])[order]
+        # The rest of a task that was cut may see no further than its home's own tokens, if there is a window.
+        return cls(cut, np.where(_travels(cut), number, -1), max(len(loads), 1), loads.max(axis=0, initial=0))
 
 
 def _by_heads(plan: Plan, each: TransientBytes, possible: list[int], bound: int) -> Plan:
@@ -132,110 +129,150 @@ def _by_heads(plan: Plan, each: TransientBytes, possible: list[int], bound: int)
     return plan.split(apart, groups)
 
 
-class _Splitter:
-    def __init__(self, plan: Plan, each: TransientBytes, tile: int, bound: int) -> None:
-        self.plan, self.tile, self.bound = plan, tile, bound
-        self.of_all, self.of_group = each, each.of_group(plan.layout.groups)
-        self.travels = _travels(plan)
-        self.segments = _segments_of(plan.layout, set(plan.document[self.travels].tolist()))
+class _Units(NamedTuple):
+    """Tasks that travel, cut so that each lies in one unit: rows as in a plan, with the unit of each. Units are in order."""
 
-    def split(self) -> Waves:
-        units = list(self._units())
-        needs = [self._needs(unit) for unit in units]
-        ranks = self.plan.layout.world_size
-        # What a single unit needs cannot be avoided; a rank that passes the bound for one may use as much for others.
-        limits = [self.bound] * ranks
-        for need in needs:
-            for rank, count in need.items():
-                limits[rank] = max(limits[rank], count)
-        loads: list[list[int]] = []
-        rows: list[tuple[int, int, int, int, int]] = []
-        number: list[int] = []
-        for unit, need in zip(units, needs, strict=True):
-            wave = next((w for w, load in enumerate(loads) if all(load[r] + n <= limits[r] for r, n in need.items())), len(loads))
-            if wave == len(loads):
-                loads.append([0] * ranks)
-            for rank, count in need.items():
-                loads[wave][rank] += count
-            rows += [(unit.document, start, end, home, unit.server) for start, end, home in unit.tasks]
-            number += [wave] * len(unit.tasks)
-        return self._joined(rows, number, np.array(loads, dtype=np.int64).reshape(-1, ranks))
+    document: IntArray
+    start: IntArray
+    end: IntArray
+    home: IntArray
+    server: IntArray
+    unit: IntArray
 
-    def _joined(self, rows: list[tuple[int, int, int, int, int]], number: list[int], loads: IntArray) -> Waves:
-        plan, stay = self.plan, ~self.travels
-        extra = np.array(rows, dtype=np.int64).reshape(-1, len(CATask._fields))
-        kept = [getattr(plan, name)[stay] for name in CATask._fields]
-        c = [np.concatenate([column, extra[:, i]]) for i, column in enumerate(kept)]
-        wave = np.concatenate([np.full(int(stay.sum()), -1), np.array(number, dtype=np.int64)])
-        order = np.lexsort((c[1], c[0]))  # as a plan orders its tasks
-        cut = Plan(plan.layout, c[0], c[1], c[2], c[3], c[4], plan.window)
-        # The rest of a task that was cut may see no further than its home's own tokens, if there is a window.
-        wave = np.where(_travels(cut), wave[order], -1)
-        return Waves(cut, wave, max(len(loads), 1), loads.max(axis=0, initial=0))
-
-    def _each(self, unit: _Unit) -> TransientBytes:
-        return self.of_all if self.plan.layout.has_all_heads(unit.document) else self.of_group
-
-    def _units(self) -> Iterator[_Unit]:
-        plan = self.plan
-        rows = np.flatnonzero(self.travels)
-        rows = rows[np.lexsort((plan.start[rows], plan.document[rows], plan.server[rows]))]
-        columns = (getattr(plan, name)[rows].tolist() for name in ("document", "start", "end", "home", "server"))
-        tasks = list(zip(*columns, strict=True))
-        last = {(document, server): end for document, _, end, _, server in tasks}
-        unit: _Unit | None = None
-        for document, start, end, home, server in tasks:
-            if unit is not None and (unit.document, unit.server) != (document, server):
-                yield unit
-                unit = None
+    @classmethod
+    def of(cls, plan: Plan, travels: npt.NDArray[np.bool_], fitting: Fitting) -> Self:
+        """Slices of a document on a server follow each other in a unit until it is full."""
+        order = np.flatnonzero(travels)
+        order = order[np.lexsort((plan.start[order], plan.document[order], plan.server[order]))]
+        columns = [getattr(plan, name)[order] for name in CATask._fields]
+        document, *_, server = columns
+        fresh = np.append(True, (document[1:] != document[:-1]) | (server[1:] != server[:-1]))[: len(order)]
+        # Of each task, the end of the last one of its document on its server.
+        last = columns[2][np.append(np.flatnonzero(fresh)[1:], len(order))[: len(order)] - 1][np.cumsum(fresh) - 1].tolist()
+        heads = plan.layout.heads_of(document).tolist()
+        rows: list[tuple[int, int, int, int]] = []  # index in `order`, start, end, unit
+        unit, filled = -1, Filled()
+        for row, (start, end) in enumerate(zip(columns[1].tolist(), columns[2].tolist(), strict=True)):
+            if fresh[row]:
+                unit, filled = unit + 1, Filled()
             while start < end:
-                unit = unit or _Unit(document, server)
-                stop = self._stop(unit, start, end, last[document, server])
+                stop = fitting.stop(filled, (start, end, last[row]), heads[row])
                 if stop > start:
-                    unit.add(start, stop, home, self._first_key(start))
+                    rows.append((row, start, stop, unit))
+                    filled = filled.with_rows(start, stop, fitting.first_key(start))
                     start = stop
                 if start < end:
-                    yield unit
-                    unit = None
-        if unit is not None:
-            yield unit
+                    unit, filled = unit + 1, Filled()
+        index, start_, end_, units = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        return cls(document[index], start_, end_, columns[3][index], server[index], units)
 
-    def _first_key(self, start: int) -> int:
-        return 0 if self.plan.window is None else max(0, start - self.plan.window + 1)
 
-    def _stop(self, unit: _Unit, start: int, end: int, last: int) -> int:
-        """Where rows from `start` have to end for the unit to fit; `start` if none of them fits beside what is there.
+class Filled(NamedTuple):
+    """Rows and keys that a unit has so far, and the end of those keys."""
 
-        `last` is the last row of all units of the document on the server.
+    rows: int = 0
+    keys: int = 0
+    end: int = 0
+
+    def with_rows(self, start: int, end: int, first_key: int) -> Filled:
+        """After rows [start, end), which need keys from `first_key` on."""
+        return Filled(self.rows + end - start, self.keys + end - max(first_key, self.end), end)
+
+
+class Fitting(NamedTuple):
+    """What fits a unit: bytes of all heads and of a head group, the window, the tile of cuts, and the bound."""
+
+    all_heads: TransientBytes
+    group: TransientBytes
+    window: int | None
+    tile: int
+    bound: int
+
+    def first_key(self, start: int) -> int:
+        """The first key that a row at `start` sees."""
+        return 0 if self.window is None else max(0, start - self.window + 1)
+
+    def stop(self, filled: Filled, rows: tuple[int, int, int], heads: float) -> int:
+        """Where rows have to end for a unit to fit; at their start if none of them fits beside what is there.
+
+        Args:
+            filled: the unit so far.
+            rows: start and end of the rows, and the last row of the document on the server.
+            heads: part of the heads.
         """
-        (query, key, *_), tile, bound = self._each(unit), self.tile, self.bound
-        keys = last if self.plan.window is None else min(last, self.plan.window + tile)
+        start, end, last = rows
+        (query, key, *_), tile, bound = self.all_heads if heads == 1 else self.group, self.tile, self.bound
+        keys = last if self.window is None else min(last, self.window + tile)
         if key * keys + query * min(tile, last) > bound:
             # A tile of rows with its keys is more than the bound: that many bytes again for rows, or each tile would be a wave.
             bound = max(bound, 2 * key * keys)
         # New keys are those after the last there are: for rows up to y, y - first.
-        first = max(self._first_key(start), unit.keys[-1][1] if unit.keys else 0)
-        room = bound - query * unit.rows - key * unit.key_tokens
+        first = max(self.first_key(start), filled.end)
+        room = bound - query * filled.rows - key * filled.keys
         stop = (room + query * start + key * first) // (query + key)
         if stop >= end:
             return end
         stop = stop // tile * tile
         if stop > start:
             return stop
-        return start if unit.tasks else min(start // tile * tile + tile, end)
+        return start if filled.rows else min(start // tile * tile + tile, end)
 
-    def _needs(self, unit: _Unit) -> dict[int, int]:
-        """Transient bytes by rank."""
-        each = self._each(unit)
-        need = {unit.server: each.query * unit.rows + each.key * unit.key_tokens}
-        for start, end, home in unit.tasks:
-            if home != unit.server:
-                need[home] = need.get(home, 0) + each.sent_query * (end - start)
-        for start, end, source in self.segments[unit.document]:
-            tokens = sum(max(0, min(end, b) - max(start, a)) for a, b in unit.keys)
-            if tokens and source != unit.server:
-                need[source] = need.get(source, 0) + each.sent_key * tokens
-        return need
+
+class _Needs(NamedTuple):
+    """Transient bytes of units: one row for each unit and rank that holds or sends anything for it, in order of units."""
+
+    unit: IntArray
+    rank: IntArray
+    bytes: IntArray
+
+    @classmethod
+    def of(cls, plan: Plan, units: _Units, fitting: Fitting) -> Self:
+        """Servers hold rows and keys; homes hold the rows that they send, holders the keys."""
+        ranks = plan.layout.world_size
+        each = np.array([fitting.group, fitting.all_heads])
+        rows = units.end - units.start
+        query, _, sent_query, _ = each[(plan.layout.heads_of(units.document) == 1).astype(np.int64)].T
+        keys = plan.layout.needed_keys(units.unit, units.document, units.start, units.end, plan.window)
+        _, key, _, sent_key = each[(plan.layout.heads_of(keys.document) == 1).astype(np.int64)].T
+        tokens = keys.end - keys.start
+        server = np.zeros(int(units.unit.max(initial=-1)) + 1, dtype=np.int64)
+        server[units.unit] = units.server
+        held_by, away = server[keys.server], units.home != units.server
+        sent = keys.source != held_by
+        unit = np.concatenate([units.unit, keys.server, units.unit[away], keys.server[sent]])
+        rank = np.concatenate([units.server, held_by, units.home[away], keys.source[sent]])
+        amount = np.concatenate([query * rows, key * tokens, (sent_query * rows)[away], (sent_key * tokens)[sent]])
+        index, inverse = np.unique(unit * ranks + rank, return_inverse=True)
+        total = np.zeros(len(index), dtype=np.int64)
+        np.add.at(total, inverse, amount)
+        return cls(index // ranks, index % ranks, total)
+
+
+def _first_fit(needs: _Needs, ranks: int, bound: int) -> tuple[IntArray, IntArray]:
+    """The wave of each unit, and bytes of each rank in each wave: shape (waves, ranks)."""
+    # What a single unit needs cannot be avoided; a rank that passes the bound for one may use as much for others.
+    limit, least = np.full(ranks, bound), np.full(ranks, np.iinfo(np.int64).max)
+    np.maximum.at(limit, needs.rank, needs.bytes)
+    np.minimum.at(least, needs.rank, needs.bytes)
+    loads = np.zeros((16, ranks), dtype=np.int64)
+    # Waves before this have no room for anything on a rank.
+    begin = [0] * ranks
+    bounds = np.flatnonzero(np.diff(needs.unit, prepend=-1, append=-1)).tolist()
+    wave, count = np.zeros(max(len(bounds) - 1, 0), dtype=np.int64), 0
+    for unit, (first, last) in enumerate(itertools.pairwise(bounds)):
+        rank, amount = needs.rank[first:last], needs.bytes[first:last]
+        low = max([begin[r] for r in rank.tolist()])
+        fits = (loads[low:count, rank] + amount <= limit[rank]).all(axis=1)
+        number = low + int(fits.argmax()) if fits.any() else count
+        if number == len(loads):
+            loads = np.concatenate([loads, np.zeros_like(loads)])
+        count = max(count, number + 1)
+        loads[number, rank] += amount
+        wave[unit] = number
+        for r in rank.tolist():
+            while begin[r] < count and loads[begin[r], r] + least[r] > limit[r]:
+                begin[r] += 1
+    return wave, loads[:count]
 
 
 def _travels(plan: Plan) -> npt.NDArray[np.bool_]:
@@ -253,13 +290,3 @@ def _travels(plan: Plan) -> npt.NDArray[np.bool_]:
     first = np.zeros_like(plan.start) if plan.window is None else np.maximum(plan.start - plan.window + 1, 0)
     runs = [run[np.searchsorted(position, base + at, side="right") - 1] for at in (first, plan.start)]
     return np.asarray((plan.home != plan.server) | (runs[0] != runs[1]), dtype=np.bool_)
-
-
-def _segments_of(layout: Layout, documents: set[int]) -> dict[int, list[tuple[int, int, int]]]:
-    """(start, end, rank) of the segments of some documents."""
-    rows = np.flatnonzero(np.isin(layout.document, np.array(sorted(documents), dtype=np.int64)))
-    found: dict[int, list[tuple[int, int, int]]] = {}
-    columns = (column[rows].tolist() for column in (layout.document, layout.start, layout.end, layout.rank))
-    for document, start, end, rank in zip(*columns, strict=True):
-        found.setdefault(document, []).append((start, end, rank))
-    return found
