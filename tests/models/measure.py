@@ -137,7 +137,7 @@ def _judge(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -
 def in_halves() -> Iterator[None]:
     """Let all layers run as halves, on one rank as well, whatever the table says of the type."""
     with (
-        patch.object(Session, "shares", lambda self, handle, training: training),
+        patch.object(Session, "is_collective", lambda self, handle, training: training),
         patch.object(NanoBatches, "pointless", False),
         patch.object(nano_batches, "PING_PONG", frozenset(MODEL_TYPES)),
     ):

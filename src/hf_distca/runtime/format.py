@@ -111,7 +111,7 @@ class _Piece(NamedTuple):
         word = next(dtype for dtype in _WORDS if not any(offset % dtype.itemsize for offset in offsets))
         words = rows.view(word)
         size, stride = self.size // word.itemsize, self.stride // word.itemsize
-        return words.as_strided((self.times, size), (stride, 1), words.storage_offset()).reshape(-1).view(torch.uint8)
+        return words.as_strided((self.times, size), (stride, 1), words.storage_offset()).contiguous().view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
