@@ -6,12 +6,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from hf_distca.kernels.base import TaskBatch
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, Scores, TaskBatch
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.schedule.cost import CostModel
 
@@ -24,30 +23,32 @@ def timed_kernels(cost: CostModel | None, slowness: float = 1.0) -> Iterator[Non
     """
     forward, backward = CpuKernel.forward, CpuKernel.backward
 
-    def late(tasks: TaskBatch, q: torch.Tensor, k: torch.Tensor, started: float, backwards: bool) -> None:
+    def late(tasks: TaskBatch, pools: Operands | Saved, started: float) -> None:
         taken = time.perf_counter() - started
         if cost is None:
             time.sleep((slowness - 1) * taken)
         else:
-            shape = replace(cost.shape, query_heads=q.shape[1], key_value_heads=k.shape[1])  # tasks may be of some heads only
-            one = replace(cost, shape=shape)
-            each = one.backward_seconds if backwards else one.forward_seconds
-            seconds = float(each(tasks.query_length, tasks.key_length).sum()) * slowness
+            # Tasks may be of some heads only.
+            shape = replace(cost.shape, query_heads=pools.q_THD.shape[1], key_value_heads=pools.k_TKD.shape[1])
+            priced = replace(cost, shape=shape)
+            seconds_of = priced.backward_seconds if isinstance(pools, Saved) else priced.forward_seconds
+            seconds = float(seconds_of(tasks.query_length, tasks.key_length).sum()) * slowness
             time.sleep(max(0.0, seconds - taken))
 
-    def slow_forward(self: CpuKernel, q: Any, k: Any, v: Any, tasks: TaskBatch, scores: Any) -> Any:
+    def slow_forward(self: CpuKernel, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         started = time.perf_counter()
-        empty = (q.new_zeros(*q.shape[:2], v.shape[-1]), q.new_zeros(q.shape[:2]))
-        found = forward(self, q, k, v, tasks, scores) if cost is None else empty
-        late(tasks, q, k, started, backwards=False)
-        return found
+        q_THD, _, v_TKV = pools
+        empty = Outputs(q_THD.new_zeros(*q_THD.shape[:2], v_TKV.shape[-1]), q_THD.new_zeros(q_THD.shape[:2]))
+        outputs = forward(self, pools, tasks, scores) if cost is None else empty
+        late(tasks, pools, started)
+        return outputs
 
-    def slow_backward(self: CpuKernel, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, tasks: TaskBatch, scores: Any) -> Any:
+    def slow_backward(self: CpuKernel, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
         started = time.perf_counter()
-        zeros = tuple(map(torch.zeros_like, (q, k, v)))
-        found = backward(self, do, q, k, v, o, lse, tasks, scores) if cost is None else zeros
-        late(tasks, q, k, started, backwards=True)
-        return found
+        zeros = Grads(*map(torch.zeros_like, (pools.q_THD, pools.k_TKD, pools.v_TKV)))
+        grads = backward(self, pools, tasks, scores) if cost is None else zeros
+        late(tasks, pools, started)
+        return grads
 
     with patch.object(CpuKernel, "forward", slow_forward), patch.object(CpuKernel, "backward", slow_backward):
         yield

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -250,7 +251,10 @@ def test_a_signal_ends_the_command_too(stop: signal.Signals, tmp_path: Path) -> 
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     environment = os.environ | {"TMPDIR": str(temporary)}
-    with subprocess.Popen([program, "run", "./long.sh"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as process:
+    command_line = [program, "run", "./long.sh"]
+    # Whoever runs the tests in the background may ignore interrupts, and children inherit that.
+    heeding = partial(signal.signal, stop, signal.SIG_DFL)
+    with subprocess.Popen(command_line, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, preexec_fn=heeding) as process:
         assert process.stdout is not None
         command = int(process.stdout.readline())
         process.send_signal(stop)
