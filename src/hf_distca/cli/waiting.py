@@ -9,7 +9,7 @@ from threading import Timer
 
 __all__ = ["PLANNING", "said_if_long"]
 
-PLANNING = "planning; the first time after an installation the scheduler's loops are compiled, which takes half a minute"
+PLANNING = "planning; the first time after an installation the scheduler's loops are compiled, which takes up to a minute"
 _LONG_SECONDS = 1.0
 
 
