@@ -67,7 +67,7 @@ def _one_copy_lost(which: int) -> Callable[[Original], Original]:
 
     def wrap(original: Original) -> Original:
         calls = itertools.count()
-        return lambda grad, received, route: grad if next(calls) == which else original(grad, received, route)
+        return lambda wave, grad, received: grad if next(calls) == which else original(wave, grad, received)
 
     return wrap
 
@@ -99,7 +99,7 @@ def _detached_keys(original: Original) -> Original:
     return wrapped
 
 
-_ATTENTION, _DOCUMENTS, _CALL = "integration.attention", "agreement.documents", "runtime.call"
+_ATTENTION, _DOCUMENTS = "integration.attention", "agreement.documents"
 # What is replaced, and by what it is replaced, given the original.
 MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "window one key too wide": (_ATTENTION, "_scores", _scores(window=lambda window: window + 1)),
@@ -115,8 +115,8 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "gradient of the sink dropped": ("runtime.core_attention", "_sink_gradient", _no_gradient),
     "documents of a row leak": ("integration.handle", "read_documents", _one_document_a_row),
     "documents leak over ranks": ("agreement.planner", "layout_of", _one_document_over_ranks),
-    "dk of one copy lost": (_CALL, "_sum_copies", _one_copy_lost(0)),
-    "dv of one copy lost": (_CALL, "_sum_copies", _one_copy_lost(1)),
+    "dk of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(0)),
+    "dv of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(1)),
     "second half without the keys of the first": (_DOCUMENTS, "Documents.cut", _no_context),
     "gradient of the keys handed over lost": ("integration.nano_batches", "Handover.context", _detached_keys),
 }
