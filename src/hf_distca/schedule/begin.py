@@ -148,7 +148,7 @@ def begin(costs: Costs, segments: Segments, apart: Flags, goal: Goal, room: Room
         room.table[place] = 0
     state = State(
         prices_of(costs),
-        Placed(segments.offsets, segments.context, segments.place, segments.start, segments.end),
+        Placed(segments.offsets, segments.context, segments.by_end, segments.place, segments.start, segments.end),
         apart,
         Servers(work, goal.speed, free, base, level, total, counts),
         Pieces(first, want, room.pieces, room.ratio),

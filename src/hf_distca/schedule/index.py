@@ -28,12 +28,14 @@ class Segments(NamedTuple):
 
     Attributes:
         order: the segments in order of document and position (`Layout.by_document`).
+        by_end: the segments in order of rank; of a rank its context first, then by where they end in their documents.
         document, start, end, rank, token, place, queries: of each segment.
         offsets, context: of each rank.
         documents, spans: of each document.
     """
 
     order: IntArray
+    by_end: IntArray
     document: IntArray
     start: IntArray
     end: IntArray

@@ -263,6 +263,11 @@ class Layout:
         return len(self.offsets) - 1
 
     @property
+    def by_end(self) -> IntArray:
+        """The segments in order of rank; of a rank its context first, then by where they end in their documents."""
+        return np.lexsort((self.document, self.end, self.queries, self.rank))
+
+    @property
     def columns(self) -> Segments:
         """All of it as compiled functions take it."""
         return handed(

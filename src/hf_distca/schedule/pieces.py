@@ -17,13 +17,18 @@ __all__ = [
     "take_out",
 ]
 
+# Compared at a time. Those behind them are shorter, and hardly cheaper to move.
+_MOST_PIECES = 256
+
 
 @compiled
 def find_pieces(state: State, source: int) -> None:
     """The pieces of a rank that nobody has asked so far."""
     segments = state.segments
     state.pieces.first[source] = -1
-    for segment in range(segments.offsets[source] + segments.context[source], segments.offsets[source + 1]):
+    # The deepest come last and so are in front, where `next_pieces` begins.
+    for place in range(segments.offsets[source] + segments.context[source], segments.offsets[source + 1]):
+        segment = segments.by_end[place]
         for number in numbers_of(state, segment):
             add_piece(
                 state.pieces, state.servers.counts, source, (segments.start[segment], segments.end[segment], number, segment)
@@ -68,10 +73,11 @@ def earlier(p: Pieces, one: int, other: int) -> bool:
 
 @inlined
 def next_pieces(p: Pieces, source: int, looks: int) -> tuple[int, int]:
-    """Of the pieces of a rank that were not looked at this time, the two that seem cheapest; -1 if there is none."""
-    best, second, at = -1, -1, p.first[source]
-    while at >= 0:
+    """Of the first pieces of a rank that were not looked at this time, the two that seem cheapest; -1 if there is none."""
+    best, second, at, left = -1, -1, p.first[source], _MOST_PIECES
+    while at >= 0 and left > 0:
         if p.rows[at, LOOKED] != looks:
+            left -= 1
             if best < 0 or _seems_cheaper(p, at, best):
                 best, second = at, best
             elif second < 0 or _seems_cheaper(p, at, second):

@@ -119,6 +119,7 @@ class Placed(NamedTuple):
 
     offsets: Any
     context: Any
+    by_end: Any
     place: Any
     start: Any
     end: Any
