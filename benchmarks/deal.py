@@ -34,9 +34,10 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import PlanLoad, imbalance
+from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.summary import imbalance
 from machine import describe
 from output import add_json_option, put_out
 

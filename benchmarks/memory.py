@@ -36,7 +36,7 @@ from hf_distca.runtime.server import AttentionServer
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import imbalance
+from hf_distca.schedule.summary import imbalance
 from hf_distca.schedule.waves import Waves
 from machine import describe
 from output import add_json_option, put_out

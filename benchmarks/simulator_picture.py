@@ -17,7 +17,7 @@ import matplotlib as mpl
 import numpy as np
 from tqdm import tqdm
 
-from hf_distca.schedule.load import imbalance
+from hf_distca.schedule.summary import imbalance
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.lengths import DISTRIBUTIONS
 from hf_distca.simulate.models import find_model

@@ -18,8 +18,8 @@ from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.server import AttentionServer, Operands, Saved
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import imbalance
 from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.summary import imbalance
 
 # The first two take about 10 and 30 s on an H200 for Llama-8B, before and after; the others are run if there is time.
 PLACEMENTS = (

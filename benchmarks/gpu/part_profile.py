@@ -19,7 +19,7 @@ from gpu_workloads import LLAMA, Calls, batch_of, fastest, made_up, placements, 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
-from hf_distca.schedule.load import summarize
+from hf_distca.schedule.summary import summarize
 
 PLACEMENTS = [
     f"{documents}_r{ranks}_t{tokens}_s0"

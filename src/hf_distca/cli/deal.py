@@ -72,8 +72,8 @@ def deal(
 
 def _summary(layout: Layout, model: CostModel, config: DistCAConfig, ranks_per_node: int | None) -> str:
     from hf_distca.schedule.balance import balance
-    from hf_distca.schedule.load import summarize
     from hf_distca.schedule.ranks import Ranks
+    from hf_distca.schedule.summary import summarize
 
     ranks = Ranks(per_node=ranks_per_node)
     tokens = layout.query_tokens

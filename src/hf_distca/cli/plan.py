@@ -37,9 +37,9 @@ def plan(
     """
     from hf_distca.config import DistCAConfig
     from hf_distca.schedule.balance import balance
-    from hf_distca.schedule.load import summarize
     from hf_distca.schedule.placement import parse_placement
     from hf_distca.schedule.ranks import Ranks
+    from hf_distca.schedule.summary import summarize
 
     with errors_in_one_line():
         config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups)

@@ -16,8 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import DistCAError, LayoutError
-from hf_distca.schedule.compiled import handed
-from hf_distca.schedule.index import Segments
 
 __all__ = [
     "BoolArray",
@@ -261,15 +259,6 @@ class Layout:
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.offsets) - 1
-
-    @property
-    def columns(self) -> Segments:
-        """All of it as compiled functions take it."""
-        return handed(
-            Segments(
-                *(np.ascontiguousarray(getattr(self, {"order": "by_document"}.get(name, name))) for name in Segments._fields)
-            )
-        )
 
     @cached_property
     def context_tokens(self) -> IntArray:

@@ -1,360 +1,530 @@
-"""The moves of the greedy, one after another; see `schedule.greedy`. All of it is compiled."""
+"""The moves of the greedy: the one loop of the scheduler that is compiled.
+
+Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest rank gives first, and gives until it is at its level:
+
+1. Choose a server: the emptiest, or one that the surplus fills to its level.
+2. Of every piece that the rank still computes, look at the tail that takes about what the server wants: rows [x, end).
+3. Move the tail with the fewest bytes exchanged per second moved. Keys that a server needs anyway, for its own rows of the document
+   or for a slice that it got before, cost nothing; so servers that have such keys are looked at beside the first.
+
+Moving adds work, for a server reads keys that the home reads too: the levels of all rise with it.
+
+All ranks make the same moves: IEEE double arithmetic in the order that is written. numba compiles this file when the loop is first
+called, in about two seconds, and keeps what it made beside the source or in the user's cache, under a name that a hash of this
+file is part of. Where numba cannot be imported, or is told to compile nothing, the loop runs as it is written, and makes the same
+moves.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hf_distca.schedule.compiled import Ints, compiled, inlined
-from hf_distca.schedule.free import change, drop, nearest, server_for, settle
-from hf_distca.schedule.pieces import (
-    add_piece,
-    earlier,
-    find_pieces,
-    forget,
-    furthest_of,
-    least,
-    next_pieces,
-    take_out,
-)
-from hf_distca.schedule.slices import keys, seconds, slice_of
-from hf_distca.schedule.sorting import DOWN, sort
-from hf_distca.schedule.state import (
-    ABLE,
-    ALL,
-    CAP,
-    END,
-    FLOOR,
-    FREE,
-    GROWN,
-    HIGH,
-    HOLDERS,
-    KEYS,
-    KNOWN,
-    LAST,
-    LOOKED,
-    LOOKS,
-    LOW,
-    MOVES,
-    NEXT,
-    NUMBER,
-    PIECES,
-    RANK,
-    SEGMENT,
-    SHED,
-    START,
-    SURPLUS,
-    UNASKED,
-    Fit,
-    Holders,
-    Move,
-    Pieces,
-    Servers,
-    State,
-    hold,
-    holder_of,
-)
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["make_moves"]
+if TYPE_CHECKING:
+    from hf_distca.schedule.cost import Price  # which counts with `task_counts`
 
-# Servers that already hold keys of a document and are looked at for each of its pieces.
-_MOST_HOLDERS = 8
-# How much more or less than the last one a server may want for what slices cost to be remembered.
-_ALIKE = 0.3
-# Ranks that a rank below the band asks for work.
-_DONORS = 8
-# Ranks in a row that no donor has anything for, after which no other asks: with thousands of ranks asking takes long.
-_FAILURES = 4
+__all__ = [
+    "CAP",
+    "FLOOR",
+    "HIGH",
+    "LOW",
+    "MEAN",
+    "Book",
+    "Goal",
+    "Loads",
+    "Pieces",
+    "Prices",
+    "make_moves",
+    "slice_seconds",
+    "tail_start",
+    "task_counts",
+]
+
+_log = logging.getLogger("hf_distca")
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Places in `Goal.levels`: the edges of the tolerated band, and where ranks outside it should end.
+FLOOR, LOW, MEAN, HIGH, CAP = range(5)
+# Columns of moves: the piece, rows [start, end) of its document, and the server. And those of `Book.held`: a server that got rows of
+# a document, how many keys it needs for them, and the row before of the same document.
+PIECE, START, END, SERVER = range(4)
+RANK, KEYS, BEFORE = range(3)
+# Pieces of a rank that are looked at for a move, once one of them can be moved. The first are those deepest in their documents, of
+# which a second of work exchanges the fewest bytes.
+_LOOKED_AT = 64
+# Servers with keys of a document that are looked at for each of its pieces.
+_HOLDERS = 8
 
 
-@compiled
-def make_moves(state: State, ranks: Ints, scratch: Ints, fills_all: bool) -> bool:
-    """All moves, from the state before the first of them.
+class Pieces(NamedTuple):
+    """Rows of segments that their homes still compute, in order of ranks; a document that may be split has one for each group.
+
+    Attributes:
+        number: of the document or head group, from 0.
+        start, end: rows of the document; moves take them from the end or from the start.
+        home: rank that computes them.
+        heads: part of the heads.
+        after: the next piece of the same number, -1 after the last.
+        offsets: ``ranks + 1`` numbers; the pieces of rank r are rows ``offsets[r]`` to ``offsets[r + 1]``.
+        first: of each number, its first piece, or -1 if no other rank has any.
+    """
+
+    number: IntArray
+    start: IntArray
+    end: IntArray
+    home: IntArray
+    heads: FloatArray
+    after: IntArray
+    offsets: IntArray
+    first: IntArray
+
+
+class Loads(NamedTuple):
+    """What ranks have to do.
+
+    Attributes:
+        seconds, speed: what each takes, and how fast it is.
+        order: ranks, those that take longest first.
+        per_node: ranks of a node; 0 where nodes make no difference.
+    """
+
+    seconds: FloatArray
+    speed: FloatArray
+    order: IntArray
+    per_node: int
+
+
+class Book(NamedTuple):
+    """What was moved.
+
+    Attributes:
+        moves: rows of `PIECE` to `SERVER`, in order; and room for more.
+        held: rows of `RANK` to `BEFORE`, of each server and document one; and as much room.
+        last: of each document the last row of `held`, or -1.
+    """
+
+    moves: IntArray
+    held: IntArray
+    last: IntArray
+
+
+class Prices(NamedTuple):
+    """What slices cost their servers, and what their homes are rid of."""
+
+    served: Price
+    kept: Price
+
+
+class Goal(NamedTuple):
+    """Where the moves go.
+
+    Attributes:
+        levels: seconds at places `FLOOR` to `CAP`.
+        surplus, work: seconds to be moved, and of all work.
+        most_bytes: transient bytes of a tile of rows and their keys on a server, at most; infinite for no bound.
+        row_bytes, key_bytes: transient bytes of a row and of a key.
+    """
+
+    levels: FloatArray
+    surplus: float
+    work: float
+    most_bytes: float
+    row_bytes: float
+    key_bytes: float
+
+
+class _Slice(NamedTuple):
+    """Rows [start, end) of a piece for a server: what its home is rid of, what the server gets, bytes by what is shed.
+
+    `piece` is -1 if there is none.
+    """
+
+    piece: int
+    server: int
+    start: int
+    end: int
+    shed: float
+    added: float
+    ratio: float
+
+
+def _numba() -> Any:
+    try:
+        module = import_module("numba")
+    except ImportError:
+        return None
+    return None if module.config.DISABLE_JIT else module
+
+
+numba = _numba()
+
+
+def _compiled(function: F, *, cache: bool = False) -> F:
+    """A function as machine code, which calls only such functions. Divisions by zero are what numpy makes of them."""
+    if numba is None:
+        return function
+    if cache:
+        # numba names what it keeps by this. It looks at times of files, too, which copies may share.
+        function.__qualname__ += f"-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
+    try:
+        compiled: F = numba.njit(cache=cache, error_model="numpy")(function)
+    except RuntimeError:
+        _log.warning(
+            "numba finds no folder that it can write to, so every process compiles the moves of the scheduler again, in about two "
+            "seconds: set NUMBA_CACHE_DIR to a folder that can be written."
+        )
+        return _compiled(function)
+    return compiled
+
+
+def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any, Any]:
+    """Query rows in whole kernel tiles, keys that are read, and query-key pairs in whole tiles, of tasks; numbers or arrays.
 
     Args:
-        state: what moves read and change.
-        ranks, scratch: room for two numbers of each rank.
-        fills_all: whether ranks that are too low take from others, after those that are too high have given.
-
-    Returns:
-        Whether the columns of the state were long enough for all moves.
+        rows: query rows.
+        keys: position after the last of them, which sees as many keys, or the last `window` of them.
+        tile: rows of a kernel tile.
+        window: keys that a row sees, its own included; 2**62 for all.
     """
-    work = state.servers.work
-    sort(ranks, scratch, work, work, DOWN)
-    if not _unload(state, ranks):
-        return False
-    if not fills_all:
-        return True
-    sort(ranks, scratch, work, work, DOWN)
-    return _lift(state, ranks)
+    tiled = -(-rows // tile) * tile
+    # Rows that see a whole window, and those before them, which see all there is.
+    full = np.minimum(np.maximum(keys - window, 0), rows)
+    rest = rows - full
+    pairs = 1.0 * full * window + rest * (keys - full - (rest - 1) / 2)
+    return tiled, np.minimum(keys, rows + (window - 1)), pairs * (tiled / np.maximum(rows, 1))
 
 
-@compiled
-def _unload(state: State, order: Ints) -> bool:
-    """Ranks above the band, in this order, give slices away until they are at their level.
+_task_counts = _compiled(task_counts)
 
-    Returns:
-        Whether the columns of the state were long enough for all moves.
+
+@_compiled
+def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
+    """Seconds of query rows [start, end) of a document, 0 if there are none."""
+    if start >= end:
+        return 0.0
+    tiled, read, pairs = _task_counts(end - start, end, price.kernel_tile, price.window)
+    return price.task + heads * (price.row * tiled + price.key * read + price.pair * pairs)
+
+
+@_compiled
+def tail_start(price: Price, heads: float, start: int, end: int, want: float, most: float) -> int:
+    """Where the tail of rows [start, end) begins that comes nearest to `want` seconds; never above `most`, but for one tile."""
+    tile = price.tile
+    low, high = start // tile + 1, (end - 1) // tile  # of the tiles that may begin it, the first that takes no more than `want`
+    if low > high:
+        return start
+    last = high
+    while low < high:
+        middle = (low + high) // 2
+        if slice_seconds(price, heads, middle * tile, end) > want:
+            low = middle + 1
+        else:
+            high = middle
+    x, before = low * tile, max((low - 1) * tile, start)
+    more = slice_seconds(price, heads, before, end)
+    if more <= most and more - want < want - slice_seconds(price, heads, x, end):
+        return before
+    while x < last * tile and slice_seconds(price, heads, x, end) > most:
+        x += tile
+    return x
+
+
+@_compiled
+def _server_for(loads: Loads, level: FloatArray, source: int, surplus: float) -> int:
+    """The rank that the surplus fills best, or else the emptiest below the mean; -1 if there is none.
+
+    A server in the node of the source is as good if it is below the floor, and has room for half as much.
     """
-    servers = state.servers
-    work, level = servers.work, servers.level
-    for source in order:
-        if work[source] <= level[CAP]:
-            break
-        while work[source] > level[CAP] and servers.counts[FREE] > 0:
-            surplus = (work[source] - level[HIGH]) * servers.speed[source]
-            move = _nothing()
-            # A tile of rows may be more than the tolerated band is wide. Then a source too low, which `lift` mends, or a server
-            # too high, but lower than the source was, is better than leaving the source as it is.
-            for leeway in (0.0, 0.5):
-                server = servers.free[0] if leeway else server_for(servers, surplus)
-                move = _cheapest(state, source, server, surplus, leeway)
-                if move.piece >= 0:
-                    break
-            if move.piece < 0:
-                break
-            if not _apply(state, move):
-                return False
-    return True
+    work, speed = loads.seconds, loads.speed
+    best, fits, near = -1, -1, -1
+    for rank in range(len(work)):
+        if work[rank] < level[MEAN] and (best < 0 or work[rank] < work[best]):
+            best = rank
+    if best < 0:
+        return best
+    if (level[LOW] - work[best]) * speed[best] > surplus:
+        for rank in range(len(work)):
+            after = work[rank] + surplus / speed[rank]
+            if work[rank] < level[MEAN] and level[FLOOR] <= after <= level[CAP] and (fits < 0 or work[rank] < work[fits]):
+                fits = rank
+    if loads.per_node:
+        first = source // loads.per_node * loads.per_node
+        for rank in range(first, first + loads.per_node):
+            if work[rank] < level[FLOOR] and (near < 0 or work[rank] < work[near]):
+                near = rank
+        if near >= 0:
+            room = (level[LOW] - work[near]) * speed[near]
+            if room >= 0.5 * min(surplus, (level[LOW] - work[best]) * speed[best]):
+                return near
+    return best if fits < 0 else fits
 
 
-@compiled
-def _lift(state: State, heaviest: Ints) -> bool:
-    """Ranks that are still too low take from the heaviest, whichever of those gives for the fewest bytes.
+@_compiled
+def _held(pieces: Pieces, book: Book, number: int, server: int) -> int:
+    """How many keys of a document a server needs anyway."""
+    held, piece, row = 0, pieces.first[number], book.last[number]
+    while row >= 0:
+        if book.held[row, RANK] == server:
+            held = book.held[row, KEYS]
+        row = book.held[row, BEFORE]
+    while piece >= 0:
+        if pieces.home[piece] == server and pieces.start[piece] < pieces.end[piece]:
+            held = max(held, pieces.end[piece])
+        piece = pieces.after[piece]
+    return held
 
-    Args:
-        state: after `_unload`.
-        heaviest: all ranks in that order. It is kept up to date.
 
-    Returns:
-        Whether the columns of the state were long enough for all moves.
+@_compiled
+def _head_end(price: Price, heads: float, start: int, end: int, want: float) -> int:
+    """Where the head of rows [start, end) ends that takes no more than `want` seconds, but for one tile."""
+    tile = price.tile
+    low, high = start // tile + 1, (end - 1) // tile
+    if low > high:
+        return end
+    while low < high:
+        middle = (low + high + 1) // 2
+        if slice_seconds(price, heads, start, middle * tile) > want:
+            high = middle - 1
+        else:
+            low = middle
+    return low * tile
+
+
+@_compiled
+def _nothing() -> _Slice:
+    return _Slice(-1, -1, 0, 0, 0.0, 0.0, math.inf)
+
+
+class _Room(NamedTuple):
+    """What a piece may give to a server.
+
+    Attributes:
+        piece, server: which.
+        held: keys of the document that the server needs anyway.
+        want, most: seconds that the server wants, and may get at most.
+        over: seconds that the source may be rid of at most.
+        room: seconds that the server has room for.
+        least: seconds from which on a head is worth a move. Heads can be as small as anyone likes, and so can what servers want.
     """
-    servers, per_node = state.servers, state.prices.per_node
-    work, speed, level, count = servers.work, servers.speed, servers.level, servers.counts
-    donors, failed = min(_DONORS, len(heaviest)), 0
-    while count[FREE] > 0 and work[servers.free[0]] < level[FLOOR] and failed < _FAILURES:
-        server, best = servers.free[0], _nothing()
-        for at in range(donors + per_node):
-            # The heaviest, and then those of the server's node.
-            donor = heaviest[at] if at < donors else server // per_node * per_node + at - donors
-            if work[donor] <= level[LOW]:
-                continue
-            want = min((work[donor] - level[FLOOR]) * speed[donor], (level[LOW] - work[server]) * speed[server])
-            move = _cheapest(state, donor, server, want, 0.0)
-            if move.piece < 0:
-                continue
-            if best.piece < 0 or (move.bytes_per_second, donor) < (best.bytes_per_second, best.source):
-                best = move
-        if best.piece < 0:
-            failed += 1
-            drop(servers, server)
+
+    piece: int
+    server: int
+    held: int
+    want: float
+    most: float
+    over: float
+    room: float
+    least: float
+
+
+@_compiled
+def _room_for(
+    pieces: Pieces, prices: Prices, loads: Loads, level: FloatArray, wanted: tuple[int, int, int, float, float]
+) -> _Room:
+    """What a piece may give to a server; `wanted` is the two, the keys that the server has, a leeway, and an aim.
+
+    The source is to end at the aim. With a leeway the server may come up to that part of what both have, and the source below the band.
+    """
+    piece, server, held, leeway, aim = wanted
+    start, end, heads, source = pieces.start[piece], pieces.end[piece], pieces.heads[piece], pieces.home[piece]
+    work, speed = loads.seconds, loads.speed
+    room = (max(level[CAP], leeway * (work[source] + work[server])) - work[server]) * speed[server]
+    over = (work[source] - level[FLOOR]) * speed[source]
+    # What a server receives it does not compute meanwhile; its home sends it, and is rid of so much less.
+    rid = slice_seconds(prices.kept, heads, start, end) - (prices.served.row - prices.kept.row) * heads * (end - start)
+    scale = slice_seconds(prices.served, heads, start, end) / rid if rid > 0 else 0.0
+    want = min((work[source] - aim) * speed[source] * scale, room)
+    if work[server] < level[FLOOR]:
+        want = min(want, (level[LOW] - work[server]) * speed[server])
+    most, least = min(over * scale, room), level[CAP] - level[HIGH]
+    if leeway > 0:
+        most, over = room, room
+    return _Room(piece, server, held, want, most, over, room, least)
+
+
+@_compiled
+def _weighed(pieces: Pieces, prices: Prices, room: _Room, x: int, y: int) -> _Slice:
+    """Rows [x, y) of a piece for a server, if there is room for them."""
+    served, kept, piece = prices.served, prices.kept, room.piece
+    start, end, heads = pieces.start[piece], pieces.end[piece], pieces.heads[piece]
+    rest = slice_seconds(kept, heads, start, x) + slice_seconds(kept, heads, y, end) + (served.row - kept.row) * heads * (y - x)
+    shed = slice_seconds(kept, heads, start, end) - rest
+    first = room.held if served.window > y else x - (served.window - 1)
+    needed = max(y - max(first, 0), 0)
+    added = slice_seconds(served, heads, x, y) - (served.key - kept.key) * heads * (y - needed)
+    if not 0 < shed <= room.over or added > room.room:
+        return _nothing()
+    ratio = heads * (served.query_bytes * (y - x) + served.key_bytes * needed) / shed
+    return _Slice(piece, room.server, x, y, shed, added, ratio)
+
+
+@_compiled
+def _slice(pieces: Pieces, prices: Prices, room: _Room, limit: int) -> _Slice:
+    """The tail of a piece for a server; or its head, if the tail is too much or the server has the keys before it.
+
+    None ends behind the limit.
+    """
+    start, end, heads = pieces.start[room.piece], pieces.end[room.piece], pieces.heads[room.piece]
+    if room.want <= 0:
+        return _nothing()
+    whole, best = slice_seconds(prices.served, heads, start, end), _nothing()
+    if end <= limit:
+        if whole <= room.want or whole <= min(room.most, 1.1 * room.want):
+            return _weighed(pieces, prices, room, start, end)
+        best = _weighed(pieces, prices, room, tail_start(prices.served, heads, start, end, room.want, room.most), end)
+    if room.want >= room.least and start < limit and (best.piece < 0 or room.held >= start > 0):
+        stop = min(_head_end(prices.served, heads, start, end, room.want), limit)
+        head = _weighed(pieces, prices, room, start, stop)
+        if head.ratio < best.ratio:
+            best = head
+    return best
+
+
+@_compiled
+def _last_end(price: Price, goal: Goal, heads: float) -> int:
+    """Where rows end at most for a tile of them to fit the bound of transient bytes with its keys."""
+    if goal.most_bytes == math.inf:
+        return 2**62
+    tile, most = price.tile, goal.most_bytes / heads
+    if price.window < 2**61 and goal.row_bytes * tile + goal.key_bytes * (price.window + tile) <= most:
+        return 2**62
+    return int(max((most - goal.row_bytes * tile) / goal.key_bytes, 0.0)) // tile * tile
+
+
+@_compiled
+def _best_of(
+    pieces: Pieces, prices: Prices, loads: Loads, goal: Goal, book: Book, wanted: tuple[int, int, float, float]
+) -> _Slice:
+    """The tail with the fewest bytes per second of those that a source can give, with a leeway, to a server or to one with its keys.
+
+    `goal` has the levels of now, and `wanted` is the source, the server, and the leeway and the aim of `_room_for`.
+    """
+    source, server, leeway, aim = wanted
+    best, looked_at = _nothing(), 0
+    work, level = loads.seconds, goal.levels
+    for piece in range(pieces.offsets[source], pieces.offsets[source + 1]):
+        start, end, number = pieces.start[piece], pieces.end[piece], pieces.number[piece]
+        if start >= end:
             continue
-        failed = 0
-        if not _apply(state, best):
-            return False
-        settle(work, heaviest, best.source)
-        settle(work, heaviest, best.server)
-    return True
-
-
-@compiled
-def _nothing() -> Move:
-    return Move(math.inf, -1, -1, -1, 0, 0, 0.0, 0.0)
-
-
-@inlined
-def _cheaper(p: Pieces, one: Move, other: Move) -> bool:
-    """Whether a move exchanges fewer bytes per second moved; if they are equal, the order of servers and of rows decides."""
-    if one.piece < 0 or other.piece < 0:
-        return one.piece >= 0
-    if one.bytes_per_second != other.bytes_per_second:
-        return one.bytes_per_second < other.bytes_per_second
-    if one.server != other.server or one.piece == other.piece:
-        return (one.server, one.start, one.end) < (other.server, other.start, other.end)
-    return earlier(p, one.piece, other.piece)
-
-
-@compiled
-def _cheapest(state: State, source: int, server: int, surplus: float, leeway: float) -> Move:
-    """The cheapest slice for `server`, or for one that holds keys of a document already.
-
-    With `leeway` it may bring the server up to that part of what both have, and the source below the band; without, the one not
-    above it and the other not below.
-    """
-    p, prices, holders, servers = state.pieces, state.prices, state.holders, state.servers
-    if p.first[source] == UNASKED:
-        find_pieces(state, source)
-    want = min(surplus, servers.level[LOW] - servers.work[server])
-    if not p.want[source] * (1 - _ALIKE) <= want <= p.want[source] * (1 + _ALIKE):
-        p.want[source] = want
-        forget(p, prices, source)
-    servers.counts[LOOKS] += 1
-    looks, near = servers.counts[LOOKS], nearest(servers, prices.per_node, source, server)
-    best, following = _nothing(), -1
-    last_start, last_end, last_document = -1, -1, -1
-    while True:
-        piece, following = (following, -1) if following >= 0 else next_pieces(p, source, looks)
-        # No slice of the pieces behind moves a second for fewer bytes, or did when somebody looked.
-        if piece < 0 or (best.piece >= 0 and p.ratio[piece] >= best.bytes_per_second):
-            return best
-        p.rows[piece, LOOKED] = looks
-        number = p.rows[piece, NUMBER]
-        if prices.parts > 1 and not holders.numbers[number, KNOWN]:
-            # Groups of heads of the same rows, which follow each other, are as good as each other.
-            document = number // prices.parts
-            if last_end == p.rows[piece, END] and last_start == p.rows[piece, START] and last_document == document:
+        if looked_at >= _LOOKED_AT and best.piece >= 0:
+            break
+        looked_at += 1
+        limit = _last_end(prices.served, goal, pieces.heads[piece])
+        same = piece > pieces.offsets[source] and number == pieces.number[piece - 1] + 1 and pieces.heads[piece] < 1
+        if (
+            same
+            and start == pieces.start[piece - 1]
+            and end == pieces.end[piece - 1]
+            and book.last[number] < 0
+            and book.last[number - 1] < 0
+        ):
+            continue  # a group of heads that is as good as the one before
+        held = _held(pieces, book, number, server)
+        tail = _slice(pieces, prices, _room_for(pieces, prices, loads, level, (piece, server, held, leeway, aim)), limit)
+        if tail.ratio < best.ratio:
+            best = tail
+        row, holder, tried = book.last[number], pieces.first[number], 0
+        while (row >= 0 or holder >= 0) and tried < _HOLDERS:
+            if row >= 0:
+                rank, row = book.held[row, RANK], book.held[row, BEFORE]
+            else:
+                rank, holder = pieces.home[holder], pieces.after[holder]
+            if rank in (server, source) or work[rank] >= level[FLOOR]:
                 continue
-            last_start, last_end, last_document = p.rows[piece, START], p.rows[piece, END], document
-        # The server, one in the node of the source, and some, not too many, that hold keys of the document already.
-        found, rank, holder = _nothing(), server, -1
-        for turn in range(2 + _MOST_HOLDERS):
-            if turn == 1:
-                rank = near
-            elif turn > 1:
-                holder = _next_able(holders, servers, number, holder)
-                if holder >= 0 and holders.rows[holder, RANK] == server:
-                    holder = _next_able(holders, servers, number, holder)
-                if holder < 0:
+            tried += 1
+            held = _held(pieces, book, number, rank)
+            tail = _slice(pieces, prices, _room_for(pieces, prices, loads, level, (piece, rank, held, leeway, aim)), limit)
+            if tail.ratio < best.ratio:
+                best = tail
+    return best
+
+
+@_compiled
+def _hold(book: Book, count: int, number: int, moved: _Slice) -> int:
+    """Note that a server needs the keys of what was moved; how many rows there are then."""
+    row = book.last[number]
+    while row >= 0:
+        if book.held[row, RANK] == moved.server:
+            book.held[row, KEYS] = max(book.held[row, KEYS], moved.end)
+            return count
+        row = book.held[row, BEFORE]
+    book.held[count, RANK], book.held[count, KEYS], book.held[count, BEFORE] = moved.server, moved.end, book.last[number]
+    book.last[number] = count
+    return count + 1
+
+
+@_compiled
+def _next_move(pieces: Pieces, prices: Prices, loads: Loads, goal: Goal, book: Book, source: int, edge: int) -> _Slice:
+    """What a source above an edge of `goal`, the levels of now, gives next; its piece is -1 if that is nothing."""
+    work, level = loads.seconds, goal.levels
+    aim = level[HIGH] if edge == CAP else level[FLOOR]
+    surplus = (work[source] - aim) * loads.speed[source]
+    best = _nothing()
+    # A tile of rows may be more than the tolerated band is wide. Then a source below it, or a server above it, but lower than the
+    # source was, is better than leaving the source as it is.
+    for leeway in (0.0, 0.5):
+        server = _server_for(loads, level, source, surplus if edge == CAP and leeway == 0 else math.inf)
+        if server < 0 or (edge == LOW and (leeway > 0 or work[server] >= level[FLOOR])):
+            break
+        best = _best_of(pieces, prices, loads, goal, book, (source, server, leeway, aim))
+        if best.piece >= 0:
+            break
+    return best
+
+
+def _make_moves(pieces: Pieces, prices: Prices, loads: Loads, goal: Goal, book: Book) -> int:
+    """Make all moves.
+
+    Args:
+        pieces: of the layout; they shrink.
+        prices: of slices.
+        loads: what ranks have to do; brought up to date.
+        goal: what levels they start with.
+        book: room for moves, and what is held: nothing.
+
+    Returns:
+        How many there are; -1 if there is no room for them.
+    """
+    work, speed, level = loads.seconds, loads.speed, goal.levels.copy()
+    now = Goal(level, goal.surplus, goal.work, goal.most_bytes, goal.row_bytes, goal.key_bytes)
+    count, holders, shed, grown = 0, 0, 0.0, 0.0
+    # First ranks above the band give, and then, while others are below it, those that have more than these should.
+    for edge in (CAP, LOW):
+        for source in loads.order:
+            while work[source] > level[edge]:
+                best = _next_move(pieces, prices, loads, now, book, source, edge)
+                if best.piece < 0:
                     break
-                rank = holders.rows[holder, RANK]
-            if rank >= 0:
-                move = _slice(state, source, piece, rank, surplus, leeway)
-                if _cheaper(p, move, found):
-                    found = move
-        p.ratio[piece] = found.bytes_per_second
-        if _cheaper(p, found, best):
-            best = found
+                if count == len(book.moves):
+                    return -1
+                row = book.moves[count]
+                row[PIECE], row[START], row[END], row[SERVER] = best.piece, best.start, best.end, best.server
+                holders = _hold(book, holders, pieces.number[best.piece], best)
+                if best.end < pieces.end[best.piece]:
+                    pieces.start[best.piece] = best.end
+                else:
+                    pieces.end[best.piece] = best.start
+                count += 1
+                shed += best.shed
+                grown += best.added - best.shed
+                work[source] -= best.shed / speed[source]
+                work[best.server] += best.added / speed[best.server]
+                # Levels rise to where they will be when all surplus is moved at the same rate.
+                rise = 1 + grown / shed * max(goal.surplus, shed) / goal.work
+                for place in range(len(level)):
+                    level[place] = goal.levels[place] * rise
+    return count
 
 
-@inlined
-def _next_able(holders: Holders, servers: Servers, number: int, before: int) -> int:
-    """Of those that hold keys of a document, the next row whose rank may take work, after the one before; -1 if there is none.
-
-    Whoever has enough stays that way, and is left out from now on.
-    """
-    at: int = holders.numbers[number, ABLE] - 1 if before < 0 else holders.rows[before, NEXT]
-    while at >= 0 and servers.work[holders.rows[at, RANK]] >= servers.level[FLOOR]:
-        at = holders.rows[at, NEXT]
-    if before < 0:
-        holders.numbers[number, ABLE] = at + 1
-    else:
-        holders.rows[before, NEXT] = at
-    if at < 0:
-        holders.numbers[number, LAST] = before + 1
-    return at
-
-
-@inlined
-def _slice(state: State, source: int, piece: int, server: int, surplus: float, leeway: float) -> Move:
-    """The cheapest slice of a piece for a server."""
-    p, prices, holders, servers = state.pieces, state.prices, state.holders, state.servers
-    start, end, number = p.rows[piece, START], p.rows[piece, END], p.rows[piece, NUMBER]
-    grouped = number % prices.parts > 0
-    price, own = (prices.group_price, prices.group_own) if grouped else (prices.price, prices.own)
-    level, work, speed = servers.level, servers.work[server], servers.speed[server]
-    top = max(level[CAP], leeway * (servers.work[source] + work))
-    room = (top - work) * speed
-    whole, all_own = seconds(price, start, end), seconds(own, start, end)
-    over = above = (servers.work[source] - level[FLOOR]) * servers.speed[source]
-    if prices.exchanged:
-        # The server's seconds are more than those that the source is rid of.
-        rid = all_own - (price.row - own.row) * (end - start)
-        if rid <= 0:
-            return _nothing()
-        surplus, above = surplus * whole / rid, above * whole / rid
-    want = min(surplus, (level[LOW] - work) * speed if work < level[FLOOR] else room)
-    if want <= 0:
-        return _nothing()  # levels fell since it was said to have room
-    holder = holder_of(holders, number, server)
-    held = holders.rows[holder, KEYS] if holder >= 0 else 0
-    most = room if leeway else min(above, room)
-    if whole <= want or (whole <= most and whole <= 1.1 * want):
-        x, y = start, end
-    else:
-        x, y = slice_of(price, start, end, want, most, held)
-    x, y = _fitting(prices.group_fit if grouped else prices.fit, price.window, price.tile, start, x, y)
-    if y <= x:
-        return _nothing()
-    needed = keys(price, x, y, held)
-    added = seconds(price, x, y) - (price.key - own.key) * (y - needed)
-    shed = all_own - seconds(own, start, x) - seconds(own, y, end) - (price.row - own.row) * (y - x)
-    if not 0 < shed <= (room if leeway else over) or added > room:
-        return _nothing()
-    if x == start and y == end and holders.numbers[number, KNOWN]:
-        needed -= _saved(state, source, piece)
-    ratio = (price.query_bytes * (y - x) + price.key_bytes * needed) / shed
-    if prices.per_node and source // prices.per_node == server // prices.per_node:
-        ratio *= price.near
-    return Move(ratio, source, server, piece, x, y, shed, added)
-
-
-@compiled
-def _saved(state: State, source: int, piece: int) -> int:
-    """K/V tokens that the source no longer needs from others once the whole piece is gone."""
-    segments, holders = state.segments, state.holders
-    number: int = state.pieces.rows[piece, NUMBER]
-    end: int = state.pieces.rows[piece, END]
-    holder = holder_of(holders, number, source)
-    if holder >= 0 and holders.rows[holder, KEYS] > end:
-        return 0
-    rest = furthest_of(state.pieces, source, number, piece)
-    saved = end - rest
-    for segment in range(segments.offsets[source], segments.offsets[source + 1]):
-        if segments.place[segment] == number // state.prices.parts:
-            saved -= max(0, min(segments.end[segment], end) - max(segments.start[segment], rest))
-    return saved
-
-
-@compiled
-def _apply(state: State, move: Move) -> bool:
-    """Carry out a move; false if there is no room for it."""
-    p, holders, servers, prices = state.pieces, state.holders, state.servers, state.prices
-    count, level, total, source = servers.counts, servers.level, servers.total, move.source
-    if count[MOVES] == len(state.moves) or count[PIECES] + 2 > len(p.rows) or count[HOLDERS] == len(holders.rows):
-        return False
-    start, end = p.rows[move.piece, START], p.rows[move.piece, END]
-    number, segment = p.rows[move.piece, NUMBER], p.rows[move.piece, SEGMENT]
-    take_out(p, source, move.piece)
-    for first, last in ((start, move.start), (move.end, end)):
-        if first < last:
-            rest = add_piece(p, count, source, (first, last, number, segment))
-            p.ratio[rest] = least(prices, number, last)
-    if prices.price.window == 0:
-        hold(holders, count, number, move.server, move.end)
-        holder = holder_of(holders, number, source)
-        if holder >= 0:
-            holders.rows[holder, KEYS] = furthest_of(p, source, number, move.piece)
-    row = count[MOVES]
-    count[MOVES] += 1
-    for place, value in enumerate((segment, number, move.start, move.end, source, move.server)):
-        state.moves[row, place] = value
-    # A server reads keys that the home reads too, and starts a task more: moving adds work. The levels rise to where they will
-    # be when all surplus is moved at the same rate.
-    total[SHED] += move.shed
-    total[GROWN] += move.added - move.shed
-    scale = 1 + total[GROWN] / total[SHED] * max(total[SURPLUS], total[SHED]) / total[ALL]
-    for place in range(len(level)):
-        level[place] = scale * servers.base[place]
-    change(servers, source, -move.shed)
-    change(servers, move.server, move.added)
-    return True
-
-
-@compiled
-def _fitting(fit: Fit, window: int, tile: int, start: int, x: int, y: int) -> tuple[int, int]:
-    """The part of [x, y), in a piece that begins at `start`, that fits a server; empty if no tile of rows does.
-
-    Rows and keys at half of the bound each is the most work. Further back, keys leave less for rows.
-    """
-    bound, query, key = fit.bound, fit.query, fit.key
-    first = 0 if window == 0 else max(0, x - window + 1)
-    if bound == 0 or query * (y - x) + key * (y - first) <= bound:
-        return x, y
-    if window == 0:
-        half = bound // (2 * key) // tile * tile
-        if max(half, start + tile) < y:
-            y = max(half, (start // tile + 1) * tile)
-        rows = (bound - key * y) // query
-    else:
-        rows = max((bound - key * (window - 1)) // (query + key), (bound - key * y) // query)
-    x = max(start, -(-(y - rows) // tile) * tile)
-    return (x, y) if rows > 0 and x < y else (start, start)
+make_moves = _compiled(_make_moves, cache=True)

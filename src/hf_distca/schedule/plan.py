@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import PlanError
-from hf_distca.schedule.compiled import handed
-from hf_distca.schedule.coverage import Tasks
 from hf_distca.schedule.layout import IntArray, KeyTransfers, Layout, as_integers, repeated
 
 __all__ = ["CATask", "KeyTransfers", "Plan", "Relays"]
@@ -122,11 +120,6 @@ class Plan:
         """Say what is wrong with the first of some tasks."""
         if wrong.any():
             raise PlanError(f"{self.tasks[int(wrong.argmax())]} {what}.")
-
-    @property
-    def columns(self) -> Tasks:
-        """All tasks as compiled functions take them."""
-        return handed(Tasks(*(getattr(self, name) for name in Tasks._fields)))
 
     @classmethod
     def local(cls, layout: Layout, window: int | None = None) -> Plan:

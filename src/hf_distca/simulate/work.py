@@ -12,11 +12,9 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
-from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.nodes import NodeBytes, wire_seconds
+from hf_distca.schedule.load import NodeBytes, PlanLoad, wire_seconds
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
-from hf_distca.schedule.relays import senders
 from hf_distca.schedule.waves import TransientBytes
 from hf_distca.simulate.layers import Directions, layer_seconds, tensor_seconds
 from hf_distca.simulate.setting import Setting
@@ -125,8 +123,8 @@ def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
     if not plan.moved:
         nowhere = Directions(nothing, nothing)
         return _Moves(attention, attention, nowhere, nowhere, nothing, pairs)
-    queries, keys, found = load.query_tokens, load.key_tokens, load.wave_transfers[0]
-    away, sent = plan.home != plan.server, senders(found, plan.relays)
+    queries, keys, sent = load.query_tokens, load.key_tokens, load.sent_keys
+    away = plan.home != plan.server
     source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
     query_tokens = (rows * plan.heads)[away]
     key_tokens = (sent.end - sent.start) * plan.layout.heads_of(sent.document)
@@ -144,8 +142,9 @@ def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
         seconds(shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes, shape.key_value_bytes),
     )
     back = Directions(seconds(shape.output_bytes + shape.lse_bytes, 0), seconds(shape.query_bytes, shape.key_value_bytes))
-    remote = found.source != found.server
-    waits = np.isin(plan.document * ranks + plan.server, np.unique(found.document[remote] * ranks + found.server[remote]))
+    needed = load.needed_keys
+    remote = needed.source != needed.server
+    waits = np.isin(plan.document * ranks + plan.server, np.unique(needed.document[remote] * ranks + needed.server[remote]))
     own = (plan.home == plan.server) & ~waits
     each = TransientBytes.of(shape)
     received = each.query * queries[1] + each.key * keys[1] + each.sent_query * queries[0] + each.sent_key * keys[0]
