@@ -17,10 +17,12 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.dealer import Dealer, Served, pour
+from hf_distca.schedule.dealer import Dealer
+from hf_distca.schedule.fill import pour
 from hf_distca.schedule.layout import IntArray, Layout, as_integers
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
+from hf_distca.schedule.served import Served
 
 __all__ = ["deal", "deal_nano_batches", "in_order"]
 
@@ -65,7 +67,7 @@ def deal(
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
     cost = _seen_by(cost, length)
-    return _dealt(length, np.ones(len(length), dtype=np.bool_), tokens, cost, tile, ranks_per_node, overlapped=overlapped)
+    return _dealt(np.arange(len(length)), length, tokens, cost, tile, ranks_per_node, overlapped=overlapped)
 
 
 def deal_nano_batches(
@@ -91,10 +93,11 @@ def deal_nano_batches(
     first = _half(length, cost, ranks, sum(count // 2 for count in tokens))
     here = _halves(tokens, int(length[first].sum()))
     there = [both - one for both, one in zip(tokens, here, strict=True)]
-    return (
-        _dealt(length, first, here, cost, tile, ranks_per_node, overlapped=True),
-        _dealt(length, ~first, there, cost, tile, ranks_per_node, overlapped=True),
+    one, two = (
+        _dealt(np.flatnonzero(half), length[half], tokens, cost, tile, ranks_per_node, overlapped=True)
+        for half, tokens in ((first, here), (~first, there))
     )
+    return one, two
 
 
 def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int]) -> Layout:
@@ -103,8 +106,7 @@ def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence
     Args and raises: as `deal`.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, 1, None)
-    pieces = pour(range(len(length)), length.tolist(), tokens)
-    rank, document, start, size = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
+    rank, document, start, size = np.array(pour(range(len(length)), length.tolist(), tokens), dtype=np.int64).reshape(-1, 4).T
     return Layout(document, start, size, np.searchsorted(rank, np.arange(ranks + 1)))
 
 
@@ -115,8 +117,8 @@ def _seen_by(cost: CostModel, length: IntArray) -> CostModel:
 
 
 def _dealt(
+    document: IntArray,
     length: IntArray,
-    among: npt.NDArray[np.bool_],
     tokens: list[int],
     cost: CostModel,
     tile: int,
@@ -125,24 +127,21 @@ def _dealt(
     overlapped: bool,
 ) -> Layout:
     """The layout of some documents: all by tokens and attention, or those that servers compute by their tokens alone."""
-    document = np.flatnonzero(among)
-    per_node = len(tokens) if ranks_per_node is None else ranks_per_node
 
-    def layout(served: Served) -> Layout:
-        dealt = Dealer(length[document], served, cost, tile, per_node).layout()
-        return Layout(document[dealt.document], dealt.start, dealt.length, dealt.offsets)
+    def layout(rest: npt.NDArray[np.bool_], left: list[int], rows: Sequence[tuple[int, int, int, int]] = ()) -> Layout:
+        return Dealer(document[rest], length[rest], left, cost, tile, ranks_per_node, overlapped=overlapped).layout(rows)
 
-    dealt = layout(Served(np.ones(len(document), dtype=np.bool_), [], tokens))
-    served = Served.of(length[document], tokens, cost, tile, overlapped=overlapped)
-    if not served.pieces:
-        return dealt
+    one = layout(np.ones(len(length), dtype=np.bool_), tokens)
+    served = Served.of(document, length, tokens, cost, tile, overlapped=overlapped)
+    if not served.rows:
+        return one
     config, ranks = DistCAConfig(tile=tile, ping_pong=overlapped), Ranks(per_node=ranks_per_node)
 
     def end(dealt: Layout) -> float:
         return PlanLoad(balance(dealt, cost, config, ranks), cost, overlapped=overlapped, ranks=ranks).slowest_seconds
 
     # Which of them ends earlier depends on what servers can be found, and so on the whole plan.
-    return min(dealt, layout(served), key=end)
+    return min(one, layout(served.rest, served.tokens, served.rows), key=end)
 
 
 def _halves(tokens: list[int], total: int) -> list[int]:

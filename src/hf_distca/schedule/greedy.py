@@ -104,14 +104,14 @@ class Greedy:
         speeds = ranks.each(len(seconds))
         pairs = zip(seconds.tolist(), speeds, strict=True)
         surplus = math.fsum((taken - levels[HIGH]) * speed for taken, speed in pairs if taken > levels[HIGH])
-        goal = Goal(levels, float(surplus), float(ranks.work(seconds.tolist())), *self.bound)
+        goal = Goal(levels, levels, float(surplus), float(ranks.work(seconds.tolist())), *self.bound)
         row, before = _pieces(self.layout, self.heads)
         order, room = np.argsort(-seconds, kind="stable"), 4 * len(seconds) + 64
         while True:
             pieces = before._replace(start=before.start.copy(), end=before.end.copy())
             loads = Loads(seconds.copy(), np.array(speeds), order, ranks.per_node or 0)
             book = Book(np.empty((room, 4), np.int64), np.empty((room, 3), np.int64), np.full(len(pieces.first), -1))
-            count = make_moves(pieces, prices, loads, goal, book)
+            count = make_moves(pieces, prices, loads, goal._replace(levels=levels.copy()), book)
             if count >= 0:
                 return _plan(self.layout, self.heads, (row, pieces), book.moves[:count], self.window)
             room *= 4

@@ -9,24 +9,18 @@ Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest r
 
 Moving adds work, for a server reads keys that the home reads too: the levels of all rise with it.
 
-All ranks make the same moves: IEEE double arithmetic in the order that is written. numba compiles this file when the loop is first
-called, in about two seconds, and keeps what it made beside the source or in the user's cache, under a name that a hash of this
-file is part of. Where numba cannot be imported, or is told to compile nothing, the loop runs as it is written, and makes the same
-moves.
+All ranks make the same moves: IEEE double arithmetic in the order that is written.
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import math
-from collections.abc import Callable
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from hf_distca.schedule.compiled import compiled, entry
 
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import Price  # which counts with `task_counts`
@@ -48,11 +42,8 @@ __all__ = [
     "task_counts",
 ]
 
-_log = logging.getLogger("hf_distca")
-
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
-F = TypeVar("F", bound=Callable[..., Any])
 
 # Places in `Goal.levels`: the edges of the tolerated band, and where ranks outside it should end.
 FLOOR, LOW, MEAN, HIGH, CAP = range(5)
@@ -130,12 +121,13 @@ class Goal(NamedTuple):
     """Where the moves go.
 
     Attributes:
-        levels: seconds at places `FLOOR` to `CAP`.
+        begin, levels: seconds at places `FLOOR` to `CAP`, to begin with and now.
         surplus, work: seconds to be moved, and of all work.
         most_bytes: transient bytes of a tile of rows and their keys on a server, at most; infinite for no bound.
         row_bytes, key_bytes: transient bytes of a row and of a key.
     """
 
+    begin: FloatArray
     levels: FloatArray
     surplus: float
     work: float
@@ -159,35 +151,6 @@ class _Slice(NamedTuple):
     ratio: float
 
 
-def _numba() -> Any:
-    try:
-        module = import_module("numba")
-    except ImportError:
-        return None
-    return None if module.config.DISABLE_JIT else module
-
-
-numba = _numba()
-
-
-def _compiled(function: F, *, cache: bool = False) -> F:
-    """A function as machine code, which calls only such functions. Divisions by zero are what numpy makes of them."""
-    if numba is None:
-        return function
-    if cache:
-        # numba names what it keeps by this. It looks at times of files, too, which copies may share.
-        function.__qualname__ += f"-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
-    try:
-        compiled: F = numba.njit(cache=cache, error_model="numpy")(function)
-    except RuntimeError:
-        _log.warning(
-            "numba finds no folder that it can write to, so every process compiles the moves of the scheduler again, in about two "
-            "seconds: set NUMBA_CACHE_DIR to a folder that can be written."
-        )
-        return _compiled(function)
-    return compiled
-
-
 def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any, Any]:
     """Query rows in whole kernel tiles, keys that are read, and query-key pairs in whole tiles, of tasks; numbers or arrays.
 
@@ -205,10 +168,10 @@ def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any,
     return tiled, np.minimum(keys, rows + (window - 1)), pairs * (tiled / np.maximum(rows, 1))
 
 
-_task_counts = _compiled(task_counts)
+_task_counts = compiled(task_counts)
 
 
-@_compiled
+@compiled
 def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
     """Seconds of query rows [start, end) of a document, 0 if there are none."""
     if start >= end:
@@ -217,7 +180,7 @@ def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
     return price.task + heads * (price.row * tiled + price.key * read + price.pair * pairs)
 
 
-@_compiled
+@compiled
 def tail_start(price: Price, heads: float, start: int, end: int, want: float, most: float) -> int:
     """Where the tail of rows [start, end) begins that comes nearest to `want` seconds; never above `most`, but for one tile."""
     tile = price.tile
@@ -240,7 +203,7 @@ def tail_start(price: Price, heads: float, start: int, end: int, want: float, mo
     return x
 
 
-@_compiled
+@compiled
 def _server_for(loads: Loads, level: FloatArray, source: int, surplus: float) -> int:
     """The rank that the surplus fills best, or else the emptiest below the mean; -1 if there is none.
 
@@ -270,7 +233,7 @@ def _server_for(loads: Loads, level: FloatArray, source: int, surplus: float) ->
     return best if fits < 0 else fits
 
 
-@_compiled
+@compiled
 def _held(pieces: Pieces, book: Book, number: int, server: int) -> int:
     """How many keys of a document a server needs anyway."""
     held, piece, row = 0, pieces.first[number], book.last[number]
@@ -285,7 +248,7 @@ def _held(pieces: Pieces, book: Book, number: int, server: int) -> int:
     return held
 
 
-@_compiled
+@compiled
 def _head_end(price: Price, heads: float, start: int, end: int, want: float) -> int:
     """Where the head of rows [start, end) ends that takes no more than `want` seconds, but for one tile."""
     tile = price.tile
@@ -301,7 +264,7 @@ def _head_end(price: Price, heads: float, start: int, end: int, want: float) -> 
     return low * tile
 
 
-@_compiled
+@compiled
 def _nothing() -> _Slice:
     return _Slice(-1, -1, 0, 0, 0.0, 0.0, math.inf)
 
@@ -328,7 +291,7 @@ class _Room(NamedTuple):
     least: float
 
 
-@_compiled
+@compiled
 def _room_for(
     pieces: Pieces, prices: Prices, loads: Loads, level: FloatArray, wanted: tuple[int, int, int, float, float]
 ) -> _Room:
@@ -353,7 +316,7 @@ def _room_for(
     return _Room(piece, server, held, want, most, over, room, least)
 
 
-@_compiled
+@compiled
 def _weighed(pieces: Pieces, prices: Prices, room: _Room, x: int, y: int) -> _Slice:
     """Rows [x, y) of a piece for a server, if there is room for them."""
     served, kept, piece = prices.served, prices.kept, room.piece
@@ -369,7 +332,7 @@ def _weighed(pieces: Pieces, prices: Prices, room: _Room, x: int, y: int) -> _Sl
     return _Slice(piece, room.server, x, y, shed, added, ratio)
 
 
-@_compiled
+@compiled
 def _slice(pieces: Pieces, prices: Prices, room: _Room, limit: int) -> _Slice:
     """The tail of a piece for a server; or its head, if the tail is too much or the server has the keys before it.
 
@@ -391,7 +354,7 @@ def _slice(pieces: Pieces, prices: Prices, room: _Room, limit: int) -> _Slice:
     return best
 
 
-@_compiled
+@compiled
 def _last_end(price: Price, goal: Goal, heads: float) -> int:
     """Where rows end at most for a tile of them to fit the bound of transient bytes with its keys."""
     if goal.most_bytes == math.inf:
@@ -402,7 +365,7 @@ def _last_end(price: Price, goal: Goal, heads: float) -> int:
     return int(max((most - goal.row_bytes * tile) / goal.key_bytes, 0.0)) // tile * tile
 
 
-@_compiled
+@compiled
 def _best_of(
     pieces: Pieces, prices: Prices, loads: Loads, goal: Goal, book: Book, wanted: tuple[int, int, float, float]
 ) -> _Slice:
@@ -450,7 +413,7 @@ def _best_of(
     return best
 
 
-@_compiled
+@compiled
 def _hold(book: Book, count: int, number: int, moved: _Slice) -> int:
     """Note that a server needs the keys of what was moved; how many rows there are then."""
     row = book.last[number]
@@ -464,7 +427,7 @@ def _hold(book: Book, count: int, number: int, moved: _Slice) -> int:
     return count + 1
 
 
-@_compiled
+@compiled
 def _next_move(pieces: Pieces, prices: Prices, loads: Loads, goal: Goal, book: Book, source: int, edge: int) -> _Slice:
     """What a source above an edge of `goal`, the levels of now, gives next; its piece is -1 if that is nothing."""
     work, level = loads.seconds, goal.levels
@@ -496,14 +459,13 @@ def _make_moves(pieces: Pieces, prices: Prices, loads: Loads, goal: Goal, book: 
     Returns:
         How many there are; -1 if there is no room for them.
     """
-    work, speed, level = loads.seconds, loads.speed, goal.levels.copy()
-    now = Goal(level, goal.surplus, goal.work, goal.most_bytes, goal.row_bytes, goal.key_bytes)
+    work, speed, level = loads.seconds, loads.speed, goal.levels
     count, holders, shed, grown = 0, 0, 0.0, 0.0
     # First ranks above the band give, and then, while others are below it, those that have more than these should.
     for edge in (CAP, LOW):
         for source in loads.order:
             while work[source] > level[edge]:
-                best = _next_move(pieces, prices, loads, now, book, source, edge)
+                best = _next_move(pieces, prices, loads, goal, book, source, edge)
                 if best.piece < 0:
                     break
                 if count == len(book.moves):
@@ -523,8 +485,8 @@ def _make_moves(pieces: Pieces, prices: Prices, loads: Loads, goal: Goal, book: 
                 # Levels rise to where they will be when all surplus is moved at the same rate.
                 rise = 1 + grown / shed * max(goal.surplus, shed) / goal.work
                 for place in range(len(level)):
-                    level[place] = goal.levels[place] * rise
+                    level[place] = goal.begin[place] * rise
     return count
 
 
-make_moves = _compiled(_make_moves, cache=True)
+make_moves = entry(_make_moves)
