@@ -99,7 +99,8 @@ class Waves:
         wave, loads = _first_fit(_Needs.of(plan, units, fitting), plan.layout.world_size, bound)
         columns = [np.concatenate([getattr(plan, name)[~travels], getattr(units, name)]) for name in CATask._fields]
         order = np.lexsort((columns[1], columns[0]))  # as a plan orders its tasks
-        cut = Plan(plan.layout, *(column[order] for column in columns), window=plan.window)
+        document, start, end, home, server = (column[order] for column in columns)
+        cut = Plan(plan.layout, document, start, end, home, server, plan.window)
         number = np.concatenate([np.full(int((~travels).sum()), -1), wave[units.unit]])[order]
         # The rest of a task that was cut may see no further than its home's own tokens, if there is a window.
         return cls(cut, np.where(_travels(cut), number, -1), max(len(loads), 1), loads.max(axis=0, initial=0))
