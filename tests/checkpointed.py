@@ -16,3 +16,9 @@ def checkpoint_layers(model: PreTrainedModel, *, use_reentrant: bool) -> None:
     """Let the layers of a model checkpoint their activations."""
     switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     switch({"use_reentrant": use_reentrant})
+
+
+def keep_activations(model: PreTrainedModel) -> None:
+    """Switch activation checkpointing off again."""
+    switch = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+    switch()

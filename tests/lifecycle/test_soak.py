@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import hf_distca
-from checkpointed import checkpoint_layers
+from checkpointed import checkpoint_layers, keep_activations
 from ranks import RankPool
 from tiny_runs import dispatches, settings, tiny_llama
 
@@ -78,7 +78,7 @@ def soak(rank: int, implementation: str, seed: int, steps: int) -> Soak:
     for step in range(steps):
         checkpointing = same.choice(["off", "off", "reentrant", "not reentrant"])
         if checkpointing == "off":
-            model.gradient_checkpointing_disable()
+            keep_activations(model)
         else:
             checkpoint_layers(model, use_reentrant=checkpointing == "reentrant")
         total = torch.zeros(())
