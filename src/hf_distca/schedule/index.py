@@ -1,4 +1,4 @@
-"""Where the segments of a layout and its documents lie: the loop behind `schedule.layout`. All of it is compiled."""
+"""Layouts and plans as compiled functions take them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "FINE",
     "BoolArray",
     "IntArray",
     "Segments",
+    "Tasks",
 ]
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-
-# What may be wrong with the columns of a layout.
-FINE = 0
-# Position: sums and products of what is larger may not fit in 64 bits.
-LARGEST = 2**48
 
 
 class Segments(NamedTuple):
@@ -47,3 +42,14 @@ class Segments(NamedTuple):
     context: IntArray
     documents: IntArray
     spans: BoolArray
+
+
+class Tasks(NamedTuple):
+    """The columns of a plan as compiled functions take them, and of each task the place of its document in the layout."""
+
+    document: IntArray
+    start: IntArray
+    end: IntArray
+    home: IntArray
+    server: IntArray
+    place: IntArray

@@ -1,4 +1,4 @@
-"""Which runs of keys servers need, and who holds them: the loop behind `Plan.key_transfers`. All of it is compiled."""
+"""Which keys a task needs, for compiled functions."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from hf_distca.errors import PlanError
 from hf_distca.schedule.compiled import handed
-from hf_distca.schedule.coverage import Tasks
+from hf_distca.schedule.index import Tasks
 from hf_distca.schedule.layout import IntArray, KeyTransfers, Layout, as_integers, repeated
 
 __all__ = ["CATask", "KeyTransfers", "Plan", "Relays"]

@@ -29,8 +29,7 @@ from hf_distca.schedule.chains import (
     put,
 )
 from hf_distca.schedule.compiled import Ints, array, column, compiled, entry, room
-from hf_distca.schedule.coverage import Tasks
-from hf_distca.schedule.index import IntArray, Segments
+from hf_distca.schedule.index import IntArray, Segments, Tasks
 from hf_distca.schedule.key_runs import first_key
 from hf_distca.schedule.share_keys import Rank, Relays, Span, add_keys
 from hf_distca.schedule.share_numbers import numbers_in, write_wave

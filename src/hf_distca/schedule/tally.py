@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from hf_distca.schedule.compiled import Floats, Ints, array, compiled, entry, handed, room
 from hf_distca.schedule.cost import CostModel, FloatArray
-from hf_distca.schedule.coverage import Tasks
-from hf_distca.schedule.index import Segments
+from hf_distca.schedule.index import Segments, Tasks
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.traffic import Gathered, count_tokens, gather, unpacked
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_distca.schedule.compiled import Floats, Ints, compiled, interpreted
-from hf_distca.schedule.coverage import Tasks
-from hf_distca.schedule.index import Segments
+from hf_distca.schedule.index import Segments, Tasks
 from hf_distca.schedule.plan import Plan
 
 __all__ = ["Gathered", "KeyTraffic", "count_tokens", "first_need", "gather", "needed", "numbers_for", "unpacked"]

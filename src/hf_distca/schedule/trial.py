@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from hf_distca.schedule.begin import Costs, Goal, Room
 from hf_distca.schedule.compiled import Flags, Floats, Ints, entry, space
-from hf_distca.schedule.coverage import Tasks
+from hf_distca.schedule.index import Tasks
 from hf_distca.schedule.tasks import MADE, PLAN, moved_tasks
 from hf_distca.schedule.weigh import Scale, room_to_weigh, weigh
 

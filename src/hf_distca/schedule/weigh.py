@@ -16,8 +16,7 @@ from hf_distca.schedule.traffic import Gathered, numbers_for
 
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import CostModel
-    from hf_distca.schedule.coverage import Tasks
-    from hf_distca.schedule.index import Segments
+    from hf_distca.schedule.index import Segments, Tasks
     from hf_distca.schedule.layout import Layout
 
 __all__ = ["Scale", "late_from", "may_gain", "pays", "room_to_weigh", "weigh"]
