@@ -3,7 +3,8 @@
 The tasks that need something from elsewhere are cut into *units* that fit the bound alone: slices of one document on one server
 together, because they share one prefix of keys. A document that is more than fits is split by heads first: then each part needs
 its part of the keys, and all together exchange no more than before. What is still too much is cut on tiles of rows, and each
-part gets the keys it needs again. Units go into the first wave in which no rank, as a server or as a home, passes the bound.
+part gets the keys it needs again. Servers take turns: each unit goes into the first wave in which no rank, as a server or as a
+home, passes the bound.
 Every rank computes the same waves from the same plan, so all take part in each.
 """
 
@@ -23,6 +24,10 @@ from hf_distca.schedule.layout import IntArray
 from hf_distca.schedule.plan import CATask, Plan
 
 __all__ = ["TransientBytes", "Waves"]
+
+
+# Waves that units still go into. Servers take turns, so earlier ones are full on nearly all ranks.
+_OPEN = 64
 
 
 class TransientBytes(NamedTuple):
@@ -131,7 +136,7 @@ def _by_heads(plan: Plan, each: TransientBytes, possible: list[int], bound: int)
 
 
 class _Units(NamedTuple):
-    """Tasks that travel, cut so that each lies in one unit: rows as in a plan, with the unit of each. Units are in order."""
+    """Tasks that travel, cut so that each lies in one unit: rows as in a plan, with the unit of each."""
 
     document: IntArray
     start: IntArray
@@ -165,7 +170,13 @@ class _Units(NamedTuple):
                 if start < end:
                     unit, filled = unit + 1, Filled()
         index, start_, end_, units = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        return cls(document[index], start_, end_, columns[3][index], server[index], units)
+        # In turns: the first unit of every server, then the second ones.
+        first = np.flatnonzero(np.append(True, units[1:] != units[:-1])[: len(units)])
+        server_of_unit = server[index[first]]
+        place = np.arange(len(first)) - np.searchsorted(server_of_unit, server_of_unit)
+        turn = np.empty_like(place)
+        turn[np.lexsort((server_of_unit, place))] = np.arange(len(first))
+        return cls(document[index], start_, end_, columns[3][index], server[index], turn[units])
 
 
 class Filled(NamedTuple):
@@ -262,7 +273,7 @@ def _first_fit(needs: _Needs, ranks: int, bound: int) -> tuple[IntArray, IntArra
     wave, count = np.zeros(max(len(bounds) - 1, 0), dtype=np.int64), 0
     for unit, (first, last) in enumerate(itertools.pairwise(bounds)):
         rank, amount = needs.rank[first:last], needs.bytes[first:last]
-        low = max([begin[r] for r in rank.tolist()])
+        low = max(count - _OPEN, *[begin[r] for r in rank.tolist()])
         fits = (loads[low:count, rank] + amount <= limit[rank]).all(axis=1)
         number = low + int(fits.argmax()) if fits.any() else count
         if number == len(loads):
