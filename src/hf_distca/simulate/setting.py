@@ -128,6 +128,11 @@ class Setting:
         """Layers of a pipeline stage."""
         return self.model.layers // self.stages
 
+    @property
+    def rank_parameters(self) -> float:
+        """Weights of a rank before they are sharded."""
+        return self.model.parameters / (self.tensor * self.stages)
+
     @cached_property
     def shape(self) -> AttentionShape:
         """Core attention of one rank of a tensor-parallel group."""
