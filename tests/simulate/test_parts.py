@@ -105,7 +105,7 @@ def test_rows_end_where_they_are_full() -> None:
 def test_alone_a_rank_takes_the_same_however_a_row_is_cut(setting: Setting) -> None:
     row, cost = np.zeros(len(LENGTHS), dtype=np.int64), setting.cost()
     expected = (cost.forward_seconds(LENGTHS, LENGTHS).sum(), cost.backward_seconds(LENGTHS, LENGTHS).sum())
-    work = of_documents(setting, LENGTHS, row, 1)
+    work = of_documents(replace(setting, ranks=1), LENGTHS, row)
     assert work.attention[:, 0] / 32 == pytest.approx(expected)
     for cut in (context.shared_by_document, context.shared_by_row):
         assert cut(cost, context.SharedRows(LENGTHS, row, 1), 1)[:, 0] == pytest.approx(expected, rel=0.01)
@@ -151,7 +151,7 @@ def test_context_parallel_ranks_wait_for_keys_and_ring_hides_them(setting: Setti
     assert ringed.exposed[0, 0] < gathered.exposed[0, 0]
     assert ringed.attention[0, 0] > gathered.attention[0, 0]
     spread = context.ulysses(wide, rows, 8)
-    assert spread.attention[0].sum() == pytest.approx(of_documents(wide, rows.length, rows.row, 8).attention[0].sum(), rel=0.01)
+    assert spread.attention[0].sum() == pytest.approx(of_documents(wide, rows.length, rows.row).attention[0].sum(), rel=0.01)
 
 
 def test_a_plan_that_moves_nothing_waits_for_nothing(setting: Setting) -> None:
@@ -223,7 +223,7 @@ def test_rows_of_wlb_leave_room_for_the_keys_that_they_keep(setting: Setting) ->
 def test_nano_batches_hide_messages_beside_each_other(setting: Setting) -> None:
     layout = Layout.from_lengths([[32768, 32768], [2048] * 32])
     cost = replace(setting, ranks=16).cost()
-    halves = halved(layout, 128)
+    halves = halved(layout)
     config = DistCAConfig(ping_pong=True)
     plans = (balance(halves[0], cost, config), balance(halves[1], cost, config))
     work = of_nano_batches(setting, plans, cost)
@@ -236,7 +236,7 @@ def test_nano_batches_hide_messages_beside_each_other(setting: Setting) -> None:
 
 def test_halves_hold_every_query_once() -> None:
     layout = Layout.from_lengths([[1000, 24], [512, 512], [100, 900, 24], [7]])
-    first, second = halved(layout, 128)
+    first, second = halved(layout)
     assert (first.query_tokens + second.query_tokens).tolist() == layout.query_tokens.tolist()
     assert second.context.tolist() == [1, 0, 1, 1]
     pairs = [PlanLoad(Plan.local(half), CostModel.analytic(LLAMA)).pairs.sum() for half in (first, second)]

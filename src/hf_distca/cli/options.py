@@ -76,11 +76,7 @@ class Layer:
     ranks_per_link: Annotated[int, typer.Option(help="Ranks of a node that share a link to other nodes.")] = 1
 
     def cost_model(self, cost: CostName) -> CostModel:
-        """That of the measured profile, or else the built-in cost model of this name, with the links of the options.
-
-        Raises:
-            ConfigError: if an option is out of its range.
-        """
+        """That of the measured profile, or else the built-in cost model of this name, with the links of the options."""
         from hf_distca.errors import ConfigError
         from hf_distca.schedule.cost import AttentionShape, CostModel
         from hf_distca.schedule.profiles import Profile
@@ -100,7 +96,7 @@ class Layer:
             model = CostModel.pairs(shape)
         else:
             model = CostModel.analytic(shape, device_type=cost, tile=self.tile)
-        links: dict[str, float] = {}
+        links: dict[str, Any] = {}
         for option, rate in (("link_gigabytes", self.link_gigabytes), ("node_gigabytes", self.node_gigabytes)):
             if rate is not None and not 1e-9 <= rate <= 1e9:
                 raise ConfigError(f"--{option.replace('_', '-')} {rate:g}: a rate is a number from 1e-9 to 1e9 GB/s.")

@@ -69,11 +69,7 @@ class Scale:
     ] = None
 
     def setting(self) -> Setting:
-        """The setting that options describe.
-
-        Raises:
-            ConfigError: if one is out of its range.
-        """
+        """The setting that options describe; options out of their ranges are refused."""
         from hf_distca.simulate.hardware import find_hardware
         from hf_distca.simulate.memory import peak_bytes
         from hf_distca.simulate.models import find_model
@@ -101,21 +97,13 @@ class Scale:
         return replace(setting, checkpointing="full") if full else setting
 
     def documents(self) -> DocumentSource:
-        """Where lengths come from.
-
-        Raises:
-            ConfigError, LayoutError: if there is no such thing, or it holds no lengths.
-        """
+        """Where lengths come from."""
         from hf_distca.cli.lengths import documents_of
 
         return documents_of(self.lengths, self.column, self.max_length)
 
     def predictions(self, setting: Setting, documents: DocumentSource, names: list[str]) -> list[Prediction]:
-        """Predict these strategies, with a progress bar if it takes over a second.
-
-        Raises:
-            ConfigError: if an option or a strategy is out of its range.
-        """
+        """Predict these strategies, with a progress bar if it takes over a second."""
         from tqdm import tqdm
 
         from hf_distca.simulate.predict import simulate

@@ -16,7 +16,7 @@ from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.loader_rules import packed_rows
-from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.setting import TILE, Setting
 from hf_distca.simulate.work import Candidate, MicroBatchWork, all_layers, of_nano_batches, of_plan, side_by_side
 
 __all__ = ["Placement", "candidates", "dealt", "given", "halved", "in_groups", "work_of"]
@@ -29,20 +29,20 @@ Planner = Callable[[Layout, CostModel, DistCAConfig, Ranks], Plan]
 def given(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
     """Rows as a packing loader fills them: documents are cut at the end of a row, and each part is one of its own."""
     layout = packed_rows(lengths, setting.group, setting.tokens_per_rank)
-    return halved(layout, setting.tile) if ping_pong else (layout,)
+    return halved(layout) if ping_pong else (layout,)
 
 
 def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
     """Documents dealt by hf-distca, those of a node if there is room."""
     model = setting.cost(None if None in (window for window, _ in setting.model.kinds) else setting.model.window)
-    place = (lengths, setting.group, setting.tokens_per_rank, model)
+    arguments = (lengths, setting.group, setting.tokens_per_rank, model)
     nodes = setting.nodes.seen_by(model).per_node
     if ping_pong:
-        return deal_nano_batches(*place, tile=setting.tile, ranks_per_node=nodes)
-    return (deal(*place, tile=setting.tile, ranks_per_node=nodes),)
+        return deal_nano_batches(*arguments, tile=TILE, ranks_per_node=nodes)
+    return (deal(*arguments, tile=TILE, ranks_per_node=nodes),)
 
 
-def halved(layout: Layout, tile: int) -> tuple[Layout, Layout]:
+def halved(layout: Layout) -> tuple[Layout, Layout]:
     """The nano-batches of a layout in which every document lies on one rank: cut between documents near the middle of a rank.
 
     Where no document begins near it, a document is cut, and the second nano-batch has its first part as context.
@@ -53,7 +53,7 @@ def halved(layout: Layout, tile: int) -> tuple[Layout, Layout]:
         total = int(starts[-1])
         nearest = int(starts[np.abs(starts - total / 2).argmin()])
         near = min(nearest, total - nearest) >= total / 4
-        cuts.append(nearest if near else total // 2 // tile * tile or total // 2)
+        cuts.append(nearest if near else total // 2 // TILE * TILE or total // 2)
     before = np.clip(np.array(cuts)[layout.rank] - layout.token, 0, layout.length)
     after = layout.length - before
     crosses = (before > 0) & (after > 0)
@@ -72,12 +72,12 @@ def halved(layout: Layout, tile: int) -> tuple[Layout, Layout]:
 
 def work_of(setting: Setting, placement: Placement, planner: Planner = balance) -> MicroBatchWork:
     """The work of a micro-batch that lies so, all layers."""
-    config = DistCAConfig(tile=setting.tile, ping_pong=len(placement) > 1)
+    config = DistCAConfig(ping_pong=len(placement) > 1)
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
         nodes = setting.nodes.seen_by(cost)
-        first, *second = (planner(layout, cost, config, nodes) for layout in placement)
-        return of_nano_batches(setting, (first, *second), cost, nodes) if second else of_plan(first, cost, nodes)
+        plans = [planner(layout, cost, config, nodes) for layout in placement]
+        return of_plan(plans[0], cost, nodes) if len(plans) == 1 else of_nano_batches(setting, plans, cost, nodes)
 
     return all_layers(setting, of_layer)
 

@@ -41,20 +41,18 @@ class Strategy:
 
 
 def _plain(setting: Setting, batches: Batches) -> list[Candidate]:
-    rows = [loader_rules.packed_rows(lengths, setting.group, setting.tokens_per_rank) for lengths in batches]
-    return [Candidate([of_documents(setting, row.length, row.rank, setting.group) for row in rows])]
+    layouts = [loader_rules.packed_rows(lengths, setting.group, setting.tokens_per_rank) for lengths in batches]
+    return [Candidate([of_documents(setting, layout.length, layout.rank) for layout in layouts])]
 
 
 def _lpt(setting: Setting, batches: Batches) -> list[Candidate]:
-    def ranks(lengths: IntArray) -> IntArray:
-        return loader_rules.longest_first(loader_rules.document_seconds(setting, lengths), lengths, setting.group)
-
-    return [Candidate([of_documents(setting, lengths, ranks(lengths), setting.group) for lengths in batches])]
+    seconds = [loader_rules.document_seconds(setting, lengths) for lengths in batches]
+    ranks = [loader_rules.longest_first(*pair, setting.group) for pair in zip(seconds, batches, strict=True)]
+    return [Candidate([of_documents(setting, *pair) for pair in zip(batches, ranks, strict=True)])]
 
 
 def _batch_rebalance(setting: Setting, batches: Batches) -> list[Candidate]:
-    ranks = [loader_rules.batch_rebalance(lengths, setting.group) for lengths in batches]
-    return [Candidate([of_documents(setting, *pair, setting.group) for pair in zip(batches, ranks, strict=True)])]
+    return [Candidate([of_documents(setting, n, loader_rules.batch_rebalance(n, setting.group)) for n in batches])]
 
 
 def _context(

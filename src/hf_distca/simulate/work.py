@@ -104,8 +104,9 @@ def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
     return MicroBatchWork(**joined, pairs=sum(group.pairs for group in groups), meeting=meeting)
 
 
-def of_documents(setting: Setting, length: IntArray, rank: IntArray, ranks: int) -> MicroBatchWork:
-    """Whole documents, each on one rank, and nothing exchanged."""
+def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBatchWork:
+    """Whole documents, each on one rank of the attention group, and nothing exchanged."""
+    ranks = setting.group
     nothing = np.zeros((2, ranks))
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
@@ -179,7 +180,7 @@ def of_plan(plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork
     return MicroBatchWork(tokens, layer.attention, exposed, layer.wire, layer.received, layer.pairs, meeting)
 
 
-def of_nano_batches(setting: Setting, plans: tuple[Plan, Plan], cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
+def of_nano_batches(setting: Setting, plans: Sequence[Plan], cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
     """One layer of the plans of two nano-batches in ping-pong.
 
     In turns: linear layers of A beside the return of B, those of B beside the dispatch of A, attention of A beside the dispatch
