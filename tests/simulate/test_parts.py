@@ -187,7 +187,7 @@ def test_gathered_keys_are_kept_or_come_again(setting: Setting) -> None:
     wide = replace(setting, ranks=64)
     rows = context.SharedRows(np.full(64, 16384), np.arange(64) // 8, 8)
     kept = context.all_gather(wide, rows, 8)
-    again = context.gathered_again(wide, kept, 8)
+    again = context.all_gather(wide, rows, 8, again=True)
     assert kept.exposed[1].tolist() == kept.exposed[0].tolist(), "only gradients go back"
     assert again.exposed[1, 0] == pytest.approx(2 * kept.exposed[0, 0])
     keys = 8 * 16384 * 4096

@@ -30,15 +30,10 @@ _REFUSED = frozenset({"shift_labels", "token_type_ids", "seq_idx", "inputs_embed
 
 
 def check_columns(row: Mapping[str, Any], tokens: int, read: Collection[str]) -> None:
-    """Refuse columns that would change what is trained, and warn of others that have a number for each token.
-
-    Args:
-        row: as it came.
-        tokens: how many it has.
-        read: the columns that the caller reads.
+    """Refuse columns of a row that would change what is trained, and warn of others that have a number for each of its tokens.
 
     Raises:
-        LayoutError: names the column.
+        LayoutError: names a column that is not among those that the caller reads.
     """
     for name in row.keys() - set(read):
         if name in _REFUSED:
@@ -134,7 +129,6 @@ class PackingCollator:
 
 
 def _is_share(feature: object) -> bool:
-    """Whether a feature is a part of a global batch that was dealt to ranks."""
     packed = feature.get("distca_documents") if isinstance(feature, Mapping) else None
     return isinstance(packed, PackedDocuments) and packed.dealt is not None
 

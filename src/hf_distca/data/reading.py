@@ -24,22 +24,20 @@ class Piece:
 
     Attributes:
         row: the document: something that can be cut in slices for ``input_ids``, and for what else it has of ``labels``,
-            ``attention_mask``, ``position_ids`` and the masks of targets; None for padding.
+            ``attention_mask``, ``position_ids`` and the masks of targets; empty for padding.
         start, end: in tokens of the document.
     """
 
-    row: Mapping[str, Any] | None
+    row: Mapping[str, Any]
     start: int
     end: int
 
-    def tokens(self, begin: int, end: int) -> IntArray | None:
-        """The tokens [begin, end) of the piece, None for padding.
+    def tokens(self, begin: int, end: int) -> IntArray:
+        """The tokens [begin, end) of the piece.
 
         Raises:
             LayoutError: if they are padding that the document came with, or fewer than the document was said to have.
         """
-        if self.row is None:
-            return None
         first = self.start + begin
         if self._has("attention_mask") and not (mask := self._slice("attention_mask", begin, end, "iub")).all():
             raise LayoutError(
@@ -55,20 +53,17 @@ class Piece:
             )
         return self._slice("input_ids", begin, end)
 
-    def labels(self, begin: int, end: int) -> IntArray | None:
-        """The labels of the tokens [begin, end) of the piece, None for padding. See `targets_of` for a document without any."""
-        if self.row is None:
-            return None
+    def labels(self, begin: int, end: int) -> IntArray:
+        """The labels of the tokens [begin, end) of the piece. See `targets_of` for a document without any."""
         if self._has("labels"):
             return self._slice("labels", begin, end)
         masks = [self._slice(name, begin, end, "iub") for name in MASKS if self._has(name)]
         return targets_of(self._slice("input_ids", begin, end), masks)
 
     def _has(self, name: str) -> bool:
-        return self.row is not None and self.row.get(name) is not None
+        return self.row.get(name) is not None
 
     def _slice(self, name: str, begin: int, end: int, kinds: str = "iu") -> IntArray:
-        assert self.row is not None
         values = flat(self.row[name][self.start + begin : self.start + end], name, kinds)
         if len(values) != end - begin:
             raise LayoutError(

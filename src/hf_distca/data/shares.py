@@ -89,7 +89,7 @@ class Shares(InEpochs):
         numbers = numbers[numbers >= 0]  # others are padding
         rows = dict(zip(numbers.tolist(), self._reader.rows(numbers), strict=True))
         overlapping = {
-            index: Piece(rows.get(int(pieces.documents[index])), int(pieces.starts[index]), int(pieces.ends[index]))
+            index: Piece(rows.get(int(pieces.documents[index]), {}), int(pieces.starts[index]), int(pieces.ends[index]))
             for index in here.tolist()
         }
         return cut_share(packed, overlapping, self.pad_token_id)
@@ -105,7 +105,7 @@ class Shares(InEpochs):
 
 
 def cut_share(packed: PackedDocuments, pieces: Mapping[int, Piece], pad_token_id: int = 0) -> dict[str, Any]:
-    """The tokens and labels of one rank.
+    """The share of one rank, as `Shares` describes it.
 
     Args:
         packed: the runs of tokens of this rank; ``documents`` are keys of `pieces`, ``starts`` positions in those.
@@ -118,10 +118,9 @@ def cut_share(packed: PackedDocuments, pieces: Mapping[int, Piece], pad_token_id
     begin = 0
     for document, start, length in zip(packed.documents or (), packed.starts or (), packed.lengths, strict=True):
         piece, end = pieces[document], start + length
-        tokens = piece.tokens(start, end)
-        labels_here = piece.labels(start, min(end + 1, piece.end - piece.start))  # and that of the next token, if there is one
-        if length and tokens is not None and labels_here is not None:
-            ids[begin : begin + length] = tokens
+        if length and piece.row:
+            ids[begin : begin + length] = piece.tokens(start, end)
+            labels_here = piece.labels(start, min(end + 1, piece.end - piece.start))  # and that of the next token, if any
             shifted[begin : begin + len(labels_here) - 1] = labels_here[1:]
             if not cut:
                 labels[begin + 1 : begin + length] = labels_here[1:length]

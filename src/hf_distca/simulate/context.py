@@ -23,8 +23,8 @@ from hf_distca.simulate.work import MicroBatchWork, all_layers, sums, task_secon
 __all__ = [
     "SharedRows",
     "all_gather",
+    "comes_again",
     "degrees",
-    "gathered_again",
     "key_bytes",
     "ring",
     "shared_by_document",
@@ -121,22 +121,17 @@ def _work(
     return all_layers(setting, of_layer)
 
 
+def comes_again(setting: Setting, degree: int) -> bool:
+    """Whether keys that are not kept have to be gathered again: a layer that is repeated in backward gathers them anyway."""
+    return degree > 1 and setting.checkpointing != "full"
+
+
 def key_bytes(setting: Setting, degree: int, *, again: bool) -> float:
     """Bytes of gathered keys for each token of a rank: of all layers in flight, or `again` of one, and gradients in float32."""
     if degree == 1:
         return 0.0
-    # Where a layer is repeated, its forward gathers keys anyway.
-    one_layer = again or setting.checkpointing == "full"
-    kept = 1 if one_layer else setting.stage_layers * in_flight(setting)
+    kept = 1 if again or not comes_again(setting, degree) else setting.stage_layers * in_flight(setting)
     return float(degree * setting.shape.key_value_bytes * (kept + 2))
-
-
-def gathered_again(setting: Setting, work: MicroBatchWork, degree: int) -> MicroBatchWork:
-    """The work of `all_gather` or `wlb` if no keys are kept for backward: they come a second time."""
-    more = work.exposed[0]
-    exposed = np.stack([more, work.exposed[1] + more])
-    received = work.tokens * key_bytes(setting, degree, again=True)
-    return replace(work, exposed=exposed, wire=work.wire + more, received=received)
 
 
 def _others_key_bytes(cost: CostModel, rows: SharedRows, degree: int) -> FloatArray:
@@ -151,31 +146,34 @@ def _neighbour_rate(setting: Setting, degree: int) -> float:
 
 
 def _gathering(
-    setting: Setting, rows: SharedRows, degree: int, cut: Callable[[CostModel, SharedRows, int], Directions]
+    setting: Setting, rows: SharedRows, degree: int, cut: Callable[[CostModel, SharedRows, int], Directions], *, again: bool
 ) -> MicroBatchWork:
-    """Keys and values of a row come to all its ranks, which keep them; their gradients go back, summed, in backward."""
+    """Keys and values of a row come to all its ranks, which keep them for backward, or get them `again` then.
+
+    Gradients of keys go back in backward, summed.
+    """
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
         once = _others_key_bytes(cost, rows, degree) / gather_rate(setting, degree) + cost.exchange_seconds
-        return cut(cost, rows, degree), np.stack([once, once]) * (degree > 1)
+        return cut(cost, rows, degree), np.stack([once, 2 * once if again else once]) * (degree > 1)
 
     work = _work(setting, rows, degree, of_rows)
-    return replace(work, received=work.tokens * key_bytes(setting, degree, again=False))
+    return replace(work, received=work.tokens * key_bytes(setting, degree, again=again))
 
 
-def all_gather(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
+def all_gather(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False) -> MicroBatchWork:
     """Each rank gets all keys of its row before it computes its head and tail of every document."""
-    return _gathering(setting, rows, degree, shared_by_document)
+    return _gathering(setting, rows, degree, shared_by_document, again=again)
 
 
-def wlb(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
+def wlb(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False) -> MicroBatchWork:
     """All-gather, where each row is cut by document or as one sequence, whichever is faster (arXiv 2503.17924, section 5)."""
 
     def faster(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
         by_document, by_row = (cut(cost, rows, degree) for cut in (shared_by_document, shared_by_row))
         return np.where(by_document.sum(axis=0) <= by_row.sum(axis=0), by_document, by_row)
 
-    return _gathering(setting, rows, degree, faster)
+    return _gathering(setting, rows, degree, faster, again=again)
 
 
 def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:

@@ -65,16 +65,12 @@ def _context(
             continue
         count, tokens = setting.group // degree, setting.tokens_per_rank * degree
         packed = [loader_rules.packed_rows(lengths, count, tokens) for lengths in batches]
-        works = [work_of_rows(setting, context.SharedRows(rows.length, rows.rank, count), degree) for rows in packed]
-        candidates.append(Candidate(works, degree))
-        if work_of_rows is context.all_gather and _comes_again(setting, degree):
-            candidates.append(Candidate([context.gathered_again(setting, work, degree) for work in works], degree))
+        rows = [context.SharedRows(layout.length, layout.rank, count) for layout in packed]
+        candidates.append(Candidate([work_of_rows(setting, documents, degree) for documents in rows], degree))
+        if work_of_rows is context.all_gather and context.comes_again(setting, degree):
+            works = [context.all_gather(setting, documents, degree, again=True) for documents in rows]
+            candidates.append(Candidate(works, degree))
     return candidates
-
-
-def _comes_again(setting: Setting, degree: int) -> bool:
-    """Whether it makes a difference that gathered keys are not kept for backward."""
-    return degree > 1 and setting.checkpointing != "full"
 
 
 def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
@@ -85,7 +81,7 @@ def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
     for degree in context.degrees(setting.group):
         rows, count = setting.group // degree, len(batches)
         row, fullest = np.zeros(0, dtype=np.int64), math.inf
-        for again in (True, False) if _comes_again(setting, degree) else (False,):
+        for again in (True, False) if context.comes_again(setting, degree) else (False,):
             room = most_tokens(setting, context.key_bytes(setting, degree, again=again))
             cap = max(room, setting.tokens_per_rank) * degree
             if int(lengths.max()) > cap:
@@ -95,9 +91,7 @@ def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
                 fullest = float(np.bincount(row, weights=lengths).max())
             batch = row // rows
             shared = [context.SharedRows(lengths[batch == n], row[batch == n] - n * rows, rows) for n in range(count)]
-            works = [context.wlb(setting, documents, degree) for documents in shared]
-            if again:
-                works = [context.gathered_again(setting, work, degree) for work in works]
+            works = [context.wlb(setting, documents, degree, again=again) for documents in shared]
             candidates.append(Candidate(works, degree))
     return candidates
 
