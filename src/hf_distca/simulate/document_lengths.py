@@ -103,13 +103,12 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
     length = as_integers(lengths, f"document lengths of {name}")
     if not len(length):
         raise LayoutError(f"{name} holds no document lengths: there is nothing to simulate.")
-    if length.min() < 1:
-        document = int(np.flatnonzero(length < 1)[0])
+    if (wrong := (length < 1) | (length > _LONGEST)).any():
+        document = int(wrong.argmax())
         raise LayoutError(
-            f"{name}: document {document} has length {length[document]}: every document must have at least 1 token."
+            f"{name}: document {document} has length {length[document]}: every document must have at least 1 token, and the "
+            "limit is 2**32."
         )
-    if length.max() > _LONGEST:
-        raise LayoutError(f"{name}: document {int(length.argmax())} has {length.max()} tokens: the limit is 2**32.")
     if longest is not None:
         length = np.minimum(length, _checked(longest))
 
