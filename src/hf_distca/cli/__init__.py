@@ -1,4 +1,4 @@
-"""The command line ``hf-distca``, one file a verb. What a verb needs is imported when it runs."""
+"""The command line ``hf-distca``: a file holds a verb, or two that share options. What a verb needs is imported when it runs."""
 
 from __future__ import annotations
 
