@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,24 +26,23 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hf_distca.simulate.assumptions import assumptions
-from hf_distca.simulate.document_lengths import DISTRIBUTIONS, DocumentSource
+from hf_distca.simulate.advice import assumptions
+from hf_distca.simulate.document_lengths import DISTRIBUTIONS, DocumentSource, distribution
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.linear_layers import Directions
 from hf_distca.simulate.memory import peak_bytes
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.predict import Prediction, ideal_seconds, simulate
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.timelines import rank_seconds
-from hf_distca.simulate.work import MicroBatchWork
-from hf_distca.simulate.workers import cores, processes, submit
+from hf_distca.simulate.timelines import linear_seconds
+from hf_distca.simulate.workers import cores
 from machine import describe
 from output import add_json_option, put_out
+from published_planner import PUBLISHED as PUBLISHED_PLANNER
 
 K = 1024
 TENSOR = 8
 OURS = ("dealt", "dealt-ping-pong")
-STRATEGIES = ("wlb", "published", *OURS)
+STRATEGIES = ("wlb", PUBLISHED_PLANNER, *OURS)
 STAGES = (2, 4)
 MICRO_BATCHES = (8, 16, 32, 64)
 ACCUMULATED = (1, 2, 4, 8)
@@ -128,7 +129,7 @@ def best(row: Row, documents: DocumentSource, batches: int, *, stages: bool) -> 
         "ours_over_bound": ours / min(bounds),
         "strategies": {
             name: {
-                **one.to_dict(),
+                **asdict(one),
                 "stages": setting.stages,
                 "micro_batches": setting.micro_batches,
                 "checkpointing": setting.checkpointing,
@@ -140,15 +141,13 @@ def best(row: Row, documents: DocumentSource, batches: int, *, stages: bool) -> 
 
 def idle_linear_seconds(setting: Setting) -> float:
     """Seconds in which a device has no linear layers to run, as its stage has no micro-batch: warm-up, and the end of a step."""
-    tokens, nothing = np.full(1, float(setting.tokens_per_rank)), np.zeros(1)
-    none = Directions(nothing, nothing)
-    linear = rank_seconds(setting, MicroBatchWork(tokens, none, none, nothing, nothing, 0.0), keeps_attention=True)
-    return float((linear.forward + linear.backward)[0]) / setting.stages * (setting.stages - 1)
+    seconds = float(linear_seconds(setting, np.full(1, float(setting.tokens_per_rank))).sum())
+    return seconds / setting.stages * (setting.stages - 1)
 
 
 def case(row: Row, name: str, batches: int) -> dict[str, Any]:
     """A setting of the paper, with one of its distributions."""
-    documents = DISTRIBUTIONS[name](row.longest)
+    documents = distribution(name, row.longest)
     batches = max(batches // 10, 1) if row.pipeline else batches
     low, high = PUBLISHED[row.model, name, row.pipeline]
     found = {**row._asdict(), "lengths": name, **best(row, documents, batches, stages=row.pipeline), "paper": [low, high]}
@@ -161,11 +160,11 @@ def case(row: Row, name: str, batches: int) -> dict[str, Any]:
 
 def measure(batches: int, chosen: list[Row], jobs: int) -> dict[str, Any]:
     cases = [(row, name) for row in chosen for name in DISTRIBUTIONS]
-    with processes(jobs) as pool:
-        waiting = [submit(pool, case, row, name, batches) for row, name in cases]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        waiting = [pool.submit(case, row, name, batches) for row, name in cases]
         found = [one.result() for one in tqdm(waiting, "settings", file=sys.stderr)]
     setting = arrangements(chosen[0], stages=chosen[0].pipeline)[0]
-    facts = assumptions(setting, DISTRIBUTIONS["pretrain"](chosen[0].longest), STRATEGIES)
+    facts = assumptions(setting, distribution("pretrain", chosen[0].longest), STRATEGIES)
     versions = {name: version(name) for name in ("hf-distca", "numpy")}
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",

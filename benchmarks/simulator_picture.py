@@ -18,15 +18,17 @@ import numpy as np
 from tqdm import tqdm
 
 from hf_distca.schedule.load import imbalance
-from hf_distca.simulate.document_lengths import DISTRIBUTIONS
+from hf_distca.simulate.document_lengths import distribution
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.predict import simulate
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import STRATEGIES
+from hf_distca.simulate.strategies import STRATEGIES as KNOWN
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
+
+from published_planner import PUBLISHED
 
 K = 1024
 COLORS = {
@@ -38,6 +40,7 @@ COLORS = {
     "dealt": "#7fa7d1",
     "dealt-ping-pong": "#2f6fb0",
 }
+STRATEGIES = KNOWN | {PUBLISHED.name: PUBLISHED}
 BALANCED = ("plain", "lpt", "published", "dealt")
 COMPARED = ("lpt", "all-gather", "published", "dealt", "dealt-ping-pong")  # with WLB-LLM
 
@@ -49,19 +52,17 @@ def setting_of(ranks: int, tokens: int = 64 * K) -> Setting:
 def imbalances(ranks: int, context: int, batches: int) -> dict[str, float]:
     """Attention seconds of the slowest rank over the mean, means over batches."""
     setting, found = setting_of(ranks), {name: [] for name in BALANCED}  # type: dict[str, list[float]]
-    for lengths in DISTRIBUTIONS["prolong"](context).batches(setting.tokens, batches):
+    for lengths in distribution("prolong", context).batches(setting.tokens, batches):
         for name, values in found.items():
-            attention = STRATEGIES[name].candidates(setting, [lengths])[0].works[0].attention
-            values.append(imbalance(attention.forward + attention.backward))
+            values.append(imbalance(STRATEGIES[name].candidates(setting, [lengths])[0].works[0].attention.sum(axis=0)))
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
 def speedups(ranks: int, context: int, batches: int) -> dict[str, float]:
     """Seconds of WLB-LLM's step over those of others; the idle share of each is under its name and " idle"."""
     setting = setting_of(ranks)
-    found = {
-        one.strategy: one for one in simulate(setting, DISTRIBUTIONS["prolong"](context), ("wlb", *COMPARED), batches=batches)
-    }
+    strategies = [STRATEGIES[name] for name in ("wlb", *COMPARED)]
+    found = {one.strategy: one for one in simulate(setting, distribution("prolong", context), strategies, batches=batches)}
     # What does not fit, or cuts documents so that attention is lost, is not drawn.
     ratios = {
         name: found["wlb"].step_seconds / found[name].step_seconds if found[name].comparable else np.nan for name in COMPARED

@@ -41,9 +41,8 @@ import hf_distca
 from dealt_step_time import WAYS, Steps, lengths_of
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import CostModel
-from hf_distca.simulate.collectives import weight_exchange
-from hf_distca.simulate.disaggregated import Placement, work_of
-from hf_distca.simulate.linear_layers import Directions
+from hf_distca.simulate.beside_attention import weight_exchange
+from hf_distca.simulate.disaggregated import work_of
 from hf_distca.simulate.models import ModelShape
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.timelines import rank_seconds
@@ -173,13 +172,12 @@ def predict(case: Case, arguments: argparse.Namespace, machine: Machine, steps: 
     model, ranks = model_shape(arguments, case.layers), case.ranks
     setting = Setting(model, machine.hardware, ranks, arguments.tokens, ranks_per_node=ranks, sharding="ddp")
     plans = iter(planned(steps, case.way, CostModel.analytic(setting.shape, device_type="cpu"), config_of(case)))
-    placed = Placement(steps.dealings[WAYS[case.way][0]].layouts(np.array(steps.lengths)), lambda *_: next(plans))
-    share = work_of(setting, placed)
+    share = work_of(setting, steps.dealings[WAYS[case.way][0]].layouts(np.array(steps.lengths)), lambda *_: next(plans))
     # Nothing hides a message that is carried by those who compute.
-    share = replace(share, exposed=Directions(share.exposed.forward, share.wire - share.exposed.forward))
-    parts = rank_seconds(setting, share, keeps_attention=True)
-    weights = weight_exchange(setting, float(parts.forward.mean()), float(parts.backward.mean())).seconds
-    phases = [parts.forward, parts.backward, np.full(ranks, machine.beside + weights)]
+    share = replace(share, exposed=np.stack([share.exposed[0], share.wire - share.exposed[0]]))
+    forward, backward = rank_seconds(setting, share, keeps_attention=True)
+    weights = weight_exchange(setting, float(forward.mean()), float(backward.mean())).seconds
+    phases = [forward, backward, np.full(ranks, machine.beside + weights)]
     busy = np.sum(phases, axis=0)
     # Ranks that exchange meet in every layer; others only at the end.
     return Run(sum(map(on_cores, phases if share.wire.any() else [busy])), float(busy.max()))

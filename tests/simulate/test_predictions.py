@@ -12,20 +12,19 @@ import pytest
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import causal_pairs
-from hf_distca.simulate.advice import advise
-from hf_distca.simulate.assumptions import assumptions
+from hf_distca.simulate.advice import advise, assumptions
+from hf_distca.simulate.beside_attention import head_seconds
 from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.hardware import KNOWN_HARDWARE
-from hf_distca.simulate.linear_layers import Directions, head_seconds
 from hf_distca.simulate.memory import activation_bytes, peak_bytes
 from hf_distca.simulate.models import KNOWN_MODELS, find_model
 from hf_distca.simulate.predict import best_alternative, best_of, ideal_seconds, predict_step, simulate
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import DISAGGREGATED, OURS, STRATEGIES
+from hf_distca.simulate.strategies import OURS, STRATEGIES
 from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
 from hf_distca.simulate.work import MicroBatchWork
 
-SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-ping-pong", "published")]
+SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-ping-pong")]
 
 
 def test_equal_documents_leave_nothing_to_gain(setting: Setting) -> None:
@@ -49,7 +48,7 @@ def test_a_long_document_is_what_only_sharing_attention_helps(setting: Setting) 
     assert not found["plain"].comparable
     other = best_alternative(found.values())
     assert other is not None
-    assert other.strategy not in {"plain", *DISAGGREGATED}
+    assert other.strategy not in {"plain", *OURS}
     ours = best_of(found.values(), OURS)
     assert ours is not None
     assert ours.strategy.startswith("dealt")
@@ -70,7 +69,7 @@ def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str
     documents = distribution("prolong", 65536)
     found = simulate(arranged, documents, batches=2, seed=3)
     ours = {name for name in OURS if arranged.stages == 1 or not name.endswith("ping-pong")}
-    assert {one.strategy for one in found} >= {*ours, "plain", "lpt", "wlb", "published", "all-gather"}
+    assert {one.strategy for one in found} >= {*ours, "plain", "lpt", "wlb", "all-gather"}
     ideal = [ideal_seconds(arranged, step) for step in documents.steps(arranged.tokens, arranged.micro_batches, 2, 3)]
     for one in found:
         assert math.isfinite(one.step_seconds)
@@ -127,7 +126,7 @@ def test_equal_documents_are_advised_to_stay_as_they_are(setting: Setting) -> No
     found = advise(narrow, simulate(narrow, distribution("equal:2048", 16384), batches=1))
     assert not found.worthwhile
     assert found.settings == ()
-    assert "buys nothing" in found.text
+    assert "gains nothing" in found.text
     assert "Use packed rows." in found.text
 
 
@@ -139,7 +138,7 @@ def test_a_long_document_is_advised_to_be_dealt(setting: Setting) -> None:
     assert found.gain > 1.02
     assert any("document_shares" in line for line in found.settings)
     assert "longer than a fair share" in found.text
-    assert found.other not in DISAGGREGATED
+    assert found.other not in OURS
 
 
 def test_what_fits_nowhere_is_said(setting: Setting) -> None:
@@ -161,9 +160,9 @@ def test_more_ranks_than_share_attention_are_groups_with_documents_of_their_own(
     strategy = STRATEGIES["dealt-ping-pong" if ping_pong else "dealt"]
     (found,) = (one.works[0] for one in strategy.candidates(whole, [lengths]))
     alone = strategy.candidates(replace(whole, ranks=512), [np.array([512] * 1024, dtype=np.int64)])[0].works[0]
-    first, second = np.split(found.attention.forward, 2)
+    first, second = np.split(found.attention[0], 2)
     assert first.sum() > 2 * second.sum(), "no rank of the other group computes a part of the long document"
-    assert second.tolist() == alone.attention.forward.tolist()
+    assert second.tolist() == alone.attention[0].tolist()
     assert (found.tokens == 1024).all()
     assert found.pairs == pytest.approx(float(causal_pairs(lengths, lengths).sum()))
 
@@ -199,9 +198,9 @@ def test_assumptions_name_what_is_used(setting: Setting) -> None:
 
 
 def micro_batch(ranks: int, forward: float = 0.0) -> MicroBatchWork:
-    nothing = np.zeros(ranks)
-    both = Directions(np.full(ranks, forward), np.full(ranks, 2 * forward))
-    return MicroBatchWork(np.full(ranks, 4096.0), both, Directions(nothing, nothing), nothing, nothing, 1.0)
+    nothing = np.zeros((2, ranks))
+    both = np.repeat([[forward], [2 * forward]], ranks, axis=1)
+    return MicroBatchWork(np.full(ranks, 4096.0), both, nothing, nothing[0], nothing[0], 1.0)
 
 
 def pipeline(setting: Setting, stages: int) -> Setting:
@@ -212,9 +211,9 @@ def pipeline(setting: Setting, stages: int) -> Setting:
 
 @pytest.mark.parametrize(("meeting", "seconds"), [(1, 6.0), (2, 7.0), (4, 8.0)])
 def test_ranks_that_exchange_wait_for_each_other_in_each_direction(setting: Setting, meeting: int, seconds: float) -> None:
-    nothing = np.zeros(4)
-    work = MicroBatchWork(nothing, Directions(nothing, nothing), Directions(nothing, nothing), nothing, nothing, 0.0, meeting)
-    part = Directions(np.array([1.0, 2.0, 1.0, 0.0]), np.array([2.0, 1.0, 0.0, 6.0]))
+    nothing = np.zeros((2, 4))
+    work = MicroBatchWork(nothing[0], nothing, nothing, nothing[0], nothing[0], 0.0, meeting)
+    part = np.array([[1.0, 2.0, 1.0, 0.0], [2.0, 1.0, 0.0, 6.0]])
     timeline = data_parallel(setting, [work], [part])
     assert timeline.seconds == seconds
     assert timeline.busy.tolist() == [3.0, 3.0, 1.0, 6.0]
@@ -225,7 +224,7 @@ def test_equal_micro_batches_leave_the_bubble_of_one_forward_one_backward(settin
     arranged = pipeline(setting, stages)
     works = [micro_batch(8, 1.0)] * count
     parts = rank_seconds(arranged, works[0], keeps_attention=True)
-    each = (parts.forward[0] + parts.backward[0]) / stages
+    each = parts[:, 0].sum() / stages
     head = head_seconds(arranged, works[0].tokens)[0]
     found = one_forward_one_backward(arranged, works, [parts] * count)
     assert (count + stages - 1) * each <= found.seconds + 1e-9
@@ -254,8 +253,8 @@ def test_pipelines_run_what_hf_distca_runs_in_stages_and_hold_what_its_ticks_hol
 
 @pytest.mark.parametrize("lengths", [[131072], [131071, 1], [65536, 65533, 3]])
 def test_a_document_may_fill_a_batch_and_a_nano_batch_be_empty(setting: Setting, lengths: list[int]) -> None:
-    found = {one.strategy: one for one in simulate(setting, from_list(lengths, "few"), DISAGGREGATED, batches=2)}
-    assert set(found) == set(DISAGGREGATED)
+    found = {one.strategy: one for one in simulate(setting, from_list(lengths, "few"), OURS, batches=2)}
+    assert set(found) == set(OURS)
     for one in found.values():
         assert math.isfinite(one.step_seconds)
         assert one.attention_share <= 1 + 1e-9

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import active_children
@@ -38,8 +37,7 @@ def all_gone(group: int) -> bool:
     return False
 
 
-def worse_later(number: int, told: Callable[[], object]) -> int:
-    told()
+def worse_later(number: int) -> int:
     if number == 2:
         raise ConfigError("the second one is wrong.")
     if number == 5:
@@ -63,9 +61,9 @@ def test_errors_of_a_process_are_raised_as_they_are_and_a_killed_one_is_named(mo
     before = set(active_children())  # of other tests
     monkeypatch.setattr(workers, AT_ONCE, -1.0)
     with pytest.raises(ConfigError, match=r"^the second one is wrong\.$"):
-        list(workers.predict_each(worse_later, iter([0, 1, 2, 3]), 4, 2, lambda: None, 1))
+        list(workers.map_in_order(worse_later, iter([0, 1, 2, 3]), 2, count=4, sample=1))
     with pytest.raises(ConfigError, match="one of 2 processes that predict was killed"):
-        list(workers.predict_each(worse_later, iter([0, 1, 5, 3]), 4, 2, lambda: None, 1))
+        list(workers.map_in_order(worse_later, iter([0, 1, 5, 3]), 2, count=4, sample=1))
     until = time.monotonic() + 5
     while set(active_children()) - before and time.monotonic() < until:
         time.sleep(0.01)
@@ -81,7 +79,7 @@ def test_no_process_starts_for_one_batch_one_job_or_little_work(
 
     monkeypatch.setattr(workers, AT_ONCE, least)
     monkeypatch.setattr(workers, "ProcessPoolExecutor", refused)
-    found = workers.predict_each(lambda number, told: number, iter(range(count)), count, jobs, lambda: None, 1)
+    found = workers.map_in_order(lambda number: number, iter(range(count)), jobs, count=count, sample=1)
     assert list(found) == list(range(count))
 
 
@@ -93,7 +91,7 @@ def test_processes_end_without_a_word_when_the_first_one_is_interrupted_or_kille
         import sys, time
         from hf_distca.simulate import workers
 
-        def slow(number, told):
+        def slow(number):
             if number:
                 print("slow", flush=True)
                 time.sleep(60)
@@ -102,7 +100,7 @@ def test_processes_end_without_a_word_when_the_first_one_is_interrupted_or_kille
         if __name__ == "__main__":
             workers._START_SECONDS = -1.0
             try:
-                list(workers.predict_each(slow, iter(range(9)), 9, 2, lambda: None, 1))
+                list(workers.map_in_order(slow, iter(range(9)), 2, count=9, sample=1))
             except KeyboardInterrupt:
                 sys.exit(7)
     """

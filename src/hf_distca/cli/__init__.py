@@ -1,4 +1,4 @@
-"""The command line ``hf-distca``, one file a verb. What a verb needs is imported when it runs."""
+"""The command line ``hf-distca``: a file holds a verb, or two that share options. What a verb needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hf_distca.cli.advise import advise
 from hf_distca.cli.doctor import doctor
 from hf_distca.cli.files import fail
 from hf_distca.cli.plan import deal, plan
 from hf_distca.cli.profile import profile
 from hf_distca.cli.report import report
 from hf_distca.cli.run import run
-from hf_distca.cli.simulate import simulate
+from hf_distca.cli.simulate import advise, simulate
 
 __all__ = ["app"]
 

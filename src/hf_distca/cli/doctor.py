@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,25 +50,20 @@ def doctor(
         raise typer.Exit(2) from None
     if not speaks():
         return
-    todo = [finding for finding in findings if finding.todo is not None]
-    typer.echo(_as_json(findings) if as_json else _as_text(findings, todo))
+    todo = [finding.todo for finding in findings if finding.todo is not None]
+    if as_json:
+        typer.echo(json.dumps({"findings": [asdict(finding) for finding in findings], "to_do": todo}))
+    else:
+        typer.echo(_as_text(findings, todo))
     if any(finding.state == "bad" for finding in findings):
         raise typer.Exit(1)
 
 
-def _as_json(findings: list[Finding]) -> str:
-    from dataclasses import asdict
-
-    return json.dumps(
-        {"findings": [asdict(finding) for finding in findings], "to_do": [finding.todo for finding in findings if finding.todo]}
-    )
-
-
-def _as_text(findings: list[Finding], todo: list[Finding]) -> str:
+def _as_text(findings: list[Finding], todo: list[str]) -> str:
     lines = []
     for section, group in groupby(findings, key=lambda finding: finding.section):
         lines.append(section)
         lines += [f"{_MARKS[finding.state]} {finding.name:<{_WIDTH}} {finding.value}" for finding in group]
         lines.append("")
     lines.append("what to do" if todo else "nothing to do")
-    return "\n".join([*lines, *(f"  {number}. {finding.todo}" for number, finding in enumerate(todo, 1))])
+    return "\n".join([*lines, *(f"  {number}. {action}" for number, action in enumerate(todo, 1))])

@@ -12,10 +12,9 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["NAME_OF_INPUT", "InJson", "check_documents", "check_place", "errors_in_one_line", "fail", "name_of", "read", "write"]
+__all__ = ["InJson", "check_documents", "check_place", "errors_in_one_line", "fail", "name_of", "read", "write"]
 
 InJson = Annotated[bool, typer.Option("--json", help="Write everything as JSON.")]
-NAME_OF_INPUT = "standard input"
 _STANDARD = Path("-")
 _MOST_BYTES = 2**24  # of a list: a placement on 4,096 ranks takes 7 MB
 _MOST_DOCUMENTS = 2**18  # of a micro-batch that is planned, which takes minutes
@@ -24,26 +23,20 @@ _MOST_CHARACTERS = 600
 
 def name_of(path: Path) -> str:
     """What errors call it."""
-    return NAME_OF_INPUT if path == _STANDARD else str(path)
+    return "standard input" if path == _STANDARD else str(path)
 
 
 def read(path: Path) -> bytes:
     """All of a file, without the mark that some editors put before the first character."""
     from hf_distca.input_files import read_file, read_stream
 
-    if path == _STANDARD:
-        content = read_stream(sys.stdin.buffer, NAME_OF_INPUT, _MOST_BYTES)
-    else:
-        content = read_file(path, _MOST_BYTES)
+    standard = path == _STANDARD
+    content = read_stream(sys.stdin.buffer, name_of(path), _MOST_BYTES) if standard else read_file(path, _MOST_BYTES)
     return content.removeprefix(BOM_UTF8)
 
 
 def check_documents(count: int, path: Path) -> None:
-    """Refuse more documents than can be planned in minutes.
-
-    Raises:
-        LayoutError: if they are.
-    """
+    """Refuse more documents than can be planned in minutes."""
     from hf_distca.errors import LayoutError
 
     if count > _MOST_DOCUMENTS:
@@ -54,11 +47,7 @@ def check_documents(count: int, path: Path) -> None:
 
 
 def check_place(path: Path | None) -> None:
-    """Refuse a place where nothing can be written, before what goes there is made.
-
-    Raises:
-        OSError: if it is a folder, or in none.
-    """
+    """Refuse a place where nothing can be written, before what goes there is made."""
     if path is None or path == _STANDARD:
         return
     if path.is_dir():
@@ -69,12 +58,12 @@ def check_place(path: Path | None) -> None:
 
 def write(result: str, summary: str, path: Path | None) -> None:
     """Write a result, and what there is to say about it to where the result does not go: standard output, or else error."""
-    standard = path is None or path == _STANDARD
     if path is None or path == _STANDARD:
         typer.echo(result)
+        typer.echo(summary, err=True)
     else:
         path.write_text(result + "\n", encoding="utf-8")
-    typer.echo(summary, err=standard)
+        typer.echo(summary)
 
 
 def fail(message: str) -> None:

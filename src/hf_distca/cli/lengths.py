@@ -17,11 +17,7 @@ _TABLES = (".parquet", ".arrow")
 
 
 def read_lengths(path: Path) -> list[int]:
-    """The lengths of a JSON file with a list of them.
-
-    Raises:
-        LayoutError: if it holds something else.
-    """
+    """The lengths of a JSON file with a list of them."""
     from hf_distca.errors import LayoutError
     from hf_distca.schedule.placement import whole_number
 
@@ -41,11 +37,7 @@ def read_lengths(path: Path) -> list[int]:
 
 
 def documents_of(text: str, column: str, longest: int | None) -> DocumentSource:
-    """Documents of a file, of a data set's column, or of a distribution by name.
-
-    Raises:
-        ConfigError, LayoutError: if there is no such thing, or it holds no lengths.
-    """
+    """Documents of a file, of a data set's column, or of a distribution by name."""
     from hf_distca.simulate.document_lengths import distribution, from_list
 
     path = Path(text)

@@ -1,17 +1,25 @@
-"""Options that several verbs have, written once: as the fields of a dataclass."""
+"""Options that several verbs have, written once as the fields of a dataclass: `taking` gives them to a verb."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar, get_type_hints
 
-__all__ = ["taking"]
+import typer
+
+if TYPE_CHECKING:
+    from hf_distca.schedule.cost import CostModel
+
+__all__ = ["CostName", "Layer", "taking"]
 
 Options = TypeVar("Options")
 Own = ParamSpec("Own")
+
+CostName = Literal["pairs", "cpu", "cuda"]
+_LIMIT = 2**31  # what follows counts with 64 bits
 
 
 def taking(options: type[Options]) -> Callable[[Callable[Concatenate[Options, Own], None]], Callable[..., None]]:
@@ -32,8 +40,7 @@ def taking(options: type[Options]) -> Callable[[Callable[Concatenate[Options, Ow
             filled = options(**{parameter.name: given.pop(parameter.name) for parameter in shared})
             verb(filled, **given)  # type: ignore[call-arg]
 
-        needed = [parameter for parameter in (*special, *shared) if parameter.default is Parameter.empty]
-        parameters = [*needed, *(parameter for parameter in (*shared, *special) if parameter not in needed)]
+        parameters = sorted((*shared, *special), key=lambda parameter: parameter.default is not Parameter.empty)
         vars(command)["__signature__"] = Signature(parameters)
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
@@ -44,3 +51,55 @@ def taking(options: type[Options]) -> Callable[[Callable[Concatenate[Options, Ow
 def _parameter(field: Field[Any], annotation: Any) -> Parameter:
     default = Parameter.empty if field.default is MISSING else field.default
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer of attention in bfloat16, and the devices and links that run it."""
+
+    tile: Annotated[int, typer.Option(help="Documents are cut at multiples of this where tokens allow.")] = 128
+    query_heads: Annotated[int, typer.Option(help="Query heads of a layer.")] = 32
+    key_value_heads: Annotated[int, typer.Option(help="Key/value heads of a layer.")] = 8
+    head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128
+    window: Annotated[int | None, typer.Option(help="Keys that a position sees, if all layers have a sliding window.")] = None
+    measured: Annotated[
+        str | None,
+        typer.Option("--cost-model", help="Profile to take seconds from instead: a file, or a shipped one.", show_default=False),
+    ] = None
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node; its links are faster.", show_default=False)] = None
+    link_gigabytes: Annotated[
+        float | None, typer.Option(help="GB/s that a rank sends to other nodes.", show_default="as the cost model")
+    ] = None
+    node_gigabytes: Annotated[
+        float | None, typer.Option(help="GB/s that a rank sends inside its node.", show_default="as the cost model")
+    ] = None
+    ranks_per_link: Annotated[int, typer.Option(help="Ranks of a node that share a link to other nodes.")] = 1
+
+    def cost_model(self, cost: CostName) -> CostModel:
+        """That of the measured profile, or else the built-in cost model of this name, with the links of the options."""
+        from hf_distca.errors import ConfigError
+        from hf_distca.schedule.cost import AttentionShape, CostModel
+        from hf_distca.schedule.profiles import Profile
+
+        for name in ("tile", "query_heads", "key_value_heads", "head_dim", "window", "ranks_per_node", "ranks_per_link"):
+            number = getattr(self, name)
+            if number is not None and number >= _LIMIT:
+                raise ConfigError(f"--{name.replace('_', '-')} {number}: the limit is 2**31.")
+        shape = AttentionShape(self.query_heads, self.key_value_heads, self.head_dim, self.head_dim, 2)
+        if self.measured is not None:
+            try:
+                profile = Profile.load(self.measured)
+            except ConfigError as error:
+                raise ConfigError(str(error) if self.measured in str(error) else f"{self.measured}: {error}") from error
+            model = profile.cost_model(shape, self.window, tile=self.tile)
+        elif cost == "pairs":
+            model = CostModel.pairs(shape)
+        else:
+            model = CostModel.analytic(shape, device_type=cost, tile=self.tile)
+        links: dict[str, Any] = {}
+        for option, rate in (("link_gigabytes", self.link_gigabytes), ("node_gigabytes", self.node_gigabytes)):
+            if rate is not None and not 1e-9 <= rate <= 1e9:
+                raise ConfigError(f"--{option.replace('_', '-')} {rate:g}: a rate is a number from 1e-9 to 1e9 GB/s.")
+            if rate is not None:
+                links["node_bytes_per_second" if "node" in option else "exchange_bytes_per_second"] = rate * 1e9
+        return replace(model, window=self.window, ranks_per_link=self.ranks_per_link, **links)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hf_distca.cli.files import check_documents, errors_in_one_line, fail, name_of, read, write
-from hf_distca.cli.layer import CostName, Layer
 from hf_distca.cli.lengths import read_lengths
-from hf_distca.cli.options import taking
-from hf_distca.cli.waiting import PLANNING, said_if_long
+from hf_distca.cli.options import CostName, Layer, taking
 
 if TYPE_CHECKING:
     from hf_distca.config import DistCAConfig
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["deal", "plan"]
 
 _MOST_RANKS = 65536
+_LONG_SECONDS = 1.0
 _Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where the result goes, as JSON; else standard output.")]
 
 
@@ -36,7 +39,7 @@ def plan(
     tolerance: Annotated[float, typer.Option(help="How far a rank may lie from the mean, as a fraction.")] = 0.01,
     min_gain: Annotated[float, typer.Option(help="Smallest gain for which anything is moved, as a fraction.")] = 0.02,
     head_groups: Annotated[int, typer.Option(help="Most head groups of a long document; 1 plans all heads together.")] = 8,
-    cost: Annotated[CostName, typer.Option(help="What is balanced: causal pairs, or seconds on a device.")] = CostName.pairs,
+    cost: Annotated[CostName, typer.Option(help="What is balanced: causal pairs, or seconds on a device.")] = "pairs",
 ) -> None:
     """Plan which rank computes which attention, and write the plan as JSON.
 
@@ -53,19 +56,18 @@ def plan(
     with errors_in_one_line():
         config = DistCAConfig(tolerance=tolerance, min_gain=min_gain, tile=layer.tile, head_groups=head_groups)
         model = layer.cost_model(cost)
-        with said_if_long(PLANNING):
-            layout = parse_placement(read(placement), name_of(placement))
-        check_documents(len(layout.document), placement)
-        if not layout.query_tokens.any():
-            fail(f"{name_of(placement)} has no tokens: there is nothing to plan.")
         ranks = Ranks(per_node=layer.ranks_per_node)
-        with said_if_long(PLANNING):
+        with _said_if_long():
+            layout = parse_placement(read(placement), name_of(placement))
+            check_documents(len(layout.document), placement)
+            if not layout.query_tokens.any():
+                fail(f"{name_of(placement)} has no tokens: there is nothing to plan.")
             result = balance(layout, model, config, ranks)
         lines = [f"{'cost model':<26} {model.name}"]
         if layer.window is not None:
             # Without, the plan is for layers that see all: no document is longer than the window.
             lines.append(f"{'sliding window':<26} {layer.window} keys{'' if result.window else ', as long as any document'}")
-        lines.append(summarize(result, model, ranks).table(seconds=layer.measured is not None or cost is not CostName.pairs))
+        lines.append(summarize(result, model, ranks).table(seconds=layer.measured is not None or cost != "pairs"))
         write(result.to_json(), "\n".join(lines), output)
 
 
@@ -79,7 +81,7 @@ def deal(
     tokens_per_rank: Annotated[int, typer.Option(help="Tokens of each rank.", show_default=False)],
     output: _Output = None,
     ping_pong: Annotated[bool, typer.Option("--ping-pong", help="Deal two nano-batches that share no document.")] = False,
-    cost: Annotated[CostName, typer.Option(help="What is dealt by: causal pairs, or seconds on a device.")] = CostName.cuda,
+    cost: Annotated[CostName, typer.Option(help="What is dealt by: causal pairs, or seconds on a device.")] = "cuda",
 ) -> None:
     """Deal documents to ranks, with equal tokens and about equal attention, and write the placement as JSON.
 
@@ -102,7 +104,7 @@ def deal(
         check_documents(len(documents), lengths)
         options: dict[str, Any] = {"tile": layer.tile, "ranks_per_node": layer.ranks_per_node}
         layouts: tuple[Layout, ...]
-        with said_if_long(PLANNING):
+        with _said_if_long():
             if ping_pong:
                 layouts = deal_nano_batches(documents, ranks, tokens_per_rank, model, **options)
             else:
@@ -142,3 +144,17 @@ def _placement(layouts: tuple[Layout, ...]) -> dict[str, Any]:
     if len(layouts) > 1:
         placement["first_nano_batch"] = layouts[0].query_tokens.tolist()
     return placement
+
+
+@contextmanager
+def _said_if_long() -> Iterator[None]:
+    """Say on a terminal what a command is at, once that has taken more than a second."""
+    said = "planning; the first time after an installation the scheduler's loops are compiled, which takes up to a minute ..."
+    timer = Timer(_LONG_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

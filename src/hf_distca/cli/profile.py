@@ -67,24 +67,19 @@ def profile(
         check_place(output)  # before minutes of measuring are lost
         say = _ProgressBar(wanted.steps(ranks or machine_profile.launched_ranks()))
         made_by = shlex.join(["hf-distca", *sys.argv[1:]])
-        if ranks is None:
-            measured = machine_profile.on_these_ranks(wanted, threads, name, made_by, say)
-        else:
-            measured = machine_profile.on_new_ranks(ranks, wanted, threads, name, made_by, say)
+        what = (wanted, threads, name, made_by, say)
+        measured = machine_profile.on_these_ranks(*what) if ranks is None else machine_profile.on_new_ranks(ranks, *what)
         say.close()
         if measured is not None:
             write(measured.to_json(), summary(measured), output)
 
 
 class _ProgressBar:
-    """A bar on standard error. It goes to another process without what it has shown."""
+    """A bar on standard error, which begins with the first step: until then it can be sent to the process that measures."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self._bar: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"steps": self.steps, "_bar": None}
 
     def __call__(self, done: str) -> None:
         from tqdm import tqdm

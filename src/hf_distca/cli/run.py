@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from hf_distca.cli.files import fail
 
 __all__ = ["run"]
-
-
-class Attention(StrEnum):
-    """What can be made the default."""
-
-    distca = "distca"
 
 
 def run(
@@ -25,7 +18,7 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(help="What it gets as its arguments.", show_default=False)] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module, as for `python -m`.")] = False,
     attn_implementation: Annotated[
-        Attention | None, typer.Option(help="Attention of models that are loaded without naming one.", show_default=False)
+        Literal["distca"] | None, typer.Option(help="Attention of models that are loaded without naming one.", show_default=False)
     ] = None,
     instead_of: Annotated[
         str | None,
@@ -45,7 +38,7 @@ def run(
     from hf_distca.register import check_stand_in
     from hf_distca.run import Options, find_command, find_module, run_command, run_module
 
-    options = Options("distca" if attn_implementation else None, summary, instead_of)
+    options = Options(attn_implementation, summary, instead_of)
     path = None
     try:
         if instead_of is not None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,30 +13,11 @@ from hf_distca.cli.files import name_of, read
 if TYPE_CHECKING:
     from hf_distca.schedule.cost import CostModel
     from hf_distca.schedule.profiles import Profile as MeasuredProfile
-    from hf_distca.simulate import setting as kinds
     from hf_distca.simulate.document_lengths import DocumentSource
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
-__all__ = ["CheckpointingName", "Scale", "ShardingName"]
-
-
-class ShardingName(StrEnum):
-    """How weights are kept."""
-
-    auto = "auto"
-    fsdp = "fsdp"
-    zero1 = "zero1"
-    ddp = "ddp"
-
-
-class CheckpointingName(StrEnum):
-    """What is repeated in backward."""
-
-    auto = "auto"
-    none = "none"
-    selective = "selective"
-    full = "full"
+__all__ = ["Scale"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +52,13 @@ class Scale:
         ),
     ] = None
     sharding: Annotated[
-        ShardingName, typer.Option(help="How weights and optimizer are kept; auto: fsdp, with --tp or --pp zero1.")
-    ] = ShardingName.auto
+        Literal["auto", "fsdp", "zero1", "ddp"],
+        typer.Option(help="How weights and optimizer are kept; auto: fsdp, with --tp or --pp zero1."),
+    ] = "auto"
     checkpointing: Annotated[
-        CheckpointingName, typer.Option(help="What backward repeats; auto: nothing if that fits in memory, else everything.")
-    ] = CheckpointingName.auto
+        Literal["auto", "none", "selective", "full"],
+        typer.Option(help="What backward repeats; auto: nothing if that fits in memory, else everything."),
+    ] = "auto"
     column: Annotated[str, typer.Option(help="Column of a data set that holds tokens, or their number.")] = "input_ids"
     max_length: Annotated[int | None, typer.Option(help="Documents are cut off at this length.")] = None
     batches: Annotated[int, typer.Option(help="Global batches to predict; figures are means.")] = 10
@@ -87,11 +69,7 @@ class Scale:
     ] = None
 
     def setting(self) -> Setting:
-        """The setting that options describe.
-
-        Raises:
-            ConfigError: if one is out of its range.
-        """
+        """The setting that options describe; options out of their ranges are refused."""
         from hf_distca.simulate.hardware import find_hardware
         from hf_distca.simulate.memory import peak_bytes
         from hf_distca.simulate.models import find_model
@@ -100,9 +78,7 @@ class Scale:
         device = find_hardware(self.hardware)
         if self.link_gbps is not None:
             device = replace(device, link_gbps=self.link_gbps)
-        default = "fsdp" if self.tensor == self.stages == 1 else "zero1"
-        sharding = default if self.sharding is ShardingName.auto else self.sharding.value
-        automatic = self.checkpointing is CheckpointingName.auto
+        by_degrees: Literal["fsdp", "zero1"] = "fsdp" if self.tensor == self.stages == 1 else "zero1"
         setting = Setting(
             find_model(self.model, _with_defaults),
             device,
@@ -112,30 +88,22 @@ class Scale:
             self.stages,
             self.micro_batches,
             self.ranks_per_node,
-            cast("kinds.Sharding", sharding),
-            cast("kinds.Checkpointing", "none" if automatic else self.checkpointing.value),
+            by_degrees if self.sharding == "auto" else self.sharding,
+            "none" if self.checkpointing == "auto" else self.checkpointing,
             None if self.profile is None else _measured(self.profile),
         )
         _ = setting.shape  # says which degrees heads do not allow
-        full = automatic and peak_bytes(setting, self.tokens_per_rank) > device.memory_bytes
+        full = self.checkpointing == "auto" and peak_bytes(setting, self.tokens_per_rank) > device.memory_bytes
         return replace(setting, checkpointing="full") if full else setting
 
     def documents(self) -> DocumentSource:
-        """Where lengths come from.
-
-        Raises:
-            ConfigError, LayoutError: if there is no such thing, or it holds no lengths.
-        """
+        """Where lengths come from."""
         from hf_distca.cli.lengths import documents_of
 
         return documents_of(self.lengths, self.column, self.max_length)
 
     def predictions(self, setting: Setting, documents: DocumentSource, names: list[str]) -> list[Prediction]:
-        """Predict these strategies, with a progress bar if it takes over a second.
-
-        Raises:
-            ConfigError: if an option or a strategy is out of its range.
-        """
+        """Predict these strategies, with a progress bar if it takes over a second."""
         from tqdm import tqdm
 
         from hf_distca.simulate.predict import simulate

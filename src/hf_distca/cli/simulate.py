@@ -1,8 +1,9 @@
-"""``hf-distca simulate``: predicted step time, waiting and memory under every strategy, at any scale."""
+"""``hf-distca simulate`` and ``advise``: predicted step time, waiting and memory under every strategy, and what to do."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
-__all__ = ["WIDTH", "report", "show_predictions", "simulate"]
+__all__ = ["advise", "simulate"]
 
-WIDTH = 120  # columns of what is printed
+_WIDTH = 120  # columns of what is printed
 _SHOWN = ("ranks", "tokens_per_rank", "tensor", "stages", "micro_batches", "ranks_per_node", "sharding", "checkpointing")
 
 
@@ -35,9 +36,9 @@ def simulate(
     """Predict the step time of a training run under every strategy, with the scheduler and cost model that train.
 
     Nothing is run and no GPU is needed. Strategies are compared on the same documents: packed rows, balancing in the loader,
-    context parallelism, Ulysses, WLB-LLM, the published DistCA planner, and hf-distca.
+    context parallelism, Ulysses, WLB-LLM, and hf-distca.
     """
-    from hf_distca.simulate.assumptions import assumptions as assumed
+    from hf_distca.simulate.advice import assumptions as assumed
     from hf_distca.simulate.strategies import STRATEGIES
 
     with errors_in_one_line():
@@ -46,16 +47,41 @@ def simulate(
         predictions = scale.predictions(setting, documents, names)
         facts = assumed(setting, documents, names)
         if as_json:
-            typer.echo(json.dumps(report(setting, documents, predictions, facts, scale), indent=1))
+            typer.echo(json.dumps(_report(setting, documents, predictions, facts, scale), indent=1))
             return
-        show_predictions(setting, documents, predictions, scale.batches)
+        _show_predictions(setting, documents, predictions, scale.batches)
         if assumptions:
             typer.echo("Assumptions")
             for what, text in facts:
-                typer.echo(fill(f"{what}: {text}", WIDTH, initial_indent="  ", subsequent_indent="    "))
+                typer.echo(fill(f"{what}: {text}", _WIDTH, initial_indent="  ", subsequent_indent="    "))
 
 
-def show_predictions(setting: Setting, documents: DocumentSource, predictions: list[Prediction], batches: int) -> None:
+@taking(Scale)
+def advise(scale: Scale, as_json: InJson = False) -> None:
+    """Say what hf-distca would gain on your documents over the best alternative, or that it would gain nothing.
+
+    The figures are predictions: `hf-distca simulate` with the same options prints what they assume.
+    """
+    from hf_distca.simulate.advice import advise as advised
+    from hf_distca.simulate.advice import assumptions
+    from hf_distca.simulate.strategies import STRATEGIES
+
+    with errors_in_one_line():
+        setting, documents = scale.setting(), scale.documents()
+        predictions = scale.predictions(setting, documents, list(STRATEGIES))
+        advice = advised(setting, predictions)
+        if as_json:
+            everything = _report(setting, documents, predictions, assumptions(setting, documents), scale)
+            typer.echo(json.dumps({"advice": asdict(advice), **everything}, indent=1))
+            return
+        typer.echo(fill(advice.text, _WIDTH) + "\n")
+        if advice.settings:
+            typer.echo("Settings")
+            typer.echo("".join(f"  {line}\n" for line in advice.settings))
+        _show_predictions(setting, documents, predictions, scale.batches)
+
+
+def _show_predictions(setting: Setting, documents: DocumentSource, predictions: list[Prediction], batches: int) -> None:
     """A table, one line a strategy."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -84,7 +110,7 @@ def show_predictions(setting: Setting, documents: DocumentSource, predictions: l
             f"{prediction.peak_bytes / 1e9:.0f}{'' if prediction.fits else ' (full)'}",
             f"{prediction.attention_share:.1%}",
         )
-    console = Console(width=None if Console().is_terminal else WIDTH)
+    console = Console(width=None if Console().is_terminal else _WIDTH)
     console.print(table)
     console.print(
         "speed: against the fastest strategy that does not disaggregate attention; none where memory is full or cut documents "
@@ -93,7 +119,7 @@ def show_predictions(setting: Setting, documents: DocumentSource, predictions: l
     )
 
 
-def report(
+def _report(
     setting: Setting, documents: DocumentSource, predictions: list[Prediction], facts: list[tuple[str, str]], scale: Scale
 ) -> dict[str, Any]:
     """Everything that was predicted and assumed, for `json`."""
@@ -106,6 +132,6 @@ def report(
             "batches": scale.batches,
             "seed": scale.seed,
         },
-        "strategies": [prediction.to_dict() for prediction in predictions],
+        "strategies": [asdict(prediction) for prediction in predictions],
         "assumptions": [{"about": what, "assumed": text} for what, text in facts],
     }

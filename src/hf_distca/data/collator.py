@@ -30,15 +30,10 @@ _REFUSED = frozenset({"shift_labels", "token_type_ids", "seq_idx", "inputs_embed
 
 
 def check_columns(row: Mapping[str, Any], tokens: int, read: Collection[str]) -> None:
-    """Refuse columns that would change what is trained, and warn of others that have a number for each token.
-
-    Args:
-        row: as it came.
-        tokens: how many it has.
-        read: the columns that the caller reads.
+    """Refuse columns of a row that would change what is trained, and warn of others that have a number for each of its tokens.
 
     Raises:
-        LayoutError: names the column.
+        LayoutError: names a column that is not among those that the caller reads.
     """
     for name in row.keys() - set(read):
         if name in _REFUSED:
@@ -66,9 +61,6 @@ def targets_of(tokens: IntArray, masks: Collection[IntArray]) -> IntArray:
     return tokens if not masks else np.where(np.all(np.stack(list(masks)), axis=0), tokens, IGNORED_LABEL)
 
 
-_LARGEST = np.iinfo(np.int64).max
-
-
 def flat(values: Any, name: str, kinds: str = "iu") -> IntArray:
     """Integers of a document, a list, array or tensor, as an int64 array; `kinds` are the numpy kinds of dtype that are taken.
 
@@ -83,7 +75,7 @@ def flat(values: Any, name: str, kinds: str = "iu") -> IntArray:
         raise LayoutError(f"the {name} of a document must be a flat list of integers ({error}).") from error
     if row.shape == (0,):
         return np.zeros(0, dtype=np.int64)  # empty arrays and tensors have any dtype
-    if row.ndim != 1 or row.dtype.kind not in kinds or (row.dtype == np.uint64 and row.size and row.max() > _LARGEST):
+    if row.ndim != 1 or row.dtype.kind not in kinds or (row.dtype == np.uint64 and row.max(initial=0) >= 2**63):
         raise LayoutError(
             f"the {name} of a document must be a flat list of integers; here they are {row.dtype} of shape {row.shape}."
         )
@@ -124,7 +116,7 @@ class PackingCollator:
             LayoutError: if features are of another form, hold no tokens, have padding between tokens, have other columns that
                 would change what is trained, or are several shares.
         """
-        if any(_is_share(feature) for feature in features):
+        if any(map(_is_share, features)):
             return _batch_of_share(features)
         documents = [document for feature in features for document in _documents(feature) if len(document[0])]
         if not documents:
@@ -137,10 +129,7 @@ class PackingCollator:
 
 
 def _is_share(feature: object) -> bool:
-    """Whether a feature is a part of a global batch that was dealt to ranks."""
-    if not isinstance(feature, Mapping) or "distca_documents" not in feature:
-        return False
-    packed = feature["distca_documents"]
+    packed = feature.get("distca_documents") if isinstance(feature, Mapping) else None
     return isinstance(packed, PackedDocuments) and packed.dealt is not None
 
 

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.layout import IntArray, as_integers
 
-__all__ = ["Fill", "GlobalBatches", "Longer", "Pieces", "pack_whole"]
+__all__ = ["Fill", "GlobalBatches", "Longer", "Pieces"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -27,6 +27,9 @@ Longer = Literal["cut", "refuse"]
 
 # Padding is documents of so many tokens at most: one long document of it would cost attention.
 _PADDING = 128
+# Batches that are not full yet, at most. More of them fill a little better and take longer.
+_OPEN = 64
+_STEP = 2**16  # documents between two looks at the progress bar
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,10 +171,8 @@ class GlobalBatches:
             raise LayoutError(f'{longer_ones}. More tokens a rank hold them; longer="cut" cuts them into documents of their own.')
         if not quiet:
             _log.warning("%s. They are cut: each piece is a document of its own.", longer_ones)
-        if self._whole:
-            self._cut_longer()
-
-    def _cut_longer(self) -> None:
+        if not self._whole:
+            return
         parts = -(-self._length // self.tokens)
         self._document = np.repeat(self._document, parts)
         first = np.cumsum(parts) - parts
@@ -179,7 +180,7 @@ class GlobalBatches:
         self._length = np.minimum(np.repeat(self._length, parts) - self._start, self.tokens)
 
     def _pack(self, quiet: bool) -> None:
-        self._packed, self._offsets = pack_whole(self._length, self._shuffled(len(self._length), 0), self.tokens, quiet=quiet)
+        self._packed, self._offsets = _packed_whole(self._length, self._shuffled(len(self._length), 0), self.tokens, quiet=quiet)
         self._count = len(self._offsets) - 1
         if not quiet:
             part = 1 - int(self._length.sum()) / (self._count * self.tokens)
@@ -197,20 +198,8 @@ def _check_arguments(tokens: int, seed: int | None, fill: str, longer: str) -> N
             raise ConfigError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
-# Batches that are not full yet, at most. More of them fill a little better and take longer.
-_OPEN = 64
-
-_STEP = 2**16  # documents between two looks at the progress bar
-
-
-def pack_whole(length: IntArray, order: IntArray, tokens: int, *, quiet: bool = False) -> tuple[IntArray, IntArray]:
-    """Put documents into batches one after another, each into the fullest open batch that has room for it.
-
-    Args:
-        length: tokens of each document, in 1..tokens.
-        order: of the documents.
-        tokens: of a batch.
-        quiet: show no progress bar.
+def _packed_whole(length: IntArray, order: IntArray, tokens: int, *, quiet: bool) -> tuple[IntArray, IntArray]:
+    """Put documents into batches in an order, each into the fullest open batch that has room for it.
 
     Returns:
         ``packed, offsets``: batch b holds the documents ``packed[offsets[b] : offsets[b + 1]]``.
@@ -219,8 +208,7 @@ def pack_whole(length: IntArray, order: IntArray, tokens: int, *, quiet: bool = 
     opened: list[int] = []  # their numbers
     batch_of: list[int] = []
     count = 0
-    bar = tqdm(total=len(order), desc="packing documents", delay=1.0, disable=quiet, unit=" documents")
-    with bar:
+    with tqdm(total=len(order), desc="packing documents", delay=1.0, disable=quiet, unit=" documents") as bar:
         for begin in range(0, len(order), _STEP):
             step = length[order[begin : begin + _STEP]].tolist()
             for n in step:

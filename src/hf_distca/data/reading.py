@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,62 +15,55 @@ from hf_distca.data.collator import COLUMNS, MASKS, check_columns, flat, targets
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray, as_integers
 
-__all__ = ["Piece", "Reader", "as_row", "document_lengths", "is_arrow", "length_of", "splits_itself"]
+__all__ = ["Piece", "Reader", "as_row", "document_lengths", "is_of", "length_of"]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """Tokens [start, end) of a document, which are a document of their own in their global batch.
 
-    Args:
+    Attributes:
         row: the document: something that can be cut in slices for ``input_ids``, and for what else it has of ``labels``,
-            ``attention_mask``, ``position_ids`` and the masks of targets; None for padding.
+            ``attention_mask``, ``position_ids`` and the masks of targets; empty for padding.
         start, end: in tokens of the document.
     """
 
-    __slots__ = ("end", "row", "start")
+    row: Mapping[str, Any]
+    start: int
+    end: int
 
-    def __init__(self, row: Mapping[str, Any] | None, start: int, end: int) -> None:
-        self.row, self.start, self.end = row, start, end
-
-    def tokens(self, begin: int, end: int) -> IntArray | None:
-        """The tokens [begin, end) of the piece, None for padding.
+    def tokens(self, begin: int, end: int) -> IntArray:
+        """The tokens [begin, end) of the piece.
 
         Raises:
             LayoutError: if they are padding that the document came with, or fewer than the document was said to have.
         """
-        if self.row is None:
-            return None
         first = self.start + begin
         if self._has("attention_mask") and not (mask := self._slice("attention_mask", begin, end, "iub")).all():
             raise LayoutError(
                 f"attention_mask of a document is 0 at token {first + int(mask.argmin())}: documents over ranks come without "
                 "padding. Tokenize with padding=False."
             )
-        if (
-            self._has("position_ids")
-            and (wrong := self._slice("position_ids", begin, end) - np.arange(first, first + end - begin)).any()
-        ):
-            place = first + int(np.flatnonzero(wrong)[0])
+        expected = np.arange(first, self.start + end)
+        if self._has("position_ids") and (wrong := self._slice("position_ids", begin, end) != expected).any():
+            place = first + int(wrong.argmax())
             raise LayoutError(
                 f"position_ids of a document do not count on from 0 at token {place}: the row was packed already, and would be "
                 "dealt as one document. Give its documents one by one."
             )
         return self._slice("input_ids", begin, end)
 
-    def labels(self, begin: int, end: int) -> IntArray | None:
-        """The labels of the tokens [begin, end) of the piece, None for padding. See `targets_of` for a document without any."""
-        if self.row is None:
-            return None
+    def labels(self, begin: int, end: int) -> IntArray:
+        """The labels of the tokens [begin, end) of the piece. See `targets_of` for a document without any."""
         if self._has("labels"):
             return self._slice("labels", begin, end)
         masks = [self._slice(name, begin, end, "iub") for name in MASKS if self._has(name)]
         return targets_of(self._slice("input_ids", begin, end), masks)
 
     def _has(self, name: str) -> bool:
-        return self.row is not None and self.row.get(name) is not None
+        return self.row.get(name) is not None
 
     def _slice(self, name: str, begin: int, end: int, kinds: str = "iu") -> IntArray:
-        assert self.row is not None
         values = flat(self.row[name][self.start + begin : self.start + end], name, kinds)
         if len(values) != end - begin:
             raise LayoutError(
@@ -90,7 +84,7 @@ class Reader:
     def __init__(self, documents: Any, column: str) -> None:
         self.column = column
         # A transform of the user's own makes tokens only when rows are asked for.
-        self._arrow = is_arrow(documents) and documents.format["type"] != "custom"
+        self._arrow = is_of("Dataset", documents) and documents.format["type"] != "custom"
         if self._arrow:
             if len(documents):
                 as_row(documents.with_format(None)[0], column)  # of the others, only the columns that are needed are read
@@ -151,17 +145,8 @@ def _row_views(column: Any) -> list[np.ndarray | None]:
     return views
 
 
-def is_arrow(documents: object) -> bool:
-    """Whether documents are a `datasets.Dataset`."""
-    return _is_of("Dataset", documents)
-
-
-def splits_itself(documents: object) -> bool:
-    """Whether documents are a `datasets.IterableDataset`, of which each worker of a loader reads other files."""
-    return _is_of("IterableDataset", documents)
-
-
-def _is_of(name: str, documents: object) -> bool:
+def is_of(name: str, documents: object) -> bool:
+    """Whether documents are of a class of `datasets`, such as ``"Dataset"``."""
     datasets = sys.modules.get("datasets")  # nothing is of a package that was never imported
     return datasets is not None and isinstance(documents, getattr(datasets, name, ()))
 
@@ -184,10 +169,12 @@ def document_lengths(documents: Any, column: str = "input_ids", lengths: Any = N
         counts = _column_of_counts(documents, lengths)
     elif lengths is not None:
         counts = as_integers(lengths, "lengths of documents")
-    elif is_arrow(documents):
+    elif is_of("Dataset", documents):
         counts = _from_offsets(documents, column)
     else:
-        counts = _one_by_one(documents, column, quiet)
+        bar = tqdm(documents, "reading lengths of documents", delay=1.0, disable=quiet, unit=" documents")
+        numbered = (length_of(document, column, number) for number, document in enumerate(bar))
+        counts = np.fromiter(numbered, dtype=np.int64)
     if len(counts) != len(documents):
         raise LayoutError(f"{len(counts)} lengths for {len(documents)} documents: give one for each.")
     if len(counts) and counts.min() < 0:
@@ -196,7 +183,7 @@ def document_lengths(documents: Any, column: str = "input_ids", lengths: Any = N
 
 
 def _column_of_counts(documents: Any, name: str) -> IntArray:
-    if not is_arrow(documents):
+    if not is_of("Dataset", documents):
         return as_integers([row[name] for row in documents], f"lengths in column {name!r}")
     import pyarrow as pa
 
@@ -242,14 +229,6 @@ def _in_order(documents: Any, values: Any) -> Any:
     return values if indices is None else values.take(indices.column(0))
 
 
-def _one_by_one(documents: Sequence[Any], column: str, quiet: bool) -> IntArray:
-    bar = tqdm(documents, "reading lengths of documents", delay=1.0, disable=quiet, unit=" documents")
-    counts = np.zeros(len(documents), dtype=np.int64)
-    for number, document in enumerate(bar):
-        counts[number] = length_of(document, column, number)
-    return counts
-
-
 def length_of(document: Any, column: str, number: int) -> int:
     """Tokens of document number `number`, a row with the column or the tokens themselves; 0 of a missing one.
 
@@ -262,11 +241,12 @@ def length_of(document: Any, column: str, number: int) -> int:
         document = document[column]
     if document is None:
         return 0
-    shape = getattr(document, "shape", None)
-    nested = len(shape) != 1 if shape is not None else not hasattr(document, "__len__") or isinstance(document, str)
-    if not nested and shape is None and len(document):
-        nested = hasattr(document[0], "__len__")
-    if nested:
+    if (shape := getattr(document, "shape", None)) is not None:
+        is_flat = len(shape) == 1
+    else:
+        is_list = hasattr(document, "__len__") and not isinstance(document, str)
+        is_flat = is_list and not (len(document) and hasattr(document[0], "__len__"))
+    if not is_flat:
         shaped = "" if shape is None else f" of shape {tuple(shape)}"
         raise LayoutError(
             f"document {number} is of {type(document).__name__}{shaped}: it must be a flat list of integers, or a row with one "

@@ -15,35 +15,31 @@ from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.reading import Piece, Reader
 from hf_distca.errors import ConfigError
 
-__all__ = ["Epoch", "Shares", "cut_share"]
+__all__ = ["InEpochs", "Shares", "cut_share"]
 
 
-class Epoch:
-    """The number of the epoch, in memory that loader workers share: they see what was set after they started."""
+class InEpochs:
+    """Has an epoch, in memory that loader workers share: they see what was set after they started."""
 
     def __init__(self) -> None:
-        self._number = _shared(torch.zeros((), dtype=torch.int64, device="cpu"))
+        self.__setstate__({"_epoch": torch.zeros((), dtype=torch.int64, device="cpu")})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # Pickled by other means than those of workers, it has arrived as a copy, which has workers of its own.
+        self._epoch: torch.Tensor = state["_epoch"].share_memory_()
 
     @property
-    def number(self) -> int:
-        """The epoch."""
-        return int(self._number)
+    def epoch(self) -> int:
+        """The epoch that items are of, or the next iteration."""
+        return int(self._epoch)
 
-    @number.setter
-    def number(self, epoch: int) -> None:
-        self._number.fill_(epoch)
-
-    def __setstate__(self, state: dict[str, torch.Tensor]) -> None:
-        # Pickled by other means than those of workers, it has arrived as a copy, which has workers of its own.
-        self._number = _shared(state["_number"])
+    def set_epoch(self, epoch: int) -> None:
+        """Go to another epoch: here, in copies, and in workers that run already."""
+        self._epoch.fill_(epoch)
 
 
-def _shared(number: torch.Tensor) -> torch.Tensor:
-    number.share_memory_()  # type: ignore[no-untyped-call]
-    return number
-
-
-class Shares:
+class Shares(InEpochs):
     """The shares of all global batches: item ``k * ranks + r`` is what rank r gets of global batch k.
 
     Read in this order by `ranks` processes with one item a batch, as accelerate does, each gets its own share. A share is a
@@ -75,21 +71,12 @@ class Shares:
                 f"global batches have {batches.tokens} tokens, {dealing.ranks} ranks with {dealing.tokens_per_rank} tokens have "
                 f"{dealing.tokens}: they must be equal."
             )
+        super().__init__()
         self.batches, self.dealing, self.pad_token_id = batches, dealing, pad_token_id
         self._reader = Reader(documents, column)
-        self._epoch = Epoch()
 
     def __len__(self) -> int:
         return len(self.batches) * self.dealing.ranks
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that items are of."""
-        return self._epoch.number
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to another epoch: here, in copies, and in workers that run already."""
-        self._epoch.number = epoch
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         epoch = self.epoch
@@ -98,14 +85,13 @@ class Shares:
         names = np.stack([pieces.documents, pieces.starts])
         packed = self.dealing.share(pieces.lengths, (epoch, number), rank, names)
         here = np.unique(np.asarray(packed.documents, dtype=np.int64))
-        documents = pieces.documents[here]
-        numbers, place = np.unique(documents[documents >= 0], return_inverse=True)
-        rows = self._reader.rows(numbers)
-        places = iter(place.tolist())
-        overlapping: dict[int, Piece] = {}
-        for index, document in zip(here.tolist(), documents.tolist(), strict=True):
-            row = None if document < 0 else rows[next(places)]
-            overlapping[index] = Piece(row, int(pieces.starts[index]), int(pieces.ends[index]))
+        numbers = np.unique(pieces.documents[here])
+        numbers = numbers[numbers >= 0]  # others are padding
+        rows = dict(zip(numbers.tolist(), self._reader.rows(numbers), strict=True))
+        overlapping = {
+            index: Piece(rows.get(int(pieces.documents[index]), {}), int(pieces.starts[index]), int(pieces.ends[index]))
+            for index in here.tolist()
+        }
         return cut_share(packed, overlapping, self.pad_token_id)
 
     def __call__(self, rows: Mapping[str, list[int]]) -> dict[str, list[Any]]:
@@ -119,7 +105,7 @@ class Shares:
 
 
 def cut_share(packed: PackedDocuments, pieces: Mapping[int, Piece], pad_token_id: int = 0) -> dict[str, Any]:
-    """The tokens and labels of one rank.
+    """The share of one rank, as `Shares` describes it.
 
     Args:
         packed: the runs of tokens of this rank; ``documents`` are keys of `pieces`, ``starts`` positions in those.
@@ -132,10 +118,9 @@ def cut_share(packed: PackedDocuments, pieces: Mapping[int, Piece], pad_token_id
     begin = 0
     for document, start, length in zip(packed.documents or (), packed.starts or (), packed.lengths, strict=True):
         piece, end = pieces[document], start + length
-        tokens = piece.tokens(start, end)
-        labels_here = piece.labels(start, min(end + 1, piece.end - piece.start))  # and that of the next token, if there is one
-        if length and tokens is not None and labels_here is not None:
-            ids[begin : begin + length] = tokens
+        if length and piece.row:
+            ids[begin : begin + length] = piece.tokens(start, end)
+            labels_here = piece.labels(start, min(end + 1, piece.end - piece.start))  # and that of the next token, if any
             shifted[begin : begin + len(labels_here) - 1] = labels_here[1:]
             if not cut:
                 labels[begin + 1 : begin + length] = labels_here[1:length]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,14 @@ import torch
 from torch.utils.data import get_worker_info
 
 from hf_distca.agreement.dealt import Dealing
-from hf_distca.data.reading import Piece, as_row, length_of, splits_itself
-from hf_distca.data.shares import Epoch, cut_share
+from hf_distca.data.reading import Piece, as_row, is_of, length_of
+from hf_distca.data.shares import InEpochs, cut_share
 from hf_distca.errors import ConfigError
 
 __all__ = ["StreamedShares"]
 
 
-class StreamedShares(torch.utils.data.IterableDataset[Mapping[str, Any]]):
+class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any]]):
     """Shares of documents without a length: global batches are filled to the token in the order in which documents come.
 
     The rest of a document is a document of its own in the next global batch. What does not fill one at the end is dropped. Every
@@ -47,17 +48,12 @@ class StreamedShares(torch.utils.data.IterableDataset[Mapping[str, Any]]):
             )
         if rank is not None and not 0 <= rank < dealing.ranks:
             raise ConfigError(f"rank={rank} of {dealing.ranks}: ranks are counted from 0.")
+        super().__init__()
         self.documents, self.dealing, self.column, self.rank = documents, dealing, column, rank
-        self._epoch = Epoch()
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next iteration."""
-        return self._epoch.number
 
     def set_epoch(self, epoch: int) -> None:
         """Go to another epoch: here, and in workers that run already."""
-        self._epoch.number = epoch
+        super().set_epoch(epoch)
         self._tell_documents(epoch)
 
     def _tell_documents(self, epoch: int) -> None:
@@ -67,7 +63,7 @@ class StreamedShares(torch.utils.data.IterableDataset[Mapping[str, Any]]):
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        divided = splits_itself(self.documents)
+        divided = is_of("IterableDataset", self.documents)  # each worker reads other files of one
         epoch = self.epoch
         if info is not None:  # the documents of a worker that runs already are a copy, which was told nothing
             self._tell_documents(epoch)
@@ -99,20 +95,18 @@ class _LateShare(Mapping[str, Any]):
 
     def __init__(self, dealing: Dealing, batch: tuple[int, int], rank: int, pieces: list[Piece]) -> None:
         self._dealing, self._batch, self._rank, self._pieces = dealing, batch, rank, pieces
-        self._made: dict[str, Any] | None = None
 
+    @cached_property
     def _share(self) -> dict[str, Any]:
-        if self._made is None:
-            lengths = np.array([piece.end - piece.start for piece in self._pieces])
-            packed = self._dealing.share(lengths, self._batch, self._rank)
-            self._made = cut_share(packed, dict(enumerate(self._pieces)))
-        return self._made
+        lengths = np.array([piece.end - piece.start for piece in self._pieces])
+        packed = self._dealing.share(lengths, self._batch, self._rank)
+        return cut_share(packed, dict(enumerate(self._pieces)))
 
     def __getitem__(self, name: str) -> Any:
-        return self._share()[name]
+        return self._share[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._share())
+        return iter(self._share)
 
     def __len__(self) -> int:
-        return len(self._share())
+        return len(self._share)

@@ -1,21 +1,34 @@
-"""What predictions mean for somebody who has these documents: what hf-distca would buy, and with which settings."""
+"""What predictions mean for somebody who has these documents: whether hf-distca gains anything, and what that assumes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from hf_distca.simulate.document_lengths import DocumentSource
 from hf_distca.simulate.predict import Prediction, best_alternative, best_of
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import OURS
+from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy, find_strategy
 
-__all__ = ["Advice", "advise"]
+__all__ = ["Advice", "advise", "assumptions"]
 
 # Part of a step below which a gain is none: the scheduler moves nothing for less (DistCAConfig.min_gain).
 _NOTHING = 0.02
 # What needs nothing new, the simplest first.
 _SIMPLE = ("plain", "batch-rebalance", "lpt")
+
+_SHARDING = {
+    "fsdp": "weights, gradients and optimizer are sharded over the attention group; weights are gathered for both directions of "
+    "every micro-batch, a layer ahead (FSDP2, ZeRO-3)",
+    "zero1": "the optimizer is sharded over the attention group; gradients are reduced in float32 beside backward, weights are "
+    "gathered beside forward, once a step (ZeRO-1, Megatron's distributed optimizer)",
+    "ddp": "nothing is sharded; gradients are reduced in float32 beside backward, once a step",
+}
+_CHECKPOINTING = {
+    "none": "no activation checkpointing",
+    "selective": "linear layers are repeated in backward, attention is not",
+    "full": "layers are repeated in backward, attention and its messages included; hf-distca keeps attention's output",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +36,7 @@ class Advice:
     """What to do.
 
     Attributes:
-        worthwhile: whether hf-distca is faster by more than 2 % than anything else that fits and keeps documents whole, the
-            published DistCA left aside.
+        worthwhile: whether hf-distca is faster by more than 2 % than anything else that fits and keeps documents whole.
         ours, other: the fastest of hf-distca's ways and of all others; None if none fits.
         gain: seconds of a step of the other over ours; None if there is no pair.
         text: why, in sentences.
@@ -38,84 +50,60 @@ class Advice:
     text: str
     settings: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The advice as a dictionary that `json` can write."""
-        return asdict(self)
-
 
 def advise(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
-    """Advise by the predictions of all strategies.
-
-    Args:
-        setting: what was simulated.
-        found: predictions of `simulate`.
-    """
+    """Advise by the predictions of all strategies, which `simulate` made for this setting."""
     ours, other = best_of(predictions, OURS), best_alternative(predictions)
-    by_name = {prediction.strategy: prediction for prediction in predictions}
+    names = ours.strategy if ours else None, other.strategy if other else None
     if ours is None:
         text = (
             f"hf-distca does not fit: every way needs more than the {setting.hardware.memory_bytes / 1e9:.0f} GB of a device. "
             "Use fewer tokens a rank, checkpointing, or tensor parallelism."
         )
-        return Advice(False, None, other.strategy if other else None, None, text, ())
-    sentences = [_documents(by_name)]
+        return Advice(False, *names, None, text, ())
+    by_name = {prediction.strategy: prediction for prediction in predictions}
+    about = _documents(by_name["lpt"]) + " " if "lpt" in by_name else ""
     if other is None:
-        sentences.append(
-            f"Only hf-distca fits and keeps these documents whole: {ours.title} takes {ours.step_seconds:.3g} s a step."
-        )
-        return Advice(True, ours.strategy, None, None, " ".join(filter(None, sentences)), _settings(ours))
+        text = f"Only hf-distca fits and keeps these documents whole: {ours.title} takes {ours.step_seconds:.3g} s a step."
+        return Advice(True, *names, None, about + text, _settings(ours))
     gain = other.step_seconds / ours.step_seconds
     if gain < 1 + _NOTHING:
-        simple = [best_of(predictions, [name]) for name in _SIMPLE]
-        enough = [
-            prediction
-            for prediction in simple
-            if prediction is not None and prediction.step_seconds <= ours.step_seconds * (1 + _NOTHING)
-        ]
-        instead = enough[0] if enough else other
-        sentences.append(
-            f"hf-distca buys nothing here: {instead.title} takes {instead.step_seconds:.3g} s a step, {ours.title} "
+        enough = ours.step_seconds * (1 + _NOTHING)
+        simple = (best_of(predictions, [name]) for name in _SIMPLE)
+        instead = next((step for step in simple if step is not None and step.step_seconds <= enough), other)
+        text = (
+            f"hf-distca gains nothing here: {instead.title} takes {instead.step_seconds:.3g} s a step, {ours.title} "
             f"{ours.step_seconds:.3g} s. Use {instead.title}."
         )
-        return Advice(False, ours.strategy, other.strategy, gain, " ".join(filter(None, sentences)), ())
-    sentences.append(
-        f"{ours.title} takes {ours.step_seconds:.3g} s a step; the best of the others, {_with_degree(other)}, takes "
+        return Advice(False, *names, gain, about + text, ())
+    ranks = "" if other.degree is None else f" over {other.degree} rank{'s' if other.degree > 1 else ''}"
+    text = (
+        f"{ours.title} takes {ours.step_seconds:.3g} s a step; the best of the others, {other.title}{ranks}, takes "
         f"{other.step_seconds:.3g} s: {gain:.2f} times as long. {_why(setting, ours, other)}"
     )
     plain = by_name.get("plain")
     if plain is not None and not plain.comparable:
         lost = 1 - plain.attention_share
-        sentences.append(f"Packed rows take {plain.step_seconds:.3g} s, and their ends cut {lost:.0%} of the attention off.")
-    return Advice(True, ours.strategy, other.strategy, gain, " ".join(filter(None, sentences)), _settings(ours))
+        text += f" Packed rows take {plain.step_seconds:.3g} s, and their ends cut {lost:.0%} of the attention off."
+    return Advice(True, *names, gain, about + text, _settings(ours))
 
 
-def _with_degree(prediction: Prediction) -> str:
-    return (
-        prediction.title
-        if prediction.degree is None
-        else f"{prediction.title} over {prediction.degree} rank{'s' if prediction.degree > 1 else ''}"
-    )
-
-
-def _documents(by_name: dict[str, Prediction]) -> str:
-    """What documents do to a step that balances nothing."""
-    loader = by_name.get("lpt")
-    if loader is None:
-        return ""
+def _documents(loader: Prediction) -> str:
+    """What documents do to a step in which a loader balances whole ones."""
     if loader.idle_share > 0.5:
         return f"Some documents are longer than a fair share: balanced whole, ranks would wait {loader.idle_share:.0%} of a step."
     return f"Balanced whole in the loader, ranks wait {loader.idle_share:.0%} of a step for the slowest one."
 
 
 def _why(setting: Setting, ours: Prediction, other: Prediction) -> str:
-    parts = []
+    reasons = []
     if other.idle_share > ours.idle_share + _NOTHING:
-        parts.append(f"ranks wait {other.idle_share:.0%} of a step for slower ones")
+        reasons.append(f"ranks wait {other.idle_share:.0%} of a step for slower ones")
     if other.exposed_share > ours.exposed_share + _NOTHING:
-        parts.append(f"{other.exposed_share:.0%} of a step goes to waiting for messages")
+        reasons.append(f"{other.exposed_share:.0%} of a step goes to waiting for messages")
     if setting.checkpointing == "full":
-        parts.append("checkpointing computes attention twice (hf-distca: once)")
-    return f"There, {' and '.join(parts)}." if parts else "Nothing single makes the difference: ranks are more even in all."
+        reasons.append("checkpointing computes attention twice (hf-distca: once)")
+    return f"There, {' and '.join(reasons)}." if reasons else "Nothing single makes the difference: ranks are more even in all."
 
 
 def _settings(ours: Prediction) -> tuple[str, ...]:
@@ -125,3 +113,54 @@ def _settings(ours: Prediction) -> tuple[str, ...]:
     if ours.strategy.endswith("ping-pong"):
         lines.append("hf_distca.configure(hf_distca.DistCAConfig(ping_pong=True))")
     return tuple(lines)
+
+
+def assumptions(
+    setting: Setting, documents: DocumentSource, strategies: Iterable[str | Strategy] = STRATEGIES
+) -> list[tuple[str, str]]:
+    """What predictions assume, with where it comes from: pairs of what it is about, and what."""
+    model = setting.model
+    facts = [
+        ("lengths", f"{documents.name}: {documents.source}"),
+        ("model", f"{model.name}: {model.parameters / 1e9:.1f} billion weights, {model.layers} layers, bf16"),
+        *((f"hardware, {what}", text) for what, text in setting.hardware.sources),
+        ("exchange", _exchange(setting)),
+        (
+            "linear layers",
+            "the longer of arithmetic and memory traffic for each product (roofline), norms, rotary embedding and activation by "
+            "memory traffic; backward twice as long",
+        ),
+        ("weights", _SHARDING[setting.sharding]),
+        ("checkpointing", _CHECKPOINTING[setting.checkpointing]),
+    ]
+    if setting.profile is not None:
+        facts.append(
+            ("profile", f"attention and exchange by the cost model {setting.profile.name!r}, not by the hardware's figures")
+        )
+    if setting.tensor > 1:
+        facts.append(("tensor parallelism", "with sequence parallelism, four exchanges a layer and direction, hidden by nothing"))
+    if setting.stages > 1:
+        facts.append(
+            (
+                "pipeline",
+                f"{setting.stages} stages of equally many layers, 1F1B; hf-distca runs the same phase on all stages, "
+                "2 (m + p - 1) ticks for m micro-batches and p stages, of which the first holds 2 p - 1 micro-batches; stages "
+                "without a micro-batch compute attention; hf-distca has no ping-pong in stages",
+            )
+        )
+    return [
+        *facts,
+        ("all", "nothing but what is said here takes time: no host overhead, no fragmentation, no noise, no data loading"),
+        *((strategy.title, strategy.about) for strategy in map(find_strategy, strategies)),
+    ]
+
+
+def _exchange(setting: Setting) -> str:
+    cost = setting.cost()
+    inside = setting.nodes.seen_by(cost).per_node
+    rates = f"{cost.exchange_bytes_per_second / 1e9:.0f} GB/s from each rank"
+    if inside is not None and cost.node_bytes_per_second is not None:
+        rates += f" to other nodes, {cost.node_bytes_per_second / 1e9:.0f} GB/s to the {inside} of its own, both at once"
+    groups = setting.group // setting.shared
+    shared = f"{setting.shared} ranks share attention"
+    return f"{rates}; {shared}{f', {groups} groups of hf-distca have documents of their own' if groups > 1 else ''}"

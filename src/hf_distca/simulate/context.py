@@ -15,17 +15,16 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.collectives import gather_rate
-from hf_distca.simulate.linear_layers import Directions
+from hf_distca.simulate.beside_attention import Directions, gather_rate
 from hf_distca.simulate.memory import in_flight
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import MicroBatchWork, together
+from hf_distca.simulate.work import MicroBatchWork, all_layers, sums, task_seconds
 
 __all__ = [
     "SharedRows",
     "all_gather",
+    "comes_again",
     "degrees",
-    "gathered_again",
     "key_bytes",
     "ring",
     "shared_by_document",
@@ -48,8 +47,13 @@ class SharedRows(NamedTuple):
     row_count: int
 
     def sums(self, values: npt.NDArray[Any]) -> FloatArray:
-        """Sums of values of documents, by row: shape (row_count,)."""
-        return np.bincount(self.row, weights=values, minlength=self.row_count).astype(np.float64)
+        """Sums of values of documents, by row: shape (row_count,), or (2, row_count) of both directions."""
+        return sums(values, self.row, self.row_count)
+
+    @property
+    def tokens(self) -> FloatArray:
+        """Tokens of each row."""
+        return self.sums(self.length)
 
 
 def degrees(group: int) -> list[int]:
@@ -61,33 +65,33 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
     """Seconds of each rank of a row whose documents are each cut into 2 * degree chunks, a head and a tail for each rank.
 
     All ranks of a row take about as long. Chunks shorter than a tile still fill it. With `hops`, as many kernel calls see a part
-    of the keys each, and read q and write o again.
+    of the keys each, and read q and write o again. Shape (2, rows).
     """
     shape, length, chunks = cost.shape, rows.length, np.minimum(2 * degree, rows.length)
-    rows_each = -(-length // chunks)
-    tiled = -(-rows_each // cost.tile) * cost.tile
-    pairs = causal_pairs(length, length, cost.window) * (tiled / rows_each)
+    chunk_rows = -(-length // chunks)
+    tiled = -(-chunk_rows // cost.tile) * cost.tile
+    pairs = causal_pairs(length, length, cost.window) * (tiled / chunk_rows)
     read = length * (chunks + 1) / 2
     if cost.window is not None:
-        read = np.minimum(read, chunks * (rows_each + cost.window - 1.0))
+        read = np.minimum(read, chunks * (chunk_rows + cost.window - 1.0))
     moved = tiled * chunks * (shape.query_bytes + shape.output_bytes) * hops + read * shape.key_value_bytes
     tasks, bytes_, flops = (rows.sums(part / degree) for part in (chunks * hops, moved, shape.pair_flops * pairs))
     # As `CostModel` has it, backward moves twice the bytes and computes 2.5 times the flops.
-    return Directions(
-        *(
+    return np.stack(
+        [
             tasks * kernel.task_seconds
             + byte_factor * bytes_ * (1 / kernel.bytes_per_second)
             + flop_factor * flops * (1 / kernel.flops_per_second)
             for kernel, byte_factor, flop_factor in ((cost.forward, 1.0, 1.0), (cost.backward, 2.0, 2.5))
-        )
+        ]
     )
 
 
 def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
-    """Seconds of the slowest rank of each row that is cut as one sequence, into a head and a tail chunk for each rank."""
+    """Seconds of the slowest rank of each row that is cut as one sequence, a head and a tail chunk for each rank: (2, rows)."""
     order = np.argsort(rows.row, kind="stable")
     length, row = rows.length[order], rows.row[order]
-    sizes = rows.sums(rows.length).astype(np.int64)
+    sizes = rows.tokens.astype(np.int64)
     begins = np.cumsum(sizes) - sizes
     starts = np.cumsum(length) - length
     cuts = (begins[:, None] + sizes[:, None] * np.arange(2 * degree + 1) // (2 * degree)).ravel()
@@ -95,59 +99,44 @@ def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
     piece, end = edges[:-1], edges[1:]
     document = np.searchsorted(starts, piece, side="right") - 1
     owner = row[document]
-    chunk = np.array(
-        (piece - begins[owner]) * (2 * degree) // np.maximum(sizes[owner], 1)
-    )  # a cut rounds down, so the piece that begins at it may seem to lie in the chunk before
+    # A cut rounds down, so the piece that begins at it may seem to lie in the chunk before.
+    chunk = (piece - begins[owner]) * (2 * degree) // np.maximum(sizes[owner], 1)
     chunk += piece >= begins[owner] + sizes[owner] * np.minimum(chunk + 1, 2 * degree) // (2 * degree)
     rank = np.minimum(chunk, 2 * degree - 1 - chunk)
-    seconds = (directed(end - piece, end - starts[document]) for directed in (cost.forward_seconds, cost.backward_seconds))
-    summed = (np.bincount(owner * degree + rank, weights=part, minlength=rows.row_count * degree) for part in seconds)
-    return Directions(*(part.reshape(rows.row_count, degree).max(axis=1) for part in summed))
+    seconds = sums(task_seconds(cost, end - piece, end - starts[document]), owner * degree + rank, rows.row_count * degree)
+    return np.asarray(seconds.reshape(2, rows.row_count, degree).max(axis=2))
 
 
-def _layers(
-    setting: Setting, rows: SharedRows, degree: int, of_kind: Callable[[CostModel], tuple[Directions, Directions]]
+def _work(
+    setting: Setting, rows: SharedRows, degree: int, of_rows: Callable[[CostModel], tuple[Directions, Directions]]
 ) -> MicroBatchWork:
-    """All layers of rows that `degree` ranks share, of which a kind takes (attention, exchange) seconds for each row."""
-    tokens, nothing = np.repeat(rows.sums(rows.length) / degree, degree), np.zeros(rows.row_count * degree)
-    kinds = []
-    for window, layers in setting.model.kinds:
-        attention, exposed = (Directions(*(np.repeat(part, degree) for part in pair)) for pair in of_kind(setting.cost(window)))
-        pairs = float(causal_pairs(rows.length, rows.length, window).sum())
-        wire = exposed.forward + exposed.backward
-        kinds.append(MicroBatchWork(tokens, attention, exposed, wire, nothing, pairs).times(layers))
-    return together(kinds)
+    """The work of rows that `degree` ranks share; in a layer, each row takes seconds of attention, and waits for messages."""
+    tokens, nothing = np.repeat(rows.tokens / degree, degree), np.zeros(rows.row_count * degree)
+
+    def of_layer(cost: CostModel) -> MicroBatchWork:
+        attention, exposed = (np.repeat(seconds, degree, axis=1) for seconds in of_rows(cost))
+        pairs = float(causal_pairs(rows.length, rows.length, cost.window).sum())
+        return MicroBatchWork(tokens, attention, exposed, exposed.sum(axis=0), nothing, pairs)
+
+    return all_layers(setting, of_layer)
+
+
+def comes_again(setting: Setting, degree: int) -> bool:
+    """Whether keys that are not kept have to be gathered again: a layer that is repeated in backward gathers them anyway."""
+    return degree > 1 and setting.checkpointing != "full"
 
 
 def key_bytes(setting: Setting, degree: int, *, again: bool) -> float:
     """Bytes of gathered keys for each token of a rank: of all layers in flight, or `again` of one, and gradients in float32."""
     if degree == 1:
         return 0.0
-    # Where a layer is repeated, its forward gathers keys anyway.
-    one_layer = again or setting.checkpointing == "full"
-    kept = 1 if one_layer else setting.stage_layers * in_flight(setting)
+    kept = 1 if again or not comes_again(setting, degree) else setting.stage_layers * in_flight(setting)
     return float(degree * setting.shape.key_value_bytes * (kept + 2))
-
-
-def gathered_again(setting: Setting, work: MicroBatchWork, degree: int) -> MicroBatchWork:
-    """The work of `all_gather` or `wlb` if no keys are kept for backward: they come a second time."""
-    more = work.exposed.forward
-    exposed = Directions(more, work.exposed.backward + more)
-    received = work.tokens * key_bytes(setting, degree, again=True)
-    return replace(work, exposed=exposed, wire=work.wire + more, received=received)
-
-
-def _gathered(setting: Setting, cost: CostModel, rows: SharedRows, degree: int) -> Directions:
-    """Keys and values of a row come to all its ranks; their gradients go back, summed, in backward."""
-    if degree == 1:
-        return Directions(np.zeros(rows.row_count), np.zeros(rows.row_count))
-    once = _others_key_bytes(cost, rows, degree) / gather_rate(setting, degree) + cost.exchange_seconds
-    return Directions(once, once)
 
 
 def _others_key_bytes(cost: CostModel, rows: SharedRows, degree: int) -> FloatArray:
     """Bytes of a row's keys and values that lie on the other ranks, by row."""
-    return rows.sums(rows.length) * cost.shape.key_value_bytes * (degree - 1) / degree
+    return rows.tokens * cost.shape.key_value_bytes * (degree - 1) / degree
 
 
 def _neighbour_rate(setting: Setting, degree: int) -> float:
@@ -156,42 +145,48 @@ def _neighbour_rate(setting: Setting, degree: int) -> float:
     return setting.hardware.node_rate if inside else setting.hardware.link_rate
 
 
-def all_gather(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
-    """Each rank gets all keys of its row before it computes its head and tail of every document, and keeps them."""
+def _gathering(
+    setting: Setting, rows: SharedRows, degree: int, cut: Callable[[CostModel, SharedRows, int], Directions], *, again: bool
+) -> MicroBatchWork:
+    """Keys and values of a row come to all its ranks, which keep them for backward, or get them `again` then.
 
-    def of_kind(cost: CostModel) -> tuple[Directions, Directions]:
-        return shared_by_document(cost, rows, degree), _gathered(setting, cost, rows, degree)
+    Gradients of keys go back in backward, summed.
+    """
 
-    work = _layers(setting, rows, degree, of_kind)
-    return replace(work, received=work.tokens * key_bytes(setting, degree, again=False))
+    def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
+        once = _others_key_bytes(cost, rows, degree) / gather_rate(setting, degree) + cost.exchange_seconds
+        return cut(cost, rows, degree), np.stack([once, 2 * once if again else once]) * (degree > 1)
+
+    work = _work(setting, rows, degree, of_rows)
+    return replace(work, received=work.tokens * key_bytes(setting, degree, again=again))
 
 
-def wlb(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
+def all_gather(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False) -> MicroBatchWork:
+    """Each rank gets all keys of its row before it computes its head and tail of every document."""
+    return _gathering(setting, rows, degree, shared_by_document, again=again)
+
+
+def wlb(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False) -> MicroBatchWork:
     """All-gather, where each row is cut by document or as one sequence, whichever is faster (arXiv 2503.17924, section 5)."""
 
-    def of_kind(cost: CostModel) -> tuple[Directions, Directions]:
-        ways = [cut(cost, rows, degree) for cut in (shared_by_document, shared_by_row)]
-        first = ways[0].forward + ways[0].backward <= ways[1].forward + ways[1].backward
-        best = Directions(*(np.where(first, by_document, by_row) for by_document, by_row in zip(*ways, strict=True)))
-        return best, _gathered(setting, cost, rows, degree)
+    def faster(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
+        by_document, by_row = (cut(cost, rows, degree) for cut in (shared_by_document, shared_by_row))
+        return np.where(by_document.sum(axis=0) <= by_row.sum(axis=0), by_document, by_row)
 
-    work = _layers(setting, rows, degree, of_kind)
-    return replace(work, received=work.tokens * key_bytes(setting, degree, again=False))
+    return _gathering(setting, rows, degree, faster, again=again)
 
 
 def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     """Keys travel from neighbour to neighbour beside the attention to those that came before."""
 
-    def of_kind(cost: CostModel) -> tuple[Directions, Directions]:
-        attention = shared_by_document(cost, rows, degree, hops=degree)
+    def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
         once = _others_key_bytes(cost, rows, degree) / _neighbour_rate(setting, degree) + (degree - 1) * cost.exchange_seconds
         # In backward gradients of keys travel with them.
-        return attention, Directions(once, 2 * once)
+        return shared_by_document(cost, rows, degree, hops=degree), np.stack([once, 2 * once])
 
-    work = _layers(setting, rows, degree, of_kind)
-    exposed = Directions(*(np.maximum(wire - busy, 0) for wire, busy in zip(work.exposed, work.attention, strict=True)))
+    work = _work(setting, rows, degree, of_rows)
     kept = work.tokens * 3 * 2 * setting.shape.key_value_bytes * (degree > 1)  # the keys at hand and those that come
-    return replace(work, exposed=exposed, received=kept)
+    return replace(work, exposed=np.maximum(work.exposed - work.attention, 0), received=kept)
 
 
 def ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
@@ -201,12 +196,9 @@ def ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     keys = shape.key_value_bytes * max(degree / shape.key_value_heads, 1)
     moved = (shape.query_bytes + keys + shape.output_bytes) * (degree - 1) / degree
 
-    def of_kind(cost: CostModel) -> tuple[Directions, Directions]:
-        directed = (cost.forward_seconds, cost.backward_seconds)
-        attention = Directions(*(rows.sums(seconds(rows.length, rows.length, 1 / degree)) for seconds in directed))
-        once = rows.sums(rows.length) / degree * moved / _neighbour_rate(setting, degree)
-        once = once + 2 * cost.exchange_seconds * (degree > 1)
-        return attention, Directions(once, once)
+    def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
+        once = rows.tokens / degree * moved / _neighbour_rate(setting, degree) + 2 * cost.exchange_seconds * (degree > 1)
+        return rows.sums(task_seconds(cost, rows.length, rows.length, 1 / degree)), np.stack([once, once])
 
-    work = _layers(setting, rows, degree, of_kind)
+    work = _work(setting, rows, degree, of_rows)
     return replace(work, received=work.tokens * (moved + shape.output_bytes) * (degree > 1))

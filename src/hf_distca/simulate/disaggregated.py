@@ -1,10 +1,10 @@
-"""Core attention disaggregation: hf-distca's own scheduler, on documents as given or dealt, and the published planner."""
+"""Core attention disaggregation: documents as given or dealt lie on ranks, a planner says what moves, and that becomes work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,109 +16,127 @@ from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.loader_rules import packed_rows
-from hf_distca.simulate.published import plan_published
-from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import MicroBatchWork, of_nano_batches, of_plan, together
+from hf_distca.simulate.setting import TILE, Setting
+from hf_distca.simulate.work import Candidate, MicroBatchWork, all_layers, of_nano_batches, of_plan, side_by_side
 
-__all__ = ["Placement", "dealt", "given", "halved", "published", "work_of"]
+__all__ = ["Placement", "candidates", "dealt", "given", "halved", "in_groups", "work_of"]
 
-
-class Placement(NamedTuple):
-    """Where the documents of a micro-batch lie, and who plans what moves.
-
-    Attributes:
-        layouts: one, or those of both nano-batches of ping-pong.
-        planner: the plan of a layout.
-    """
-
-    layouts: tuple[Layout, ...]
-    planner: Callable[[Layout, CostModel, DistCAConfig, Ranks], Plan]
+# Where the documents of a micro-batch lie: a layout, or those of both nano-batches of ping-pong.
+Placement = tuple[Layout, ...]
+Planner = Callable[[Layout, CostModel, DistCAConfig, Ranks], Plan]
 
 
 def given(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
     """Rows as a packing loader fills them: documents are cut at the end of a row, and each part is one of its own."""
     layout = packed_rows(lengths, setting.group, setting.tokens_per_rank)
-    return Placement(halved(layout, setting.tile) if ping_pong else (layout,), balance)
+    return halved(layout) if ping_pong else (layout,)
 
 
 def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
     """Documents dealt by hf-distca, those of a node if there is room."""
     model = setting.cost(None if None in (window for window, _ in setting.model.kinds) else setting.model.window)
-    place = (lengths, setting.group, setting.tokens_per_rank, model)
+    arguments = (lengths, setting.group, setting.tokens_per_rank, model)
     nodes = setting.nodes.seen_by(model).per_node
     if ping_pong:
-        return Placement(deal_nano_batches(*place, tile=setting.tile, ranks_per_node=nodes), balance)
-    return Placement((deal(*place, tile=setting.tile, ranks_per_node=nodes),), balance)
+        return deal_nano_batches(*arguments, tile=TILE, ranks_per_node=nodes)
+    return (deal(*arguments, tile=TILE, ranks_per_node=nodes),)
 
 
-def published(setting: Setting, lengths: IntArray, *, tolerance: float = 0.05) -> Placement:
-    """Documents one after another, over as many ranks as they need, under the published planner, in two nano-batches."""
-    ends = np.cumsum(lengths)
-    # Whole documents in each nano-batch, as near to half of the tokens as they allow.
-    first = int(np.abs(ends - ends[-1] / 2).argmin()) + 1
-
-    def planner(layout: Layout, cost: CostModel, config: DistCAConfig, _: Ranks) -> Plan:
-        plan = plan_published(layout, cost.shape, tolerance=tolerance, tile=config.tile)
-        return replace(plan, window=cost.window)
-
-    return Placement(
-        (_one_after_another(lengths[:first], setting.group), _one_after_another(lengths[first:], setting.group)), planner
-    )
-
-
-def _one_after_another(documents: IntArray, ranks: int) -> Layout:
-    """Documents in order over all ranks, with tokens as equal as can be. There may be fewer tokens than ranks, or none."""
-    starts, total = np.cumsum(documents) - documents, int(documents.sum())
-    least, more = divmod(total, ranks)
-    bounds = np.concatenate([[0], np.cumsum(least + (np.arange(ranks) < more))])
-    edges = np.unique(np.concatenate([starts, bounds]))
-    edges = edges[edges < total].astype(np.int64)
-    document = np.searchsorted(starts, edges, side="right") - 1
-    return Layout(document, edges - starts[document], np.diff(edges, append=total), np.searchsorted(edges, bounds))
-
-
-def halved(layout: Layout, tile: int) -> tuple[Layout, Layout]:
+def halved(layout: Layout) -> tuple[Layout, Layout]:
     """The nano-batches of a layout in which every document lies on one rank: cut between documents near the middle of a rank.
 
     Where no document begins near it, a document is cut, and the second nano-batch has its first part as context.
     """
-    halves: tuple[list[list[tuple[int, int, int]]], ...] = ([], [])
-    context = []
-    for rank in range(layout.world_size):
-        rows = layout.segments(rank)
-        total = sum(row.length for row in rows)
-        starts = np.cumsum([0, *(row.length for row in rows)])
+    cuts = []
+    for begin, end in pairwise(layout.offsets.tolist()):
+        starts = np.append(0, np.cumsum(layout.length[begin:end]))
+        total = int(starts[-1])
         nearest = int(starts[np.abs(starts - total / 2).argmin()])
         near = min(nearest, total - nearest) >= total / 4
-        cut = nearest if near else total // 2 // tile * tile or total // 2
-        first: list[tuple[int, int, int]] = []
-        second: list[tuple[int, int, int]] = []
-        before = 0
-        for row, start in zip(rows, starts.tolist(), strict=False):
-            here = min(max(cut - start, 0), row.length)
-            if here:
-                first.append((row.document, row.start, here))
-            if 0 < here < row.length:
-                second.append((row.document, row.start, here))
-                before = 1
-            if here < row.length:
-                second.append((row.document, row.start + here, row.length - here))
-        halves[0].append(first)
-        halves[1].append(second)
-        context.append(before)
-    return Layout.from_segments(halves[0]), Layout.from_segments(halves[1], context)
+        cuts.append(nearest if near else total // 2 // TILE * TILE or total // 2)
+    before = np.clip(np.array(cuts)[layout.rank] - layout.token, 0, layout.length)
+    after = layout.length - before
+    crosses = (before > 0) & (after > 0)
+    # The second nano-batch has of each segment the part before the cut, as context, where it crosses, and the part after it.
+    there = np.stack([crosses, after > 0], axis=1)
+    document, rank = (np.stack([column, column], axis=1)[there] for column in (layout.document, layout.rank))
+    start, length = np.stack([layout.start, layout.start + before], axis=1)[there], np.stack([before, after], axis=1)[there]
+    ranks = np.arange(layout.world_size + 1)
+    context = np.bincount(layout.rank[crosses], minlength=layout.world_size)
+    first = before > 0
+    return (
+        Layout(layout.document[first], layout.start[first], before[first], np.searchsorted(layout.rank[first], ranks)),
+        Layout(document, start, length, np.searchsorted(rank, ranks), context),
+    )
 
 
-def work_of(setting: Setting, placed: Placement) -> MicroBatchWork:
+def work_of(setting: Setting, placement: Placement, planner: Planner = balance) -> MicroBatchWork:
     """The work of a micro-batch that lies so, all layers."""
-    config = DistCAConfig(tile=setting.tile)
-    kinds = []
-    for window, layers in setting.model.kinds:
-        cost = setting.cost(window)
+    config = DistCAConfig(ping_pong=len(placement) > 1)
+
+    def of_layer(cost: CostModel) -> MicroBatchWork:
         nodes = setting.nodes.seen_by(cost)
-        if len(placed.layouts) == 1:
-            kinds.append(of_plan(placed.planner(placed.layouts[0], cost, config, nodes), cost, nodes).times(layers))
-            continue
-        halves = [placed.planner(layout, cost, replace(config, ping_pong=True), nodes) for layout in placed.layouts]
-        kinds.append(of_nano_batches(setting, (halves[0], halves[1]), cost, nodes).times(layers))
-    return together(kinds)
+        plans = [planner(layout, cost, config, nodes) for layout in placement]
+        return of_plan(plans[0], cost, nodes) if len(plans) == 1 else of_nano_batches(setting, plans, cost, nodes)
+
+    return all_layers(setting, of_layer)
+
+
+def candidates(setting: Setting, placements: Sequence[Placement], planner: Planner = balance) -> list[Candidate]:
+    """The one way to run micro-batches that lie so: in stages, idle ones serve."""
+    staged = setting.stages > 1
+    placements = _ticks(setting, placements) if staged else placements
+    return [Candidate([work_of(setting, placement, planner) for placement in placements], ticks=staged)]
+
+
+def in_groups(
+    place: Callable[..., Placement],
+    share: Callable[[IntArray, int, int], list[IntArray]],
+    ping_pong: bool,
+    setting: Setting,
+    batches: Sequence[IntArray],
+) -> list[Candidate]:
+    """hf-distca: ranks of a large attention group share attention in smaller ones, each with documents of its own.
+
+    Args:
+        place: says where documents of a micro-batch lie, as `given` does.
+        share: divides a micro-batch among so many groups, with so many tokens each.
+        ping_pong: whether there are two nano-batches.
+        setting, batches: as of `Strategy`.
+    """
+    if ping_pong and setting.stages > 1:
+        return []  # hf_distca.pipeline refuses it
+    count = setting.group // setting.shared
+    if count == 1:
+        return candidates(setting, [place(setting, lengths, ping_pong=ping_pong) for lengths in batches])
+    group, works = replace(setting, ranks=setting.ranks // count), []
+    for lengths in batches:
+        parts = share(lengths, count, group.tokens)
+        works.append(side_by_side([work_of(group, place(group, part, ping_pong=ping_pong)) for part in parts]))
+    return [Candidate(works)]
+
+
+def _ticks(setting: Setting, placements: Sequence[Placement]) -> list[Placement]:
+    """What lies on the ranks of all stages in each tick of one direction; stages without a micro-batch have nothing."""
+    none = np.zeros(0, dtype=np.int64)
+    empty = (Layout(none, none, none, np.zeros(setting.group + 1, dtype=np.int64)),) * len(placements[0])
+    padded = [empty] * (setting.stages - 1) + [*placements] + [empty] * (setting.stages - 1)
+    ticks = range(len(placements) + setting.stages - 1)
+    running = [padded[tick : tick + setting.stages][::-1] for tick in ticks]  # a micro-batch is in the first stage first
+    return [tuple(_side_by_side(nano_batch) for nano_batch in zip(*stages, strict=True)) for stages in running]
+
+
+def _side_by_side(layouts: Sequence[Layout]) -> Layout:
+    """The ranks of several layouts one after another; their documents are different ones."""
+    documents, first = [], 0
+    for layout in layouts:
+        documents.append(layout.document + first)
+        first += int(layout.document.max(initial=-1)) + 1
+    segments = np.concatenate([np.diff(layout.offsets) for layout in layouts])
+    return Layout(
+        np.concatenate(documents),
+        np.concatenate([layout.start for layout in layouts]),
+        np.concatenate([layout.length for layout in layouts]),
+        np.append(0, np.cumsum(segments)),
+        np.concatenate([layout.context for layout in layouts]),
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,16 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import ConfigError, LayoutError
+from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray, as_integers
+from hf_distca.simulate.loader_rules import shared_out
 
 __all__ = ["DISTRIBUTIONS", "DocumentSource", "distribution", "from_list"]
 
 _PIECE = 1024
 _MOST_PIECES = 2**15  # 33 million documents take some 10 s to draw, and far longer to place
 _LONGEST = 2**32  # tokens
-_BASE = (
-    65536  # tokens: named distributions are those of lists made for contexts of this length, and are stretched for longer ones
-)
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,16 @@ class DocumentSource:
     name: str
     stream: Callable[[np.random.Generator], Iterator[IntArray]]
     source: str
+
+    @classmethod
+    def drawn(cls, name: str, draw: Callable[[np.random.Generator], FloatArray], longest: int, source: str) -> DocumentSource:
+        """Lengths of a distribution, rounded down to whole tokens from 1 to `longest`."""
+
+        def stream(generator: np.random.Generator) -> Iterator[IntArray]:
+            while True:
+                yield np.clip(draw(generator), 1, longest).astype(np.int64)
+
+        return cls(name, stream, source)
 
     def batches(self, tokens: int, count: int, seed: int = 0) -> Iterator[IntArray]:
         """`count` global batches of exactly so many tokens, in the order in which documents were drawn; the last one is cut.
@@ -55,11 +63,7 @@ class DocumentSource:
                     )
                 pieces.append(next(stream))
                 total += int(pieces[-1].sum())
-                if pieces[-1].max() > tokens:
-                    raise LayoutError(
-                        f"a document of {pieces[-1].max()} tokens is longer than a global batch of {tokens}: raise the tokens of "
-                        "a rank or the number of ranks, or bound lengths with --max-length."
-                    )
+                _check_longest(pieces[-1], tokens, "global batch")
             rest = np.concatenate(pieces)
             ends = np.cumsum(rest)
             last = int(np.searchsorted(ends, tokens))
@@ -78,34 +82,16 @@ class DocumentSource:
             LayoutError: if a document is longer than a micro-batch.
         """
         for batch in self.batches(tokens * micro_batches, count, seed):
-            if int(batch.max()) > tokens:
-                raise LayoutError(
-                    f"a document of {batch.max()} tokens is longer than a micro-batch of {tokens}: raise the tokens of a rank or "
-                    "the number of ranks, or bound lengths with --max-length."
-                )
-            yield [batch] if micro_batches == 1 else _shared_out(batch, tokens, micro_batches)
+            _check_longest(batch, tokens, "micro-batch")
+            yield [batch] if micro_batches == 1 else shared_out(batch, micro_batches, tokens)
 
 
-def _shared_out(lengths: IntArray, tokens: int, count: int) -> list[IntArray]:
-    """Documents in micro-batches of equal tokens: longest first, each where most room is left. What fits nowhere is cut."""
-    batches: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    rooms, left = [(-tokens, number) for number in range(count)], []
-    for document in np.argsort(-lengths, kind="stable").tolist():
-        length, (room, number) = int(lengths[document]), rooms[0]
-        if length > -room:
-            left.append((document, length))
-            continue
-        batches[number].append((document, length))
-        heapq.heapreplace(rooms, (room + length, number))
-    for document, whole in left:
-        length = whole
-        while length:
-            room, number = rooms[0]
-            part = min(length, -room)
-            batches[number].append((document, part))
-            heapq.heapreplace(rooms, (room + part, number))
-            length -= part
-    return [np.array([length for _, length in sorted(batch)], dtype=np.int64) for batch in batches]
+def _check_longest(lengths: IntArray, tokens: int, what: str) -> None:
+    if lengths.max() > tokens:
+        raise LayoutError(
+            f"a document of {lengths.max()} tokens is longer than a {what} of {tokens}: raise the tokens of a rank or the number "
+            "of ranks, or bound lengths with --max-length."
+        )
 
 
 def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> DocumentSource:
@@ -117,13 +103,12 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
     length = as_integers(lengths, f"document lengths of {name}")
     if not len(length):
         raise LayoutError(f"{name} holds no document lengths: there is nothing to simulate.")
-    if length.min() < 1:
-        document = int(np.flatnonzero(length < 1)[0])
+    if (wrong := (length < 1) | (length > _LONGEST)).any():
+        document = int(wrong.argmax())
         raise LayoutError(
-            f"{name}: document {document} has length {length[document]}: every document must have at least 1 token."
+            f"{name}: document {document} has length {length[document]}: every document must have at least 1 token, and the "
+            "limit is 2**32."
         )
-    if length.max() > _LONGEST:
-        raise LayoutError(f"{name}: document {int(length.argmax())} has {length.max()} tokens: the limit is 2**32.")
     if longest is not None:
         length = np.minimum(length, _checked(longest))
 
@@ -134,82 +119,68 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
     return DocumentSource(name, stream, f"{len(length)} lengths, mean {length.mean():.0f}, longest {length.max()}, shuffled")
 
 
-def _drawn(draw: Callable[[np.random.Generator], npt.NDArray[np.float64]], longest: int) -> Callable[..., Iterator[IntArray]]:
-    def stream(generator: np.random.Generator) -> Iterator[IntArray]:
-        while True:
-            yield np.clip(draw(generator), 1, longest).astype(np.int64)
-
-    return stream
-
-
 @dataclass(frozen=True, slots=True)
 class _Mixture:
     """Short and long documents, each lognormal: mean and standard deviation of the logarithm of a length.
 
+    Both are fitted to a list made for contexts of 65,536 tokens. For longer ones, long documents are stretched.
+
     Attributes:
+        name: of documents like these.
         short, long: both distributions.
         boundary: short documents are at most so long, and others longer, before they are stretched.
+        long_tokens: part of all tokens that long documents hold, before the longest are cut off.
+        source: where the figures come from.
     """
 
+    name: str
     short: tuple[float, float]
     long: tuple[float, float]
     boundary: int
+    long_tokens: float
+    source: str
 
-    def stream(self, tokens: float, stretch: float, longest: int) -> Callable[..., Iterator[IntArray]]:
-        """Lengths of which long ones, `stretch` times as long, hold such a part of all tokens, before `longest` bounds them."""
-        short, long = (_mean(*shape, self.boundary, above=above) for shape, above in ((self.short, False), (self.long, True)))
-        share = tokens / (long * stretch) / (tokens / (long * stretch) + (1 - tokens) / short)
+    def documents(self, longest: int) -> DocumentSource:
+        """Documents of at most so many tokens."""
+        stretch = longest / 65536
+        short, long = self._mean(*self.short, side=-1), self._mean(*self.long, side=1) * stretch
+        share = self.long_tokens / long / (self.long_tokens / long + (1 - self.long_tokens) / short)
 
-        def draw(generator: np.random.Generator) -> npt.NDArray[np.float64]:
+        def draw(generator: np.random.Generator) -> FloatArray:
             is_long = generator.random(_PIECE) < share
-            mean, width = (
-                np.where(is_long, long_value, short_value) for long_value, short_value in zip(self.long, self.short, strict=True)
-            )
+            mean, width = np.where(is_long[:, None], self.long, self.short).T
             logs = generator.normal(mean, width)
             while (wrong := (logs > math.log(self.boundary)) != is_long).any():
                 logs[wrong] = generator.normal(mean[wrong], width[wrong])
             return np.asarray(np.exp(logs) * np.where(is_long, stretch, 1.0))
 
-        return _drawn(draw, longest)
+        return DocumentSource.drawn(f"{self.name} up to {longest}", draw, longest, self.source)
+
+    def _mean(self, mean: float, width: float, *, side: int) -> float:
+        """Mean of one of them, which is cut off at the boundary: with `side` 1 it lies above, with -1 below."""
+        distance = side * (mean - math.log(self.boundary)) / width
+
+        def below(value: float) -> float:
+            return (1 + math.erf(value / math.sqrt(2))) / 2
+
+        return math.exp(mean + width**2 / 2) * below(distance + side * width) / below(distance)
 
 
-def _mean(mean: float, width: float, boundary: int, *, above: bool) -> float:
-    """Mean of a lognormal distribution that is cut off at a boundary."""
-    side = 1 if above else -1
-    distance = side * (mean - math.log(boundary)) / width
-
-    def below(value: float) -> float:
-        return (1 + math.erf(value / math.sqrt(2))) / 2
-
-    return math.exp(mean + width**2 / 2) * below(distance + side * width) / below(distance)
-
-
-_PRETRAIN = _Mixture((7.747, 0.998), (10.128, 0.885), 8192)
-_PROLONG = _Mixture((7.657, 0.697), (10.162, 0.522), 16384)
-
-
-def pretrain(longest: int) -> DocumentSource:
-    """Web text with long documents kept more often: half of the tokens are in long ones."""
-    return DocumentSource(
-        f"pretrain-like up to {longest}",
-        _PRETRAIN.stream(0.5, longest / _BASE, longest),
+DISTRIBUTIONS = {
+    "pretrain": _Mixture(  # web text with long documents kept more often
+        "pretrain-like",
+        *((7.747, 0.998), (10.128, 0.885), 8192, 0.5),
         "two lognormal distributions fitted to the list 'wlbllm' of hao-ai-lab/DistCA (commit 2afd219) below and above 8192 "
         "tokens; long ones stretched with the context and kept more often, until they hold half of the tokens: assumed, as "
         "arXiv 2510.18121 says that short ones are filtered out and not how many",
-    )
-
-
-def prolong(longest: int) -> DocumentSource:
-    """Long-context data: 60 % of the tokens are in long documents."""
-    return DocumentSource(
-        f"ProLong-like up to {longest}",
-        _PROLONG.stream(0.6, longest / _BASE, longest),
+    ),
+    "prolong": _Mixture(  # long-context data
+        "ProLong-like",
+        *((7.657, 0.697), (10.162, 0.522), 16384, 0.6),
         "two lognormal distributions fitted to the list 'prolong' of hao-ai-lab/DistCA (commit 2afd219) below and above 16384 "
         "tokens; long ones stretched with the context, with 60 % of the tokens, the best mixture of arXiv 2410.02660",
-    )
-
-
-DISTRIBUTIONS: dict[str, Callable[[int], DocumentSource]] = {"pretrain": pretrain, "prolong": prolong}
+    ),
+}
 
 
 def distribution(text: str, longest: int) -> DocumentSource:
@@ -219,19 +190,19 @@ def distribution(text: str, longest: int) -> DocumentSource:
         ConfigError: if there is none of this name, or its numbers are out of range.
     """
     _checked(longest)
+    if text in DISTRIBUTIONS:
+        return DISTRIBUTIONS[text].documents(longest)
     name, *numbers = text.split(":")
     try:
         values = [float(number) for number in numbers]
     except ValueError:
         values = [math.nan]
-    if name in DISTRIBUTIONS and not numbers:
-        return DISTRIBUTIONS[name](longest)
     good = all(0 < value <= _LONGEST for value in values)  # no comparison with NaN is true
     if name == "equal" and len(values) == 1 and good and values[0] >= 1:
-        return DocumentSource(text, _drawn(lambda _: np.full(_PIECE, values[0]), longest), "as given")
+        return DocumentSource.drawn(text, lambda _: np.full(_PIECE, values[0]), longest, "as given")
     if name == "lognormal" and len(values) == 2 and good and values[1] <= 10:
         logs = (math.log(values[0]), values[1])
-        return DocumentSource(text, _drawn(lambda generator: generator.lognormal(*logs, _PIECE), longest), "as given")
+        return DocumentSource.drawn(text, lambda generator: generator.lognormal(*logs, _PIECE), longest, "as given")
     raise ConfigError(
         f"lengths {text!r} are neither a file nor one of {', '.join(DISTRIBUTIONS)}, equal:TOKENS, lognormal:MEDIAN:SIGMA with "
         "positive numbers."

@@ -9,16 +9,16 @@ import numpy as np
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray, Layout
-from hf_distca.simulate.linear_layers import layer_seconds
+from hf_distca.simulate.beside_attention import layer_seconds
 from hf_distca.simulate.setting import Setting
 
 __all__ = [
     "batch_rebalance",
     "cut_into_batches",
     "document_seconds",
-    "filled_batches",
     "longest_first",
     "packed_rows",
+    "shared_out",
 ]
 
 # Weight of a square in transformers' cost of a sample (BatchRebalanceSampler.QUADRATIC_COST_COEF).
@@ -46,35 +46,40 @@ def cut_into_batches(lengths: IntArray, count: int, tokens: int) -> list[IntArra
     return np.split(rows.length, rows.offsets[1:-1])
 
 
-def filled_batches(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
-    """Documents in order, each in the first of `count` batches of so many tokens that has room. What fits nowhere is cut."""
-    batches: list[list[int]] = [[] for _ in range(count)]
-    rooms, left = np.full(count, tokens), []
-    for length in lengths.tolist():
-        batch_index = int(np.argmax(rooms >= length))
-        if rooms[batch_index] < length:
-            left.append(length)
-            continue
-        batches[batch_index].append(length)
-        rooms[batch_index] -= length
-    for whole in left:
-        length = whole
+def shared_out(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
+    """Documents in `count` batches of so many tokens: longest first, each where most room is left. What fits nowhere is cut.
+
+    Batches keep the order of documents.
+    """
+    batches: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    rooms = [(-tokens, batch) for batch in range(count)]
+
+    def put(document: int, length: int) -> None:
+        room, batch = rooms[0]
+        batches[batch].append((document, length))
+        heapq.heapreplace(rooms, (room + length, batch))
+
+    left = []
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        if lengths[document] > -rooms[0][0]:
+            left.append(document)
+        else:
+            put(document, int(lengths[document]))
+    for document in left:
+        length = int(lengths[document])
         while length:
-            batch_index = int(rooms.argmax())
-            part = min(length, int(rooms[batch_index]))
-            batches[batch_index].append(part)
-            rooms[batch_index] -= part
+            part = min(length, -rooms[0][0])
+            put(document, part)
             length -= part
-    return [np.array(batch, dtype=np.int64) for batch in batches]
+    return [np.array([length for _, length in sorted(batch)], dtype=np.int64) for batch in batches]
 
 
 def document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:
     """Seconds that each document adds to its rank, all layers, both directions."""
-    tokens = lengths.astype(np.float64)
     # A long row's seconds a token: alone, a short document would read all weights by itself.
-    row = layer_seconds(setting, np.full(1, float(max(setting.tokens_per_rank, 1))))
-    token_seconds = float(row.forward[0] + row.backward[0]) / max(setting.tokens_per_rank, 1)
-    seconds = setting.model.layers * token_seconds * tokens
+    row = layer_seconds(setting, np.full(1, float(setting.tokens_per_rank)))
+    token_seconds = float(row.sum()) / setting.tokens_per_rank
+    seconds = setting.model.layers * token_seconds * lengths.astype(np.float64)
     for window, layers in setting.model.kinds:
         seconds += layers * setting.cost(window).seconds(lengths, lengths)
     return seconds

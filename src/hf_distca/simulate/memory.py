@@ -18,8 +18,7 @@ _LOSS_TOKENS = 4096  # the loss is taken of so many tokens at a time
 
 def weight_bytes(setting: Setting) -> float:
     """Weights, gradients and the optimizer's state on a rank."""
-    held = setting.model.parameters / (setting.tensor * setting.stages)
-    element, group = setting.hardware.element_bytes, setting.group
+    held, element, group = setting.rank_parameters, setting.hardware.element_bytes, setting.group
     if setting.sharding == "fsdp":
         whole = 2 * setting.model.layer_parameters / setting.tensor * element  # the layer at work and the next one
         return held / group * (2 * element + _OPTIMIZER_BYTES) + whole
@@ -27,30 +26,28 @@ def weight_bytes(setting: Setting) -> float:
     return gradients + held * _OPTIMIZER_BYTES / (group if setting.sharding == "zero1" else 1)
 
 
+def _layer_bytes(setting: Setting) -> float:
+    """What a layer holds for each token: inputs of norms and matrix products, q, k, v, o, and three of the gated activation."""
+    model, shape = setting.model, setting.shape
+    inside = shape.query_bytes + shape.key_value_bytes + shape.output_bytes
+    return inside + (4 * model.hidden + 3 * model.feed_forward) / setting.tensor * setting.hardware.element_bytes
+
+
 def activation_bytes(setting: Setting) -> float:
     """What each token of a micro-batch leaves for the backward of a rank's layers.
 
-    A layer keeps the inputs of both norms and of the matrix products, q, k, v, o, the log-sum-exp, and three tensors of the gated
-    activation. With checkpointing it keeps its input, and selectively or under hf-distca o and the log-sum-exp.
+    With checkpointing a layer keeps its input, and selectively o and the log-sum-exp, too.
     """
-    model, shape, element = setting.model, setting.shape, setting.hardware.element_bytes
-    kept = shape.output_bytes + shape.lse_bytes
-    hidden = model.hidden / setting.tensor * element
+    shape = setting.shape
     if setting.checkpointing == "none":
-        inside = shape.query_bytes + shape.key_value_bytes + kept
-        layer = 4 * hidden + inside + 3 * model.feed_forward / setting.tensor * element
-    else:
-        layer = hidden + (kept if setting.checkpointing == "selective" else 0)
-    return float(layer * setting.stage_layers)
+        return setting.stage_layers * (_layer_bytes(setting) + shape.lse_bytes)
+    kept = shape.output_bytes + shape.lse_bytes if setting.checkpointing == "selective" else 0
+    return setting.stage_layers * (setting.model.hidden / setting.tensor * setting.hardware.element_bytes + kept)
 
 
 def _working_bytes(setting: Setting) -> float:
     """What a layer that is recomputed holds for each token of a micro-batch."""
-    if setting.checkpointing == "none":
-        return 0.0
-    model, shape, element = setting.model, setting.shape, setting.hardware.element_bytes
-    inside = shape.query_bytes + shape.key_value_bytes + shape.output_bytes
-    return float(inside + (4 * model.hidden + 3 * model.feed_forward) / setting.tensor * element)
+    return 0.0 if setting.checkpointing == "none" else _layer_bytes(setting)
 
 
 def _loss_bytes(setting: Setting, tokens: FloatArray | int) -> FloatArray:

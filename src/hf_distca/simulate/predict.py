@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,20 +12,23 @@ import numpy as np
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import causal_pairs
 from hf_distca.schedule.layout import IntArray
-from hf_distca.simulate.collectives import optimizer_seconds, weight_exchange
+from hf_distca.simulate.beside_attention import head_seconds, optimizer_seconds, weight_exchange
 from hf_distca.simulate.document_lengths import DocumentSource
-from hf_distca.simulate.linear_layers import Directions, head_seconds
 from hf_distca.simulate.memory import peak_bytes
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import DISAGGREGATED, STRATEGIES, Candidate, Strategy
-from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
-from hf_distca.simulate.work import MicroBatchWork
-from hf_distca.simulate.workers import Told, predict_each
+from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy, find_strategy
+from hf_distca.simulate.timelines import data_parallel, linear_seconds, one_forward_one_backward, rank_seconds, same_phase
+from hf_distca.simulate.work import Candidate
+from hf_distca.simulate.workers import map_in_order
 
 __all__ = ["Prediction", "best_alternative", "best_of", "ideal_seconds", "predict_step", "simulate"]
 
 # A strategy that skips more than this part of the attention trains on other documents: it is shown, and not compared.
 _SKIPPED = 0.01
+_MEANS = (
+    *("step_seconds", "idle_share", "exposed_share", "hidden_seconds", "exposed_seconds"),
+    *("weight_exposed_seconds", "attention_share"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Prediction:
     """A strategy's step; over several batches, the mean of each figure but memory, whose largest counts.
 
     Attributes:
-        strategy: its name.
+        strategy, title: its name, and what tables call it.
         step_seconds: seconds of a step.
         idle_share: part of the step in which the mean rank waits for others: stragglers and pipeline bubbles.
         exposed_share: part of the step in which the mean rank waits for messages of core attention.
@@ -48,6 +51,7 @@ class Prediction:
     """
 
     strategy: str
+    title: str
     step_seconds: float
     idle_share: float
     exposed_share: float
@@ -62,18 +66,9 @@ class Prediction:
     tokens_per_second: float
 
     @property
-    def title(self) -> str:
-        """The strategy, in words."""
-        return STRATEGIES[self.strategy].title
-
-    @property
     def comparable(self) -> bool:
         """Whether it fits, and computes the attention of whole documents."""
         return self.fits and self.attention_share >= 1 - _SKIPPED
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures as a dictionary that `json` can write."""
-        return asdict(self)
 
 
 def predict_step(setting: Setting, batches: Sequence[IntArray], strategy: Strategy) -> Prediction | None:
@@ -82,73 +77,64 @@ def predict_step(setting: Setting, batches: Sequence[IntArray], strategy: Strate
     Args:
         setting: model, devices and their arrangement.
         batches: document lengths of each micro-batch of the attention group, `setting.micro_batches` of them.
-        strategy: one of `STRATEGIES`.
+        strategy: one of `STRATEGIES`, or another one.
     """
-    whole = _pairs(setting, batches)
-    candidates = strategy.candidates(setting, batches)
-    predictions = [_of_candidate(setting, candidate, strategy, batches, whole) for candidate in candidates]
+    predictions = [_of_candidate(setting, candidate, strategy, batches) for candidate in strategy.candidates(setting, batches)]
     if not predictions:
         return None
     return min(predictions, key=lambda step: (not step.fits, step.attention_share < 1 - _SKIPPED, step.step_seconds))
 
 
-def _pairs(setting: Setting, batches: Sequence[IntArray]) -> float:
-    return float(sum(causal_pairs(n, n, window).sum() for n in batches for window, _ in setting.model.kinds))
-
-
-def _of_candidate(
-    setting: Setting, candidate: Candidate, strategy: Strategy, batches: Sequence[IntArray], whole: float
-) -> Prediction:
-    works = candidate.works
-    middle = [rank_seconds(setting, work, keeps_attention=strategy.keeps_attention) for work in works]
-    timeline = (same_phase if candidate.ticks else one_forward_one_backward if setting.stages > 1 else data_parallel)(
-        setting, works, middle
-    )
-    forward, backward = (float(np.mean([part[way].mean() for part in middle])) / setting.stages for way in (0, 1))
+def _of_candidate(setting: Setting, candidate: Candidate, strategy: Strategy, batches: Sequence[IntArray]) -> Prediction:
+    works, stages = candidate.works, setting.stages
+    parts = [rank_seconds(setting, work, keeps_attention=strategy.disaggregated) for work in works]
+    timeline_of = same_phase if candidate.ticks else one_forward_one_backward if stages > 1 else data_parallel
+    timeline = timeline_of(setting, works, parts)
+    forward, backward = (float(np.mean([part[direction].mean() for part in parts])) / stages for direction in (0, 1))
     weights = weight_exchange(setting, forward, backward)
     step = timeline.seconds + weights.exposed + optimizer_seconds(setting)
     # Of a rank: in ticks all stages' ranks are in each work, and else each rank stands for a pipeline.
-    parts = setting.stages
-    exposed = sum(float((work.exposed.forward + work.exposed.backward).mean()) for work in works) / parts
-    wire = sum(float(work.wire.mean()) for work in works) / parts
+    exposed = sum(float(work.exposed.sum(axis=0).mean()) for work in works) / stages
+    wire = sum(float(work.wire.mean()) for work in works) / stages
     tokens = np.max([work.tokens for work in works], axis=0)
     received = np.max([work.received for work in works], axis=0)
     peak = peak_bytes(setting, tokens, received, same_phase=candidate.ticks)
-    total = sum(int(n.sum()) for n in batches)
-    computed = sum(work.pairs for work in works) / (parts if candidate.ticks else 1)
+    whole = float(sum(causal_pairs(n, n, window).sum() for n in batches for window, _ in setting.model.kinds))
+    computed = sum(work.pairs for work in works) / (stages if candidate.ticks else 1)
     return Prediction(
-        strategy.name,
-        step,
-        (timeline.seconds - float(timeline.busy.mean())) / step,
-        exposed / step,
-        max(wire - exposed, 0.0),
-        exposed,
-        weights.exposed,
-        peak,
-        peak <= setting.hardware.memory_bytes,
-        computed / whole,
-        int(tokens.max()),
-        candidate.degree,
-        total / step,
+        strategy=strategy.name,
+        title=strategy.title,
+        step_seconds=step,
+        idle_share=(timeline.seconds - float(timeline.busy.mean())) / step,
+        exposed_share=exposed / step,
+        hidden_seconds=max(wire - exposed, 0.0),
+        exposed_seconds=exposed,
+        weight_exposed_seconds=weights.exposed,
+        peak_bytes=peak,
+        fits=peak <= setting.hardware.memory_bytes,
+        attention_share=computed / whole,
+        most_tokens=int(tokens.max()),
+        degree=candidate.degree,
+        tokens_per_second=sum(int(n.sum()) for n in batches) / step,
     )
 
 
 def simulate(
     setting: Setting,
     documents: DocumentSource,
-    names: Iterable[str] = tuple(STRATEGIES),
+    strategies: Iterable[str | Strategy] = tuple(STRATEGIES),
     *,
     batches: int = 10,
     seed: int = 0,
     jobs: int = 1,
-    told: Told = lambda: None,
+    told: Callable[[], object] = lambda: None,
 ) -> list[Prediction]:
     """Predict steps of several global batches under each strategy.
 
     Args:
         setting: model, devices and their arrangement.
         documents: where lengths come from.
-        names: strategies, of `STRATEGIES`.
+        strategies: names of `STRATEGIES`, or strategies.
         batches: global batches.
         seed: of the generator that draws them.
         jobs: processes that predict, where more than this one pay; predictions are the same. They import the main module, so a
@@ -159,44 +145,34 @@ def simulate(
         ConfigError: if a strategy is not known, none can run, or `batches`, `seed` or `jobs` is out of its range.
         LayoutError: if a document is longer than a global batch.
     """
-    names = list(dict.fromkeys(names))
-    for name in names:
-        if name not in STRATEGIES:
-            raise ConfigError(f"strategy {name!r} is not known: it must be one of {', '.join(STRATEGIES)}.")
+    chosen = list({strategy.name: strategy for strategy in map(find_strategy, strategies)}.values())
     for name, value, least, most in (("batches", batches, 1, 100_000), ("seed", seed, 0, 2**63), ("jobs", jobs, 1, 1024)):
         if type(value) is not int or not least <= value <= most:
             raise ConfigError(f"{name}={value!r} must be a whole number from {least} to {most}.")
-    predicted: dict[str, list[Prediction]] = {name: [] for name in names}
     drawn = documents.steps(setting.tokens, setting.micro_batches, batches, seed)
-    for steps in predict_each(partial(_of_batch, setting, names), drawn, batches, jobs, told, len(names)):
-        for name, step in zip(names, steps, strict=True):
-            if step is not None:
-                predicted[name].append(step)
+    tasks = ((lengths, strategy) for lengths in drawn for strategy in chosen)
+    predicted: dict[str, list[Prediction]] = {strategy.name: [] for strategy in chosen}
+    for step in map_in_order(partial(_predict, setting), tasks, jobs, count=batches * len(chosen), sample=len(chosen)):
+        told()
+        if step is not None:
+            predicted[step.strategy].append(step)
     able = [_mean(steps) for steps in predicted.values() if len(steps) == batches]
     if not able:
         raise ConfigError(
-            f"none of {', '.join(names) or 'no strategies'} can run {batches} such batch{'es' if batches > 1 else ''}: ping-pong "
-            "does not run in pipeline stages (--pp), and rows that are shared need memory for the longest document."
+            f"none of {', '.join(predicted) or 'no strategies'} can run {batches} such batch{'es' if batches > 1 else ''}: "
+            "ping-pong does not run in pipeline stages (--pp), and rows that are shared need memory for the longest document."
         )
     return able
 
 
-def _of_batch(setting: Setting, names: Sequence[str], batches: Sequence[IntArray], told: Told) -> list[Prediction | None]:
-    steps = []
-    for name in names:
-        steps.append(predict_step(setting, batches, STRATEGIES[name]))
-        told()
-    return steps
+def _predict(setting: Setting, task: tuple[Sequence[IntArray], Strategy]) -> Prediction | None:
+    return predict_step(setting, *task)
 
 
 def _mean(steps: list[Prediction]) -> Prediction:
-    def mean(name: str) -> float:
-        return float(np.mean([getattr(step, name) for step in steps]))
-
     degrees = [step.degree for step in steps]
     total = sum(step.tokens_per_second * step.step_seconds for step in steps)
-    figures = ("idle_share", "exposed_share", "hidden_seconds", "exposed_seconds", "weight_exposed_seconds", "attention_share")
-    means: dict[str, Any] = {name: mean(name) for name in ("step_seconds", *figures)}
+    means: dict[str, Any] = {name: float(np.mean([getattr(step, name) for step in steps])) for name in _MEANS}
     return replace(
         steps[0],
         **means,
@@ -213,10 +189,8 @@ def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
     parts = setting.group * setting.stages
     total = 0.0
     for lengths in batches:
-        tokens, nothing = np.full(1, float(lengths.sum()) / setting.group), np.zeros(1)
-        none = Directions(nothing, nothing)
-        linear = rank_seconds(setting, MicroBatchWork(tokens, none, none, nothing, nothing, 0.0), keeps_attention=True)
-        total += float((linear.forward + linear.backward + head_seconds(setting, tokens))[0]) / setting.stages
+        tokens = np.full(1, float(lengths.sum()) / setting.group)
+        total += float(linear_seconds(setting, tokens).sum() + head_seconds(setting, tokens)[0]) / setting.stages
         total += sum(layers * float(setting.cost(w).seconds(lengths, lengths).sum()) for w, layers in setting.model.kinds) / parts
     return total
 
@@ -230,4 +204,4 @@ def best_of(predictions: Iterable[Prediction], names: Iterable[str]) -> Predicti
 
 def best_alternative(predictions: Iterable[Prediction]) -> Prediction | None:
     """The fastest strategy that does not disaggregate attention."""
-    return best_of(predictions, [name for name in STRATEGIES if name not in DISAGGREGATED])
+    return best_of(predictions, [name for name in STRATEGIES if name not in OURS])

@@ -17,10 +17,11 @@ from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.hardware import Hardware
 from hf_distca.simulate.models import ModelShape
 
-__all__ = ["Checkpointing", "Setting", "Sharding"]
+__all__ = ["TILE", "Checkpointing", "Setting", "Sharding"]
 
 Checkpointing = Literal["none", "selective", "full"]
 Sharding = Literal["fsdp", "zero1", "ddp"]
+TILE = DistCAConfig().tile  # query rows of a kernel tile
 _MOST_RANKS = 65536
 _MOST_TOKENS = 2**28
 _MOST_SECONDS = 1e30  # of a document: the longest possible one takes some 1e21 at the rates of a CPU
@@ -44,7 +45,6 @@ class Setting:
         checkpointing: ``"full"`` repeats a layer's forward in backward, attention included, as transformers does;
             ``"selective"`` keeps attention's output; hf-distca always does.
         profile: rates of attention and exchange measured elsewhere, instead of the hardware's.
-        tile: query rows of a kernel tile.
     """
 
     model: ModelShape
@@ -58,7 +58,6 @@ class Setting:
     sharding: Sharding = "fsdp"
     checkpointing: Checkpointing = "none"
     profile: CostModel | Profile | None = None
-    tile: int = 128
 
     def __post_init__(self) -> None:
         limits = {
@@ -68,7 +67,6 @@ class Setting:
             "stages": self.model.layers,
             "micro_batches": 4096,
             "ranks_per_node": _MOST_RANKS,
-            "tile": _MOST_TOKENS,
         }
         for name, most in limits.items():
             value = getattr(self, name)
@@ -128,6 +126,11 @@ class Setting:
         """Layers of a pipeline stage."""
         return self.model.layers // self.stages
 
+    @property
+    def rank_parameters(self) -> float:
+        """Weights of a rank before they are sharded."""
+        return self.model.parameters / (self.tensor * self.stages)
+
     @cached_property
     def shape(self) -> AttentionShape:
         """Core attention of one rank of a tensor-parallel group."""
@@ -140,9 +143,9 @@ class Setting:
     def cost(self, window: int | None = None) -> CostModel:
         """The cost model that the scheduler gets."""
         if isinstance(self.profile, Profile):
-            return self.profile.cost_model(self.shape, window, tile=self.tile)
+            return self.profile.cost_model(self.shape, window, tile=TILE)
         if self.profile is not None:
-            return replace(self.profile, shape=self.shape, tile=self.tile, window=window)
+            return replace(self.profile, shape=self.shape, tile=TILE, window=window)
         hardware = self.hardware
         return CostModel(
             self.shape,
@@ -150,7 +153,7 @@ class Setting:
             hardware.backward,
             hardware.link_rate,
             hardware.exchange_seconds,
-            self.tile,
+            TILE,
             hardware.name,
             window,
             node_bytes_per_second=hardware.node_rate,

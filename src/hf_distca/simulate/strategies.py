@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.errors import ConfigError
+from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate import context, loader_rules
-from hf_distca.simulate.disaggregated import Placement, dealt, given, published, work_of
+from hf_distca.simulate.disaggregated import dealt, given, in_groups
 from hf_distca.simulate.memory import most_tokens
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import MicroBatchWork, of_documents, side_by_side
+from hf_distca.simulate.work import Candidate, MicroBatchWork, of_documents
 
-__all__ = ["DISAGGREGATED", "OURS", "STRATEGIES", "Candidate", "Strategy"]
+__all__ = ["OURS", "STRATEGIES", "Strategy", "find_strategy"]
 
 Batches = Sequence[IntArray]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way in which a strategy can run a step; of several, the fastest that fits in memory counts.
-
-    Attributes:
-        works: the work of each micro-batch, or, with `ticks`, of each tick of all stages' ranks.
-        degree: ranks that share a document or a row, where that is chosen.
-        ticks: whether stages run the same phase, and idle ones serve.
-    """
-
-    works: list[MicroBatchWork]
-    degree: int | None = None
-    ticks: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,36 +29,30 @@ class Strategy:
     Attributes:
         name, title: for options, and for tables.
         candidates: the ways to run the micro-batches of a step.
-        keeps_attention: whether attention is not repeated under full checkpointing.
         about: how it is modelled.
+        disaggregated: whether attention servers compute attention, and keep its output: full checkpointing repeats none.
     """
 
     name: str
     title: str
     candidates: Callable[[Setting, Batches], list[Candidate]] = field(repr=False)
     about: str
-    keeps_attention: bool = False
+    disaggregated: bool = False
 
 
 def _plain(setting: Setting, batches: Batches) -> list[Candidate]:
-    works = []
-    for lengths in batches:
-        rows = loader_rules.packed_rows(lengths, setting.group, setting.tokens_per_rank)
-        works.append(of_documents(setting, rows.length, rows.rank, setting.group))
-    return [Candidate(works)]
+    layouts = [loader_rules.packed_rows(lengths, setting.group, setting.tokens_per_rank) for lengths in batches]
+    return [Candidate([of_documents(setting, layout.length, layout.rank) for layout in layouts])]
 
 
-def _loader(bins: Callable[[Setting, IntArray, int], IntArray], setting: Setting, batches: Batches) -> list[Candidate]:
-    works = [of_documents(setting, lengths, bins(setting, lengths, setting.group), setting.group) for lengths in batches]
-    return [Candidate(works)]
+def _lpt(setting: Setting, batches: Batches) -> list[Candidate]:
+    seconds = [loader_rules.document_seconds(setting, lengths) for lengths in batches]
+    ranks = [loader_rules.longest_first(*pair, setting.group) for pair in zip(seconds, batches, strict=True)]
+    return [Candidate([of_documents(setting, *pair) for pair in zip(batches, ranks, strict=True)])]
 
 
-def _lpt(setting: Setting, lengths: IntArray, bins: int) -> IntArray:
-    return loader_rules.longest_first(loader_rules.document_seconds(setting, lengths), lengths, bins)
-
-
-def _batch_rebalance(_: Setting, lengths: IntArray, bins: int) -> IntArray:
-    return loader_rules.batch_rebalance(lengths, bins)
+def _batch_rebalance(setting: Setting, batches: Batches) -> list[Candidate]:
+    return [Candidate([of_documents(setting, n, loader_rules.batch_rebalance(n, setting.group)) for n in batches])]
 
 
 def _context(
@@ -85,16 +65,12 @@ def _context(
             continue
         count, tokens = setting.group // degree, setting.tokens_per_rank * degree
         packed = [loader_rules.packed_rows(lengths, count, tokens) for lengths in batches]
-        works = [work_of_rows(setting, context.SharedRows(rows.length, rows.rank, count), degree) for rows in packed]
-        candidates.append(Candidate(works, degree))
-        if work_of_rows is context.all_gather and _comes_again(setting, degree):
-            candidates.append(Candidate([context.gathered_again(setting, work, degree) for work in works], degree))
+        rows = [context.SharedRows(layout.length, layout.rank, count) for layout in packed]
+        candidates.append(Candidate([work_of_rows(setting, documents, degree) for documents in rows], degree))
+        if work_of_rows is context.all_gather and context.comes_again(setting, degree):
+            works = [context.all_gather(setting, documents, degree, again=True) for documents in rows]
+            candidates.append(Candidate(works, degree))
     return candidates
-
-
-def _comes_again(setting: Setting, degree: int) -> bool:
-    """Whether it makes a difference that gathered keys are not kept for backward."""
-    return degree > 1 and setting.checkpointing != "full"
 
 
 def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
@@ -105,7 +81,7 @@ def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
     for degree in context.degrees(setting.group):
         rows, count = setting.group // degree, len(batches)
         row, fullest = np.zeros(0, dtype=np.int64), math.inf
-        for again in (True, False) if _comes_again(setting, degree) else (False,):
+        for again in (True, False) if context.comes_again(setting, degree) else (False,):
             room = most_tokens(setting, context.key_bytes(setting, degree, again=again))
             cap = max(room, setting.tokens_per_rank) * degree
             if int(lengths.max()) > cap:
@@ -115,86 +91,28 @@ def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
                 fullest = float(np.bincount(row, weights=lengths).max())
             batch = row // rows
             shared = [context.SharedRows(lengths[batch == n], row[batch == n] - n * rows, rows) for n in range(count)]
-            works = [context.wlb(setting, documents, degree) for documents in shared]
-            if again:
-                works = [context.gathered_again(setting, work, degree) for work in works]
+            works = [context.wlb(setting, documents, degree, again=again) for documents in shared]
             candidates.append(Candidate(works, degree))
     return candidates
-
-
-def _disaggregated(place: Callable[[Setting, IntArray], Placement], setting: Setting, batches: Batches) -> list[Candidate]:
-    placed = [place(setting, lengths) for lengths in batches]
-    if setting.stages == 1:
-        return [Candidate([work_of(setting, placement) for placement in placed])]
-    return [Candidate([work_of(setting, tick) for tick in _ticks(setting, placed)], ticks=True)]
-
-
-def _ours(
-    place: Callable[..., Placement],
-    share: Callable[[IntArray, int, int], list[IntArray]],
-    ping_pong: bool,
-    setting: Setting,
-    batches: Batches,
-) -> list[Candidate]:
-    if ping_pong and setting.stages > 1:
-        return []  # hf_distca.pipeline refuses it
-    count = setting.group // setting.shared
-    if count == 1:
-        return _disaggregated(partial(place, ping_pong=ping_pong), setting, batches)
-    group_setting, works = replace(setting, ranks=setting.ranks // count), []
-    for lengths in batches:
-        placed = [place(group_setting, group, ping_pong=ping_pong) for group in share(lengths, count, group_setting.tokens)]
-        works.append(side_by_side([work_of(group_setting, placement) for placement in placed]))
-    return [Candidate(works)]
-
-
-def _ticks(setting: Setting, placed: Sequence[Placement]) -> list[Placement]:
-    """What lies on the ranks of all stages in each tick of one direction; stages without a micro-batch have nothing."""
-    ticks = []
-    for tick in range(len(placed) + setting.stages - 1):
-        running = [placed[tick - stage] if 0 <= tick - stage < len(placed) else None for stage in range(setting.stages)]
-        layouts = tuple(
-            _side_by_side([None if placement is None else placement.layouts[nano] for placement in running], setting.group)
-            for nano in range(len(placed[0].layouts))
-        )
-        ticks.append(Placement(layouts, placed[0].planner))
-    return ticks
-
-
-def _side_by_side(layouts: Sequence[Layout | None], ranks: int) -> Layout:
-    """The ranks of several layouts one after another; their documents are different ones."""
-    none = np.zeros(0, dtype=np.int64)
-    empty = Layout(none, none, none, np.zeros(ranks + 1, dtype=np.int64))
-    present = [empty if layout is None else layout for layout in layouts]
-    documents, first = [], 0
-    for layout in present:
-        documents.append(layout.document + first)
-        first += int(layout.document.max(initial=-1)) + 1
-    segments = np.concatenate([np.diff(layout.offsets) for layout in present])
-    return Layout(
-        np.concatenate(documents),
-        np.concatenate([layout.start for layout in present]),
-        np.concatenate([layout.length for layout in present]),
-        np.concatenate([[0], np.cumsum(segments)]),
-        np.concatenate([layout.context for layout in present]),
-    )
 
 
 _CUT = "a row's end cuts documents, and each part attends to itself alone"
 _BEST = "the fastest degree that fits in memory, for each batch anew"
 _KEPT = "gathered keys are kept for backward if that fits, or come again"
+_GIVEN = partial(in_groups, given, loader_rules.cut_into_batches)
+_DEALT = partial(in_groups, dealt, loader_rules.shared_out)
+_ONE_STREAM, _IN_TURNS = "; one stream", "; two nano-batches in turns, and no pipelines"
+_AS_GIVEN, _AS_DEALT = f"rows as packed; {_CUT}", "whole documents dealt with equal tokens"
 
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
         Strategy("plain", "packed rows", _plain, f"documents in order in rows of equal tokens; {_CUT}"),
-        Strategy(
-            "lpt", "loader: longest first", partial(_loader, _lpt), "whole documents, each to the rank with the least to do"
-        ),
+        Strategy("lpt", "loader: longest first", _lpt, "whole documents, each to the rank with the least to do"),
         Strategy(
             "batch-rebalance",
             "loader: batch_rebalance",
-            partial(_loader, _batch_rebalance),
+            _batch_rebalance,
             "transformers' rule at its best: documents sorted by length in runs of equal cost, not padded",
         ),
         Strategy(
@@ -215,28 +133,27 @@ STRATEGIES = {
             _wlb,
             f"rows of equal seconds, tokens as memory allows, cut by document or by row; {_KEPT}; {_BEST}; nothing is deferred",
         ),
+        Strategy("given", "hf-distca, as given", partial(_GIVEN, False), _AS_GIVEN + _ONE_STREAM, disaggregated=True),
         Strategy(
-            "published",
-            "published DistCA planner",
-            partial(_disaggregated, published),
-            "documents in order over ranks; greedy on pairs, tolerance 0.05; two nano-batches in turns",
-            keeps_attention=True,
+            "given-ping-pong", "hf-distca, as given, ping-pong", partial(_GIVEN, True), _AS_GIVEN + _IN_TURNS, disaggregated=True
         ),
-        *(
-            Strategy(
-                f"{way}{'-ping-pong' if ping_pong else ''}",
-                f"hf-distca, {'as given' if way == 'given' else way}{', ping-pong' if ping_pong else ''}",
-                partial(_ours, place, share, ping_pong),
-                about + ("; two nano-batches in turns, and no pipelines" if ping_pong else "; one stream"),
-                keeps_attention=True,
-            )
-            for way, place, share, about in (
-                ("given", given, loader_rules.cut_into_batches, f"rows as packed; {_CUT}"),
-                ("dealt", dealt, loader_rules.filled_batches, "whole documents dealt with equal tokens"),
-            )
-            for ping_pong in (False, True)
+        Strategy("dealt", "hf-distca, dealt", partial(_DEALT, False), _AS_DEALT + _ONE_STREAM, disaggregated=True),
+        Strategy(
+            "dealt-ping-pong", "hf-distca, dealt, ping-pong", partial(_DEALT, True), _AS_DEALT + _IN_TURNS, disaggregated=True
         ),
     )
 }
-OURS = tuple(name for name in STRATEGIES if name.startswith(("given", "dealt")))
-DISAGGREGATED = (*OURS, "published")
+OURS = tuple(strategy.name for strategy in STRATEGIES.values() if strategy.disaggregated)
+
+
+def find_strategy(strategy: str | Strategy) -> Strategy:
+    """A strategy by name, or one of the caller's own.
+
+    Raises:
+        ConfigError: if there is none of this name.
+    """
+    if isinstance(strategy, Strategy):
+        return strategy
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"strategy {strategy!r} is not known: it must be one of {', '.join(STRATEGIES)}.")
+    return STRATEGIES[strategy]

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_distca.schedule.cost import FloatArray
-from hf_distca.simulate.linear_layers import Directions, head_seconds, layer_seconds, tensor_seconds
+from hf_distca.simulate.beside_attention import Directions, head_seconds, layer_seconds, tensor_seconds
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import MicroBatchWork
 
-__all__ = ["Timeline", "data_parallel", "one_forward_one_backward", "rank_seconds", "same_phase"]
+__all__ = ["Timeline", "data_parallel", "linear_seconds", "one_forward_one_backward", "rank_seconds", "same_phase"]
 
 
 class Timeline(NamedTuple):
@@ -27,6 +27,15 @@ class Timeline(NamedTuple):
     busy: FloatArray
 
 
+def linear_seconds(setting: Setting, tokens: FloatArray) -> Directions:
+    """Seconds of the linear layers of all layers of the model for so many tokens of each rank, shape (ranks,).
+
+    With checkpointing, backward runs their forward once more.
+    """
+    forward, backward = setting.model.layers * (layer_seconds(setting, tokens) + tensor_seconds(setting, tokens))
+    return np.stack([forward, backward if setting.checkpointing == "none" else backward + forward])
+
+
 def rank_seconds(setting: Setting, work: MicroBatchWork, *, keeps_attention: bool) -> Directions:
     """Seconds of each rank for a micro-batch, all layers of the model, without the output layer.
 
@@ -35,15 +44,10 @@ def rank_seconds(setting: Setting, work: MicroBatchWork, *, keeps_attention: boo
         work: the micro-batch.
         keeps_attention: whether attention is not repeated where layers are.
     """
-    linear, tensor = layer_seconds(setting, work.tokens), tensor_seconds(setting, work.tokens)
-    layers = setting.model.layers
-    forward = layers * (linear.forward + tensor) + work.attention.forward + work.exposed.forward
-    backward = layers * (linear.backward + tensor) + work.attention.backward + work.exposed.backward
-    if setting.checkpointing != "none":
-        backward = backward + layers * (linear.forward + tensor)
-        if setting.checkpointing == "full" and not keeps_attention:
-            backward = backward + work.attention.forward + work.exposed.forward
-    return Directions(forward, backward)
+    seconds = linear_seconds(setting, work.tokens) + work.attention + work.exposed
+    if setting.checkpointing == "full" and not keeps_attention:
+        seconds[1] += work.attention[0] + work.exposed[0]
+    return seconds
 
 
 def data_parallel(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
@@ -52,8 +56,8 @@ def data_parallel(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequ
     Ranks that exchange something in every layer wait for each other in each direction of a micro-batch, too.
     """
     busy, ends = np.zeros((2, len(works[0].tokens)))
-    for work, both in zip(works, parts, strict=True):
-        for seconds in (both.forward, head_seconds(setting, work.tokens), both.backward):
+    for work, (forward, backward) in zip(works, parts, strict=True):
+        for seconds in (forward, head_seconds(setting, work.tokens), backward):
             busy, ends = busy + seconds, ends + seconds
             if work.meeting > 1:
                 ends = np.repeat(ends.reshape(-1, work.meeting).max(axis=1), work.meeting)
@@ -69,52 +73,29 @@ def _hop_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
 def one_forward_one_backward(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
     """1F1B: each rank of the group stands for a pipeline, whose stages have equally many layers.
 
+    If all calls took one tick, stage s of p would run the forward of micro-batch m in tick 2 m + s or before, and its backward
+    in tick 2 (m + p) - 1 - s. In the order of these ticks every call follows what it waits for.
+
     Args:
         setting: model and hardware.
         works, parts: micro-batches, and their `rank_seconds`.
     """
     stages, count = setting.stages, len(works)
+    calls = [(2 * m + s, m, s, 0) for m in range(count) for s in range(stages)]
+    calls += [(2 * (m + stages) - 1 - s, m, s, 1) for m in range(count) for s in range(stages)]
     heads = [head_seconds(setting, work.tokens) for work in works]
     hops = [_hop_seconds(setting, work.tokens) for work in works]
-    ends: dict[tuple[int, int, bool], FloatArray] = {}  # by stage, micro-batch, and whether it is the backward
-    free = [np.zeros(len(works[0].tokens)) for _ in range(stages)]
-    busy = np.zeros((stages, len(works[0].tokens)))
-    orders = [_order(stages, stage, count) for stage in range(stages)]
-    done = [0] * stages
-    while any(done[stage] < 2 * count for stage in range(stages)):
-        for stage in range(stages):
-            while done[stage] < 2 * count:
-                number, back = orders[stage][done[stage]]
-                before = _before(stage, number, stages, back=back)
-                if before is not None and before not in ends:
-                    break
-                ready = np.zeros_like(hops[number]) if before is None else ends[before]
-                if before is not None and before[0] != stage:
-                    ready = ready + hops[number]
-                seconds = (parts[number].backward if back else parts[number].forward) / stages
-                if stage == stages - 1:
-                    seconds = seconds + heads[number] * (2 / 3 if back else 1 / 3)
-                free[stage] = np.maximum(free[stage], ready) + seconds
-                busy[stage] += seconds
-                ends[stage, number, back] = free[stage]
-                done[stage] += 1
-    return Timeline(float(max(end.max() for end in free)), busy.ravel())
-
-
-def _order(stages: int, stage: int, count: int) -> list[tuple[int, bool]]:
-    """What a stage runs, as (micro-batch, whether backward)."""
-    ahead = min(stages - 1 - stage, count)
-    order = [(number, False) for number in range(ahead)]
-    for number in range(count - ahead):
-        order += [(number + ahead, False), (number, True)]
-    return order + [(number, True) for number in range(count - ahead, count)]
-
-
-def _before(stage: int, number: int, stages: int, *, back: bool) -> tuple[int, int, bool] | None:
-    """The part of a micro-batch that a stage waits for, as (stage, micro-batch, whether backward); None if it waits for none."""
-    if not back:
-        return (stage - 1, number, False) if stage else None
-    return (stage, number, False) if stage == stages - 1 else (stage + 1, number, True)
+    free, busy = np.zeros((2, stages, len(works[0].tokens)))
+    ready = [np.zeros_like(hop) for hop in hops]  # when a micro-batch is where its next call runs
+    for _, number, stage, direction in sorted(calls):
+        seconds = parts[number][direction] / stages
+        last = stage == stages - 1
+        if last:
+            seconds = seconds + heads[number] * (2 / 3 if direction else 1 / 3)
+        free[stage] = np.maximum(free[stage], ready[number]) + seconds
+        busy[stage] += seconds
+        ready[number] = free[stage] + (0.0 if last and not direction else hops[number])
+    return Timeline(float(free.max()), busy.ravel())
 
 
 def same_phase(setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
@@ -131,7 +112,7 @@ def same_phase(setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequenc
     for tick, both in zip(ticks, parts, strict=True):
         head = np.where(last, head_seconds(setting, tick.tokens), 0.0)
         hop = _hop_seconds(setting, tick.tokens).max()
-        for part, share in ((both.forward, 1 / 3), (both.backward, 2 / 3)):
+        for part, share in zip(both, (1 / 3, 2 / 3), strict=True):
             taken = part / setting.stages + head * share
             busy += taken
             seconds += float(taken.max() + hop)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,23 +17,33 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.relays import senders
 from hf_distca.schedule.waves import TransientBytes
-from hf_distca.simulate.linear_layers import Directions, layer_seconds, tensor_seconds
+from hf_distca.simulate.beside_attention import Directions, layer_seconds, tensor_seconds
 from hf_distca.simulate.setting import Setting
 
-__all__ = ["MicroBatchWork", "of_documents", "of_nano_batches", "of_plan", "side_by_side", "together"]
+__all__ = [
+    "Candidate",
+    "MicroBatchWork",
+    "all_layers",
+    "of_documents",
+    "of_nano_batches",
+    "of_plan",
+    "side_by_side",
+    "sums",
+    "task_seconds",
+]
 
 
 @dataclass(frozen=True)
 class MicroBatchWork:
-    """One micro-batch; arrays have shape (ranks,) and seconds are those of all layers of the model together.
+    """One micro-batch. Seconds are those of all layers of the model together, or of one where a function says so.
 
     Attributes:
-        tokens: tokens that the linear layers of each rank run on.
+        tokens: tokens that the linear layers of each rank run on, shape (ranks,).
         attention: seconds of core attention.
         exposed: seconds that each rank waits for messages of core attention.
-        wire: seconds that such messages take, hidden or not, both directions.
-        received: bytes that one layer's exchange keeps on each rank.
-        pairs: query-key pairs computed, of one layer.
+        wire: seconds that such messages take, hidden or not, both directions together, shape (ranks,).
+        received: bytes that one layer's exchange keeps on each rank, shape (ranks,).
+        pairs: query-key pairs computed, of one layer of each kind.
         meeting: how many neighbours wait for each other's messages in every layer; 1 for ranks that wait for nobody, or whose
             neighbours take as long as they do.
     """
@@ -47,56 +56,65 @@ class MicroBatchWork:
     pairs: float
     meeting: int = 1
 
-    def times(self, layers: int) -> MicroBatchWork:
-        """The work of so many layers like this one."""
-        attention, exposed = (Directions(*(layers * part for part in pair)) for pair in (self.attention, self.exposed))
-        return replace(self, attention=attention, exposed=exposed, wire=layers * self.wire)
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way in which a strategy can run a step; of several, the fastest that fits in memory counts.
+
+    Attributes:
+        works: the work of each micro-batch, or, with `ticks`, of each tick of all stages' ranks.
+        degree: ranks that share a document or a row, where that is chosen.
+        ticks: whether stages run the same phase, and idle ones serve.
+    """
+
+    works: list[MicroBatchWork]
+    degree: int | None = None
+    ticks: bool = False
 
 
-def together(kinds: list[MicroBatchWork]) -> MicroBatchWork:
-    """The work of layers of several kinds, on the same tokens."""
+def sums(values: npt.NDArray[Any], index: IntArray, count: int) -> FloatArray:
+    """Sums of those values that have the same index, along the last axis, which then has `count` places."""
+    rows = [np.bincount(index, weights=row, minlength=count) for row in np.atleast_2d(values)]
+    return np.reshape(rows, (*values.shape[:-1], count)).astype(np.float64)
 
-    def both(left: MicroBatchWork, right: MicroBatchWork) -> MicroBatchWork:
-        attention = Directions(*(a + b for a, b in zip(left.attention, right.attention, strict=True)))
-        exposed = Directions(*(a + b for a, b in zip(left.exposed, right.exposed, strict=True)))
-        received = np.maximum(left.received, right.received)
-        meeting = max(left.meeting, right.meeting)
-        return MicroBatchWork(
-            left.tokens, attention, exposed, left.wire + right.wire, received, left.pairs + right.pairs, meeting
-        )
 
-    return reduce(both, kinds)
+def task_seconds(cost: CostModel, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
+    """Seconds of tasks as `CostModel` has them, forward and backward: shape (2, tasks)."""
+    return np.stack([cost.forward_seconds(rows, keys, heads), cost.backward_seconds(rows, keys, heads)])
+
+
+def all_layers(setting: Setting, of_layer: Callable[[CostModel], MicroBatchWork]) -> MicroBatchWork:
+    """The work of all layers of the model, from that of a layer of each kind, which differ in their cost models."""
+    kinds = [(layers, of_layer(setting.cost(window))) for window, layers in setting.model.kinds]
+    works = [work for _, work in kinds]
+
+    def total(name: str) -> FloatArray:
+        return np.asarray(np.sum([layers * getattr(work, name) for layers, work in kinds], axis=0))
+
+    received = np.max([work.received for work in works], axis=0)
+    pairs, meeting = sum(work.pairs for work in works), max(work.meeting for work in works)
+    return MicroBatchWork(works[0].tokens, total("attention"), total("exposed"), total("wire"), received, pairs, meeting)
 
 
 def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
     """The work of several groups of ranks, one after another."""
-
-    def joined(name: str) -> Directions:
-        pairs = [getattr(group, name) for group in groups]
-        return Directions(*(np.concatenate(way) for way in zip(*pairs, strict=True)))
-
-    names = ("tokens", "wire", "received")
-    tokens, wire, received = (np.concatenate([getattr(group, name) for group in groups]) for name in names)
-    meeting = len(groups[0].tokens) if wire.any() else 1
-    return MicroBatchWork(
-        tokens, joined("attention"), joined("exposed"), wire, received, sum(group.pairs for group in groups), meeting
-    )
+    names = ("tokens", "attention", "exposed", "wire", "received")
+    joined = {name: np.concatenate([getattr(group, name) for group in groups], axis=-1) for name in names}
+    meeting = len(groups[0].tokens) if joined["wire"].any() else 1
+    return MicroBatchWork(**joined, pairs=sum(group.pairs for group in groups), meeting=meeting)
 
 
-def of_documents(setting: Setting, length: IntArray, rank: IntArray, ranks: int) -> MicroBatchWork:
-    """Whole documents, each on one rank, and nothing exchanged."""
+def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBatchWork:
+    """Whole documents, each on one rank of the attention group, and nothing exchanged."""
+    ranks = setting.group
+    nothing = np.zeros((2, ranks))
 
-    def sums(values: npt.NDArray[Any]) -> FloatArray:
-        return np.bincount(rank, weights=values, minlength=ranks).astype(np.float64)
+    def of_layer(cost: CostModel) -> MicroBatchWork:
+        attention = sums(task_seconds(cost, length, length), rank, ranks)
+        pairs = float(causal_pairs(length, length, cost.window).sum())
+        return MicroBatchWork(sums(length, rank, ranks), attention, nothing, nothing[0], nothing[0], pairs)
 
-    nothing = np.zeros(ranks)
-    kinds = []
-    for window, layers in setting.model.kinds:
-        cost = setting.cost(window)
-        attention = Directions(sums(cost.forward_seconds(length, length)), sums(cost.backward_seconds(length, length)))
-        pairs = float(causal_pairs(length, length, window).sum())
-        kinds.append(MicroBatchWork(sums(length), attention, Directions(nothing, nothing), nothing, nothing, pairs).times(layers))
-    return together(kinds)
+    return all_layers(setting, of_layer)
 
 
 class _Moves(NamedTuple):
@@ -111,24 +129,18 @@ class _Moves(NamedTuple):
 
     @property
     def wire(self) -> FloatArray:
-        return np.asarray(sum((*self.dispatch, *self.back)))
+        return np.asarray(np.concatenate([self.dispatch, self.back]).sum(axis=0))
 
 
 def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
     load = PlanLoad(plan, cost, ranks=nodes)
-    cost, shape, ranks = load.cost, cost.shape, plan.layout.world_size
+    cost, shape, ranks = load.cost, load.cost.shape, plan.layout.world_size
     rows = plan.end - plan.start
-    forward, backward = (directed(rows, plan.end, plan.heads) for directed in (cost.forward_seconds, cost.backward_seconds))
-
-    def sums(values: npt.NDArray[Any], among: npt.NDArray[np.bool_] | None = None) -> FloatArray:
-        weights = values if among is None else values * among
-        return np.bincount(plan.server, weights=weights, minlength=ranks).astype(np.float64)
-
-    attention, nothing = Directions(sums(forward), sums(backward)), np.zeros(ranks)
+    tasks = task_seconds(cost, rows, plan.end, plan.heads)
+    attention, nothing = sums(tasks, plan.server, ranks), np.zeros((2, ranks))
     pairs = float(load.pairs.sum())
     if not plan.moved:
-        nowhere = Directions(nothing, nothing)
-        return _Moves(attention, attention, nowhere, nowhere, nothing, pairs)
+        return _Moves(attention, attention, nothing, nothing, nothing[0], pairs)
     queries, keys, transfers = load.query_tokens, load.key_tokens, load.wave_transfers[0]
     away, sent = plan.home != plan.server, senders(transfers, plan.relays)
     source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
@@ -143,33 +155,32 @@ def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
         exchanges = 2 if plan.relays is not None and key_bytes else 1
         return np.asarray(np.maximum(*wire_seconds(moved, cost, load.ranks)) + exchanges * cost.exchange_seconds)
 
-    dispatch = Directions(
-        seconds(shape.query_bytes, shape.key_value_bytes),
-        seconds(shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes, shape.key_value_bytes),
+    dispatch = np.stack(
+        [
+            seconds(shape.query_bytes, shape.key_value_bytes),
+            seconds(shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes, shape.key_value_bytes),
+        ]
     )
-    back = Directions(seconds(shape.output_bytes + shape.lse_bytes, 0), seconds(shape.query_bytes, shape.key_value_bytes))
+    back = np.stack([seconds(shape.output_bytes + shape.lse_bytes, 0), seconds(shape.query_bytes, shape.key_value_bytes)])
     remote = transfers.source != transfers.server
     waits = np.isin(plan.document * ranks + plan.server, np.unique(transfers.document[remote] * ranks + transfers.server[remote]))
-    unblocked = (plan.home == plan.server) & ~waits
+    unblocked = sums(tasks * ((plan.home == plan.server) & ~waits), plan.server, ranks)
     row_bytes = TransientBytes.of(shape)
     received = row_bytes.query * queries[1] + row_bytes.key * keys[1]
     received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
-    return _Moves(attention, Directions(sums(forward, unblocked), sums(backward, unblocked)), dispatch, back, received, pairs)
+    return _Moves(attention, unblocked, dispatch, back, received, pairs)
 
 
 def of_plan(plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
     """One layer of a plan, single-stream: a rank computes its own tasks while messages come, and waits for outputs."""
     layer = _moves(plan, cost, nodes)
-    exposed = (
-        np.maximum(dispatch - unblocked, 0) + back
-        for dispatch, unblocked, back in zip(layer.dispatch, layer.unblocked, layer.back, strict=True)
-    )
+    exposed = np.maximum(layer.dispatch - layer.unblocked, 0) + layer.back
     tokens = plan.layout.query_tokens.astype(np.float64)
     meeting = plan.layout.world_size if plan.moved else 1
-    return MicroBatchWork(tokens, layer.attention, Directions(*exposed), layer.wire, layer.received, layer.pairs, meeting)
+    return MicroBatchWork(tokens, layer.attention, exposed, layer.wire, layer.received, layer.pairs, meeting)
 
 
-def of_nano_batches(setting: Setting, plans: tuple[Plan, Plan], cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
+def of_nano_batches(setting: Setting, plans: Sequence[Plan], cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
     """One layer of the plans of two nano-batches in ping-pong.
 
     In turns: linear layers of A beside the return of B, those of B beside the dispatch of A, attention of A beside the dispatch
@@ -177,20 +188,15 @@ def of_nano_batches(setting: Setting, plans: tuple[Plan, Plan], cost: CostModel,
     """
     first, second = (_moves(plan, cost, nodes) for plan in plans)
     tokens = [plan.layout.query_tokens.astype(np.float64) for plan in plans]
-    linear = [layer_seconds(setting, count) for count in tokens]
-    hidden = [tensor_seconds(setting, count) for count in tokens]
-    exposed = []
-    for way in (0, 1):
-        beside = (
-            (first.dispatch[way], linear[1][way] + hidden[1]),
-            (second.dispatch[way], first.attention[way]),
-            (first.back[way], second.attention[way]),
-            (second.back[way], linear[0][way] + hidden[0]),
-        )
-        exposed.append(np.asarray(sum(np.maximum(message - work, 0) for message, work in beside)))
-    attention = Directions(*(a + b for a, b in zip(first.attention, second.attention, strict=True)))
+    linear = [layer_seconds(setting, count) + tensor_seconds(setting, count) for count in tokens]
+    beside = (
+        (first.dispatch, linear[1]),
+        (second.dispatch, first.attention),
+        (first.back, second.attention),
+        (second.back, linear[0]),
+    )
+    exposed = np.asarray(sum(np.maximum(message - work, 0) for message, work in beside))
+    attention, wire = first.attention + second.attention, first.wire + second.wire
     received = np.maximum(first.received, second.received)
     pairs, meeting = first.pairs + second.pairs, len(received) if any(plan.moved for plan in plans) else 1
-    return MicroBatchWork(
-        tokens[0] + tokens[1], attention, Directions(*exposed), first.wire + second.wire, received, pairs, meeting
-    )
+    return MicroBatchWork(tokens[0] + tokens[1], attention, exposed, wire, received, pairs, meeting)

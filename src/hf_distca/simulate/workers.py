@@ -1,4 +1,4 @@
-"""Predictions of several global batches, by this process alone or by several where that pays. Results are the same, in order."""
+"""Work by this process alone, or by several where that pays. Results are the same, in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from itertools import islice
 from multiprocessing import active_children, get_context, parent_process
 from threading import Thread
 from time import perf_counter
@@ -16,15 +16,14 @@ from typing import TypeVar
 
 from hf_distca.errors import ConfigError
 
-__all__ = ["Told", "cores", "predict_each", "processes", "submit"]
+__all__ = ["cores", "map_in_order"]
 
-Told = Callable[[], object]
-Batch = TypeVar("Batch")
-Found = TypeVar("Found")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 # Seconds that processes must save: starting one, which imports numpy, takes about half a second.
 _START_SECONDS = 1.0
-# Batches that are drawn ahead, for each process.
+# Items that are drawn ahead, for each process.
 _AHEAD = 2
 
 
@@ -33,63 +32,39 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def predict_each(
-    predict: Callable[[Batch, Told], Found], batches: Iterator[Batch], count: int, jobs: int, told: Told, times: int
-) -> Iterator[Found]:
-    """`predict` of each batch, in order.
+def map_in_order(
+    function: Callable[[Item], Result], items: Iterator[Item], jobs: int, *, count: int, sample: int
+) -> Iterator[Result]:
+    """`function` of each item, in order. What the first ones take here decides whether processes compute the others.
 
-    The first one is predicted here. If it took so long that it pays for the others, they go to `jobs` processes.
+    If anything goes wrong, processes end at once.
 
     Args:
-        predict: what can be pickled, and calls what it is given after each of its parts.
-        batches, count: batches, and how many they are, at least 1.
+        function: what can be pickled, as items and results can.
+        items: drawn as they are needed.
         jobs: processes; 1 for none but this one.
-        told: is called `times` times for each batch.
-        times: parts of a prediction.
+        count: number of items.
+        sample: how many of them are computed here first.
 
     Raises:
         ConfigError: if a process is killed. What a process raises is raised here.
     """
     began = perf_counter()
-    yield predict(next(batches), told)
-    workers = min(jobs, count - 1)
-    saved = (perf_counter() - began) * (count - 1) * (1 - 1 / max(workers, 1))
-    if workers < 2 or saved < _START_SECONDS:
-        for batch in batches:
-            yield predict(batch, told)
+    yield from map(function, islice(items, sample))
+    workers = min(jobs, count - sample)
+    if workers < 2 or (perf_counter() - began) / sample * (count - sample) * (1 - 1 / workers) < _START_SECONDS:
+        yield from map(function, items)
         return
-    running: deque[Future[Found]] = deque()
-
-    def first() -> Found:
-        result = running.popleft().result()
-        for _ in range(times):
-            told()
-        return result
-
-    with processes(workers) as pool:
-        for batch in batches:
-            running.append(submit(pool, predict, batch, _nobody))
-            if len(running) >= _AHEAD * workers:
-                yield first()
-        while running:
-            yield first()
-
-
-def _nobody() -> None:
-    """What a process tells: whoever waits counts whole batches."""
-
-
-@contextmanager
-def processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """New processes, not copies of this one, which may have threads. If anything goes wrong, they end at once.
-
-    Raises:
-        ConfigError: if one of them is killed.
-    """
-    others = set(active_children())
-    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_end_with_parent)
+    others, running = set(active_children()), deque[Future[Result]]()
+    # New processes, not copies of this one, which may have threads.
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent)
     try:
-        yield pool
+        for item in items:
+            running.append(_submit(pool, function, item))
+            if len(running) >= _AHEAD * workers:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
         pool.shutdown()
     except BaseException as error:
         for process in set(active_children()) - others:
@@ -97,32 +72,29 @@ def processes(count: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
             raise ConfigError(
-                f"one of {count} processes that predict was killed, perhaps for memory: use fewer (jobs, --jobs)."
+                f"one of {workers} processes that predict was killed, perhaps for memory: use fewer (jobs, --jobs)."
             ) from error
         raise
 
 
-def submit(pool: ProcessPoolExecutor, task: Callable[..., Found], *given: object) -> Future[Found]:
-    """Give a pool something to do.
-
-    A process that is started for it never sees an interrupt from the keyboard, which is for this one to answer.
-    """
+def _submit(pool: ProcessPoolExecutor, function: Callable[[Item], Result], item: Item) -> Future[Result]:
+    """Give a pool something to do. Processes that start for it never see interrupts from the keyboard: this one answers them."""
     if not hasattr(signal, "pthread_sigmask"):
-        return pool.submit(task, *given)
+        return pool.submit(function, item)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return pool.submit(task, *given)
+        return pool.submit(function, item)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with_parent() -> None:
     """A process whose parent is killed would wait for work forever."""
-    Thread(target=_wait_for_parent, daemon=True).start()
 
+    def wait() -> None:
+        parent = parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
 
-def _wait_for_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    Thread(target=wait, daemon=True).start()

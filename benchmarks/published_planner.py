@@ -6,26 +6,28 @@ bytes moves, whole or cut at a tile, until the rank lacks no more than the toler
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
-from hf_distca.schedule.cost import AttentionShape, FloatArray, causal_pairs
-from hf_distca.schedule.layout import Layout
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, causal_pairs
+from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.plan import Plan
-
-__all__ = ["plan_published"]
+from hf_distca.schedule.ranks import Ranks
+from hf_distca.simulate.disaggregated import candidates
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.strategies import Strategy
+from hf_distca.simulate.work import Candidate
 
 
 class _Items:
     """Pieces of documents in columns that grow."""
 
     def __init__(self, layout: Layout) -> None:
-        self.columns = [column.tolist() for column in (layout.document, layout.start, layout.end, layout.rank, layout.rank)]
-        self._made()
-
-    def _made(self) -> None:
-        self.document, self.start, self.end, self.home, self.server = (
-            np.array(column, dtype=np.int64) for column in self.columns
-        )
+        columns = (layout.document, layout.start, layout.end, layout.rank, layout.rank)
+        self.document, self.start, self.end, self.home, self.server = (np.array(column) for column in columns)
 
     def split(self, item: int, position: int) -> int:
         """Cut an item in two; the number of the second one."""
@@ -91,3 +93,37 @@ def _best(items: _Items, spare: FloatArray, wanted: float, shape: AttentionShape
     if tail_score[best] >= head_score[best]:
         return item, int(end[best] - tail[best]), int(end[best])
     return item, int(start[best]), int(start[best] + head[best])
+
+
+def in_nano_batches(setting: Setting, batches: Sequence[IntArray]) -> list[Candidate]:
+    """Documents one after another over as many ranks as they need, whole ones in each of two nano-batches."""
+
+    def planner(layout: Layout, cost: CostModel, config: DistCAConfig, _: Ranks) -> Plan:
+        return replace(plan_published(layout, cost.shape, tile=config.tile), window=cost.window)
+
+    placements = []
+    for lengths in batches:
+        ends = np.cumsum(lengths)
+        first = int(np.abs(ends - ends[-1] / 2).argmin()) + 1  # as near to half of the tokens as documents allow
+        placements.append((one_after_another(lengths[:first], setting.group), one_after_another(lengths[first:], setting.group)))
+    return candidates(setting, placements, planner)
+
+
+def one_after_another(documents: IntArray, ranks: int) -> Layout:
+    """Documents in order over all ranks, with tokens as equal as can be. There may be fewer tokens than ranks, or none."""
+    starts, total = np.cumsum(documents) - documents, int(documents.sum())
+    least, more = divmod(total, ranks)
+    bounds = np.concatenate([[0], np.cumsum(least + (np.arange(ranks) < more))])
+    edges = np.unique(np.concatenate([starts, bounds]))
+    edges = edges[edges < total].astype(np.int64)
+    document = np.searchsorted(starts, edges, side="right") - 1
+    return Layout(document, edges - starts[document], np.diff(edges, append=total), np.searchsorted(edges, bounds))
+
+
+PUBLISHED = Strategy(
+    "published",
+    "published DistCA planner",
+    in_nano_batches,
+    "documents in order over ranks; greedy on pairs, tolerance 0.05; two nano-batches in turns; in stages as hf-distca",
+    disaggregated=True,
+)
