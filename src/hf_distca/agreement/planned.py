@@ -35,7 +35,7 @@ class Planned:
         config: the settings that it was made under.
         rows: the documents that this rank announced for it, as in `Documents`.
         planning_ms: milliseconds of planning, exchange of documents included.
-        source: of a share, which global batch, and which plan; the same on all ranks that hold the same.
+        source: of a share, which global batch.
         per_node: ranks of a node, as the plan counts on; None if nodes were not told apart.
         planned_here: plans of its share that this process made since the last one, instead of the loader.
         number: of the micro-batch that uses it; 0 until one does.
@@ -88,19 +88,19 @@ class Planned:
     @property
     def estimated_before(self) -> FloatArray:
         """(ranks,) seconds if every rank computed its own attention."""
-        return self.ranks.taken(self._sum(self.plan.home, self.seconds))
+        return self._by_rank(self.plan.home, self.seconds)
 
     @property
     def estimated_after(self) -> FloatArray:
         """(ranks,) seconds of every server."""
-        return self.ranks.taken(self._sum(self.plan.server, self.seconds))
+        return self._by_rank(self.plan.server, self.seconds)
 
     @property
     def measured_before(self) -> FloatArray:
         """(ranks,) measured seconds of servers, given back to the home ranks of the tasks in proportion to their estimates."""
         measured, served = self.measured_after, self.estimated_after
         rate = np.divide(measured, served, out=np.zeros_like(served), where=served > 0)
-        return self.ranks.taken(self._sum(self.plan.home, self.seconds * rate[self.plan.server]))
+        return self._by_rank(self.plan.home, self.seconds * rate[self.plan.server])
 
     @property
     def measured_after(self) -> FloatArray:
@@ -118,8 +118,9 @@ class Planned:
             raise RuntimeError(f"what ranks measured of {self.key} in micro-batch {self.number} is not known yet.")
         return self.figures
 
-    def _sum(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
-        return np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size).astype(np.float64)
+    def _by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
+        """(ranks,) seconds of tasks, summed by the rank that each has, at the speeds of the ranks."""
+        return self.ranks.taken(np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size).astype(np.float64))
 
 
 def take_measured(plans: list[Planned], keys: Iterable[PlanKey]) -> list[Planned]:
