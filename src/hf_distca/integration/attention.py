@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -21,24 +21,18 @@ from hf_distca.schedule.cost import AttentionShape
 
 __all__ = ["distca_attention"]
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
 
 # Selective checkpointing (a `context_fn` with a policy) numbers the operations of a layer in the first forward and finds what it
 # saved by these numbers in the recompute. The recompute of distca runs no kernel, no exchange and no planning, so the numbers
 # would shift, and later operations of the layer would get each other's results. Nothing is lost: distca keeps its outputs itself.
-def _unseen_by_policies(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let `function` run without dispatch modes where a checkpointing policy is among them."""
-
-    @wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not any(is_policy_mode(mode) for mode in dispatch_modes()):
-            return function(*args, **kwargs)
+@contextmanager
+def _unseen_by_policies() -> Iterator[None]:
+    """Run without dispatch modes where a checkpointing policy is among them."""
+    if any(is_policy_mode(mode) for mode in dispatch_modes()):
         with without_dispatch_modes():
-            return function(*args, **kwargs)
-
-    return call
+            yield
+    else:
+        yield
 
 
 # Keyword arguments that reach attention functions and do not change the maths of causal attention within documents: of models,
@@ -60,7 +54,7 @@ _HARMLESS = _MODELS | _LOADERS | _LOSSES
 
 # Compiled, the exchanges would be traced with the shapes of one micro-batch: the graph breaks here instead.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-@_unseen_by_policies
+@_unseen_by_policies()
 def distca_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -16,18 +16,7 @@ from hf_distca.integration.processes import say
 from hf_distca.integration.session import Session, current_session
 from hf_distca.runtime.trace import Trace
 
-__all__ = [
-    "attention_seconds",
-    "Metrics",
-    "Reading",
-    "balance_figures",
-    "metrics",
-    "profile",
-    "sum_up",
-    "summary",
-    "why_nothing_moved",
-    "write_trace",
-]
+__all__ = ["Metrics", "Reading", "balance_figures", "metrics", "profile", "sum_up", "summary", "why_nothing_moved", "write_trace"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +25,8 @@ class Metrics:
 
     Attributes:
         balance: sums over the micro-batches that were planned with other ranks.
-        attention_seconds: that this rank spent in attention kernels, for itself and for others.
+        attention_seconds: that this rank spent in attention kernels, forward and backward, for itself and for others. On CUDA
+            those of finished kernels: synchronise first for an exact figure.
         elapsed_seconds: that have passed.
     """
 
@@ -52,7 +42,7 @@ class Metrics:
         )
 
     def figures(self) -> dict[str, float]:
-        """The figures that `DistCACallback` logs and explains; those without data are left out."""
+        """The figures that `DistCACallback` logs; those without data are left out."""
         return self.balance.figures()
 
 
@@ -63,14 +53,6 @@ def metrics() -> Metrics:
     """
     session = current_session()
     return Metrics(session.planner.history.total, session.meter.seconds, time.perf_counter() - session.started)
-
-
-def attention_seconds() -> float:
-    """Seconds this rank has spent in attention kernels, forward and backward, for itself and as a server, since `configure`.
-
-    On CUDA those of finished kernels: synchronise first for an exact figure.
-    """
-    return current_session().meter.seconds
 
 
 class Reading:
@@ -99,35 +81,25 @@ class Reading:
         known = self._session is not None and self._session() is session
         return session.planner.history.total - self._last if known else session.planner.history.total
 
-    def rounded(self) -> dict[str, float]:
-        """The figures since the last call, for a log."""
-        return {name: round(value, 4) for name, value in self.figures().items()}
-
 
 _reading = Reading()
 
 
 def balance_figures() -> dict[str, float]:
-    """The figures of the balance since the last call, under the names that `DistCACallback` logs; it says what they mean.
+    """The figures of the balance since the last call, as `DistCACallback` logs them; the page "Figures" says what they mean.
 
     Call it before the first step, to start counting, and then whenever you log. Nothing is exchanged: a rank may call it alone.
     All ranks see the same figures, but for ``distca/planning_ms`` and ``distca/server_time_share``, which are of this rank.
-    What a micro-batch measured comes in with the documents of the next one, and only then is it in the figures, with all that
-    was planned and done for it: ``distca/micro_batches`` says how many they are about.
+    What a micro-batch measured comes in with the documents of the next one, and only then is it in the figures.
 
-    Without such micro-batches there are no figures, as with one rank or another attention implementation. Other readers, such as
-    `metrics` and `DistCACallback`, take nothing away from it.
+    With one rank or another attention implementation there are none. Other readers, such as `metrics` and `DistCACallback`, take
+    nothing away from it.
     """
     return _reading.figures()
 
 
 def summary(done: Tally, session: Session) -> str | None:
-    """The balance of micro-batches in a few lines, None if there were none.
-
-    Args:
-        done: what they did.
-        session: in which they ran.
-    """
+    """What micro-batches of a session did, in a few lines; None if there were none."""
     if not done.micro_batches:
         return None
     tokens = done.largest_tokens / done.mean_tokens if done.mean_tokens else 1.0
