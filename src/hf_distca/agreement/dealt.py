@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from threading import Thread, current_thread
 from typing import Literal, NamedTuple, get_args
@@ -181,10 +181,11 @@ class Dealt:
         return "; ".join(said) or None
 
 
+@dataclass(frozen=True, eq=False)
 class Dealing:
     """How global batches are dealt, and planned where they are loaded. It can be pickled.
 
-    Args:
+    Attributes:
         ranks: how many share a global batch.
         tokens_per_rank: tokens of each, one number for all or one for each.
         costs: seconds of the tasks of each kind of layer, by its plan (of whole batches). Documents are dealt by the first one.
@@ -196,21 +197,18 @@ class Dealing:
         ConfigError: if there is no cost, or no such placement.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        tokens_per_rank: int | Sequence[int],
-        costs: Mapping[PlanKey, CostModel],
-        config: DistCAConfig,
-        ranks_per_node: int | None = None,
-        placement: Placement = "dealt",
-    ) -> None:
-        if placement not in get_args(Placement):
-            raise ConfigError(f"placement={placement!r} must be one of {', '.join(map(repr, get_args(Placement)))}.")
-        if not costs:
+    ranks: int
+    tokens_per_rank: int | Sequence[int]
+    costs: Mapping[PlanKey, CostModel]
+    config: DistCAConfig
+    ranks_per_node: int | None = None
+    placement: Placement = "dealt"
+
+    def __post_init__(self) -> None:
+        if self.placement not in get_args(Placement):
+            raise ConfigError(f"placement={self.placement!r} must be one of {', '.join(map(repr, get_args(Placement)))}.")
+        if not self.costs:
             raise ConfigError("documents are dealt by the cost of attention: give that of at least one kind of layer.")
-        self.ranks, self.tokens_per_rank, self.costs, self.config = ranks, tokens_per_rank, dict(costs), config
-        self.ranks_per_node, self.placement = ranks_per_node, placement
 
     @property
     def tokens(self) -> int:

@@ -141,11 +141,9 @@ class Observation:
 
     Attributes:
         parts: (ranks, 3) seconds of tasks, bytes and flops by the uncorrected cost model.
-        kernel: (ranks,) measured in kernels.
-        exchanging: (ranks,) measured in packing, waiting and unpacking.
+        kernel, exchanging: (ranks,) measured in kernels; and in packing, waiting and unpacking.
         exchange: (ranks,) estimated of exchanges by the uncorrected cost model; 0 on ranks that send and receive nothing.
-        unmoved: (ranks,) what kernels would have taken with nothing moved.
-        unmoved_exchange: (ranks,) as `exchange`, with nothing moved: of documents that span ranks.
+        unmoved, unmoved_exchange: (ranks,) what kernels would have taken, and `exchange`, with nothing moved.
         overlapped: whether exchanges are hidden behind the other nano-batch.
     """
 
@@ -196,27 +194,22 @@ class Observation:
 def observed(plans: Sequence[Planned], cost: CostModel, config: DistCAConfig) -> Observation | None:
     """What all ranks measured of the plans of one micro-batch, whole or in two nano-batches, for one kind of layer.
 
-    Args:
-        plans: with figures of all ranks.
-        cost: the uncorrected cost model of the layer.
-        config: settings under which plans were made.
-
-    Returns:
-        None if some rank did not run whole layers, has kernels that still run, or one of two nano-batches is missing.
+    None if some rank did not run whole layers, has kernels that still run, or one of two nano-batches is missing. `cost` is the
+    uncorrected cost model of the layer.
     """
     nano = plans[0].key.nano > 0
     figures = np.stack([plan.figures for plan in plans if plan.figures is not None])
     calls = figures[:, :, 3]
     if len(plans) != 1 + nano or figures.min() < 0 or (calls != calls[0, 0]).any():
         return None
-    layers = calls[0, 0]
+    layers, unmoved = calls[0, 0], [Plan.local(plan.plan.layout, plan.plan.window) for plan in plans]
     return Observation(
         parts=_summed(_parts(plan.plan, cost) for plan in plans),
         kernel=figures[:, :, 0].sum(axis=0) / (1e9 * layers),
         exchanging=figures[:, :, 2].sum(axis=0) / (1e9 * layers),
         exchange=_summed(_exchange(plan.plan, cost, config, plan.ranks) for plan in plans),
         unmoved=_summed(plan.measured_before / layers for plan in plans),
-        unmoved_exchange=_summed(_unmoved_exchange(plan, cost, config) for plan in plans),
+        unmoved_exchange=_summed(_exchange(local, cost, config, plan.ranks) for plan, local in zip(plans, unmoved, strict=True)),
         overlapped=nano,
     )
 
@@ -235,14 +228,6 @@ def _exchange(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks) -
     waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)
     load = PlanLoad(plan, cost, waves, ranks=ranks)
     return np.where(load.wire_seconds.any(axis=0), load.exchange_seconds, 0.0)
-
-
-def _unmoved_exchange(measured: Planned, cost: CostModel, config: DistCAConfig) -> FloatArray:
-    """(ranks,) the same if nothing were moved: of documents that span ranks."""
-    layout = measured.plan.layout
-    if not layout.scattered:
-        return np.zeros(layout.world_size)
-    return _exchange(Plan.local(layout, measured.plan.window), cost, config, measured.ranks)
 
 
 def _summed(arrays: Iterable[FloatArray]) -> FloatArray:

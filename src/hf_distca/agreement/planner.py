@@ -103,14 +103,13 @@ class Planner:
         recent, now.recent = list(now.recent), {}
         return recent
 
-    def plan(self, requests: Sequence[Request], group: AttentionGroup, place: str | None = None) -> list[Planned]:
+    def plan(self, requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
         """Plan this rank's documents together with those of the other ranks, which must ask for the same plans.
 
         Args:
             requests: documents, and which plan; plans that were made ahead and travel with them are taken. With shares of a
                 dealt batch no rank waits for another: what ranks announce is compared while they compute.
             group: the ranks.
-            place: what is planned, for errors; the micro-batch at hand if None.
 
         Raises:
             LayoutError: if a share is not for this rank of this group.
@@ -122,7 +121,7 @@ class Planner:
         shares = [documents.dealt for documents, _ in requests if documents.dealt is not None]
         if len(shares) == len(requests):
             return self._of_shares(shares, requests, group)
-        return self.finish(self.begin(requests, group, place), group)
+        return self.finish(self.begin(requests, group), group)
 
     def begin(
         self, requests: Sequence[Request], group: AttentionGroup, place: str | None = None, *, beside: bool = False

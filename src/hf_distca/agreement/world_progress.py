@@ -190,11 +190,11 @@ class Progress:
         meeting = group.gather_async(announcement.row(), doing=f"comparing shares of {place}", agree=compare)
         self._meetings.append((meeting, plans[:room]))
 
-    def drain(self, at_most: int | None = None) -> None:
+    def drain(self, at_most: int) -> None:
         """Take what ranks measured from the meetings that are over; wait for them until at most so many are left."""
         while self._meetings:
             meeting, plans = self._meetings.popleft()  # one that failed is not looked at again
-            if at_most is not None and len(self._meetings) >= at_most:
+            if len(self._meetings) >= at_most:
                 meeting.wait()
             if not meeting.done:
                 self._meetings.appendleft((meeting, plans))

@@ -23,6 +23,8 @@ from hf_distca.register import STAND_INS, check_stand_in
 
 __all__ = ["STAND_INS", "check_untouched", "distca_configs", "make_default", "origin", "prepare", "register", "stand_in"]
 
+_log = logging.getLogger("hf_distca")
+
 _attention: dict[str, Callable[..., Any]] = {}
 
 
@@ -63,16 +65,13 @@ def check_untouched(config: PreTrainedConfig | None) -> None:
         )
 
 
-_log = logging.getLogger("hf_distca")
-
-
 def stand_in(name: str) -> None:
     """Let models that ask for the attention `name` have distca, for trainers that take no name but those they know.
 
     Call it before the model is loaded. From then on transformers has distca's functions in the place of its own, in this process
     and for every model that asks for `name`, also one that is not trained. The trainer's checks and packing stay those of
     `name`. transformers no longer looks for the package behind the name, flash-attn say: distca does not need it. A trainer
-    that looks for it by itself still does. Again has no effect.
+    that looks for it by itself still does. Calling it again has no effect.
 
     What distca does not compute it refuses when it is asked for it, as under its own name: attention that is not causal,
     dropout, other arguments. There is no way back to what was replaced: load such models with another attention.
@@ -142,7 +141,7 @@ def prepare(model: Model) -> Model:
 
     Call it on every rank, after `configure` and after torch.distributed has started. It makes the attention group, from the
     device mesh of the model where there is one, and lets decoder layers run as nano-batches if ping-pong is on. Without it the
-    first forward does the same, as far as it finds the model among its callers. Again has no effect.
+    first forward does the same, as far as it finds the model among its callers. Calling it again has no effect.
 
     Args:
         model: a model of transformers, or what holds one, such as a PEFT or a DDP model.

@@ -34,6 +34,8 @@ from hf_distca.runtime.pingpong import checkpointed_parts, run_nano_batches
 
 __all__ = ["Handover", "NanoBatches", "cut", "cut_layers"]
 
+_log = logging.getLogger("hf_distca")
+
 # A cut between documents is taken if the smaller nano-batch then has at least this part of the tokens.
 _SMALLEST = 3 / 8
 
@@ -173,12 +175,11 @@ def _middle(length: int, documents: Documents, tile: int) -> int:
     return half // tile * tile if half >= 4 * tile else half
 
 
-_log = logging.getLogger("hf_distca")
 _seen: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def cut_layers(model: torch.nn.Module) -> None:
-    """Let the decoder layers of a model run as two nano-batches where a micro-batch gains by it. Again has no effect."""
+    """Let the decoder layers of a model run as two nano-batches where a micro-batch gains by it."""
     if model in _seen:
         return
     _seen.add(model)

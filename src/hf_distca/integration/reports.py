@@ -102,18 +102,16 @@ def summary(done: Tally, session: Session) -> str | None:
     """What micro-batches of a session did, in a few lines; None if there were none."""
     if not done.micro_batches:
         return None
-    tokens = done.largest_tokens / done.mean_tokens if done.mean_tokens else 1.0
+    figures = done.figures()
+    tokens = figures.get("distca/imbalance_tokens", 1.0)
     lines = [
         f"distca: {done.micro_batches} micro-batches on {session.ranks} ranks, work moved in {done.moved}",
         f"  {'imbalance (slowest rank / mean)':<34}{'before':>8}{'after':>8}",
         f"    {'tokens':<32}{tokens:>8.3f}{tokens:>8.3f}",
     ]
     for kind in ("estimated", "measured"):
-        mean = getattr(done, f"{kind}_mean")
-        if mean > 0:
-            before, after = (getattr(done, f"{kind}_{side}") / mean for side in ("before", "after"))
-            lines.append(f"    {kind:<32}{before:>8.3f}{after:>8.3f}")
-    figures = done.figures()
+        if (before := figures.get(f"distca/imbalance_{kind}_before")) is not None:
+            lines.append(f"    {kind:<32}{before:>8.3f}{figures[f'distca/imbalance_{kind}_after']:>8.3f}")
     parts = {
         "exchanged": f"{figures.get('distca/exchanged_mb_per_layer', 0.0):.3f} MB per layer and micro-batch by the busiest rank",
         "planning": f"{figures['distca/planning_ms']:.1f} ms per micro-batch",
@@ -178,9 +176,8 @@ def profile(folder: str | Path | None = None) -> Iterator[Trace]:
     Yields:
         The trace; ``spans`` and ``hidden`` (the part of the messages' time that was computed in) can be read at any time.
     """
-    session = current_session()
-    before, session.trace = session.trace, Trace()
-    trace = session.trace
+    session, trace = current_session(), Trace()
+    before, session.trace = session.trace, trace
     try:
         yield trace
     finally:

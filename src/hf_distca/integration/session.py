@@ -168,8 +168,7 @@ class Session:
         if self.conductor is not None:
             return self.conductor.work_for(handle, arguments, query, key)
         group, handles = self.group_for(handle, training), handle.planned_together
-        keys = [key._replace(nano=part.nano) for part in handles]
-        requests = [(self.documents(part, arguments, training), key) for part, key in zip(handles, keys, strict=True)]
+        requests = [(self.documents(part, arguments, training), key._replace(nano=part.nano)) for part in handles]
         if group.size == 1:
             evaluating = handle.alone or not training
             alone = zip(handles, requests, strict=True)
@@ -186,9 +185,9 @@ class Session:
                     part.check(planned.plan.layout)
                 pairs = zip(requests, plans, strict=True)
                 works = [self._work(documents, planned, group, query.device) for (documents, _), planned in pairs]
-        for part, key, work in zip(handles, keys, works, strict=True):
-            part.work[key] = work if part.mask.recomputes and training else replace(work, outputs=None)
-        return handle.work[keys[0]]
+        for part, (_, which), work in zip(handles, requests, works, strict=True):
+            part.work[which] = work if part.mask.recomputes and training else replace(work, outputs=None)
+        return handle.work[requests[0][1]]
 
     def _work_alone(
         self, handle: AttentionHandle, documents: Documents, key: PlanKey, device: torch.device, evaluating: bool
