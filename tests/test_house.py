@@ -25,11 +25,11 @@ class Bounds(NamedTuple):
 
 
 BOUNDS = {
-    "agreement": Bounds(files=9, lines=2166, longest_file=320, longest_function=32, parameters=8, pronouns=0),
+    "agreement": Bounds(files=9, lines=2028, longest_file=307, longest_function=29, parameters=5, pronouns=0),
     "cli": Bounds(files=16, lines=1241, longest_file=171, longest_function=53, parameters=9, pronouns=0),
     "data": Bounds(files=6, lines=1000, longest_file=275, longest_function=39, parameters=6, pronouns=0),
     "doctor": Bounds(files=4, lines=420, longest_file=195, longest_function=31, parameters=4, pronouns=0),
-    "integration": Bounds(files=18, lines=3875, longest_file=353, longest_function=87, parameters=16, pronouns=0),
+    "integration": Bounds(files=18, lines=3600, longest_file=350, longest_function=87, parameters=16, pronouns=0),
     "kernels": Bounds(files=8, lines=1432, longest_file=316, longest_function=35, parameters=8, pronouns=0),
     "measure": Bounds(files=3, lines=512, longest_file=299, longest_function=34, parameters=8, pronouns=0),
     "pipeline": Bounds(files=8, lines=2348, longest_file=527, longest_function=42, parameters=6, pronouns=20),
@@ -38,7 +38,7 @@ BOUNDS = {
     "runtime": Bounds(files=18, lines=2904, longest_file=338, longest_function=44, parameters=7, pronouns=1),
     "schedule": Bounds(files=47, lines=7510, longest_file=440, longest_function=56, parameters=9, pronouns=555),
     "simulate": Bounds(files=19, lines=2598, longest_file=244, longest_function=46, parameters=7, pronouns=0),
-    "top": Bounds(files=7, lines=892, longest_file=255, longest_function=35, parameters=5, pronouns=0),
+    "top": Bounds(files=7, lines=878, longest_file=255, longest_function=23, parameters=5, pronouns=0),
 }
 # Names that may still occur more than once. Of each other name there is one.
 SHARED_FILE_NAMES = {"exchange.py", "reference.py"}

@@ -91,11 +91,12 @@ class _Drawn:
                 f"a batch holds {', '.join(unknown)}, and share_tokens deals {', '.join(sorted(_KNOWN))} only: tokens go to "
                 "other ranks, so leave the rest out."
             )
-        ids = batch["input_ids"]
-        mask, packed = batch.get("attention_mask"), batch.get("distca_documents")
+        batch_size, length = batch["input_ids"].shape
+        mask = batch.get("attention_mask")
         documents = TokenBatch(
-            *ids.shape,
-            packed=packed,
+            batch_size,
+            length,
+            packed=batch.get("distca_documents"),
             cu_seq_lens=batch.get("cu_seq_lens_q"),
             position_ids=batch.get("position_ids"),
             padding=None if mask is None else mask.bool(),
