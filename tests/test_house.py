@@ -29,7 +29,7 @@ BOUNDS = {
     "cli": Bounds(files=16, lines=1241, longest_file=171, longest_function=53, parameters=9, pronouns=0),
     "data": Bounds(files=6, lines=1000, longest_file=275, longest_function=39, parameters=6, pronouns=0),
     "doctor": Bounds(files=4, lines=420, longest_file=195, longest_function=31, parameters=4, pronouns=0),
-    "integration": Bounds(files=18, lines=3600, longest_file=350, longest_function=87, parameters=16, pronouns=0),
+    "integration": Bounds(files=18, lines=3590, longest_file=350, longest_function=87, parameters=16, pronouns=0),
     "kernels": Bounds(files=8, lines=1432, longest_file=316, longest_function=35, parameters=8, pronouns=0),
     "measure": Bounds(files=3, lines=512, longest_file=299, longest_function=34, parameters=8, pronouns=0),
     "pipeline": Bounds(files=8, lines=2348, longest_file=527, longest_function=42, parameters=6, pronouns=20),

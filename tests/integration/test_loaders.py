@@ -182,6 +182,16 @@ def test_the_trainer_is_told_before_its_first_step(kind: type[Trainer], changes:
     assert trainer.state.global_step == 0
 
 
+def test_the_mixin_refuses_what_the_callback_refuses_and_keeps_no_callback() -> None:
+    trainer = trainer_of(MixedTrainer, train_sampling_strategy="random")
+    trainer.remove_callback(hf_distca.DistCACallback)
+    hf_distca.configure(settings())
+    with pytest.raises(hf_distca.UnsupportedError, match="RandomSampler"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert not any(isinstance(callback, hf_distca.DistCACallback) for callback in trainer.callback_handler.callbacks)
+
+
 @KINDS
 def test_a_loader_for_evaluation_is_refused_too(kind: type[Trainer]) -> None:
     trainer = trainer_of(kind, eval_dataset=shares(1), dataloader_num_workers=1, dataloader_in_order=False)

@@ -127,11 +127,6 @@ class AttentionHandle:
         handle.nano, handle.documents, handle.handover, handle.group = nano, documents, handover, self.group
         return handle
 
-    @property
-    def planned_together(self) -> list[AttentionHandle]:
-        """The handles that get their work at once: of the first nano-batch both, so that ranks meet once, else this one."""
-        return [self] if self.second is None else [self, self.second]
-
     def key(self, shape: AttentionShape, device: str, window: int | None) -> PlanKey:
         """Which plan a layer has that tells this window to the attention function; the mask's own window goes first."""
         return PlanKey(shape, device, window if self.mask.window is None else self.mask.window, self.mask.chunk, self.nano)

@@ -51,13 +51,11 @@ class Announced:
 
     Attributes:
         batches: as they were announced.
-        documents: those of each batch.
         keys: the plans that each batch gets.
         planning: of each batch, those of all keys.
     """
 
     batches: list[Any]
-    documents: list[PackedDocuments]
     keys: list[PlanKey]
     planning: Planning
 
@@ -67,13 +65,13 @@ class Announced:
 
     def planned(self) -> list[Any]:
         """Copies of the batches, with their plans, once these are made and all ranks have the same."""
-        session, planned = current_session(), []
+        session, batches = current_session(), [copy(batch) for batch in self.batches]
         with session.group.reporting(f"planning {self.planning.place}"):
             plans = iter(session.planner.finish(self.planning, session.group))
-        for batch, documents in zip(self.batches, self.documents, strict=True):
-            planned.append(copy(batch))
-            planned[-1]["distca_documents"] = documents.planned(PlansAhead({key: next(plans) for key in self.keys}))
-        return planned
+        for batch in batches:
+            ahead = PlansAhead({key: next(plans) for key in self.keys})
+            batch["distca_documents"] = batch["distca_documents"].planned(ahead)
+        return batches
 
 
 def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, beside: bool = False) -> Announced | None:
@@ -97,7 +95,7 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
     with session.group.reporting(f"planning {place}"):
         requests = [_requests(batch, packed, keys, session.config.tile) for batch, packed in zip(batches, documents, strict=True)]
         planning = session.planner.begin(list(chain.from_iterable(requests)), session.group, place, beside=beside)
-    return Announced(list(batches), documents, keys, planning)
+    return Announced(list(batches), keys, planning)
 
 
 def _documents(batches: Sequence[Any]) -> list[PackedDocuments] | None:
@@ -173,17 +171,14 @@ class DistCATrainerMixin:
         if announced is None or not announced.are(batches):
             announced = announce(batches, keys)
         planned = batches if announced is None else announced.planned()
-        if keys and _documents(batches) and not self._is_last_step():
+        state: TrainerState = self.state  # type: ignore[attr-defined]
+        if keys and _documents(batches) and state.global_step + 1 < state.max_steps:
             drawn = list(self._drawn)
             drawn += islice(self._up_to_the_end(epoch_iterator), max(0, num_batches - len(drawn)))
             self._drawn = iter(drawn)
             if drawn:
                 self._announced = announce(drawn[:num_batches], keys, after=len(batches), beside=True)
         return (planned, *rest)
-
-    def _is_last_step(self) -> bool:
-        state: TrainerState = self.state  # type: ignore[attr-defined]
-        return state.global_step + 1 >= state.max_steps
 
     def _up_to_the_end(self, epoch_iterator: Iterator[Any]) -> Iterator[Any]:
         """The batches of an epoch, without asking for one after the last: that would tell accelerate that the epoch is over."""

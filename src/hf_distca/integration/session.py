@@ -167,12 +167,12 @@ class Session:
         """
         if self.conductor is not None:
             return self.conductor.work_for(handle, arguments, query, key)
-        group, handles = self.group_for(handle, training), handle.planned_together
+        group = self.group_for(handle, training)
+        handles = [handle] if handle.second is None else [handle, handle.second]  # both nano-batches, so that ranks meet once
         requests = [(self.documents(part, arguments, training), key._replace(nano=part.nano)) for part in handles]
         if group.size == 1:
-            evaluating = handle.alone or not training
-            alone = zip(handles, requests, strict=True)
-            works = [self._work_alone(part, *request, query.device, evaluating) for part, request in alone]
+            alone, pairs = handle.alone or not training, zip(handles, requests, strict=True)
+            works = [self._work_alone(part, *request, query.device, evaluating=alone) for part, request in pairs]
         else:
             with group.reporting(f"measuring costs for micro-batch {self.planner.next_number}"):
                 self.learn_cost(key, query, group)
@@ -183,14 +183,14 @@ class Session:
             with self._reporting(group, "taking up a plan"):
                 for part, planned in zip(handles, plans, strict=True):
                     part.check(planned.plan.layout)
-                pairs = zip(requests, plans, strict=True)
-                works = [self._work(documents, planned, group, query.device) for (documents, _), planned in pairs]
+                known = zip(requests, plans, strict=True)
+                works = [self._work(documents, planned, group, query.device) for (documents, _), planned in known]
         for part, (_, which), work in zip(handles, requests, works, strict=True):
             part.work[which] = work if part.mask.recomputes and training else replace(work, outputs=None)
         return handle.work[requests[0][1]]
 
     def _work_alone(
-        self, handle: AttentionHandle, documents: Documents, key: PlanKey, device: torch.device, evaluating: bool
+        self, handle: AttentionHandle, documents: Documents, key: PlanKey, device: torch.device, *, evaluating: bool
     ) -> Work:
         try:
             layout = layout_of(Stated.of(documents))
