@@ -181,7 +181,7 @@ class Dealt:
         return "; ".join(said) or None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Dealing:
     """How global batches are dealt, and planned where they are loaded. It can be pickled.
 
