@@ -48,7 +48,7 @@ from hf_distca.agreement.announce import (
     fingerprint,
     layout_of,
 )
-from hf_distca.agreement.documents import PackedDocuments, read_documents
+from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.agreement.history import History
 from hf_distca.agreement.planned import Planned
 from hf_distca.config import DistCAConfig
@@ -188,7 +188,7 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     common, group = Common(config, (COST,)), AttentionGroup(tuple(range(ranks)))
     rows = []
     for lengths in documents(ranks, arguments.tokens, "long tail"):
-        one = read_documents(1, arguments.tokens, packed=PackedDocuments(lengths))
+        one = TokenBatch(1, arguments.tokens, packed=PackedDocuments(lengths)).documents()
         own, settings = [(10**6,) * FIGURES], fingerprint(common)
         rows.append(Announcement(1, settings, exchanges=0, checksum=0, figures=own, requests=[(one, key)]).row())
     (stated,) = agree(Announcements.read(rows), common, group, "here")

@@ -76,7 +76,7 @@ def _time(trainer: Trainer, batch: dict[str, Any], balanced: bool) -> Timing:
     inputs = send_to_device(batch, trainer.accelerator.device)
     targets = sum(gather_object([int((batch["shift_labels"] != -100).sum())]))
     trainer.accelerator.wait_for_everyone()
-    attention_started, started = hf_distca.attention_seconds(), time.perf_counter()
+    attention_started, started = hf_distca.metrics().attention_seconds, time.perf_counter()
     with hf_distca.balancing(balanced):
         loss = trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=torch.tensor(targets))
         trainer.accelerator.backward(loss)
@@ -84,7 +84,7 @@ def _time(trainer: Trainer, batch: dict[str, Any], balanced: bool) -> Timing:
         torch.accelerator.synchronize()
     seconds = time.perf_counter() - started
     trainer.model_wrapped.zero_grad()
-    mine = (loss.item(), seconds, hf_distca.attention_seconds() - attention_started)
+    mine = (loss.item(), seconds, hf_distca.metrics().attention_seconds - attention_started)
     losses, steps, attention = zip(*gather_object([mine]), strict=True)
     return Timing(fmean(losses), max(steps), list(attention))
 

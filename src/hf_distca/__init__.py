@@ -5,6 +5,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hf_distca.errors import (
+    ConfigError,
+    DistCADesyncError,
+    DistCAError,
+    KernelError,
+    LayoutError,
+    PlanError,
+    ReportError,
+    UnsupportedError,
+)
 from hf_distca.register import register, when_models_load
 
 if TYPE_CHECKING:
@@ -12,21 +22,11 @@ if TYPE_CHECKING:
     from hf_distca.agreement.documents import PackedDocuments
     from hf_distca.config import DistCAConfig
     from hf_distca.data.collator import PackingCollator
-    from hf_distca.errors import (
-        ConfigError,
-        DistCADesyncError,
-        DistCAError,
-        KernelError,
-        LayoutError,
-        PlanError,
-        ReportError,
-        UnsupportedError,
-    )
     from hf_distca.integration.callback import DistCACallback
     from hf_distca.integration.document_shares import document_shares
     from hf_distca.integration.loading import prepare, stand_in
     from hf_distca.integration.mixin import DistCATrainerMixin, plan_ahead
-    from hf_distca.integration.reports import Metrics, attention_seconds, balance_figures, metrics, profile
+    from hf_distca.integration.reports import Metrics, balance_figures, metrics, profile
     from hf_distca.integration.session import balancing, configure
     from hf_distca.integration.share_tokens import share_tokens
 
@@ -48,7 +48,6 @@ __all__ = [
     "ReportError",
     "UnsupportedError",
     "__version__",
-    "attention_seconds",
     "balance_figures",
     "balancing",
     "configure",
@@ -67,21 +66,11 @@ _MODULES = {
     "agreement.documents": ("PackedDocuments",),
     "config": ("DistCAConfig",),
     "data.collator": ("PackingCollator",),
-    "errors": (
-        "ConfigError",
-        "DistCADesyncError",
-        "DistCAError",
-        "KernelError",
-        "LayoutError",
-        "PlanError",
-        "ReportError",
-        "UnsupportedError",
-    ),
     "integration.callback": ("DistCACallback",),
     "integration.document_shares": ("document_shares",),
     "integration.loading": ("prepare", "stand_in"),
     "integration.mixin": ("DistCATrainerMixin", "plan_ahead"),
-    "integration.reports": ("Metrics", "attention_seconds", "balance_figures", "metrics", "profile"),
+    "integration.reports": ("Metrics", "balance_figures", "metrics", "profile"),
     "integration.session": ("balancing", "configure"),
     "integration.share_tokens": ("share_tokens",),
 }

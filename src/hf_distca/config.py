@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import CostModel
@@ -18,6 +19,22 @@ CostSource = Literal["analytic", "calibrated"]
 # each of them; ranks that are too few for it; and what whole nodes have a multiple of, where they have 1, 2, 4 or 8 ranks.
 _MOST_RANKS, _FEWEST_RANKS, _WHOLE_NODES = 512, 256, 8
 _LONGEST_TIMEOUT = 366 * 86400.0  # seconds; what torch adds to it must fit in its clock
+
+# What numbers each field takes: their type, their range, and how an error says it.
+_NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "tolerance": (Real, lambda value: 0 <= value < 1, "in [0, 1): it is a fraction of the mean, 0.01 is usual"),
+    "min_gain": (Real, lambda value: 0 <= value < 1, "in [0, 1): it is a fraction of the slowest rank's seconds"),
+    "tile": (int, lambda value: value >= 1, "at least 1; flash-attention kernels use 128"),
+    "head_groups": (int, lambda value: value >= 1, "at least 1, which splits no document by heads"),
+    "max_transient_bytes": (int, lambda value: value >= 1, "at least 1, or None for no bound"),
+    "group_size": (int, lambda value: value >= 1, "at least 1, or None for groups of up to 512 ranks"),
+    "timeout_seconds": (
+        Real,
+        lambda value: 0 < value <= _LONGEST_TIMEOUT,
+        f"in (0, {_LONGEST_TIMEOUT:g}], a year, or None for that of torch.distributed",
+    ),
+}
+_OPTIONAL = ("max_transient_bytes", "group_size", "timeout_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,34 +102,14 @@ class DistCAConfig:
         for name in ("balance", "measured_rates", "documents_span_ranks", "balance_evaluation", "ping_pong"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
-        for name in ("tile", "head_groups", "max_transient_bytes", "group_size"):
+        for name, (kind, in_range, expected) in _NUMBERS.items():
             value: object = getattr(self, name)
-            optional = name in ("max_transient_bytes", "group_size") and value is None
-            if not optional and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ConfigError(f"{name}={value!r} must be a whole number.")
-        for name in ("tolerance", "min_gain", "timeout_seconds"):
-            value = getattr(self, name)
-            if name == "timeout_seconds" and value is None:
+            if value is None and name in _OPTIONAL:
                 continue
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise ConfigError(f"{name}={value!r} must be a number.")
-        if not 0.0 <= self.tolerance < 1.0:
-            raise ConfigError(f"tolerance={self.tolerance} must be in [0, 1): it is a fraction of the mean, 0.01 is usual.")
-        if not 0.0 <= self.min_gain < 1.0:
-            raise ConfigError(f"min_gain={self.min_gain} must be in [0, 1): it is a fraction of the slowest rank's seconds.")
-        if self.tile < 1:
-            raise ConfigError(f"tile={self.tile} must be at least 1; flash-attention kernels use 128.")
-        if self.head_groups < 1:
-            raise ConfigError(f"head_groups={self.head_groups} must be at least 1, which splits no document by heads.")
-        if self.max_transient_bytes is not None and self.max_transient_bytes < 1:
-            raise ConfigError(f"max_transient_bytes={self.max_transient_bytes} must be at least 1, or None for no bound.")
-        if self.group_size is not None and self.group_size < 1:
-            raise ConfigError(f"group_size={self.group_size} must be at least 1, or None for groups of up to 512 ranks.")
-        if self.timeout_seconds is not None and not 0 < self.timeout_seconds <= _LONGEST_TIMEOUT:
-            raise ConfigError(
-                f"timeout_seconds={self.timeout_seconds} must be in (0, {_LONGEST_TIMEOUT:g}], a year, or None for that of "
-                "torch.distributed."
-            )
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise ConfigError(f"{name}={value!r} must be a {'whole number' if kind is int else 'number'}.")
+            if not in_range(value):
+                raise ConfigError(f"{name}={value} must be {expected}.")
         _check_choice("kernel", self.kernel, get_args(KernelName))
         if not isinstance(self.cost_model, CostModel | Profile):
             _check_choice("cost_model", self.cost_model, get_args(CostSource))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from stand_ins import MadeUpGroup
 
 from hf_distca.agreement.announce import Announcement, Announcements, Common, PlanKey, agree, fingerprint, layout_of
-from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
+from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
 from hf_distca.integration.nano_batches import cut
@@ -28,7 +28,7 @@ def announcement(*documents: Documents, key: PlanKey = KEY, **changes: int) -> A
 
 
 def packed(lengths: list[int]) -> Documents:
-    return read_documents(1, sum(lengths), packed=PackedDocuments(lengths))
+    return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).documents()
 
 
 @given(LENGTHS, LENGTHS)
@@ -51,7 +51,7 @@ def test_a_document_on_one_rank_is_announced_as_one_number(ranks: list[list[int]
 
 def test_documents_over_ranks_are_announced_with_number_and_start() -> None:
     parts = [PackedDocuments((10, 4), (0, 0), (7, 8)), PackedDocuments((6, 5), (10, 4), (7, 8))]
-    rows = [announcement(read_documents(1, sum(one.lengths), packed=one)).row() for one in parts]
+    rows = [announcement(TokenBatch(1, sum(one.lengths), packed=one).documents()).row() for one in parts]
     (stated,) = Announcements.read(rows).stated()
     assert [list(map(tuple, layout_of(stated).segments(rank))) for rank in (0, 1)] == [
         [(7, 0, 10), (8, 0, 4)],

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hf_distca.agreement import dealt as dealt_module
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing, PlanJob
-from hf_distca.agreement.documents import read_documents
+from hf_distca.agreement.documents import TokenBatch
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -51,7 +51,7 @@ def test_shares_of_all_ranks_are_the_layout(ranks: int, lengths: list[int], ping
         first = one.dealt.first_tokens
         assert first is None or (ping_pong and 0 < first < tokens)
         if first is not None:  # no document is in both nano-batches
-            parts = read_documents(1, tokens, packed=one).cut(first)
+            parts = TokenBatch(1, tokens, packed=one).documents().cut(first)
             assert not set(parts[0].rows[:, 0]) & set(parts[1].rows[:, 0])
             assert [int(part.rows[:, 2].sum()) for part in parts] == [first, tokens - first]
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.utils import _apply_to_tensors
 
 import hf_distca
-from hf_distca.agreement.documents import PackedDocuments, PlansAhead, read_documents
+from hf_distca.agreement.documents import PackedDocuments, PlansAhead, TokenBatch
 from hf_distca.integration.handle import AttentionHandle
 
 
@@ -40,15 +40,15 @@ def test_packed_documents_without_a_number_of_each_are_refused() -> None:
 def test_a_training_row_that_another_tool_has_cut_is_refused() -> None:
     positions = torch.cat([torch.arange(5, 9), torch.arange(4)])[None]
     with pytest.raises(hf_distca.UnsupportedError, match=r"row 0 .* begins at position 5.*documents_span_ranks=True"):
-        read_documents(1, 8, position_ids=positions, training=True)
-    assert read_documents(1, 8, position_ids=positions).rows[:, 2].tolist() == [4, 4]
-    assert read_documents(1, 8, position_ids=positions, training=True, span_ranks=True).rows[0].tolist() == [-1, 5, 4]
+        TokenBatch(1, 8, position_ids=positions).documents(training=True)
+    assert TokenBatch(1, 8, position_ids=positions).documents().rows[:, 2].tolist() == [4, 4]
+    assert TokenBatch(1, 8, position_ids=positions).documents(training=True, span_ranks=True).rows[0].tolist() == [-1, 5, 4]
 
 
 def test_rows_behind_padding_may_begin_anywhere() -> None:
     padding = torch.tensor([[False, False, True, True], [True, True, True, True]])
     for positions in (None, torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])):
-        found = read_documents(2, 4, position_ids=positions, padding=padding, training=True)
+        found = TokenBatch(2, 4, position_ids=positions, padding=padding).documents(training=True)
         assert found.rows[:, 2].tolist() == [2, 4]
 
 
@@ -64,7 +64,7 @@ PADDING = torch.tensor([[True] * 6 + [False] * 2])
 def test_documents_that_are_given_decide_beside_padding(given: str, lengths: tuple[int, ...], kept: list[int]) -> None:
     ahead = PlansAhead()
     packed, bounds = PackedDocuments(lengths, ahead=ahead), torch.tensor([0, *lengths]).cumsum(0)
-    found = read_documents(1, 8, **{given: packed if given == "packed" else bounds}, padding=PADDING)
+    found = TokenBatch(1, 8, **{given: packed if given == "packed" else bounds}, padding=PADDING).documents()
     assert found.rows.tolist() == [[-1, 0, length] for length in kept]
     assert found.keep is not None
     assert found.keep.tolist() == list(range(6))
@@ -73,7 +73,7 @@ def test_documents_that_are_given_decide_beside_padding(given: str, lengths: tup
 
 def test_padding_may_be_anywhere_in_documents() -> None:
     padding = torch.tensor([[False, True, True, False], [True, False, True, True]])
-    found = read_documents(2, 4, packed=PackedDocuments((3, 1, 4)), padding=padding)
+    found = TokenBatch(2, 4, packed=PackedDocuments((3, 1, 4)), padding=padding).documents()
     assert found.rows[:, 2].tolist() == [2, 3]
     assert found.keep is not None
     assert found.keep.tolist() == [1, 2, 4, 6, 7]
@@ -81,7 +81,7 @@ def test_padding_may_be_anywhere_in_documents() -> None:
 
 def test_documents_that_do_not_fit_the_padding_are_refused() -> None:
     with pytest.raises(hf_distca.LayoutError, match=r"have 7 tokens and the batch has 1 x 8, 6 of them not padding: .* cover"):
-        read_documents(1, 8, packed=PackedDocuments((3, 4)), padding=PADDING)
+        TokenBatch(1, 8, packed=PackedDocuments((3, 4)), padding=PADDING).documents()
 
 
 @pytest.mark.parametrize("lengths", [(3, 5), (3, 3)])
@@ -89,5 +89,5 @@ def test_padding_in_documents_that_go_on_elsewhere_is_refused(lengths: tuple[int
     """Other ranks know how many tokens of a document are here, and count them."""
     packed = PackedDocuments(lengths, (4, 0), (0, 1))
     with pytest.raises(hf_distca.LayoutError, match=r"2 of the 1 x 8 tokens .* padding by attention_mask.*leave attention_mask"):
-        read_documents(1, 8, packed=packed, padding=PADDING)
-    assert read_documents(1, 8, packed=PackedDocuments((3, 5), (4, 0), (0, 1)), padding=PADDING | True).spans
+        TokenBatch(1, 8, packed=packed, padding=PADDING).documents()
+    assert TokenBatch(1, 8, packed=PackedDocuments((3, 5), (4, 0), (0, 1)), padding=PADDING | True).documents().spans

@@ -13,7 +13,7 @@ from stand_ins import MadeUpGroup
 
 from hf_distca.agreement import planner as planner_module
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.documents import Documents, PackedDocuments, PlansAhead, read_documents
+from hf_distca.agreement.documents import Documents, PackedDocuments, PlansAhead, TokenBatch
 from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
@@ -35,7 +35,7 @@ def planner(device: str = "cpu", **settings: float) -> Planner:
 
 
 def documents(*lengths: int) -> Documents:
-    return read_documents(1, sum(lengths), packed=PackedDocuments(lengths))
+    return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).documents()
 
 
 def test_a_plan_takes_two_collectives_and_several_at_once_take_the_same_two() -> None:

@@ -16,7 +16,7 @@ from stand_ins import MadeUpGroup
 from hf_distca.agreement import dealt as dealt_module
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
-from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
+from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planned import Observation
 from hf_distca.agreement.planner import Planner
 from hf_distca.agreement.rates import Correction, Rates
@@ -123,7 +123,7 @@ class World:
 
     @staticmethod
     def _documents(lengths: list[int]) -> Documents:
-        return read_documents(1, sum(lengths), packed=PackedDocuments(lengths))
+        return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).documents()
 
     @property
     def moved(self) -> list[bool]:
@@ -329,7 +329,7 @@ def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ..
     made = []
     for number in range(24):
         share = dealing.share(np.array([5120, 1024, 2048]), (0, number), 0)
-        documents = read_documents(1, 4096, packed=share)
+        documents = TokenBatch(1, 4096, packed=share).documents()
         (planned,) = planner.plan([(documents, KEY)], group)
         made.append((planner.costs.of(KEY), planner.costs.ranks(2).speeds, planned.plan.digest))
         meter = planner.use(planned, documents)
@@ -372,7 +372,7 @@ def train_on_fetched(planner: Planner, dealing: Dealing, steps: int, key: PlanKe
         for step in range(steps):
             share, fetched = fetched, pickle.loads(sent[min(step + 1, steps - 1)])
             rates.append((planner.costs.of(key), planner.costs.ranks(2)))
-            documents = read_documents(1, 4096, packed=share)
+            documents = TokenBatch(1, 4096, packed=share).documents()
             (plan,) = planner.plan([(documents, key)], group)
             meter = planner.use(plan, documents)
             meter.count(calls=1, kernel_calls=2, backward_calls=1)

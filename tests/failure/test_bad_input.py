@@ -13,14 +13,14 @@ from small_llama import PAIRS, llama
 from transformers.masking_utils import find_packed_sequence_indices
 
 import hf_distca
-from hf_distca.agreement.documents import PackedDocuments, read_documents
+from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.errors import LayoutError
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 
 
 def lengths_of(positions: list[list[int]]) -> list[int]:
-    return read_documents(len(positions), len(positions[0]), position_ids=torch.tensor(positions)).rows[:, 2].tolist()
+    return TokenBatch(len(positions), len(positions[0]), position_ids=torch.tensor(positions)).documents().rows[:, 2].tolist()
 
 
 def test_a_jump_starts_a_document() -> None:
@@ -61,7 +61,7 @@ def test_positions_mean_what_they_mean_for_transformers() -> None:
 )
 def test_what_describes_no_batch_is_named(given: dict[str, Any], text: str) -> None:
     with pytest.raises(LayoutError, match=text):
-        read_documents(2, 3, **given)
+        TokenBatch(2, 3, **given).documents()
 
 
 @pytest.mark.parametrize(

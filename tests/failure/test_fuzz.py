@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_distca
-from hf_distca.agreement.documents import read_documents
+from hf_distca.agreement.documents import TokenBatch
 from hf_distca.errors import DistCAError
 from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.handle import AttentionHandle
@@ -128,7 +128,7 @@ def documents(draw: Random) -> None:
         given["cu_seq_lens"] = torch.tensor([0, *bounds, rows * length]).to(draw.choice(kinds))
     if draw.random() < 0.2:
         given["packed"] = hf_distca.PackedDocuments(tuple(draw.randint(0, 5) for _ in range(3)))
-    local = attempt(read_documents, rows, length, **given)
+    local = attempt(TokenBatch(rows, length, **given).documents)
     padding = given.get("padding")
     tokens = rows * length if padding is None else int(padding.sum())
     assert local.rows[:, 2].sum() == tokens

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import hf_distca
 from hf_distca import config as config_module
 from hf_distca.integration import document_shares as shares_module
-from hf_distca.integration.checks import check_shares
+from hf_distca.integration.checks import check_loader
 from hf_distca.integration.document_shares import shares_of
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape
@@ -84,7 +84,7 @@ def cut_by_default(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
         with state, patch.multiple(config_module, _MOST_RANKS=2, _FEWEST_RANKS=2, _WHOLE_NODES=2):
             ranks = current_session().group.ranks
             shares = shares_of(hf_distca.document_shares([[1, 2, 3]] * 64, 8, shapes=[(SHAPE, None)], device="cpu"))
-            check_shares(DataLoader(shares, sampler=DistributedSampler(shares, shuffle=False), collate_fn=list))
+            check_loader(DataLoader(shares, sampler=DistributedSampler(shares, shuffle=False), collate_fn=list))
     finally:
         log.setLevel(logging.NOTSET)
         log.removeHandler(handler)

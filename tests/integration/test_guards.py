@@ -13,7 +13,7 @@ from test_foreign_models import MineConfig, run_mine
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import hf_distca
-from hf_distca.integration import families
+from hf_distca.integration import processes
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 from tiny_runs import PAIRS, documents, make_trainer, rows, settings, tiny_llama
@@ -54,7 +54,7 @@ def test_of_models_that_nobody_compared_every_unknown_argument_is_refused() -> N
 
 
 def test_a_family_that_nobody_compared_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    families.warn_of_family.cache_clear()
+    processes.warn_once.cache_clear()
     for _ in range(2):
         run_mine("distca", {})
         tiny_llama("distca")(**batch(5, 7), use_cache=False)

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from transformers import AutoModelForCausalLM, JambaConfig, Trainer, TrainingArguments, WhisperConfig
 
 import hf_distca
-from hf_distca.integration.checks import check_shares
+from hf_distca.integration.checks import check_loader
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 from tiny_runs import COMMON, PAIRS, documents, make_trainer, rows, settings, tiny_llama
@@ -94,7 +94,7 @@ GOOD: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", GOOD)
 def test_what_gives_every_rank_its_own_shares_passes(name: str) -> None:
-    check_shares(GOOD[name](), model=tiny_llama("distca"), args=TrainingArguments(**COMMON))
+    check_loader(GOOD[name](), model=tiny_llama("distca"), args=TrainingArguments(**COMMON))
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
@@ -131,7 +131,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 def test_a_loader_that_gives_ranks_other_shares_is_refused(name: str) -> None:
     make, named = BAD[name]
     with pytest.raises(hf_distca.UnsupportedError, match=named):
-        check_shares(make())
+        check_loader(make())
 
 
 IN_ORDER = {"per_device_eval_batch_size": 1, "train_sampling_strategy": "sequential"}
@@ -182,6 +182,16 @@ def test_the_trainer_is_told_before_its_first_step(kind: type[Trainer], changes:
     assert trainer.state.global_step == 0
 
 
+def test_the_mixin_refuses_what_the_callback_refuses_and_keeps_no_callback() -> None:
+    trainer = trainer_of(MixedTrainer, train_sampling_strategy="random")
+    trainer.remove_callback(hf_distca.DistCACallback)
+    hf_distca.configure(settings())
+    with pytest.raises(hf_distca.UnsupportedError, match="RandomSampler"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert not any(isinstance(callback, hf_distca.DistCACallback) for callback in trainer.callback_handler.callbacks)
+
+
 @KINDS
 def test_a_loader_for_evaluation_is_refused_too(kind: type[Trainer]) -> None:
     trainer = trainer_of(kind, eval_dataset=shares(1), dataloader_num_workers=1, dataloader_in_order=False)
@@ -206,21 +216,21 @@ def test_other_data_needs_none_of_this() -> None:
 def test_each_rank_must_count_the_targets_of_all() -> None:
     args = TrainingArguments(**COMMON, average_tokens_across_devices=False)
     with pytest.raises(hf_distca.UnsupportedError, match="average_tokens_across_devices=True"):
-        check_shares(loader_of(shares()), args=args)
-    check_shares(loader_of(shares(1), processes=1), args=args)
+        check_loader(loader_of(shares()), args=args)
+    check_loader(loader_of(shares(1), processes=1), args=args)
     trainer = trainer_of()
-    check_shares(loader_of(shares()), trainer=trainer)
+    check_loader(loader_of(shares()), trainer=trainer)
     trainer.model_accepts_loss_kwargs = False
     with pytest.raises(hf_distca.UnsupportedError, match=r"LlamaForCausalLM is a mean .*accepts_loss_kwargs = True"):
-        check_shares(loader_of(shares()), trainer=trainer)
+        check_loader(loader_of(shares()), trainer=trainer)
 
 
 def test_ranks_that_evaluate_alone_are_refused() -> None:
     hf_distca.configure(settings())
     with pytest.raises(hf_distca.UnsupportedError, match="balance_evaluation=True"):
-        check_shares(loader_of(shares()), evaluating=True)
+        check_loader(loader_of(shares()), evaluating=True)
     hf_distca.configure(settings(balance_evaluation=True))
-    check_shares(loader_of(shares()), evaluating=True)
+    check_loader(loader_of(shares()), evaluating=True)
     assert current_session().config.balance_evaluation
 
 
@@ -264,13 +274,13 @@ def prompted() -> torch.nn.Module:
 def test_models_that_need_whole_documents_are_refused_on_several_ranks(make: Callable[[], torch.nn.Module], named: str) -> None:
     model = make()
     with pytest.raises(hf_distca.UnsupportedError, match=named):
-        check_shares(loader_of(shares()), model=model)
-    check_shares(loader_of(shares(1), processes=1), model=model)
+        check_loader(loader_of(shares()), model=model)
+    check_loader(loader_of(shares(1), processes=1), model=model)
 
 
 def test_a_part_of_shares_may_evaluate_in_any_epoch() -> None:
     hf_distca.configure(settings(balance_evaluation=True))
-    check_shares(loader_of(shares().select(range(4))), evaluating=True)
+    check_loader(loader_of(shares().select(range(4))), evaluating=True)
 
 
 def train_on_two_ranks(rank: int, changes: dict[str, Any]) -> str:

@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
 from hf_distca import UnsupportedError
-from hf_distca.integration.processes import data_parallel_group, find_members, mesh_of
+from hf_distca.borrowed import loaded_mesh
+from hf_distca.integration.processes import data_parallel_group, find_members
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 
@@ -146,7 +147,7 @@ def refusal_of_a_model(rank: int) -> str:
     model = LlamaForCausalLM(config)
     mesh = init_device_mesh("cpu", (1, 1, 2, 1, 2), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp", "cp"))
     model._mesh_manager = TransformersDeviceMesh(mesh, mesh)
-    found = mesh_of(model)
+    found = loaded_mesh(model)
     assert found is not None
     with pytest.raises(UnsupportedError) as caught:
         data_parallel_group(found)

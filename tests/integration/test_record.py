@@ -172,7 +172,8 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
         measured.figures = np.zeros((2, 4), dtype=np.int64)
         measured.figures[:, 0] = measured.estimated_after * 1e9
         history.count(1)
-    recorder.end(1)
+    recorder.write(1)
+    recorder.stop()
     found = collect(RunFolder.read(tmp_path))
     assert found.per_rank is not None
     assert found.plan is not None

@@ -73,7 +73,7 @@ def spying(name: str) -> Iterator[Calls]:
         calls.variants |= _variants(given["query"], given["key"], given["value"], given.get("attention_mask"), kwargs)
         return original(module, *args, **kwargs)
 
-    ours = {name: spy} if name in loading.registered() else {}  # else distca would find that it was replaced, and refuse
+    ours = {name: spy} if name in loading._attention else {}  # else distca would find that it was replaced, and refuse
     with patch.dict(known, {name: spy}), patch.dict(loading._attention, ours):
         yield calls
 

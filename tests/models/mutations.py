@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hf_distca.agreement.announce import Stated
-from hf_distca.agreement.documents import Documents
+from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.integration.nano_batches import Handover
 from hf_distca.schedule.layout import Layout
 
@@ -37,8 +37,8 @@ def _scores(**changes: Callable[[Any], Any]) -> Callable[[Original], Original]:
 
 
 def _one_document_a_row(original: Original) -> Original:
-    def wrapped(batch_size: int, length: int, **_: Any) -> Documents:
-        rows = np.array([(-1, 0, length)] * batch_size, dtype=np.int64)
+    def wrapped(batch: TokenBatch, **_: Any) -> Documents:
+        rows = np.array([(-1, 0, batch.length)] * batch.batch_size, dtype=np.int64)
         return Documents(rows)
 
     return wrapped
@@ -113,7 +113,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "softcap dropped": (_ATTENTION, "_scores", _scores(softcap=lambda _: None)),
     "sink dropped": (_ATTENTION, "_sink", lambda _: lambda *_: None),
     "gradient of the sink dropped": ("runtime.core_attention", "_sink_gradient", _no_gradient),
-    "documents of a row leak": ("integration.handle", "read_documents", _one_document_a_row),
+    "documents of a row leak": (_DOCUMENTS, "TokenBatch.documents", _one_document_a_row),
     "documents leak over ranks": ("agreement.planner", "layout_of", _one_document_over_ranks),
     "dk of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(0)),
     "dv of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(1)),

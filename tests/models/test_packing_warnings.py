@@ -11,7 +11,7 @@ from compare import alone, difference, documents, forward, packed, quiet
 from tiny import build
 
 import hf_distca
-from hf_distca.integration.families import warn_of_packing
+from hf_distca.integration.processes import warn_once
 
 CARRYING, UNPOSITIONED = "layers .* carry state from one to the next", "take no position ids: .* positions count on"
 
@@ -19,7 +19,7 @@ CARRYING, UNPOSITIONED = "layers .* carry state from one to the next", "take no 
 def warnings_of(model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> list[str]:
     """What two forwards of a packed row say."""
     hf_distca.configure()
-    warn_of_packing.cache_clear()
+    warn_once.cache_clear()
     with quiet():
         model = build(model_type, "distca", torch.float32)
     logging.getLogger("hf_distca").setLevel(logging.NOTSET)

@@ -94,7 +94,7 @@ class Announcement:
         count: announcements so far.
         settings: fingerprint of what ranks must have in common.
         exchanges: dispatches and returns so far.
-        checksum: what they were for; it tells exchanges of other layers from the same ones, which their number does not.
+        checksum: of the layers that they were for.
         figures: of measured plans.
         requests: the plans that are asked for.
         dealt: of a share: epoch and number of the global batch, rank, and digests of its documents and of each plan.
@@ -112,10 +112,10 @@ class Announcement:
         """The announcement as int64 numbers."""
         counts = [len(self.requests), len(self.figures), len(self.dealt)]
         header = [self.count, self.settings, self.exchanges, self.checksum, *counts]
-        parts: list[object] = [header, [number for figures in self.figures for number in figures], self.dealt]
+        parts: list[object] = [header, np.reshape(self.figures, -1), self.dealt]
         for documents, key in self.requests:
             parts.append([documents.spans, key.nano, documents.context > 0, len(documents.rows)])
-            parts.append(documents.rows.reshape(-1) if documents.spans else documents.rows[:, 2])
+            parts.append(documents.numbers.reshape(-1))
         return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
 
 
@@ -138,9 +138,8 @@ class Stated:
     @classmethod
     def of(cls, documents: Documents) -> Stated:
         """What a rank states that is alone."""
-        numbers = documents.rows if documents.spans else documents.rows[:, 2]
         spans, context, rows = (np.array([n]) for n in (int(documents.spans), int(documents.context > 0), len(documents.rows)))
-        return cls(spans, np.zeros_like(rows), context, rows, numbers)
+        return cls(spans, np.zeros_like(rows), context, rows, documents.numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,13 +200,13 @@ def room_for_figures(numbers: int, dealt: Sequence[int]) -> int:
 
 
 def agree(announced: Announcements, common: Common, group: AttentionGroup, place: str) -> list[Stated]:
-    """Compare what ranks announced, in one order on all of them.
+    """Compare what ranks announced, in one order on all of them; settings that differ by name, which takes one more exchange.
 
     Returns:
         The documents for each plan that is asked for; none for shares, of which only the ranks' batches and plans are compared.
 
     Raises:
-        DistCADesyncError: if anything differs; settings by name, which takes one more exchange.
+        DistCADesyncError: if anything differs.
     """
     header, forwards = announced.header, "every rank must run the same number of training forwards"
     check_equal(group, header[:, _COUNT], "numbers of plans asked for", place, forwards)
@@ -262,20 +261,16 @@ def layout_of(stated: Stated) -> Layout:
     """The layout of what ranks ask for; the first row of a rank with context is the beginning of the document in its second."""
     offsets = np.concatenate([[0], np.cumsum(stated.counts)])
     if not stated.spans.any():
-        return _of_lengths(stated, offsets)
+        length = stated.numbers
+        document, start = np.arange(len(length)), np.zeros_like(length)
+        cut = offsets[:-1][stated.context > 0]
+        document[cut], start[cut + 1] = cut + 1, length[cut]
+        return Layout(document, start, length, offsets, stated.context)
     document, start, length = (np.ascontiguousarray(column) for column in stated.numbers.T)
     if (document >= 0).any():
         return Layout(document, start, length, offsets)
     runs = list(zip(start.tolist(), length.tolist(), strict=True))
     return Layout.from_runs([runs[begin:end] for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)])
-
-
-def _of_lengths(stated: Stated, offsets: IntArray) -> Layout:
-    length = stated.numbers
-    document, start = np.arange(len(length)), np.zeros_like(length)
-    cut = offsets[:-1][stated.context > 0]
-    document[cut], start[cut + 1] = cut + 1, length[cut]
-    return Layout(document, start, length, offsets, stated.context)
 
 
 @lru_cache

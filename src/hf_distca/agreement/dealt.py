@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from threading import Thread, current_thread
 from typing import Literal, NamedTuple, get_args
@@ -46,12 +46,7 @@ def plan_fetched(plan: Callable[[Dealt], None]) -> None:
 
 
 class PlanJob(NamedTuple):
-    """What a plan is made with, beside a layout.
-
-    Attributes:
-        key: which plan.
-        cost, config, ranks: as for `balance`.
-    """
+    """Which plan is made, and with what beside a layout, as for `balance`."""
 
     key: PlanKey
     cost: CostModel
@@ -64,12 +59,7 @@ class Dealt:
 
     No dataclass: engines that move batches to a device, or cast what is in them, rebuild those.
 
-    Args:
-        dealing: how the batch is dealt.
-        batch: epoch and number of the global batch.
-        rank: whose share this is.
-        lengths: (documents,) tokens of each.
-        names: as for `Dealing.share`.
+    The arguments are those of `Dealing.share`.
 
     Attributes:
         layouts: who has which tokens; one layout, or those of both nano-batches, which share no document.
@@ -131,11 +121,7 @@ class Dealt:
         return int(self.layouts[0].query_tokens[self.rank])
 
     def check_is_for(self, group: AttentionGroup) -> None:
-        """Refuse a share that is not for this rank of this group.
-
-        Raises:
-            LayoutError: says whose it is.
-        """
+        """Refuse a share that is not for this rank of this group, by a `LayoutError` that says whose it is."""
         if self.ranks != group.size:
             raise LayoutError(
                 f"{self} is dealt to {self.ranks} ranks, and the attention group has {group.size}: {group.ranks}. Deal to as "
@@ -162,19 +148,19 @@ class Dealt:
 
     def plan_beside(self, jobs: Sequence[PlanJob]) -> None:
         """Start to make plans, those that are not there, while this thread goes on. `plan` waits for them."""
-        missing = [job for job in jobs if self._known(job) is None]
-        if missing:
-            self._beside = Thread(target=self._make, args=(missing,), name="distca plans", daemon=True)
+
+        def make() -> None:
+            with suppress(Exception):  # whoever asks for the plan gets the error
+                for job in missing:
+                    self.plan(job)
+
+        if missing := [job for job in jobs if self._known(job) is None]:
+            self._beside = Thread(target=make, name="distca plans", daemon=True)
             self._beside.start()
 
     def _known(self, job: PlanJob) -> Plan | None:
         known, plan = self._plans.get((job.key, job.ranks.seen_by(job.cost)), (None, None))
         return plan if known is not None and (known.cost, known.config) == (job.cost, job.config) else None
-
-    def _make(self, jobs: Sequence[PlanJob]) -> None:
-        with suppress(Exception):  # whoever asks for the plan gets the error
-            for job in jobs:
-                self.plan(job)
 
     def take_planned_here(self) -> int:
         """How many plans were made since the last call, or since it was fetched, instead of by its loader."""
@@ -195,10 +181,11 @@ class Dealt:
         return "; ".join(said) or None
 
 
+@dataclass(eq=False)
 class Dealing:
     """How global batches are dealt, and planned where they are loaded. It can be pickled.
 
-    Args:
+    Attributes:
         ranks: how many share a global batch.
         tokens_per_rank: tokens of each, one number for all or one for each.
         costs: seconds of the tasks of each kind of layer, by its plan (of whole batches). Documents are dealt by the first one.
@@ -210,21 +197,18 @@ class Dealing:
         ConfigError: if there is no cost, or no such placement.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        tokens_per_rank: int | Sequence[int],
-        costs: Mapping[PlanKey, CostModel],
-        config: DistCAConfig,
-        ranks_per_node: int | None = None,
-        placement: Placement = "dealt",
-    ) -> None:
-        if placement not in get_args(Placement):
-            raise ConfigError(f"placement={placement!r} must be one of {', '.join(map(repr, get_args(Placement)))}.")
-        if not costs:
+    ranks: int
+    tokens_per_rank: int | Sequence[int]
+    costs: Mapping[PlanKey, CostModel]
+    config: DistCAConfig
+    ranks_per_node: int | None = None
+    placement: Placement = "dealt"
+
+    def __post_init__(self) -> None:
+        if self.placement not in get_args(Placement):
+            raise ConfigError(f"placement={self.placement!r} must be one of {', '.join(map(repr, get_args(Placement)))}.")
+        if not self.costs:
             raise ConfigError("documents are dealt by the cost of attention: give that of at least one kind of layer.")
-        self.ranks, self.tokens_per_rank, self.costs, self.config = ranks, tokens_per_rank, dict(costs), config
-        self.ranks_per_node, self.placement = ranks_per_node, placement
 
     @property
     def tokens(self) -> int:
@@ -233,13 +217,10 @@ class Dealing:
         return sum(tokens) if isinstance(tokens, Sequence) else self.ranks * tokens
 
     def layouts(self, lengths: IntArray) -> tuple[Layout, ...]:
-        """Deal documents of so many tokens, `ranks` times `tokens_per_rank` together.
+        """Deal documents of so many tokens, `ranks` times `tokens_per_rank` together; errors are those of `deal`.
 
         Returns:
             One layout, or, dealt with ping-pong, those of both nano-batches.
-
-        Raises:
-            LayoutError, ConfigError: as `deal`.
         """
         if self.placement == "in order":
             return (in_order(lengths, self.ranks, self.tokens_per_rank),)
@@ -251,17 +232,14 @@ class Dealing:
         return (deal(lengths, self.ranks, self.tokens_per_rank, cost, tile=self.config.tile, ranks_per_node=self.ranks_per_node),)
 
     def share(self, lengths: IntArray, batch: tuple[int, int], rank: int, names: IntArray | None = None) -> PackedDocuments:
-        """A rank's share of a global batch of documents with these lengths.
+        """A rank's share of a global batch: its runs of tokens, with the layout and plans of all ranks.
 
         Args:
-            lengths: (documents,) tokens of each.
+            lengths: (documents,) tokens of each document. The share numbers documents by their index here.
             batch: epoch and number of the global batch.
             rank: whose share.
             names: integers that tell these documents from others of equal lengths, where there are some. Ranks whose documents
                 differ end in an error.
-
-        Returns:
-            Its runs of tokens, where a document's number is its index in `lengths`; with the layout and plans of all ranks.
         """
         dealt = Dealt(self, batch, rank, lengths, names)
         # Without workers the process that trains makes the shares, and knows by which rates it will plan.

@@ -15,7 +15,7 @@ from hf_distca.schedule.layout import IntArray, as_integers, lengths_from_cu_seq
 if TYPE_CHECKING:
     from hf_distca.agreement.dealt import Dealt
 
-__all__ = ["Documents", "PackedDocuments", "PlansAhead", "read_documents"]
+__all__ = ["Documents", "PackedDocuments", "PlansAhead", "TokenBatch"]
 
 
 class PlansAhead:
@@ -148,8 +148,7 @@ class Documents:
                 "only where each lies on one rank."
             )
         lengths = [min(size, length - start) for length in self.rows[:, 2].tolist() for start in range(0, length, size)]
-        rows = np.array([(-1, 0, length) for length in lengths], dtype=np.int64).reshape(-1, 3)
-        return replace(self, rows=rows)
+        return replace(self, rows=_runs(np.array(lengths, dtype=np.int64)))
 
     def cut(self, index: int) -> tuple[Documents, Documents]:
         """The documents before and from this index among batch * sequence; those that span ranks only between two runs."""
@@ -157,93 +156,143 @@ class Documents:
             runs = int(np.searchsorted(np.cumsum(self.rows[:, 2]), index, side="right"))
             return replace(self, rows=self.rows[:runs]), replace(self, rows=self.rows[runs:])
         tokens = index if self.keep is None else int(np.searchsorted(self.keep, index))
-        first: list[tuple[int, int, int]] = []
-        second: list[tuple[int, int, int]] = []
-        context = begin = 0
-        for length in self.rows[:, 2].tolist():
-            here = min(max(tokens - begin, 0), length)  # tokens of the document before the cut
-            if here:
-                first.append((-1, 0, here))
-            if here < length:
-                if here:
-                    second.append((-1, 0, here))
-                    context = here
-                second.append((-1, here, length - here))
-            begin += length
+        length = self.rows[:, 2]
+        before = np.clip(tokens - (np.cumsum(length) - length), 0, length)  # tokens of each document
+        rest = before < length
+        context = before[rest & (before > 0)]  # of the document that the cut goes through, if there is one
+        starts = np.concatenate([np.zeros_like(context), before[rest]])
+        second = _runs(np.concatenate([context, (length - before)[rest]]), starts)
         keeps = (None, None) if self.keep is None else (self.keep[:tokens], self.keep[tokens:] - index)
-        rows = (np.array(part, dtype=np.int64).reshape(-1, 3) for part in (first, second))
-        before, after = (replace(self, rows=part, keep=keep) for part, keep in zip(rows, keeps, strict=True))
-        return before, replace(after, context=context)
-
-
-def read_documents(
-    batch_size: int,
-    length: int,
-    *,
-    packed: PackedDocuments | None = None,
-    cu_seq_lens: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    padding: torch.Tensor | None = None,
-    span_ranks: bool = False,
-    training: bool = False,
-) -> Documents:
-    """The documents of a (batch_size, length) batch.
-
-    The first of `packed`, `cu_seq_lens` and `position_ids` that is given decides; without any, each row is one document.
-    `padding` is a (batch_size, length) bool mask, true for tokens; the lengths given may count padding or leave it out. Copies
-    from the device at most once. A row that begins in the middle of a document is refused in `training` unless documents may span
-    ranks.
-
-    Raises:
-        LayoutError: if what is given describes no documents, or not those of such a batch.
-        UnsupportedError: if there are several position axes, or a row that another tool has cut.
-    """
-    if packed is not None and not isinstance(packed, PackedDocuments):
-        raise LayoutError(f"distca_documents is of {type(packed)}: put a PackedDocuments into the batch.")
-    if padding is not None and (padding.shape != (batch_size, length) or padding.dtype != torch.bool):
-        raise LayoutError(
-            f"a padding mask of shape {tuple(padding.shape)} and {padding.dtype} for a ({batch_size}, {length}) batch: "
-            "attention_mask must be 1 for tokens and 0 for padding, one number for each token."
+        return (
+            replace(self, rows=_runs(before[before > 0]), keep=keeps[0]),
+            replace(self, rows=second, keep=keeps[1], context=int(context.sum())),
         )
-    if packed is not None or (cu_seq_lens is not None and not span_ranks):
-        return _without_padding(_from_lengths(packed, cu_seq_lens), batch_size, length, padding)
-    return _from_positions(batch_size, length, position_ids, padding, span_ranks, training)
+
+    @property
+    def numbers(self) -> IntArray:
+        """What other ranks must know of them: the rows where documents span ranks, else (rows,) lengths."""
+        return self.rows if self.spans else self.rows[:, 2]
 
 
-def _from_lengths(packed: PackedDocuments | None, cu_seq_lens: torch.Tensor | None) -> Documents:
-    if packed is None:
-        lengths = [] if cu_seq_lens is None else _from_bounds(cu_seq_lens)
-        packed = PackedDocuments(tuple(lengths))
+def _runs(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
+    """Rows as in `Documents` of runs whose documents are not known."""
+    return np.stack([np.full_like(lengths, -1), np.zeros_like(lengths) if starts is None else starts, lengths], axis=1)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """What a model tells attention of the tokens of a (batch_size, length) batch.
+
+    Attributes:
+        packed, cu_seq_lens, position_ids: where documents begin; the first that is given decides. Without any, each row is one
+            document.
+        padding: (batch_size, length) bool mask, true for tokens; lengths that are given may count padding or leave it out.
+    """
+
+    batch_size: int
+    length: int
+    packed: PackedDocuments | None = None
+    cu_seq_lens: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
+
+    def documents(self, *, span_ranks: bool = False, training: bool = False) -> Documents:
+        """The documents of the batch, copied from the device at most once.
+
+        A row that begins in the middle of a document is refused in `training` unless documents may span ranks.
+
+        Raises:
+            LayoutError: if what is given describes no documents, or not those of such a batch.
+            UnsupportedError: if there are several position axes, or a row that another tool has cut.
+        """
+        packed, padding, shape = self.packed, self.padding, (self.batch_size, self.length)
+        if packed is not None and not isinstance(packed, PackedDocuments):
+            raise LayoutError(f"distca_documents is of {type(packed)}: put a PackedDocuments into the batch.")
+        if padding is not None and (padding.shape != shape or padding.dtype != torch.bool):
+            raise LayoutError(
+                f"a padding mask of shape {tuple(padding.shape)} and {padding.dtype} for a {shape} batch: attention_mask must be "
+                "1 for tokens and 0 for padding, one number for each token."
+            )
+        if packed is None and self.cu_seq_lens is not None and not span_ranks:
+            packed = PackedDocuments(_from_bounds(self.cu_seq_lens))
+        return self._by_positions(span_ranks, training) if packed is None else self._without_padding(_by_lengths(packed))
+
+    def _without_padding(self, local: Documents) -> Documents:
+        """The tokens of `local` that are not padding. Its lengths cover all tokens of the batch, or just these."""
+        tokens, total = int(local.rows[:, 2].sum()), self.batch_size * self.length
+        if self.padding is None and tokens == total:
+            return local
+        valid = np.ones(total, dtype=np.bool_) if self.padding is None else self.padding.reshape(-1).cpu().numpy()
+        real = int(valid.sum())
+        batch = f"{self.batch_size} x {self.length}"
+        if tokens not in (total, real):
+            raise LayoutError(
+                f"the documents have {tokens} tokens and the batch has {batch}, {real} of them not padding: distca_documents or "
+                "cu_seq_lens_q must cover the batch, row after row, with all its padding or without."
+            )
+        if real == total:
+            return local
+        if local.spans:  # other ranks count on the tokens that are given
+            raise LayoutError(
+                f"{total - real} of the {batch} tokens are padding by attention_mask, and the documents may go on on other ranks "
+                "(PackedDocuments with starts): leave attention_mask out, and give padding as a document of its own."
+            )
+        rows = local.rows.copy()
+        if tokens == total:
+            before = np.concatenate([[0], np.cumsum(valid)])  # tokens in front of each
+            rows[:, 2] = np.diff(before[np.cumsum(rows[:, 2])], prepend=0)
+        return replace(local, rows=rows[rows[:, 2] > 0], keep=np.flatnonzero(valid))
+
+    def _by_positions(self, span_ranks: bool, training: bool) -> Documents:
+        position, valid = self._on_host()
+        keep = None if valid is None or valid.all() else np.flatnonzero(valid)
+        token = np.arange(self.batch_size * self.length) if keep is None else keep
+        position, row, column = position[token], token // max(self.length, 1), token % max(self.length, 1)
+        if position.size and position.min() < 0:
+            first = position.argmin()
+            raise LayoutError(f"position_ids[{row[first]}, {column[first]}] is {position.min()}: positions start at 0.")
+        # A row whose very first token is no first token of a document is the rest of what another tool cut over ranks. Behind
+        # padding a row may begin anywhere: without position ids of its own it counts padding too.
+        rest = np.flatnonzero((column == 0) & (position > 0))
+        if training and not span_ranks and len(rest):
+            raise UnsupportedError(
+                f"row {row[rest[0]]} of a training batch begins at position {position[rest[0]]}: another tool seems to have cut "
+                "sequences over ranks (context parallelism, Ulysses, sequence parallelism), and distca would take the rest for a "
+                "document of its own. Switch that off; or set DistCAConfig(documents_span_ranks=True) if the ranks of the "
+                "attention group hold the parts."
+            )
+        step, gap = np.diff(position), np.diff(token)
+        # Two neighbours belong together if they are in one row and the position counts on: over all tokens, or over real ones.
+        joined = ((step == 1) | (step == gap)) & (np.diff(row) == 0)
+        begin = np.flatnonzero(np.concatenate([[True], ~joined])) if len(token) else np.zeros(0, np.int64)
+        lengths = np.diff(np.append(begin, len(token)))
+        return Documents(_runs(lengths, position[begin] if span_ranks else None), span_ranks, keep)
+
+    def _on_host(self) -> tuple[IntArray, IntArray | None]:
+        """Flat positions and validity of every token, copied from the device in one go."""
+        positions, shape = self.position_ids, (self.batch_size, self.length)
+        if positions is None:
+            positions = torch.arange(self.length, device="cpu")[None]
+        if positions.dim() != 2 or positions.shape[-1] != self.length or positions.shape[0] not in (1, self.batch_size):
+            raise UnsupportedError(
+                f"position_ids of shape {tuple(positions.shape)} for a {shape} batch: distca reads documents from (1 or batch, "
+                "length) positions. For models with several position axes put PackedDocuments in the batch."
+            )
+        if not _whole(positions):
+            raise LayoutError(f"position_ids are {positions.dtype}: positions are integers.")
+        rows = positions.expand(shape)
+        if self.padding is None:
+            return rows.reshape(-1).cpu().numpy().astype(np.int64), None
+        both = torch.stack([rows.to(self.padding.device), self.padding.to(rows.dtype)]).reshape(2, -1).cpu().numpy()
+        position, valid = both.astype(np.int64)
+        return position, valid
+
+
+def _by_lengths(packed: PackedDocuments) -> Documents:
     count = len(packed.lengths)
     documents, starts = packed.documents or (-1,) * count, packed.starts or (0,) * count
     rows = np.array([documents, starts, packed.lengths], dtype=np.int64).reshape(3, count).T
     return Documents(rows[rows[:, 2] > 0], packed.documents is not None, ahead=packed.ahead, dealt=packed.dealt)
-
-
-def _without_padding(local: Documents, batch_size: int, length: int, padding: torch.Tensor | None) -> Documents:
-    """The tokens of `local` that are not padding. Its lengths cover all tokens of the batch, or just these."""
-    tokens, total = int(local.rows[:, 2].sum()), batch_size * length
-    if padding is None and tokens == total:
-        return local
-    valid = np.ones(total, dtype=np.bool_) if padding is None else padding.reshape(-1).cpu().numpy()
-    real = int(valid.sum())
-    if tokens not in (total, real):
-        raise LayoutError(
-            f"the documents have {tokens} tokens and the batch has {batch_size} x {length}, {real} of them not padding: "
-            "distca_documents or cu_seq_lens_q must cover the batch, row after row, with all its padding or without."
-        )
-    if real == total:
-        return local
-    if local.spans:  # other ranks count on the tokens that are given
-        raise LayoutError(
-            f"{total - real} of the {batch_size} x {length} tokens are padding by attention_mask, and the documents may go on on "
-            "other ranks (PackedDocuments with starts): leave attention_mask out, and give padding as a document of its own."
-        )
-    rows = local.rows.copy()
-    if tokens == total:
-        before = np.concatenate([[0], np.cumsum(valid)])  # tokens in front of each
-        rows[:, 2] = np.diff(before[np.cumsum(rows[:, 2])], prepend=0)
-    return replace(local, rows=rows[rows[:, 2] > 0], keep=np.flatnonzero(valid))
 
 
 def _from_bounds(cu_seq_lens: torch.Tensor) -> list[int]:
@@ -256,65 +305,3 @@ def _from_bounds(cu_seq_lens: torch.Tensor) -> list[int]:
 
 def _whole(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-def _from_positions(
-    batch_size: int,
-    length: int,
-    position_ids: torch.Tensor | None,
-    padding: torch.Tensor | None,
-    span_ranks: bool,
-    training: bool,
-) -> Documents:
-    position, valid = _on_host(batch_size, length, position_ids, padding)
-    keep = None if valid is None or valid.all() else np.flatnonzero(valid)
-    token = np.arange(batch_size * length) if keep is None else keep
-    position = position[token]
-    if position.size and position.min() < 0:
-        index = int(token[position.argmin()])
-        raise LayoutError(f"position_ids[{index // length}, {index % length}] is {position.min()}: positions start at 0.")
-    if training and not span_ranks:
-        _refuse_continuations(position, token, length)
-    step, gap = np.diff(position), np.diff(token)
-    # Two neighbours belong together if they are in one row and the position counts on: over all tokens, or over real ones.
-    joined = ((step == 1) | (step == gap)) & (np.diff(token // max(length, 1)) == 0)
-    first = np.flatnonzero(np.concatenate([[True], ~joined])) if len(token) else np.zeros(0, np.int64)
-    lengths = np.diff(np.append(first, len(token)))
-    starts = position[first] if span_ranks else np.zeros_like(lengths)
-    rows = np.stack([np.full_like(lengths, -1), starts, lengths], axis=1)
-    return Documents(rows, span_ranks, keep)
-
-
-def _refuse_continuations(position: IntArray, token: IntArray, length: int) -> None:
-    """A row whose very first token is no first token of a document is the rest of what another tool cut over ranks.
-
-    Behind padding a row may begin anywhere: without position ids of its own it counts padding too.
-    """
-    wrong = np.flatnonzero((token % max(length, 1) == 0) & (position > 0))
-    if len(wrong):
-        row, first = int(token[wrong[0]]) // length, int(position[wrong[0]])
-        raise UnsupportedError(
-            f"row {row} of a training batch begins at position {first}: another tool seems to have cut sequences over ranks "
-            "(context parallelism, Ulysses, sequence parallelism), and distca would take the rest for a document of its own. "
-            "Switch that off; or set DistCAConfig(documents_span_ranks=True) if the ranks of the attention group hold the parts."
-        )
-
-
-def _on_host(
-    batch_size: int, length: int, position_ids: torch.Tensor | None, padding: torch.Tensor | None
-) -> tuple[IntArray, IntArray | None]:
-    """Flat positions and validity of every token, copied from the device in one go."""
-    if position_ids is None:
-        position_ids = torch.arange(length, device="cpu")[None]
-    if position_ids.dim() != 2 or position_ids.shape[-1] != length or position_ids.shape[0] not in (1, batch_size):
-        raise UnsupportedError(
-            f"position_ids of shape {tuple(position_ids.shape)} for a ({batch_size}, {length}) batch: distca reads documents "
-            "from (1 or batch, length) positions. For models with several position axes put PackedDocuments in the batch."
-        )
-    if not _whole(position_ids):
-        raise LayoutError(f"position_ids are {position_ids.dtype}: positions are integers.")
-    rows = position_ids.expand(batch_size, length)
-    if padding is None:
-        return rows.reshape(-1).cpu().numpy().astype(np.int64), None
-    both = torch.stack([rows.to(padding.device), padding.to(rows.dtype)]).reshape(2, -1).cpu().numpy().astype(np.int64)
-    return both[0], both[1]

@@ -59,12 +59,9 @@ class Tally:
         figures: dict[str, float] = {}
         if self.mean_tokens > 0:
             figures["distca/imbalance_tokens"] = self.largest_tokens / self.mean_tokens
-        if self.estimated_mean > 0:
-            figures["distca/imbalance_estimated_before"] = self.estimated_before / self.estimated_mean
-            figures["distca/imbalance_estimated_after"] = self.estimated_after / self.estimated_mean
-        if self.measured_mean > 0:
-            figures["distca/imbalance_measured_before"] = self.measured_before / self.measured_mean
-            figures["distca/imbalance_measured_after"] = self.measured_after / self.measured_mean
+        for kind, mean in (("estimated", self.estimated_mean), ("measured", self.measured_mean)):
+            for side in ("before", "after") if mean > 0 else ():
+                figures[f"distca/imbalance_{kind}_{side}"] = getattr(self, f"{kind}_{side}") / mean
         if self.layers:
             figures["distca/exchanged_mb_per_layer"] = self.busiest_bytes / self.layers / 1e6
         if self.planned_here:
@@ -83,12 +80,6 @@ class _MicroBatch:
     began: float
     ended: float | None = None
     plans: list[Planned] = field(default_factory=list)
-
-    def tally(self) -> Tally:
-        """What it adds to the total, once it is over and measured."""
-        moves = any(plan.moves for plan in self.plans)
-        elapsed = (self.ended or self.began) - self.began
-        return sum(map(_tally_of, self.plans), Tally(micro_batches=1, moved=int(moves), elapsed_seconds=elapsed))
 
 
 def _tally_of(plan: Planned) -> Tally:
@@ -161,7 +152,8 @@ class History:
         micro_batch = self._running.get(number)
         if micro_batch is None or micro_batch.ended is None or not all(plan.is_measured for plan in micro_batch.plans):
             return
-        tally = micro_batch.tally()
+        moves, elapsed = any(plan.moves for plan in micro_batch.plans), micro_batch.ended - micro_batch.began
+        tally = sum(map(_tally_of, micro_batch.plans), Tally(micro_batches=1, moved=int(moves), elapsed_seconds=elapsed))
         self.total += tally
         del self._running[number]
         if self.observer is not None:

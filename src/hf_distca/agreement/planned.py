@@ -35,7 +35,7 @@ class Planned:
         config: the settings that it was made under.
         rows: the documents that this rank announced for it, as in `Documents`.
         planning_ms: milliseconds of planning, exchange of documents included.
-        source: of a share, which global batch, and which plan; the same on all ranks that hold the same.
+        source: of a share, which global batch.
         per_node: ranks of a node, as the plan counts on; None if nodes were not told apart.
         planned_here: plans of its share that this process made since the last one, instead of the loader.
         number: of the micro-batch that uses it; 0 until one does.
@@ -88,19 +88,19 @@ class Planned:
     @property
     def estimated_before(self) -> FloatArray:
         """(ranks,) seconds if every rank computed its own attention."""
-        return self.ranks.taken(self._sum(self.plan.home, self.seconds))
+        return self._by_rank(self.plan.home, self.seconds)
 
     @property
     def estimated_after(self) -> FloatArray:
         """(ranks,) seconds of every server."""
-        return self.ranks.taken(self._sum(self.plan.server, self.seconds))
+        return self._by_rank(self.plan.server, self.seconds)
 
     @property
     def measured_before(self) -> FloatArray:
         """(ranks,) measured seconds of servers, given back to the home ranks of the tasks in proportion to their estimates."""
         measured, served = self.measured_after, self.estimated_after
         rate = np.divide(measured, served, out=np.zeros_like(served), where=served > 0)
-        return self.ranks.taken(self._sum(self.plan.home, self.seconds * rate[self.plan.server]))
+        return self._by_rank(self.plan.home, self.seconds * rate[self.plan.server])
 
     @property
     def measured_after(self) -> FloatArray:
@@ -118,8 +118,9 @@ class Planned:
             raise RuntimeError(f"what ranks measured of {self.key} in micro-batch {self.number} is not known yet.")
         return self.figures
 
-    def _sum(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
-        return np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size).astype(np.float64)
+    def _by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
+        """(ranks,) seconds of tasks, summed by the rank that each has, at the speeds of the ranks."""
+        return self.ranks.taken(np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size).astype(np.float64))
 
 
 def take_measured(plans: list[Planned], keys: Iterable[PlanKey]) -> list[Planned]:
@@ -140,11 +141,9 @@ class Observation:
 
     Attributes:
         parts: (ranks, 3) seconds of tasks, bytes and flops by the uncorrected cost model.
-        kernel: (ranks,) measured in kernels.
-        exchanging: (ranks,) measured in packing, waiting and unpacking.
+        kernel, exchanging: (ranks,) measured in kernels; and in packing, waiting and unpacking.
         exchange: (ranks,) estimated of exchanges by the uncorrected cost model; 0 on ranks that send and receive nothing.
-        unmoved: (ranks,) what kernels would have taken with nothing moved.
-        unmoved_exchange: (ranks,) as `exchange`, with nothing moved: of documents that span ranks.
+        unmoved, unmoved_exchange: (ranks,) what kernels would have taken, and `exchange`, with nothing moved.
         overlapped: whether exchanges are hidden behind the other nano-batch.
     """
 
@@ -195,27 +194,22 @@ class Observation:
 def observed(plans: Sequence[Planned], cost: CostModel, config: DistCAConfig) -> Observation | None:
     """What all ranks measured of the plans of one micro-batch, whole or in two nano-batches, for one kind of layer.
 
-    Args:
-        plans: with figures of all ranks.
-        cost: the uncorrected cost model of the layer.
-        config: settings under which plans were made.
-
-    Returns:
-        None if some rank did not run whole layers, has kernels that still run, or one of two nano-batches is missing.
+    None if some rank did not run whole layers, has kernels that still run, or one of two nano-batches is missing. `cost` is the
+    uncorrected cost model of the layer.
     """
     nano = plans[0].key.nano > 0
     figures = np.stack([plan.figures for plan in plans if plan.figures is not None])
     calls = figures[:, :, 3]
     if len(plans) != 1 + nano or figures.min() < 0 or (calls != calls[0, 0]).any():
         return None
-    layers = calls[0, 0]
+    layers, unmoved = calls[0, 0], [Plan.local(plan.plan.layout, plan.plan.window) for plan in plans]
     return Observation(
         parts=_summed(_parts(plan.plan, cost) for plan in plans),
         kernel=figures[:, :, 0].sum(axis=0) / (1e9 * layers),
         exchanging=figures[:, :, 2].sum(axis=0) / (1e9 * layers),
         exchange=_summed(_exchange(plan.plan, cost, config, plan.ranks) for plan in plans),
         unmoved=_summed(plan.measured_before / layers for plan in plans),
-        unmoved_exchange=_summed(_unmoved_exchange(plan, cost, config) for plan in plans),
+        unmoved_exchange=_summed(_exchange(local, cost, config, plan.ranks) for plan, local in zip(plans, unmoved, strict=True)),
         overlapped=nano,
     )
 
@@ -234,14 +228,6 @@ def _exchange(plan: Plan, cost: CostModel, config: DistCAConfig, ranks: Ranks) -
     waves = Waves.of(plan, cost.shape, config.tile, config.max_transient_bytes, config.head_groups)
     load = PlanLoad(plan, cost, waves, ranks=ranks)
     return np.where(load.wire_seconds.any(axis=0), load.exchange_seconds, 0.0)
-
-
-def _unmoved_exchange(measured: Planned, cost: CostModel, config: DistCAConfig) -> FloatArray:
-    """(ranks,) the same if nothing were moved: of documents that span ranks."""
-    layout = measured.plan.layout
-    if not layout.scattered:
-        return np.zeros(layout.world_size)
-    return _exchange(Plan.local(layout, measured.plan.window), cost, config, measured.ranks)
 
 
 def _summed(arrays: Iterable[FloatArray]) -> FloatArray:

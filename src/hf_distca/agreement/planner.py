@@ -30,7 +30,7 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["Planner", "Planning"]
+__all__ = ["Planner", "Planning", "current_world"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -57,6 +57,8 @@ class Planning:
 class Planner:
     """Plans micro-batches together with the other ranks, and collects what was planned and measured.
 
+    Whatever needs other ranks raises `DistCADesyncError` if they do not agree or do not all come.
+
     Attributes:
         config: the settings; they may change between micro-batches, on all ranks at once.
         history: planned and measured figures.
@@ -66,13 +68,13 @@ class Planner:
         self.config = config
         self.history = History()
         self._meter = meter
-        self._world = _world()
+        self._world = current_world()
         self._progress = Progress(meter, self.history)
 
     @property
     def _now(self) -> Progress:
         """The progress of the ranks in the world of torch.distributed that there is, or that was there last."""
-        world = _world()
+        world = current_world()
         if world is not None and world is not self._world:
             if self._world is not None:
                 self.history.begin_anew()
@@ -92,7 +94,7 @@ class Planner:
 
     @property
     def next_number(self) -> int:
-        """Number of a micro-batch that has not begun."""
+        """Number of the micro-batch that comes next."""
         return self.number + 1
 
     def recent_keys(self) -> list[PlanKey]:
@@ -101,35 +103,30 @@ class Planner:
         recent, now.recent = list(now.recent), {}
         return recent
 
-    def plan(self, requests: Sequence[Request], group: AttentionGroup, place: str | None = None) -> list[Planned]:
+    def plan(self, requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
         """Plan this rank's documents together with those of the other ranks, which must ask for the same plans.
 
         Args:
             requests: documents, and which plan; plans that were made ahead and travel with them are taken. With shares of a
                 dealt batch no rank waits for another: what ranks announce is compared while they compute.
             group: the ranks.
-            place: what is planned, for errors; the micro-batch at hand if None.
 
         Raises:
-            DistCADesyncError: if the ranks do not agree, or do not all come.
             LayoutError: if a share is not for this rank of this group.
         """
-        ahead = [planned for documents, key in requests if (planned := self._ahead(documents, key)) is not None]
+        plans: list[Planned | None] = [documents.ahead.take(key) for documents, key in requests]
+        ahead = [planned for planned in plans if planned is not None and planned.config == self.config]
         if len(ahead) == len(requests):
             return ahead
         shares = [documents.dealt for documents, _ in requests if documents.dealt is not None]
         if len(shares) == len(requests):
             return self._of_shares(shares, requests, group)
-        return self.finish(self.begin(requests, group, place), group)
+        return self.finish(self.begin(requests, group), group)
 
     def begin(
         self, requests: Sequence[Request], group: AttentionGroup, place: str | None = None, *, beside: bool = False
     ) -> Planning:
-        """Announce documents, with one collective, and start to plan them: `beside` what this thread does, or before it goes on.
-
-        Raises:
-            DistCADesyncError: if the ranks do not agree, or do not all come.
-        """
+        """Announce documents, with one collective, and plan them: before this thread goes on, or `beside` it."""
         started, keys = time.perf_counter(), [key for _, key in requests]
         place = place or f"micro-batch {self._now.number_of(keys)}"
         layouts = [layout_of(stated) for stated in self.announce(requests, group, place)]
@@ -143,11 +140,7 @@ class Planner:
         return Planning(requests, self.config, place, milliseconds, plans)
 
     def finish(self, planning: Planning, group: AttentionGroup) -> list[Planned]:
-        """The plans, in the order of their requests, once they are made and all ranks have the same: one collective.
-
-        Raises:
-            DistCADesyncError: if the ranks do not have the same plans, or do not all come.
-        """
+        """The plans, in the order of their requests, once they are made and all ranks have the same: one collective."""
         plans, making = planning.plans.result()
         started, requests = time.perf_counter(), planning.requests
         _compare(plans, group, planning.place)
@@ -158,10 +151,7 @@ class Planner:
         ]
 
     def use(self, planned: Planned, documents: Documents) -> Meter:
-        """Count a plan as one of the micro-batch at hand.
-
-        Returns:
-            The meter for what is done by it.
+        """Count a plan as one of the micro-batch at hand, and return the meter for what is done by it.
 
         Raises:
             LayoutError: if it was made for other documents.
@@ -174,23 +164,14 @@ class Planner:
         return self._now.use(planned)
 
     def announce(self, requests: Sequence[Request], group: AttentionGroup, place: str) -> list[Stated]:
-        """Exchange documents; on the way, compare settings and take what each rank measured.
-
-        Returns:
-            What all ranks state for each request.
-
-        Raises:
-            DistCADesyncError: if the ranks do not agree, or do not all come.
-        """
+        """Exchange documents, settings and what each rank measured. Returns what all ranks state for each request."""
         return self._now.announce(requests, group, place, self.config)
 
     def flush(self, group: AttentionGroup) -> None:
         """Compare what was done since the last announcement, with one collective: at the end, when no next one will tell.
 
-        All ranks must call it at the same point; again has no effect. What a kernel that still runs belongs to is left out.
-
-        Raises:
-            DistCADesyncError: if ranks turned out not to do the same, or do not all come.
+        All ranks must call it at the same point; a second call has no effect. What a kernel that still runs belongs to is left
+        out.
         """
         self._now.flush(group)
 
@@ -207,16 +188,7 @@ class Planner:
         self._now.announce_async(dealt_numbers, keys, group, place, self.config)
         taken = (time.perf_counter() - started) * 1e3 / len(plans)
         return [
-            Planned(
-                key,
-                plan,
-                self.config,
-                documents.rows,
-                taken,
-                f"{dealt}, plan {plan.digest[:8]}",
-                dealt.per_node,
-                dealt.take_planned_here(),
-            )
+            Planned(key, plan, self.config, documents.rows, taken, str(dealt), dealt.per_node, dealt.take_planned_here())
             for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
         ]
 
@@ -249,18 +221,9 @@ class Planner:
         settings = [replace(self.config, ping_pong=key.nano > 0) for key in keys]
         return [PlanJob(*job, ranks) for job in zip(keys, costs, settings, strict=True)]
 
-    def _ahead(self, documents: Documents, key: PlanKey) -> Planned | None:
-        """The plan that was made ahead under the settings of now."""
-        planned: Planned | None = documents.ahead.take(key)
-        return planned if planned is not None and planned.config == self.config else None
-
 
 def _compare(plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:
-    """Plans come from equal inputs, but an exchange with unequal plans would hang: compare before using them.
-
-    Raises:
-        DistCADesyncError: if the ranks do not have the same plans, or do not all come.
-    """
+    """Plans come from equal inputs, but an exchange with unequal plans would hang: compare before using them."""
     digests = np.array([_number(plan) for plan in plans], dtype=np.int64)
     doing = f"comparing plans of {place}"
     if not group.all_equal(digests, doing=doing):
@@ -268,7 +231,7 @@ def _compare(plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:
             check_equal(group, column, "plans for the same documents", place, "use one version of hf_distca and numpy")
 
 
-def _world() -> object:
+def current_world() -> object:
     """The world of torch.distributed, None before it starts and after it has ended."""
     return dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
 

@@ -62,12 +62,7 @@ class Costs(dict[Kind, CostModel]):
         self._queue: deque[tuple[int, Sequence[Planned]]] = deque()
 
     def of(self, key: PlanKey, *, trial: bool = False) -> CostModel:
-        """The cost model that a plan is made with: as it was given, corrected by what was measured.
-
-        Args:
-            key: which plan.
-            trial: as for `Rates.cost`.
-        """
+        """The cost model that a plan is made with, corrected by what was measured; `trial` as for `Rates.cost`."""
         kind = key.shape, key.device
         return replace(self.rates.cost(kind, self[kind], trial=trial), window=key.window)
 
@@ -90,14 +85,9 @@ class Costs(dict[Kind, CostModel]):
         self._queue.append((number, plans))
 
     def apply(self, before: int, config: DistCAConfig) -> list[str]:
-        """Correct rates by what announcements told before this one: at one micro-batch on all ranks.
+        """Correct rates by what announcements before this number told, and say in words what has changed.
 
-        Args:
-            before: number of an announcement; a rank may know of later ones that others do not know of yet.
-            config: settings.
-
-        Returns:
-            What has changed, in words.
+        A rank may know of later ones that others do not know of yet; all must correct at one micro-batch.
         """
         changes: list[str] = []
         while self._queue and self._queue[0][0] < before:
@@ -115,8 +105,7 @@ class Costs(dict[Kind, CostModel]):
             together.setdefault((plan.number, plan.key._replace(nano=0)), []).append(plan)
         for (_, key), parts in together.items():
             kind = key.shape, key.device
-            observation = observed(parts, self[kind], config) if self.rates.wants(kind) else None
-            if observation is not None:
+            if self.rates.wants(kind) and (observation := observed(parts, self[kind], config)) is not None:
                 changes += self.rates.learn(kind, observation)
         return changes
 
@@ -170,8 +159,9 @@ class Progress:
         """As `Planner.announce`, under these settings."""
         self.drain(at_most=0)  # in the order in which micro-batches ran
         self._learn(self._met, config)
-        common, plans = self._begin([key for _, key in requests], group, config)
-        announcement = self._announcement(group, common, plans, requests)
+        keys = [key for _, key in requests]
+        common, plans = self._common(keys, group, config), take_measured(self._unannounced, keys)
+        announcement = replace(self._announcement(group, common, plans), requests=requests)
         announced = Announcements.read(group.gather(announcement.row(), doing=f"planning {place}"))
         stated = agree(announced, common, group, place)
         self._unannounced[:0] = self._take_figures(plans, announced.measured)
@@ -182,25 +172,17 @@ class Progress:
     def announce_async(
         self, dealt: Sequence[int], keys: Sequence[PlanKey], group: AttentionGroup, place: str, config: DistCAConfig
     ) -> None:
-        """Announce what this rank measured and has, to be compared while it goes on; nothing waits for it.
+        """Announce `dealt`, as in `Announcement`, and what this rank measured. Ranks compare it while they go on.
 
-        Args:
-            dealt: of shares, as in `Announcement`.
-            keys: plans that are to be used.
-            group: the ranks.
-            place: what is planned, for errors.
-            config: the settings.
-
-        Raises:
-            DistCADesyncError: if an earlier announcement has shown that ranks do not do the same.
+        If an earlier announcement has shown that they do not do the same, this raises it.
         """
         self.drain(at_most=_MEETINGS)
         self._learn(self._met - _MEETINGS, config)
         self._met += 1
-        common, plans = self._begin(keys, group, config)
+        common, plans = self._common(keys, group, config), take_measured(self._unannounced, keys)
         room = room_for_figures(group.most_numbers, dealt)  # what does not fit is announced later; on all ranks the same
         self._unannounced[:0] = plans[room:]
-        announcement = self._announcement(group, common, plans[:room], dealt=dealt)
+        announcement = replace(self._announcement(group, common, plans[:room]), dealt=dealt)
 
         def compare(rows: Sequence[IntArray]) -> None:
             agree(Announcements.read(rows), common, group, place)
@@ -208,18 +190,11 @@ class Progress:
         meeting = group.gather_async(announcement.row(), doing=f"comparing shares of {place}", agree=compare)
         self._meetings.append((meeting, plans[:room]))
 
-    def drain(self, at_most: int | None = None) -> None:
-        """Take what ranks measured from the meetings that are over.
-
-        Args:
-            at_most: how many may be left that are not; without, none is waited for.
-
-        Raises:
-            DistCADesyncError: if ranks turned out not to do the same.
-        """
+    def drain(self, at_most: int) -> None:
+        """Take what ranks measured from the meetings that are over; wait for them until at most so many are left."""
         while self._meetings:
             meeting, plans = self._meetings.popleft()  # one that failed is not looked at again
-            if at_most is not None and len(self._meetings) >= at_most:
+            if len(self._meetings) >= at_most:
                 meeting.wait()
             if not meeting.done:
                 self._meetings.appendleft((meeting, plans))
@@ -242,32 +217,18 @@ class Progress:
         if all(len(other) == len(row) for other in rows):
             self._take_figures(plans, np.stack(rows).reshape(len(rows), -1, FIGURES))
 
-    def _begin(self, keys: Sequence[PlanKey], group: AttentionGroup, config: DistCAConfig) -> tuple[Common, list[Planned]]:
-        """Count an announcement. Returns what ranks must have in common for plans of these keys, and the measured plans."""
+    def _common(self, keys: Sequence[PlanKey], group: AttentionGroup, config: DistCAConfig) -> Common:
+        """What ranks must have in common for plans of these keys, in an announcement that begins with it."""
         self._rank = group.rank
         self._announced += 1
         kinds = dict.fromkeys((key.shape, key.device) for key in keys)
         dtypes = tuple(self.costs.dtypes[kind] for kind in kinds if kind in self.costs.dtypes)
-        common = Common(config, tuple(dict.fromkeys(self.costs.of(key) for key in keys)), dtypes)
-        return common, take_measured(self._unannounced, keys)
+        return Common(config, tuple(dict.fromkeys(self.costs.of(key) for key in keys)), dtypes)
 
-    def _announcement(
-        self,
-        group: AttentionGroup,
-        common: Common,
-        plans: Sequence[Planned],
-        requests: Sequence[Request] = (),
-        dealt: Sequence[int] = (),
-    ) -> Announcement:
-        return Announcement(
-            count=self._announced,
-            settings=fingerprint(common),
-            exchanges=self._meter.dispatches + self._meter.returns - self._exchanges_before,
-            checksum=group.checksum,
-            figures=[planned.own_figures for planned in plans],
-            requests=requests,
-            dealt=dealt,
-        )
+    def _announcement(self, group: AttentionGroup, common: Common, plans: Sequence[Planned]) -> Announcement:
+        exchanges = self._meter.dispatches + self._meter.returns - self._exchanges_before
+        figures = [planned.own_figures for planned in plans]
+        return Announcement(self._announced, fingerprint(common), exchanges, group.checksum, figures)
 
     def _take_figures(self, plans: Sequence[Planned], figures: IntArray) -> list[Planned]:
         """Take in the (ranks, plans, 4) figures of all ranks. Returns the plans with a kernel that still runs on some rank."""

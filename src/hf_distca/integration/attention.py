@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -21,28 +21,22 @@ from hf_distca.schedule.cost import AttentionShape
 
 __all__ = ["distca_attention"]
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
 
 # Selective checkpointing (a `context_fn` with a policy) numbers the operations of a layer in the first forward and finds what it
 # saved by these numbers in the recompute. The recompute of distca runs no kernel, no exchange and no planning, so the numbers
 # would shift, and later operations of the layer would get each other's results. Nothing is lost: distca keeps its outputs itself.
-def _unseen_by_policies(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let `function` run without dispatch modes where a checkpointing policy is among them."""
-
-    @wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not any(is_policy_mode(mode) for mode in dispatch_modes()):
-            return function(*args, **kwargs)
+@contextmanager
+def _unseen_by_policies() -> Iterator[None]:
+    """Run without dispatch modes where a checkpointing policy is among them."""
+    if any(is_policy_mode(mode) for mode in dispatch_modes()):
         with without_dispatch_modes():
-            return function(*args, **kwargs)
-
-    return call
+            yield
+    else:
+        yield
 
 
 # Keyword arguments that reach attention functions and do not change the maths of causal attention within documents: of models,
-# of loaders, and of losses (those of Liger and TRL among them).
+# of loaders (the first say where documents start), and of losses (those of Liger and TRL among them).
 _MODELS = {
     "use_cache",
     "return_dict",
@@ -52,7 +46,8 @@ _MODELS = {
     "cache_position",
     "is_causal",
 }
-_LOADERS = {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "mm_token_type_ids", "labels", "shift_labels"}
+_LOADERS = {"position_ids", "cu_seq_lens_q", "distca_documents", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+_LOADERS |= {"mm_token_type_ids", "labels", "shift_labels"}
 _LOSSES = {"num_items_in_batch", "ignore_index", "return_token_accuracy", "return_predicted_tokens", "use_token_scaling"}
 _LOSSES |= {"skip_logits", "fused_lm_head", "accum_dtype"}
 _HARMLESS = _MODELS | _LOADERS | _LOSSES
@@ -60,7 +55,7 @@ _HARMLESS = _MODELS | _LOADERS | _LOSSES
 
 # Compiled, the exchanges would be traced with the shapes of one micro-batch: the graph breaks here instead.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-@_unseen_by_policies
+@_unseen_by_policies()
 def distca_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -73,9 +68,6 @@ def distca_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    distca_documents: PackedDocuments | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within documents, balanced over the attention group while the module trains.
@@ -88,7 +80,7 @@ def distca_attention(
         sliding_window: keys that a token sees at most, its own included, unless the mask has a window.
         softcap: bound of the scores, as in Gemma 2.
         s_aux: (query heads,) logits of attention sinks, as in gpt-oss; may require a gradient.
-        position_ids, cu_seq_lens_q, distca_documents: where documents start; the last given decides.
+        kwargs: ``position_ids``, ``cu_seq_lens_q`` and ``distca_documents`` say where documents start; the last given decides.
 
     Returns:
         (batch, length, query heads, value width) in value's dtype, and None for the weights. Padding gets 0.
@@ -101,7 +93,7 @@ def distca_attention(
     _check_arguments(module, dropout, kwargs)
     sink_H = None if s_aux is None else _sink(module, s_aux, query.shape[1])
     if isinstance(attention_mask, CachedMask):
-        _check_cached(module, distca_documents)
+        _check_cached(module, kwargs.get("distca_documents"))
         scores = _scores(query, scaling, None, softcap)  # the mask has the window already
         return _attend_to_cache(module, Inputs(query, key, value, sink_H=sink_H), attention_mask, scores), None
     handle = _check_handle(module, query, key, value, attention_mask)
@@ -110,8 +102,7 @@ def distca_attention(
     which = handle.key(shape, query.device.type, _window(module, sliding_window))
     work = handle.work.get(which)
     if work is None:
-        sources = {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens_q, "distca_documents": distca_documents}
-        work = session.work_for(handle, sources, query.to(dtype), which, training=module.training)
+        work = session.work_for(handle, kwargs, query.to(dtype), which, training=module.training)
     scores = _scores(query, scaling, work.window, softcap)
     q_THD, k_TKD, v_TKV = (_as_rows(states, dtype, work.keep) for states in (query, key, value))
     context = None if handle.handover is None else handle.handover.context(work.nano, k_TKD, v_TKV)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,15 +13,18 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.callers import calling_handler, calling_trainer
-from hf_distca.integration.checks import check_loader, check_shares
+from hf_distca.integration.callers import calling_trainer
+from hf_distca.integration.checks import check_loader
 from hf_distca.integration.loading import distca_configs, prepare
 from hf_distca.integration.record import Recorder
 from hf_distca.integration.reports import Reading, sum_up, why_given_up, why_nothing_moved, write_trace
 from hf_distca.integration.session import Session, current_session, use_session
 from hf_distca.runtime.trace import Trace
 
-__all__ = ["DistCACallback", "before_the_last_row"]
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = ["DistCACallback"]
 
 _log = logging.getLogger("hf_distca")
 _TRACED_STEP = 3  # the first ones make buffers and caches
@@ -31,25 +34,14 @@ _ENOUGH = 20  # micro-batches in which nothing was moved, to say so
 class DistCACallback(TrainerCallback):
     """Adds the balance of core attention to the logs of a Trainer: console, ``state.log_history`` and every reporter.
 
-    A row is about whole micro-batches, ``distca/micro_batches`` of them: those whose measurement came in since the last log,
-    which lags one micro-batch, or two on a GPU. Those left at the end of training get a row before the Trainer's last one.
-
-    - ``distca/imbalance_tokens``: tokens of the fullest rank / mean of all ranks; 1 for dealt documents.
-    - ``distca/imbalance_estimated_before``, ``..._after``: slowest rank / mean of all ranks, by the scheduler's estimate, if
-      every rank computed its own attention, and as planned.
-    - ``distca/imbalance_measured_after``: the same of measured kernel seconds; ``..._measured_before`` gives each server's
-      measured seconds back to the home ranks of its tasks, in proportion to their estimates.
-    - ``distca/planning_ms``: milliseconds of planning per micro-batch, exchange of the documents included.
-    - ``distca/exchanged_mb_per_layer``: megabytes the busiest rank sends per layer and micro-batch, forward and backward.
-    - ``distca/server_time_share``: share of this rank's time spent in attention kernels, for itself and for others.
-
-    TensorBoard, W&B and trackio show them with the ``train/`` that transformers puts before the names of all training logs:
-    ``train/distca/imbalance_measured_after``. They hold the figures of rank 0.
+    The page "Figures" says what each of them means. TensorBoard, W&B and trackio show them with the ``train/`` that transformers
+    puts before the names of all training logs: ``train/distca/imbalance_measured_after``. They hold the figures of rank 0. A row
+    is about whole micro-batches, ``distca/micro_batches`` of them: those whose measurement came in since the last log. Those
+    left at the end of training get a row before the Trainer's last one.
 
     All ranks have it or none: before the first step it meets the others, to agree on the group. It works best in
-    ``Trainer(callbacks=[...])``. Added later, its settings hold from the first event that it sees. In a Trainer
-    that has `DistCATrainerMixin`, that logs the figures; any other calls reporters in an order which this callback changes, so
-    that it comes before them.
+    ``Trainer(callbacks=[...])``. Added later, its settings hold from the first event that it sees. It moves in front of the
+    reporters, which would not see what it adds behind them; `DistCATrainerMixin` puts it there, and back after training.
 
     Args:
         config: settings, used from when the Trainer is made. Left out, they are those of `hf_distca.configure`, or the defaults;
@@ -75,7 +67,6 @@ class DistCACallback(TrainerCallback):
         self.config, self.trace_path, self.group, self.summary = config, trace_path, group, summary
         self.record: bool | Literal["all"] = record
         self._recorder: Recorder | None = None
-        self.reports = True  # unless the Trainer does
         self._session: Session | None = None  # the one with these settings
         self._reading = Reading()
         self._steps = 0
@@ -96,12 +87,10 @@ class DistCACallback(TrainerCallback):
             UnsupportedError: if the model is refused by `hf_distca.prepare`, rank 0 reads packed documents for all ranks, or
                 shares would not come to every rank, or not give the loss of whole documents.
         """
-        loader = kwargs.get("train_dataloader")
-        check_loader(loader)
-        check_shares(loader, model=kwargs.get("model"), args=args, trainer=calling_trainer(self))
+        model, trainer = kwargs.get("model"), calling_trainer(self)
+        check_loader(kwargs.get("train_dataloader"), model=model, args=args, trainer=trainer)
         self._apply_settings()
-        self._come_first()
-        model = kwargs.get("model")
+        self._come_first(trainer)
         if model is not None:
             prepare(model)
             _say_what_is_missing(model)
@@ -118,13 +107,13 @@ class DistCACallback(TrainerCallback):
         loader = kwargs.get("eval_dataloader")
         if loader is not None and loader is not self._evaluated:
             self._evaluated = loader
-            check_shares(loader, model=kwargs.get("model"), args=args, trainer=calling_trainer(self), evaluating=True)
+            check_loader(loader, model=kwargs.get("model"), args=args, trainer=calling_trainer(self), evaluating=True)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start recording the step that is traced."""
         if not self._steps:
             self._catch_up()
-            self._come_first()
+            self._come_first(calling_trainer(self))
             self._start_recording(args, state.global_step, kwargs.get("model"))
         self._steps += 1
         if self._recorder is not None:
@@ -149,25 +138,22 @@ class DistCACallback(TrainerCallback):
                 'does not use the attention interface of transformers. Load it with attn_implementation="eager".'
             )
         self._judge(after=_ENOUGH)
-        why = None if self._given_up else why_given_up(session)
-        if why is not None:
-            self._given_up = True
-            if session.is_first:
-                _log.warning(why)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log what the last steps measured, which no further plan tells, and print a summary on rank 0."""
         session = current_session()
         session.collect()
-        if self.reports and (figures := self._reading.rounded()):
-            state.log_history.append({**figures, "epoch": state.epoch, "step": state.global_step})
-            before_the_last_row(state)
-            handler = calling_handler(self)
-            if handler is not None:
-                handler.on_log(args, state, control, {**figures, "epoch": state.epoch})
+        if figures := _rounded(self._reading.figures()):
+            history, trainer = state.log_history, calling_trainer(self)
+            # Scripts look at the end for the row that the Trainer ends with.
+            last = len(history) - 1 if history and "train_runtime" in history[-1] else len(history)
+            history.insert(last, {**figures, "epoch": state.epoch, "step": state.global_step})
+            if trainer is not None:
+                trainer.callback_handler.on_log(args, state, control, {**figures, "epoch": state.epoch})
         self._judge(after=1)
         if self._recorder is not None:
-            self._recorder.end(state.global_step)
+            self._recorder.write(state.global_step)
+            self._recorder.stop()
             self._recorder = None
         if self.summary:
             sum_up(self._training.so_far(), session)
@@ -175,11 +161,11 @@ class DistCACallback(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the figures to the logs of a training step."""
         logs: dict[str, Any] | None = kwargs.get("logs")
-        if self._recorder is not None and logs and "loss" in logs:
-            self._recorder.write(state.global_step, logs["loss"])
-        if not self.reports or not logs or "loss" not in logs:
+        if not logs or "loss" not in logs:
             return
-        figures = self._reading.rounded()
+        if self._recorder is not None:
+            self._recorder.write(state.global_step, logs["loss"])
+        figures = _rounded(self._reading.figures())
         logs.update(figures)
         if state.log_history:  # the Trainer has already put a copy of the logs there
             state.log_history[-1].update(figures)
@@ -195,14 +181,16 @@ class DistCACallback(TrainerCallback):
             self._recorder.begin(args, step, model, self.trace_path)
 
     def _judge(self, after: int) -> None:
-        """Say once why nothing was moved, if it was not, after so many micro-batches."""
+        """Say once why nothing was moved, if it was not, after so many micro-batches; and once that exchanges were given up."""
         done, session = self._training.so_far(), current_session()
-        if self._judged or done.micro_batches < after:
-            return
-        self._judged = True
-        why = why_nothing_moved(done, session)
-        if why is not None and session.is_first:
-            _log.warning(why)
+        reasons = [None if self._given_up else why_given_up(session)]
+        self._given_up |= reasons[0] is not None
+        if not self._judged and done.micro_batches >= after:
+            self._judged = True
+            reasons.append(why_nothing_moved(done, session))
+        for why in reasons:
+            if why is not None and session.is_first:
+                _log.warning(why)
 
     @property
     def _has_settings(self) -> bool:
@@ -221,19 +209,20 @@ class DistCACallback(TrainerCallback):
             )
         self._apply_settings()
 
-    def _come_first(self) -> None:
+    def _come_first(self, trainer: Trainer | None) -> None:
         """Move in front of the reporters: a callback behind them changes the logs too late for them to see."""
-        if not self.reports:
-            return
-        handler = calling_handler(self)
-        if handler is None:
+        if trainer is None:
             _log.warning(
                 "DistCACallback does not find who calls it: balance figures reach log_history, but not the reporters. With "
                 "hf_distca.DistCATrainerMixin they reach all of them."
             )
-        elif handler.callbacks[0] is not self:
-            handler.callbacks.remove(self)
-            handler.callbacks.insert(0, self)
+        elif (callbacks := trainer.callback_handler.callbacks)[0] is not self:
+            callbacks.remove(self)
+            callbacks.insert(0, self)
+
+
+def _rounded(figures: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in figures.items()}
 
 
 def _say_what_is_missing(model: torch.nn.Module) -> None:
@@ -245,10 +234,3 @@ def _say_what_is_missing(model: torch.nn.Module) -> None:
         )
     elif current_session().group.size == 1:
         _log.warning("DistCACallback has nothing to balance: the attention group is this process alone.")
-
-
-def before_the_last_row(state: TrainerState) -> None:
-    """Move the newest row of the log in front of the one that the Trainer ends with, which scripts look for at the end."""
-    history = state.log_history
-    if len(history) > 1 and "train_runtime" in history[-2]:
-        history.insert(-1, history.pop())

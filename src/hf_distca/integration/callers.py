@@ -4,9 +4,8 @@ Read against transformers 5.23.0. Each question has its public way beside it, an
 
 - Which model asks for a mask, for its device mesh and its layers: `hf_distca.prepare`, which `DistCACallback` calls for the model
   of a Trainer. The stack is for those who change one argument and call nothing.
-- Which `CallbackHandler` calls a callback, to stand in front of the reporters: `DistCATrainerMixin`, which overrides
-  `Trainer.log`.
-- Which Trainer a callback belongs to, or a forward is a step of, for its own loss: `DistCATrainerMixin`, which is one.
+- Which Trainer a callback belongs to, to stand in front of its reporters, or a forward is a step of, for its own loss:
+  `DistCATrainerMixin`, which is one.
 - Which position ids a ``create_..._mask`` was given, and which documents its model: no public way. Mask functions get the config
   and no positions, and some models do not hand their keyword arguments on to attention.
 - Whether a forward is one of `generate`: no public way. A model in training mode can generate, too.
@@ -31,9 +30,11 @@ from transformers.masking_utils import create_causal_mask
 
 if TYPE_CHECKING:  # importing it brings in peft and, through that, what must not be there when a notebook starts processes
     from transformers import Trainer
-    from transformers.trainer_callback import CallbackHandler, TrainerCallback
+    from transformers.trainer_callback import TrainerCallback
 
-__all__ = ["MaskCall", "calling_handler", "calling_trainer", "given_documents"]
+__all__ = ["MaskCall", "calling_trainer", "given_documents"]
+
+_STEPS = ("training_step", "prediction_step")
 
 
 class MaskCall:
@@ -46,11 +47,7 @@ class MaskCall:
 
     @property
     def position_ids(self) -> torch.Tensor | None:
-        """The (batch, length) position ids it was given.
-
-        With a padding mask or a cache, transformers looks for no packed documents. Some models pass no positions to attention
-        either (Llama 4, Persimmon): the caller's argument is then all that tells documents apart.
-        """
+        """The (batch, length) position ids it was given. Llama 4 and Persimmon pass none to attention."""
         positions = None if self._creator is None else self._creator.f_locals.get("position_ids")
         return positions if isinstance(positions, torch.Tensor) and positions.dim() == 2 else None
 
@@ -68,25 +65,27 @@ class MaskCall:
     @property
     def generating(self) -> bool:
         """Whether `generate` led here."""
-        return any(frame.f_code is _generate() for frame in _callers(self._creator or inspect.currentframe()))
+        return any(frame.f_code is _generate() for frame in self._frames())
 
     @property
     def in_data_parallel(self) -> bool:
         """Whether a thread of `torch.nn.DataParallel` led here, which runs a replica of the model."""
         parallel = torch.nn.parallel.parallel_apply.__module__
-        return any(frame.f_globals.get("__name__") == parallel for frame in _callers(self._creator or inspect.currentframe()))
+        return any(frame.f_globals.get("__name__") == parallel for frame in self._frames())
 
     @property
     def trainer(self) -> Trainer | None:
         """The Trainer whose step led here, of training or of evaluation."""
-        frames = _callers(self._creator or inspect.currentframe())
-        steps = (frame.f_locals.get("self") for frame in frames if frame.f_code.co_name in ("training_step", "prediction_step"))
+        steps = (frame.f_locals.get("self") for frame in self._frames() if frame.f_code.co_name in _STEPS)
         return cast("Trainer | None", next((trainer for trainer in steps if hasattr(trainer, "callback_handler")), None))
 
     def models(self) -> Iterator[PreTrainedModel]:
         """The models whose forwards led here, from the inside out."""
         for frame in _of_models(self._creator):
             yield frame.f_locals["self"]
+
+    def _frames(self) -> Iterator[FrameType]:
+        return _callers(self._creator or inspect.currentframe())
 
 
 def given_documents(frame: FrameType | None = None) -> Any:
@@ -98,20 +97,10 @@ def given_documents(frame: FrameType | None = None) -> Any:
     return None
 
 
-def calling_handler(callback: TrainerCallback) -> CallbackHandler | None:
-    """The handler that is calling a callback."""
-    from transformers.trainer_callback import CallbackHandler
-
-    for frame in _callers(_above(inspect.currentframe())):
-        handler = frame.f_locals.get("self")
-        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
-            return handler
-    return None
-
-
 def calling_trainer(callback: TrainerCallback) -> Trainer | None:
     """The Trainer in which a callback is called."""
-    for frame in _callers(_above(inspect.currentframe())):
+    here = inspect.currentframe()
+    for frame in _callers(None if here is None else here.f_back):
         trainer = frame.f_locals.get("self")
         if callback in getattr(getattr(trainer, "callback_handler", None), "callbacks", ()):
             return cast("Trainer", trainer)
@@ -132,10 +121,6 @@ def _of_models(frame: FrameType | None) -> Iterator[FrameType]:
         # What torch.compile resumes is named after what it compiled.
         if "forward" in caller.f_code.co_name and isinstance(caller.f_locals.get("self"), PreTrainedModel):
             yield caller
-
-
-def _above(frame: FrameType | None) -> FrameType | None:
-    return None if frame is None else frame.f_back
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hf_distca.agreement.dealt import Dealt
     from hf_distca.integration.callers import MaskCall
 
-__all__ = ["check_loader", "check_shares", "check_sharing", "check_step"]
+__all__ = ["check_loader", "check_sharing", "check_step"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -38,29 +38,7 @@ Wrong = Iterator[str]  # what is wrong, and what to set
 _NEEDED = {"distca_documents", "position_ids", "shift_labels"}
 
 
-def check_loader(loader: object) -> None:
-    """Refuse a loader of several processes in which rank 0 reads the batches of `PackingCollator` for all ranks.
-
-    accelerate does so for iterable datasets unless told otherwise. It joins the rows of all ranks to one tensor, broadcasts and
-    cuts it, which neither rows of different lengths nor `PackedDocuments` survive: rank 0 fails while the others wait for it.
-
-    Raises:
-        UnsupportedError: if `loader` is such a loader.
-    """
-    if not isinstance(loader, DataLoaderDispatcher) or loader.state.distributed_type == DistributedType.NO:
-        return
-    collator = getattr(loader, "collate_fn", None)
-    collator = getattr(collator, "data_collator", collator)  # the Trainer wraps it to drop columns
-    if isinstance(collator, PackingCollator) or shares_of(loader) is not None:
-        raise UnsupportedError(
-            "rank 0 would read the batches of all ranks and broadcast them, as accelerate does by default for iterable datasets; "
-            'packed documents cannot travel so. Set TrainingArguments(accelerator_config={"dispatch_batches": False}). Each rank '
-            "then reads the dataset, in the same order, and accelerate leaves it its share: do not split the dataset by rank "
-            "yourself, or each rank gets a share of its share."
-        )
-
-
-def check_shares(
+def check_loader(
     loader: object,
     *,
     model: torch.nn.Module | None = None,
@@ -68,12 +46,10 @@ def check_shares(
     trainer: Trainer | None = None,
     evaluating: bool = False,
 ) -> None:
-    """Refuse what would not give every rank its own share of each global batch, or not train on it as one process would.
-
-    Loaders of anything but shares pass.
+    """Refuse what would not give every rank its own batches and shares, or not train on shares as one process would.
 
     Args:
-        loader: of shares, prepared by accelerate or a plain one of torch.
+        loader: prepared by accelerate or a plain one of torch; None passes.
         model: that trains or evaluates, if it is known.
         args: of the Trainer, if there is one.
         trainer: itself, if it was found.
@@ -83,21 +59,18 @@ def check_shares(
         UnsupportedError: says what was seen, and what to set.
     """
     shares = None if loader is None else shares_of(loader)
+    _check_reader(loader, shares is not None)
     if shares is None:
         return
     ranks = shares.dealing.ranks
-    readers = ranks if getattr(shares, "rank", None) is None else 1  # a stream may yield the shares of one rank alone
-    config, processes = shares.dealing.config, dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    cut = config.group_size == ranks or config.group_ranks(processes) == ranks < processes
-    groups = readers > 1 and cut  # each takes global batches of its own, in turns
-    for wrong in (
-        *_wrong_reading(loader, readers, groups),
+    wrong = (
+        *_wrong_reading(loader, shares),
         *(() if evaluating else _wrong_epochs(loader, shares)),
         *_wrong_loss(args, trainer, ranks),
         *_wrong_model(model, ranks, "make the shares for one rank", "Pack whole documents with PackingCollator instead"),
         *(_wrong_evaluation(trainer) if evaluating and ranks > 1 else ()),
-    ):
-        raise UnsupportedError(f"a data set of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}, and {wrong}")
+    )
+    _refuse(f"a data set of shares for {ranks} {'ranks' if ranks > 1 else 'rank'}", wrong)
 
 
 def check_sharing(trainer: Trainer, ranks: int) -> None:
@@ -110,24 +83,43 @@ def check_sharing(trainer: Trainer, ranks: int) -> None:
     Raises:
         UnsupportedError: says what was seen, and what to set.
     """
-    if ranks == 1:
-        return
     whole = "leave shares_tokens out"
-    for wrong in (
-        *_wrong_loss(trainer.args, trainer, ranks),
-        *_wrong_model(trainer.model, ranks, whole, f"To keep them whole, {whole}"),
-    ):
-        raise UnsupportedError(f"shares_tokens = True, which deals what {ranks} ranks have drawn among them, and {wrong}")
+    wrong = *_wrong_loss(trainer.args, trainer, ranks), *_wrong_model(trainer.model, ranks, whole, f"To keep them whole, {whole}")
+    _refuse(f"shares_tokens = True, which deals what {ranks} ranks have drawn among them", wrong)
+
+
+def _refuse(what: str, wrong: Sequence[str]) -> None:
+    if wrong:
+        raise UnsupportedError(f"{what}, and {wrong[0]}")
+
+
+def _check_reader(loader: object, shares: bool) -> None:
+    """Refuse a loader of several processes in which rank 0 reads packed documents for all ranks.
+
+    accelerate does so for iterable datasets unless told otherwise. It joins the rows of all ranks to one tensor, broadcasts and
+    cuts it, which neither rows of different lengths nor `PackedDocuments` survive: rank 0 fails while the others wait for it.
+    """
+    if not isinstance(loader, DataLoaderDispatcher) or loader.state.distributed_type == DistributedType.NO:
+        return
+    collator = getattr(loader, "collate_fn", None)
+    collator = getattr(collator, "data_collator", collator)  # the Trainer wraps it to drop columns
+    if isinstance(collator, PackingCollator) or shares:
+        raise UnsupportedError(
+            "rank 0 would read the batches of all ranks and broadcast them, as accelerate does by default for iterable datasets; "
+            'packed documents cannot travel so. Set TrainingArguments(accelerator_config={"dispatch_batches": False}). Each rank '
+            "then reads the dataset, in the same order, and accelerate leaves it its share: do not split the dataset by rank "
+            "yourself, or each rank gets a share of its share."
+        )
 
 
 _checked: WeakKeyDictionary[object, set[bool]] = WeakKeyDictionary()  # Trainers and models, by whether they trained then
 
 
 def check_step(call: MaskCall, dealt: Dealt) -> None:
-    """Refuse what `check_shares` refuses in the first forward with a share, for those who have no `DistCACallback`.
+    """Refuse what `check_loader` refuses in the first forward with a share, for those who have no `DistCACallback`.
 
     Raises:
-        UnsupportedError: as `check_shares`; by the second forward's backward, if the loss reads `labels`.
+        UnsupportedError: as `check_loader`; by the second forward's backward, if the loss reads `labels`.
     """
     *_, model = call.models()
     trainer = call.trainer
@@ -138,7 +130,7 @@ def check_step(call: MaskCall, dealt: Dealt) -> None:
         handler = trainer.callback_handler
         loader = handler.train_dataloader if model.training else handler.eval_dataloader
         if loader is not None and shares_of(loader) is not None:
-            check_shares(loader, model=trainer.model, args=trainer.args, trainer=trainer, evaluating=not model.training)
+            check_loader(loader, model=trainer.model, args=trainer.args, trainer=trainer, evaluating=not model.training)
         elif model.training:
             check_sharing(trainer, dealt.ranks)
     if model.training and dealt.ranks > 1:
@@ -180,19 +172,67 @@ def _watch_loss(model: PreTrainedModel) -> None:
     hook = model.register_forward_hook(watch, with_kwargs=True)
 
 
-def _wrong_reading(loader: Any, readers: int, groups: bool) -> Wrong:
+def _wrong_reading(loader: Any, shares: Shares | StreamedShares) -> Wrong:
     """What makes ranks get other shares than their own."""
     if not getattr(loader, "in_order", True):
         yield (
             "batches come as workers finish them: ranks would hold shares of different global batches. Set "
             "dataloader_in_order=True."
         )
-    collator = getattr(loader, "collate_fn", None)
-    kept = getattr(collator, "signature_columns", None)  # of the Trainer's, which drops what `forward` does not name
-    if kept is not None and (dropped := sorted(_NEEDED - set(kept))):
+    columns = getattr(getattr(loader, "collate_fn", None), "signature_columns", None)  # all that the Trainer leaves in
+    if columns is not None and (dropped := sorted(_NEEDED - set(columns))):
         yield f"the Trainer drops {', '.join(dropped)} from them. Set TrainingArguments(remove_unused_columns=False)."
-    iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
-    yield from _wrong_stream(loader, readers, groups) if iterable else _wrong_order(loader, readers, groups)
+    batches, shard, processes = _read_by(loader)
+    if shard is not None and shard.split_batches:
+        yield (
+            f"split_batches=True cuts batches of {shard.batch_size} into one part for each process. Set "
+            'accelerator_config={"split_batches": False} and per_device_train_batch_size=1.'
+        )
+    if processes is None:
+        kind = type(getattr(batches, "sampler", batches)).__name__
+        yield (
+            f"{kind} reads them in an order of its own. Set "
+            'TrainingArguments(train_sampling_strategy="sequential"), or shuffle=False in a DataLoader: epochs of shares are '
+            "shuffled already."
+        )
+        return
+    if batches.batch_size != 1:
+        yield (
+            f"batches of {batches.batch_size}. Set per_device_train_batch_size=1 and per_device_eval_batch_size=1; "
+            "tokens_per_rank says how large a batch is."
+        )
+    ranks, config = shares.dealing.ranks, shares.dealing.config
+    readers = ranks if getattr(shares, "rank", None) is None else 1  # a stream may yield the shares of one rank alone
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    # Each group takes global batches of its own, in turns.
+    groups = readers > 1 and (config.group_size == ranks or config.group_ranks(world) == ranks < world)
+    if processes % readers if groups else processes != readers:
+        yield (
+            f"{processes} {'process reads' if processes == 1 else 'processes read'} them. Make them for as many ranks as there "
+            "are data-parallel processes, and let accelerate prepare the loader."
+        )
+    items = 0 if isinstance(loader.dataset, torch.utils.data.IterableDataset) else len(loader.dataset)
+    if items % processes and not batches.drop_last:
+        yield (
+            f"{items} of them for {processes} processes: the last batches would be filled up with the first shares. Set "
+            "dataloader_drop_last=True."
+        )
+
+
+def _read_by(loader: Any) -> tuple[Any, Any, int | None]:
+    """What makes batches, what of accelerate's leaves each process its own, and of how many processes; None if out of order."""
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        shard = loader.dataset if isinstance(loader.dataset, IterableDatasetShard) else None
+        return (loader, None, 1) if shard is None else (shard, shard, shard.num_processes)
+    batches, shard = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler, None
+    while hasattr(batches, "batch_sampler"):  # accelerate's, around the one that makes the batches
+        shard = batches if isinstance(batches, BatchSamplerShard) else shard
+        batches = batches.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and not sampler.shuffle:
+        return batches, shard, sampler.num_replicas
+    in_order = isinstance(sampler, SequentialSampler)
+    return batches, shard, (1 if shard is None else shard.num_processes) if in_order else None
 
 
 def _wrong_epochs(loader: Any, shares: Shares | StreamedShares) -> Wrong:
@@ -202,63 +242,6 @@ def _wrong_epochs(loader: Any, shares: Shares | StreamedShares) -> Wrong:
             f"a {type(loader.dataset).__name__} around them does not pass set_epoch on, as `select`, `concatenate_datasets` and "
             "Subset do not: every epoch would have the order of the first. Select documents before document_shares, or give what "
             "is around shares a method set_epoch."
-        )
-
-
-def _wrong_stream(loader: Any, readers: int, groups: bool) -> Wrong:
-    dataset = loader.dataset
-    if isinstance(dataset, IterableDatasetShard):
-        yield from _wrong_split(dataset)
-        yield from _wrong_counts(dataset.batch_size, dataset.num_processes, readers, groups)
-    else:
-        yield from _wrong_counts(loader.batch_size, 1, readers, groups)
-
-
-def _wrong_order(loader: Any, readers: int, groups: bool) -> Wrong:
-    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
-    processes = 1
-    while hasattr(batches, "batch_sampler"):  # accelerate's, around the one that makes the batches
-        if isinstance(batches, BatchSamplerShard):
-            yield from _wrong_split(batches)
-            processes = batches.num_processes
-        batches = batches.batch_sampler
-    sampler = getattr(batches, "sampler", None)
-    if isinstance(sampler, DistributedSampler) and not sampler.shuffle:
-        processes = sampler.num_replicas
-    elif not isinstance(sampler, SequentialSampler):
-        yield (
-            f"{type(batches if sampler is None else sampler).__name__} reads them in an order of its own. Set "
-            'TrainingArguments(train_sampling_strategy="sequential"), or shuffle=False in a DataLoader: epochs of shares are '
-            "shuffled already."
-        )
-        return
-    yield from _wrong_counts(batches.batch_size, processes, readers, groups)
-    count = len(loader.dataset)
-    if count % processes and not batches.drop_last:
-        yield (
-            f"{count} of them for {processes} processes: the last batches would be filled up with the first shares. Set "
-            "dataloader_drop_last=True."
-        )
-
-
-def _wrong_split(shard: Any) -> Wrong:
-    if shard.split_batches:
-        yield (
-            f"split_batches=True cuts batches of {shard.batch_size} into one part for each process. Set "
-            'accelerator_config={"split_batches": False} and per_device_train_batch_size=1.'
-        )
-
-
-def _wrong_counts(size: int | None, processes: int, readers: int, groups: bool) -> Wrong:
-    if size != 1:
-        yield (
-            f"batches of {size}. Set per_device_train_batch_size=1 and per_device_eval_batch_size=1; tokens_per_rank says how "
-            "large a batch is."
-        )
-    if processes % readers if groups else processes != readers:
-        yield (
-            f"{processes} {'process reads' if processes == 1 else 'processes read'} them. Make them for as many ranks as there "
-            "are data-parallel processes, and let accelerate prepare the loader."
         )
 
 
@@ -304,16 +287,11 @@ def _wrong_model(model: torch.nn.Module | None, ranks: int, alone: str, whole: s
         if (why := why_whole(config.model_type)) is not None:
             yield f"{config.model_type} models need whole documents: {why}. {whole}."
     for part in model.modules():
-        for adapter in _adapters(part):
-            yield f"{adapter} puts virtual tokens in front of the tokens of every rank. Use another adapter, such as LoRA."
-
-
-def _adapters(module: torch.nn.Module) -> Iterator[str]:
-    """The adapters of a PEFT model that learn a prompt."""
-    adapters = getattr(module, "peft_config", None)
-    for adapter in adapters.values() if isinstance(adapters, dict) else ():
-        if getattr(adapter, "is_prompt_learning", False):
-            yield str(getattr(adapter.peft_type, "value", adapter.peft_type))
+        adapters = getattr(part, "peft_config", None)
+        for adapter in adapters.values() if isinstance(adapters, dict) else ():
+            if getattr(adapter, "is_prompt_learning", False):
+                name = getattr(adapter.peft_type, "value", adapter.peft_type)
+                yield f"{name} puts virtual tokens in front of the tokens of every rank. Use another adapter, such as LoRA."
 
 
 def _wrong_evaluation(trainer: Trainer | None) -> Wrong:

@@ -7,10 +7,7 @@ what plans need to know of a model before its first step: the kinds of attention
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -20,6 +17,7 @@ from transformers import PreTrainedConfig
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.integration.processes import warn_once
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.profiles import Profile
 
@@ -33,15 +31,13 @@ __all__ = [
     "WHOLE_REASONS",
     "check_family",
     "check_layerdrop",
+    "check_parts",
     "known_cost",
     "layer_keys",
     "warn_of_family",
     "warn_of_packing",
-    "warn_of_parts",
     "why_whole",
 ]
-
-_log = logging.getLogger("hf_distca")
 
 
 def _read_table() -> dict[str, list[str]]:
@@ -139,44 +135,53 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
             )
 
 
-@cache
 def warn_of_family(model_type: str | None) -> None:
     """Warn, once a family, that nobody has compared it with another attention."""
     if model_type is not None and model_type not in FAMILIES and model_type not in _TRIED_PARTS:
-        _log.warning(
+        warn_once(
             "%s models were never compared under distca with another attention. The arguments of every attention call are "
             "checked, but compare a few losses with those of sdpa before you rely on it.",
             model_type or "unnamed",
         )
 
 
-@cache
+_PACKED = {
+    "CARRIES_STATE": "this batch has packed documents, and %s models have layers (state space, convolution, linear attention) "
+    "that carry state from one to the next, with any attention. Attention itself keeps them apart. Give these models one "
+    "document a row.",
+    "NO_POSITIONS": "this batch has packed documents, and %s models take no position ids: attention keeps documents apart, but "
+    "positions count on from one to the next. Give these models one document a row.",
+}
+
+
 def warn_of_packing(model_type: str | None) -> None:
     """Warn, once a family, that attention keeps packed documents apart and the rest of the model does not."""
-    group = FAMILIES.get(model_type or "")
-    if group == "CARRIES_STATE":
-        _log.warning(
-            "this batch has packed documents, and %s models have layers (state space, convolution, linear attention) that carry "
-            "state from one to the next, with any attention. Attention itself keeps them apart. Give these models one document "
-            "a row.",
-            model_type,
-        )
-    elif group == "NO_POSITIONS":
-        _log.warning(
-            "this batch has packed documents, and %s models take no position ids: attention keeps documents apart, but positions "
-            "count on from one to the next. Give these models one document a row.",
-            model_type,
-        )
+    text = _PACKED.get(FAMILIES.get(model_type or "", ""))
+    if text is not None:
+        warn_once(text, model_type)
 
 
-@cache
-def warn_of_parts(model_type: str | None) -> None:
-    """Say, once a family, that nobody has compared it with documents in several parts."""
-    _log.warning(
-        "documents of this batch are in several parts, and %s models were never tried so: attention is exact, but whatever else "
-        "mixes tokens would not see those of other parts. Compare with one process before you rely on it.",
-        model_type,
-    )
+def check_parts(model_type: str | None, whole: str | None) -> None:
+    """Refuse documents in several parts, where attention would be right and something else in the model would not.
+
+    Args:
+        model_type: of the model; of one that nobody has tried so, a warning is logged, once a family.
+        whole: why its documents must not be cut; None if they may be.
+
+    Raises:
+        UnsupportedError: gives the reason.
+    """
+    if whole is not None:
+        raise UnsupportedError(
+            f"a document of this batch is in several parts, and {model_type} models need whole ones: {whole}. Give each document "
+            "to one rank, in one piece."
+        )
+    if model_type not in OVER_RANKS:
+        warn_once(
+            "documents of this batch are in several parts, and %s models were never tried so: attention is exact, but whatever "
+            "else mixes tokens would not see those of other parts. Compare with one process before you rely on it.",
+            model_type,
+        )
 
 
 _HEADS = ("num_attention_heads", "decoder_attention_heads", "n_head")
@@ -202,7 +207,10 @@ def layer_keys(model: Any, dtype: torch.dtype | None, device: str) -> list[PlanK
     config = whole.get_text_config(decoder=True)
     bytes_ = (dtype or _dtype(model, config, whole)).itemsize
     kinds = getattr(config, "layer_types", None)
-    keys = [_key(_of_layer(config, layer), kind, bytes_, device) for layer, kind in _each(kinds)]
+    # A layer of each kind; layers may differ in more than what `layer_types` says.
+    layers = {kind: kinds.index(kind) for kind in kinds} if kinds else {None: 0}
+    configs = config.per_layer_config if getattr(config, "is_heterogeneous", False) else dict.fromkeys(layers.values(), config)
+    keys = [_key(configs[layer], kind, bytes_, device) for kind, layer in layers.items()]
     different = list(dict.fromkeys(key for key in keys if key is not None))
     if not different:
         named = ", ".join(dict.fromkeys(kinds or ()))
@@ -220,18 +228,6 @@ def known_cost(key: PlanKey, config: DistCAConfig) -> CostModel:
     if isinstance(config.cost_model, Profile):
         return config.cost_model.cost_model(key.shape, key.window, tile=config.tile)
     return replace(CostModel.analytic(key.shape, device_type=key.device, tile=config.tile), window=key.window)
-
-
-def _each(kinds: Sequence[str] | None) -> list[tuple[int, str | None]]:
-    """A layer of each kind."""
-    if not kinds:
-        return [(0, None)]
-    return [(kinds.index(kind), kind) for kind in dict.fromkeys(kinds)]
-
-
-def _of_layer(config: Any, layer: int) -> Any:
-    """The config of a layer, where layers differ in more than what `layer_types` says."""
-    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def _key(config: Any, kind: str | None, element_bytes: int, device: str) -> PlanKey | None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.documents import Documents, read_documents
+from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.families import OVER_RANKS, warn_of_packing, warn_of_parts
+from hf_distca.integration.families import check_parts, warn_of_packing
 from hf_distca.kernels.base import Scores
 from hf_distca.runtime.call import Inputs
 from hf_distca.runtime.group import AttentionGroup
@@ -127,11 +127,6 @@ class AttentionHandle:
         handle.nano, handle.documents, handle.handover, handle.group = nano, documents, handover, self.group
         return handle
 
-    @property
-    def planned_together(self) -> list[AttentionHandle]:
-        """The handles that get their work at once: of the first nano-batch both, so that ranks meet once, else this one."""
-        return [self] if self.second is None else [self, self.second]
-
     def key(self, shape: AttentionShape, device: str, window: int | None) -> PlanKey:
         """Which plan a layer has that tells this window to the attention function; the mask's own window goes first."""
         return PlanKey(shape, device, window if self.mask.window is None else self.mask.window, self.mask.chunk, self.nano)
@@ -140,40 +135,26 @@ class AttentionHandle:
         """The documents of the batch, from the keyword arguments of a layer or of attention; read once."""
         if self.documents is None:
             positions, packed = arguments.get("position_ids"), arguments.get("distca_documents")
-            documents = read_documents(
+            documents = TokenBatch(
                 self.batch_size,
                 self.length,
                 packed=self.mask.packed if packed is None else packed,
                 cu_seq_lens=arguments.get("cu_seq_lens_q"),
                 position_ids=self.mask.position_ids if positions is None else positions,
                 padding=self.mask.padding,
-                span_ranks=span_ranks,
-                training=training,
-            )
+            ).documents(span_ranks=span_ranks, training=training)
             if len(documents.rows) > self.batch_size:
                 warn_of_packing(self.mask.model_type)
             self.documents = documents.in_chunks(self.mask.chunk)
         return self.documents
 
     def check(self, layout: Layout) -> None:
-        """Refuse documents in several parts, where attention would be right and something else in the model would not.
-
-        Raises:
-            UnsupportedError: on all ranks alike, as all know the layout.
-        """
-        spans, model_type, whole = self.documents is not None and self.documents.spans, self.mask.model_type, self.mask.whole
-        if not spans or (whole is None and model_type in OVER_RANKS) or not layout.scattered:
-            return
-        if whole is None:
-            warn_of_parts(model_type)
-        else:
-            raise UnsupportedError(
-                f"a document of this batch is in several parts, and {model_type} models need whole ones: {whole}. Give each "
-                "document to one rank, in one piece."
-            )
+        """Check the documents by `check_parts`: all ranks know the layout, so that all of them raise or none."""
+        if self.documents is not None and self.documents.spans and layout.scattered:
+            check_parts(self.mask.model_type, self.mask.whole)
 
     def contiguous(self) -> AttentionHandle:
-        """The handle itself."""
+        """The handle itself, as for masks that are tensors."""
         return self
 
 
@@ -195,11 +176,7 @@ class ForeignMask:
         return self
 
     def refuse(self) -> NoReturn:
-        """Say why.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Raise an `UnsupportedError` that says why."""
         raise UnsupportedError(
             f"this model's attention mask uses {self.what}; distca computes causal attention within documents. "
             'Use attn_implementation="sdpa" for it.'

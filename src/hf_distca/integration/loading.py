@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -17,22 +17,13 @@ from hf_distca.borrowed import changed_flash_attention, let_names_pass
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import EQUAL, FAMILIES, PING_PONG, check_family, check_layerdrop
 from hf_distca.integration.nano_batches import cut_layers
-from hf_distca.integration.processes import mesh_of
+from hf_distca.integration.processes import warn_once
 from hf_distca.integration.session import current_session
 from hf_distca.register import STAND_INS, check_stand_in
 
-__all__ = [
-    "STAND_INS",
-    "asks_for_distca",
-    "check_untouched",
-    "distca_configs",
-    "make_default",
-    "origin",
-    "prepare",
-    "register",
-    "registered",
-    "stand_in",
-]
+__all__ = ["STAND_INS", "check_untouched", "distca_configs", "make_default", "origin", "prepare", "register", "stand_in"]
+
+_log = logging.getLogger("hf_distca")
 
 _attention: dict[str, Callable[..., Any]] = {}
 
@@ -42,16 +33,6 @@ def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any])
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     _attention[name] = attention
-
-
-def registered() -> frozenset[str]:
-    """The names under which distca is registered."""
-    return frozenset(_attention)
-
-
-def asks_for_distca(config: PreTrainedConfig) -> bool:
-    """Whether a model with this configuration computes its attention with distca."""
-    return getattr(config, "_attn_implementation", None) in _attention
 
 
 def origin(function: Callable[..., Any]) -> str:
@@ -84,16 +65,13 @@ def check_untouched(config: PreTrainedConfig | None) -> None:
         )
 
 
-_log = logging.getLogger("hf_distca")
-
-
 def stand_in(name: str) -> None:
     """Let models that ask for the attention `name` have distca, for trainers that take no name but those they know.
 
     Call it before the model is loaded. From then on transformers has distca's functions in the place of its own, in this process
     and for every model that asks for `name`, also one that is not trained. The trainer's checks and packing stay those of
     `name`. transformers no longer looks for the package behind the name, flash-attn say: distca does not need it. A trainer
-    that looks for it by itself still does. Again has no effect.
+    that looks for it by itself still does. Calling it again has no effect.
 
     What distca does not compute it refuses when it is asked for it, as under its own name: attention that is not causal,
     dropout, other arguments. There is no way back to what was replaced: load such models with another attention.
@@ -105,7 +83,7 @@ def stand_in(name: str) -> None:
         UnsupportedError: if `name` is another, or a package has put a function of its own in its place, as those do that cut
             sequences over ranks. If one does so later, the next forward says so.
     """
-    if name in registered():
+    if name in _attention:
         return
     check_stand_in(name)
     if name not in ALL_ATTENTION_FUNCTIONS:
@@ -119,7 +97,7 @@ def stand_in(name: str) -> None:
                 "sequences over ranks, which distca would not know of: switch that off."
             )
     register(name, _attention["distca"], ALL_MASK_ATTENTION_FUNCTIONS["distca"])
-    let_names_pass(registered())
+    let_names_pass(frozenset(_attention))
     _log.warning(
         'distca stands in for attn_implementation="%s": models that ask for it in this process get distca, not %s.',
         name,
@@ -151,13 +129,8 @@ def _suits(model: PreTrainedModel) -> bool:
         return False
     if FAMILIES.get(config.model_type) in EQUAL:
         return True
-    _leave(config.model_type)
+    warn_once("hf-distca leaves %s models with the attention of transformers: they are not proven.", config.model_type)
     return False
-
-
-@cache
-def _leave(model_type: str) -> None:
-    _log.warning("hf-distca leaves %s models with the attention of transformers: they are not proven.", model_type)
 
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -168,7 +141,7 @@ def prepare(model: Model) -> Model:
 
     Call it on every rank, after `configure` and after torch.distributed has started. It makes the attention group, from the
     device mesh of the model where there is one, and lets decoder layers run as nano-batches if ping-pong is on. Without it the
-    first forward does the same, as far as it finds the model among its callers. Again has no effect.
+    first forward does the same, as far as it finds the model among its callers. Calling it again has no effect.
 
     Args:
         model: a model of transformers, or what holds one, such as a PEFT or a DDP model.
@@ -189,9 +162,7 @@ def prepare(model: Model) -> Model:
     if not configs:
         return model
     session = current_session()
-    mesh = next((mesh for part in _models(model) if (mesh := mesh_of(part)) is not None), None)
-    if mesh is not None and session.looks_for_mesh:
-        session.found_mesh(mesh)
+    session.look_for_mesh(_models(model))
     if session.config.ping_pong:
         for part in _models(model):
             if part.config.model_type in PING_PONG:  # of others the first forward says why it leaves them whole
@@ -204,7 +175,7 @@ def prepare(model: Model) -> Model:
 def distca_configs(model: torch.nn.Module | None) -> list[PreTrainedConfig]:
     """The configurations of a model and its parts, like a language tower, that ask for distca, under whatever name."""
     configs = {id(part.config): part.config for part in _models(model)}
-    return [config for config in configs.values() if asks_for_distca(config)]
+    return [config for config in configs.values() if getattr(config, "_attn_implementation", None) in _attention]
 
 
 def _models(model: torch.nn.Module | None) -> Iterator[PreTrainedModel]:

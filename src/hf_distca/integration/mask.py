@@ -21,7 +21,6 @@ from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMas
 from hf_distca.integration.loading import check_untouched
 from hf_distca.integration.nano_batches import cut_layers
 from hf_distca.integration.positions import check_positions, see_longest
-from hf_distca.integration.processes import mesh_of
 from hf_distca.integration.session import current_session
 
 __all__ = ["distca_mask"]
@@ -30,21 +29,16 @@ __all__ = ["distca_mask"]
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def distca_mask(
     *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: torch.Tensor | AttentionHandle | ForeignMask | None = None,
     local_size: int | None = None,
-    use_vmap: bool = False,
     config: PreTrainedConfig | None = None,
-    **kwargs: Any,
+    **sizes: Any,
 ) -> AttentionHandle | CachedMask | ForeignMask:
     """The mask function registered as "distca". Takes what transformers' mask interface passes, returns no dense mask.
 
-    A mask that is not causal, or has an overlay, comes back as a `ForeignMask`.
+    `sizes` has ``batch_size``, ``q_length`` and ``kv_length``, and may have ``q_offset``, ``kv_offset`` and ``use_vmap``. A mask
+    that is not causal, or has an overlay, comes back as a `ForeignMask`.
 
     Raises:
         UnsupportedError: if the model is of a family that is refused, or drops layers while it trains, if another package has
@@ -58,24 +52,17 @@ def distca_mask(
     check_untouched(config)
     parts = set(_parts(mask_function))
     foreign = sorted(parts - CAUSAL_MASK_PARTS)
-    if use_vmap or foreign:
+    if sizes.get("use_vmap") or foreign:
         return ForeignMask(", ".join(foreign) or "a custom mask function")
-    if kv_offset or kv_length != q_length or not isinstance(q_offset, int) or q_offset:
+    length, offset = sizes["q_length"], sizes.get("q_offset", 0)
+    if sizes.get("kv_offset") or sizes["kv_length"] != length or not isinstance(offset, int) or offset:
         # One token at a time reads the whole cache: no query rows to move, and only this rank is generating.
-        return _cached_mask(
-            **{**kwargs, "config": config, "allow_is_causal_skip": False},
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-        )
+        ours = {"mask_function": mask_function, "attention_mask": attention_mask, "local_size": local_size, "config": config}
+        dense = sdpa_mask(**{**sizes, **ours, "allow_is_causal_skip": False})
+        return torch.Tensor.as_subclass(dense, CachedMask)  # type: ignore[arg-type]  # never None without skips
     chunked = MASK_CHUNKS in parts
     info = MaskInfo(
-        padding=None if attention_mask is None else attention_mask[:, :q_length],
+        padding=None if attention_mask is None else attention_mask[:, :length],
         window=None if chunked else local_size,
         chunk=local_size if chunked else None,
         model_type=model_type,
@@ -83,7 +70,7 @@ def distca_mask(
         # in their first forward, but their mask is made before.
         recomputes=torch.is_grad_enabled(),
     )
-    return AttentionHandle(batch_size, q_length, _with_caller(info, config))
+    return AttentionHandle(sizes["batch_size"], length, _with_caller(info, config))
 
 
 def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
@@ -109,26 +96,12 @@ def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
     return replace(info, position_ids=position_ids, packed=packed, whole=whole, alone=call.generating)
 
 
-def _cached_mask(**arguments: Any) -> CachedMask:
-    """The dense mask that sdpa makes of the arguments of a mask function."""
-    return torch.Tensor.as_subclass(sdpa_mask(**arguments), CachedMask)  # type: ignore[arg-type]  # never None without skips
-
-
 def _prepare_caller(call: MaskCall) -> None:
-    """Do for a model that nobody prepared what `prepare` does: it tells of the mesh, and has the layers that run as nano-batches.
-
-    After `prepare` there is nothing left to do here.
-    """
+    """Do for a model that nobody prepared what `prepare` does, after which there is nothing left to do here."""
     session = current_session()
-    if session.looks_for_mesh:
-        # Of the models whose forwards led here, from the inside out, the mesh is on the one that was loaded.
-        mesh = next((mesh for model in call.models() if (mesh := mesh_of(model)) is not None), None)
-        if mesh is not None:
-            session.found_mesh(mesh)
-    if session.config.ping_pong:
-        for model in call.models():
-            cut_layers(model)
-            break
+    session.look_for_mesh(call.models())  # from the inside out; the mesh is on the model that was loaded
+    if session.config.ping_pong and (model := next(call.models(), None)) is not None:
+        cut_layers(model)
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[str]:

@@ -12,19 +12,18 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from hf_distca.agreement.announce import PlanKey, Request
-from hf_distca.agreement.documents import PackedDocuments, PlansAhead, read_documents
+from hf_distca.agreement.documents import PackedDocuments, PlansAhead, TokenBatch
 from hf_distca.agreement.planner import Planning
-from hf_distca.integration.callback import DistCACallback, before_the_last_row
-from hf_distca.integration.checks import check_loader, check_shares, check_sharing
+from hf_distca.integration.callback import DistCACallback
+from hf_distca.integration.checks import check_sharing
 from hf_distca.integration.nano_batches import cut
-from hf_distca.integration.reports import Reading
 from hf_distca.integration.session import current_session
 from hf_distca.integration.share_tokens import share_tokens
 
-__all__ = ["Announced", "DistCATrainerMixin", "announce", "have_documents", "plan_ahead"]
+__all__ = ["Announced", "DistCATrainerMixin", "announce", "plan_ahead"]
 
 
 def plan_ahead(batches: Sequence[Any]) -> list[Any]:
@@ -52,31 +51,27 @@ class Announced:
 
     Attributes:
         batches: as they were announced.
-        documents: those of each batch.
         keys: the plans that each batch gets.
         planning: of each batch, those of all keys.
     """
 
     batches: list[Any]
-    documents: list[PackedDocuments]
     keys: list[PlanKey]
     planning: Planning
 
     def are(self, batches: Sequence[Any]) -> bool:
         """Whether these batches are the announced ones."""
-        return len(batches) == len(self.batches) and all(
-            batch is announced for batch, announced in zip(batches, self.batches, strict=True)
-        )
+        return list(map(id, batches)) == list(map(id, self.batches))
 
     def planned(self) -> list[Any]:
         """Copies of the batches, with their plans, once these are made and all ranks have the same."""
-        session, planned = current_session(), []
+        session, batches = current_session(), [copy(batch) for batch in self.batches]
         with session.group.reporting(f"planning {self.planning.place}"):
             plans = iter(session.planner.finish(self.planning, session.group))
-        for batch, documents in zip(self.batches, self.documents, strict=True):
-            planned.append(copy(batch))
-            planned[-1]["distca_documents"] = documents.planned(PlansAhead({key: next(plans) for key in self.keys}))
-        return planned
+        for batch in batches:
+            ahead = PlansAhead({key: next(plans) for key in self.keys})
+            batch["distca_documents"] = batch["distca_documents"].planned(ahead)
+        return batches
 
 
 def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, beside: bool = False) -> Announced | None:
@@ -100,12 +95,7 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
     with session.group.reporting(f"planning {place}"):
         requests = [_requests(batch, packed, keys, session.config.tile) for batch, packed in zip(batches, documents, strict=True)]
         planning = session.planner.begin(list(chain.from_iterable(requests)), session.group, place, beside=beside)
-    return Announced(list(batches), documents, keys, planning)
-
-
-def have_documents(batches: Sequence[Any]) -> bool:
-    """Whether there are batches, and each says on the host which documents it has, and is to be planned."""
-    return bool(_documents(batches))
+    return Announced(list(batches), keys, planning)
 
 
 def _documents(batches: Sequence[Any]) -> list[PackedDocuments] | None:
@@ -120,7 +110,7 @@ def _requests(batch: Mapping[str, Any], documents: PackedDocuments, keys: Sequen
     shape: tuple[int, int] = batch["input_ids"].shape
     mask = batch.get("attention_mask")
     padding = mask.bool() if isinstance(mask, torch.Tensor) else None
-    whole = read_documents(*shape, packed=documents, padding=padding)
+    whole = TokenBatch(*shape, packed=documents, padding=padding).documents()
     chunked = {chunk: whole.in_chunks(chunk) for chunk in {key.chunk for key in keys}}
     nano = {chunk: cut(*shape, chunked[chunk], tile)[2] for chunk in {key.chunk for key in keys if key.nano}}
     return [(nano[key.chunk][key.nano - 1] if key.nano else chunked[key.chunk], key) for key in keys]
@@ -135,8 +125,7 @@ class DistCATrainerMixin:
     of items in each step stay what they were; only data that is made up in the training process itself with the global random
     numbers (no worker processes) comes out differently, as it is made at another time.
 
-    Figures go into the logs before the Trainer hands these to ``state.log_history`` and to reporters; `DistCACallback` says what
-    they mean, and beside this class is still what gives settings and checks the model.
+    While it trains, its `DistCACallback` stands in front of the reporters; without one, one that only logs and checks does.
 
     Attributes:
         shares_tokens: deal the micro-batches of every step anew among the ranks, by `share_tokens`, instead of planning ahead.
@@ -145,48 +134,35 @@ class DistCATrainerMixin:
     """
 
     shares_tokens: bool = False
-    _figures: Reading | None = None
     _iterator: Iterator[Any] | None = None  # of this epoch
     _drawn: Iterator[Any] = iter(())  # batches that the next step begins with
     _announced: Announced | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does."""
-        ours = [callback for callback in self.callback_handler.callbacks if isinstance(callback, DistCACallback)]  # type: ignore[attr-defined]
-        for callback in ours:
-            callback.reports = False
-        self._figures = None
-        callbacks, last = self.callback_handler.callbacks, _LastRow(self)  # type: ignore[attr-defined]
-        callbacks.insert(0, last)  # reporters close their files at the end
+        callbacks: list[TrainerCallback] = self.callback_handler.callbacks  # type: ignore[attr-defined]
+        ours = next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
+        first = ours or DistCACallback(summary=False, record=False)
+        place = None if ours is None else callbacks.index(ours)
+        if place is not None:
+            del callbacks[place]
+        callbacks.insert(0, first)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
-            callbacks.remove(last)
-            for callback in ours:  # it may be given to another Trainer
-                callback.reports = True
+            callbacks.remove(first)
+            if place is not None:
+                callbacks.insert(place, first)
             self._forget()  # worker processes end with their iterator
-
-    def get_train_dataloader(self) -> Any:
-        """The loader of the Trainer, refused if it is not one for distca."""
-        loader = super().get_train_dataloader()  # type: ignore[misc]
-        self._check_loader(loader, evaluating=False)
-        return loader
-
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """The loader of the Trainer, refused if it is not one for distca."""
-        loader = super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
-        self._check_loader(loader, evaluating=True)
-        return loader
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any) -> Any:
         """The micro-batches of the next optimizer step, planned, and what the Trainer returns beside them."""
-        if self._figures is None:  # the first of this training: settings are known, and nothing has been drawn
+        if epoch_iterator is not self._iterator:
+            self._forget()
+            self._iterator = epoch_iterator
             if self.shares_tokens:
                 trainer: Any = self
                 check_sharing(trainer, current_session().group.size)
-            self._figures = Reading.from_now()
-        if epoch_iterator is not self._iterator:
-            self._forget()
         source = chain(self._drawn, epoch_iterator)
         batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
         if self.shares_tokens:
@@ -195,38 +171,14 @@ class DistCATrainerMixin:
         if announced is None or not announced.are(batches):
             announced = announce(batches, keys)
         planned = batches if announced is None else announced.planned()
-        if keys and have_documents(batches) and not self._is_last_step():
-            self._iterator = epoch_iterator
+        state: TrainerState = self.state  # type: ignore[attr-defined]
+        if keys and _documents(batches) and state.global_step + 1 < state.max_steps:
             drawn = list(self._drawn)
             drawn += islice(self._up_to_the_end(epoch_iterator), max(0, num_batches - len(drawn)))
             self._drawn = iter(drawn)
             if drawn:
                 self._announced = announce(drawn[:num_batches], keys, after=len(batches), beside=True)
         return (planned, *rest)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as the Trainer does, with the figures of the balance in the logs of training steps."""
-        if "loss" in logs and self._figures is not None:
-            logs.update(self._figures.rounded())
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
-
-    def log_what_is_left(self) -> None:
-        """Log what the last steps measured, which no further plan tells, in a row before the one that the Trainer ends with."""
-        if self._figures is None:
-            return
-        current_session().collect()
-        if figures := self._figures.rounded():
-            self.log(figures)
-            before_the_last_row(self.state)  # type: ignore[attr-defined]
-
-    def _check_loader(self, loader: Any, *, evaluating: bool) -> None:
-        trainer: Any = self
-        check_loader(loader)
-        check_shares(loader, model=trainer.model, args=trainer.args, trainer=trainer, evaluating=evaluating)
-
-    def _is_last_step(self) -> bool:
-        state: TrainerState = self.state  # type: ignore[attr-defined]
-        return state.global_step + 1 >= state.max_steps
 
     def _up_to_the_end(self, epoch_iterator: Iterator[Any]) -> Iterator[Any]:
         """The batches of an epoch, without asking for one after the last: that would tell accelerate that the epoch is over."""
@@ -239,13 +191,3 @@ class DistCATrainerMixin:
 
     def _forget(self) -> None:
         self._iterator, self._drawn, self._announced = None, iter(()), None
-
-
-class _LastRow(TrainerCallback):
-    """Tells a Trainer that training ends, before its reporters hear of it."""
-
-    def __init__(self, trainer: DistCATrainerMixin) -> None:
-        self._trainer = trainer
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._trainer.log_what_is_left()

@@ -28,10 +28,13 @@ from hf_distca.borrowed import in_backward
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import PING_PONG
 from hf_distca.integration.handle import AttentionHandle
+from hf_distca.integration.processes import warn_once
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.pingpong import checkpointed_parts, run_nano_batches
 
 __all__ = ["Handover", "NanoBatches", "cut", "cut_layers"]
+
+_log = logging.getLogger("hf_distca")
 
 # A cut between documents is taken if the smaller nano-batch then has at least this part of the tokens.
 _SMALLEST = 3 / 8
@@ -123,20 +126,19 @@ class NanoBatches:
             UnsupportedError: if an output is not made of tensors that have the cut axis.
         """
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-            shapes = tuple(first.shape), tuple(second.shape)
-            if tuple(shape[self.axis] if len(shape) > self.axis else 0 for shape in shapes) != self.sizes:
-                raise UnsupportedError(
-                    f"a decoder layer returned tensors of shapes {shapes[0]} and {shapes[1]} for nano-batches of {self.sizes} "
-                    f"{'tokens' if self.axis else 'rows'}, which ping-pong cannot join: set DistCAConfig(ping_pong=False)."
-                )
-            return torch.cat([first.narrow(self.axis, 0, self.border), second], self.axis)
-        if first is None and second is None:
+            if tuple(part.shape[self.axis] if part.dim() > self.axis else 0 for part in (first, second)) == self.sizes:
+                return torch.cat([first.narrow(self.axis, 0, self.border), second], self.axis)
+        elif first is None and second is None:
             return None
-        if type(first) in (tuple, list) and type(second) is type(first) and len(first) == len(second):
+        elif type(first) in (tuple, list) and type(second) is type(first) and len(first) == len(second):
             return type(first)(self.join(*pair) for pair in zip(first, second, strict=True))
+        shown = (
+            f"a tensor of {tuple(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__
+            for part in (first, second)
+        )
         raise UnsupportedError(
-            f"a decoder layer returned {type(first).__name__} and {type(second).__name__} for its nano-batches, which "
-            "ping-pong cannot join: set DistCAConfig(ping_pong=False)."
+            f"a decoder layer returned {' and '.join(shown)} for nano-batches of {self.sizes} "
+            f"{'tokens' if self.axis else 'rows'}, which ping-pong cannot join: set DistCAConfig(ping_pong=False)."
         )
 
     def _dim(self, tensor: torch.Tensor) -> int | None:
@@ -173,21 +175,18 @@ def _middle(length: int, documents: Documents, tile: int) -> int:
     return half // tile * tile if half >= 4 * tile else half
 
 
-_log = logging.getLogger("hf_distca")
 _seen: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def cut_layers(model: torch.nn.Module) -> None:
-    """Let the decoder layers of a model run as two nano-batches where a micro-batch gains by it. Again has no effect."""
+    """Let the decoder layers of a model run as two nano-batches where a micro-batch gains by it."""
     if model in _seen:
         return
     _seen.add(model)
     model_type = str(getattr(getattr(model, "config", None), "model_type", None))
     if model_type not in PING_PONG:
-        _log.warning(
-            "ping-pong leaves the layers of %s models whole: it is not proven that attention is all that mixes tokens in them.",
-            model_type,
-        )
+        text = "ping-pong leaves the layers of %s models whole: it is not proven that attention is all that mixes tokens in them."
+        _log.warning(text, model_type)
         return
     from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
 
@@ -251,12 +250,19 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
     if handle.nano or not (session.config.ping_pong and session.is_collective(handle, layer.training)):
         return None
     if (why := _holds_attention(layer)) is not None:
-        _warn_of_parts(why)
+        warn_once(
+            "ping-pong leaves layers whole whose attention is %s by itself: do it with whole layers, which costs no second "
+            "attention under distca, and which ping-pong can cut.",
+            why,
+        )
         return None
     if handle.nano_batches is None:
         documents = session.documents(handle, kwargs, layer.training)
         if documents.spans and (documents.dealt is None or documents.dealt.first_tokens is None):
-            _warn_of_spans()
+            warn_once(
+                "ping-pong leaves layers whole while documents span ranks, unless they were dealt for it: give the same "
+                "DistCAConfig to `document_shares`."
+            )
             return None
         handle.nano_batches = NanoBatches.of(handle, documents, session.config.tile)
     if handle.nano_batches.pointless:
@@ -277,23 +283,6 @@ def _holds_attention(layer: torch.nn.Module) -> str | None:
         if any(_attends(module) for part in parts for module in part.modules()):
             return why
     return None
-
-
-@cache
-def _warn_of_parts(why: str) -> None:
-    _log.warning(
-        "ping-pong leaves layers whole whose attention is %s by itself: do it with whole layers, which costs no second attention "
-        "under distca, and which ping-pong can cut.",
-        why,
-    )
-
-
-@cache
-def _warn_of_spans() -> None:
-    _log.warning(
-        "ping-pong leaves layers whole while documents span ranks, unless they were dealt for it: give the same DistCAConfig to "
-        "`document_shares`."
-    )
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -8,7 +8,7 @@ is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -20,7 +20,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.integration.callers import given_documents
 
-__all__ = ["check_positions", "see_longest", "varies"]
+__all__ = ["check_positions", "see_longest"]
 
 _checked: WeakSet[torch.nn.Module] = WeakSet()
 
@@ -28,14 +28,13 @@ _checked: WeakSet[torch.nn.Module] = WeakSet()
 def check_positions(
     model: PreTrainedModel, documents: PackedDocuments, position_ids: torch.Tensor | None, *, lacking: bool = False
 ) -> None:
-    """Refuse a first batch whose position ids are not those of its documents, as when a loop leaves them out.
+    """Refuse a model's first batch whose position ids are not those of its documents, as when a loop leaves them out.
 
     Attention knows from the documents where parts begin. The rest of the model knows it from position ids, and counts a rank's
     tokens from 0 without them. Not asked again of a model that had the right ones, as it may wait for a device.
 
     Args:
-        model: whose forward it is.
-        documents: those that it was given, in parts.
+        model, documents: whose forward it is, and what it was given.
         position_ids: (1 or batch, length), those that the model goes on with; None if they are not known. They may be larger than
             document positions by one number.
         lacking: whether the model was given none and counts tokens from 0, also where what it counts is not known (OPT).
@@ -67,41 +66,37 @@ def check_positions(
 _LONGER = "_distca_longer"  # attribute of a rotary module: whether a position was added to those of its call
 _rotaries_of: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = WeakKeyDictionary()
 
-_DEPENDS = "their rotary embedding ({kinds}) depends on the longest document of all ranks"
-_UNKNOWN = f"{_DEPENDS}, which only shares of hf_distca.document_shares know"
-_IN_LAYERS = f"{_DEPENDS}, and each layer makes its own"
-_NOT_FOUND = f"{_DEPENDS}, and distca does not find the module that makes it"
-
 
 def see_longest(model: PreTrainedModel | None, config: PreTrainedConfig | None, documents: object) -> str | None:
-    """Make a model see the longest document where it makes its rotary embedding. Again has no effect.
-
-    Args:
-        model: whose forward is about to make it, None if it is not found.
-        config: of the model.
-        documents: those that it was given; the longest one is known of a share.
+    """Make a model, if it was found, see the longest document where it makes its rotary embedding.
 
     Returns:
-        Why the model cannot have documents in several parts; None if it can.
+        Why the model cannot have these documents in several parts; None if it can.
     """
-    kinds = ", ".join(sorted(varies(config)))
+    kinds = ", ".join(sorted(_varying(config)))
     if not kinds:
         return None
     rotaries, in_layers = ([], False) if model is None else _rotaries(model)
-    if not rotaries or in_layers:
-        return (_IN_LAYERS if in_layers else _NOT_FOUND).format(kinds=kinds)
-    for rotary in rotaries:
-        if not hasattr(rotary, _LONGER):
-            setattr(rotary, _LONGER, False)
-            rotary.register_forward_pre_hook(_with_longest, with_kwargs=True)
-            rotary.register_forward_hook(_without_longest)
-    return _UNKNOWN.format(kinds=kinds) if _longest(documents) is None else None
+    if in_layers:
+        why = "and each layer makes its own"
+    elif not rotaries:
+        why = "and distca does not find the module that makes it"
+    else:
+        why = "which only shares of hf_distca.document_shares know"
+        for rotary in rotaries:
+            if not hasattr(rotary, _LONGER):
+                setattr(rotary, _LONGER, False)
+                rotary.register_forward_pre_hook(_with_longest, with_kwargs=True)
+                rotary.register_forward_hook(_without_longest)
+        if _longest(documents) is not None:
+            return None
+    return f"their rotary embedding ({kinds}) depends on the longest document of all ranks, {why}"
 
 
-def varies(config: PreTrainedConfig | None) -> set[str]:
+def _varying(config: PreTrainedConfig | None) -> set[str]:
     """The kinds of rotary embedding in a model's config that depend on the longest document."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    rotaries = [parameters, *parameters.values()]  # rotary for all layers, or rotary for rotaries kind of layer
+    rotaries = [parameters, *parameters.values()]  # one for all layers, or one for each kind of layer
     kinds = {str(rotary.get("rope_type")) for rotary in rotaries if isinstance(rotary, Mapping)}
     return {kind for kind in kinds if _depends(kind)}
 
@@ -123,15 +118,15 @@ def _rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]:
     from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
 
     if model not in _rotaries_of:
-        rotaries = [module for module in model.modules() if any(_depends(kind) for kind in _kinds(module))]
+        rotaries = [module for module in model.modules() if _makes_it(module)]
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         _rotaries_of[model] = rotaries, any(part in rotaries for layer in layers for part in layer.modules())
     return _rotaries_of[model]
 
 
-def _kinds(module: torch.nn.Module) -> Iterator[str]:
+def _makes_it(module: torch.nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)
-    yield from (str(kind) for kind in (kinds.values() if isinstance(kinds, Mapping) else (kinds,)))
+    return any(_depends(str(kind)) for kind in (kinds.values() if isinstance(kinds, Mapping) else (kinds,)))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, each length would be a graph of its own
@@ -157,11 +152,6 @@ def _with_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
 def _without_longest(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if not getattr(module, _LONGER):
         return None
-    if isinstance(output, torch.Tensor):
-        return _shorter(output)
-    return type(output)(_shorter(rotation) for rotation in output)
-
-
-def _shorter(rotation: torch.Tensor) -> torch.Tensor:
-    """A (..., tokens, width) rotation without the last token."""
-    return rotation[..., :-1, :].contiguous()
+    if isinstance(output, torch.Tensor):  # (..., tokens, width)
+        return output[..., :-1, :].contiguous()
+    return type(output)(rotation[..., :-1, :].contiguous() for rotation in output)

@@ -11,21 +11,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from threading import Timer
 
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
-from transformers import PreTrainedModel
 from transformers.utils.logging import is_progress_bar_enabled
 
-from hf_distca.borrowed import accelerate_started, loaded_mesh
+from hf_distca.borrowed import accelerate_started
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.runtime.group import Members
 
-__all__ = ["data_parallel_group", "find_members", "mesh_of", "said_if_long", "say", "size_of_groups"]
+__all__ = ["data_parallel_group", "find_members", "said_if_long", "say", "size_of_groups", "warn_once"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -54,7 +54,7 @@ def find_members() -> Members | None:
 
 
 def size_of_groups(members: dist.ProcessGroup | Members | None, config: DistCAConfig) -> int | None:
-    """How many of these ranks share core attention, as `AttentionGroup.of` takes it; said once if the user does not say so.
+    """How many of these ranks share core attention, as `AttentionGroup.of` takes it; logged if the user does not say so.
 
     A process group that the user made is one attention group, unless `config` has a size.
     """
@@ -68,11 +68,6 @@ def size_of_groups(members: dist.ProcessGroup | Members | None, config: DistCACo
         text = "%d ranks share attention in groups of %d; DistCAConfig(group_size=%d) would make them one group"
         _log.info(text, len(ranks), size, len(ranks))
     return size
-
-
-def mesh_of(model: object) -> DeviceMesh | None:
-    """The mesh on which transformers laid out a model that was loaded with a `DistributedConfig`, None for other objects."""
-    return loaded_mesh(model) if isinstance(model, PreTrainedModel) else None
 
 
 def data_parallel_group(mesh: DeviceMesh, also: str | None = None) -> Members:
@@ -107,6 +102,12 @@ def _check_dimensions(sizes: dict[str, int]) -> None:
                 "distca does what context and sequence parallelism are used for, by sharing the attention of long documents "
                 "between data-parallel ranks."
             )
+
+
+@cache
+def warn_once(text: str, *values: object) -> None:
+    """Log a warning the first time that these values are put into this text."""
+    _log.warning(text, *values)
 
 
 _LONG_SECONDS = 1.0

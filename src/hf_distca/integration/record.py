@@ -10,7 +10,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +23,6 @@ from transformers import TrainingArguments
 
 from hf_distca.agreement.history import Tally
 from hf_distca.agreement.planned import Planned
-from hf_distca.config import DistCAConfig
 from hf_distca.integration.loading import distca_configs
 from hf_distca.integration.session import Session
 from hf_distca.run_report.rows import RECORD_NAME, PerRank, PlanPart, PlanRow, Row, RunRow, StepsRow, WarningRow, write_row
@@ -81,7 +80,7 @@ class Recorder(logging.Filter):
             nodes=session.nodes,
             device=_device(args.device),
             model=_described(model),
-            settings=_settings(session.config),
+            settings=asdict(session.config),
             training={name: getattr(args, name, None) for name in _TRAINING},
             versions={"python": python_version(), **_versions()},
             traces=None if traces is None else self._inside(Path(traces)),
@@ -100,7 +99,7 @@ class Recorder(logging.Filter):
         self._steps.append((self._session.planner.next_number, step))
 
     def write(self, step: int, loss: object = None) -> None:
-        """Write what was counted since the last time, after `step` steps, and the loss if it is a number."""
+        """Write what was counted since the last time, after `step` steps, and the loss if it is a finite number."""
         tally, self._tally = self._tally, Tally()
         if not tally.micro_batches:
             return
@@ -112,11 +111,6 @@ class Recorder(logging.Filter):
         number = loss if isinstance(loss, float) and math.isfinite(loss) else None
         rows.append(StepsRow(step, asdict(tally), _per_rank(ranks), number, list(self._session.kernels)))
         self._write(rows)
-
-    def end(self, step: int) -> None:
-        """Write what is left, and record no more."""
-        self.write(step)
-        self.stop()
 
     def stop(self) -> None:
         """Record no more."""
@@ -192,13 +186,6 @@ def _described(model: torch.nn.Module | None) -> dict[str, Any]:
         sizes = {name: value for name in shape if (value := getattr(config, name, None)) is not None}
         return {"type": config.model_type, **sizes, "dtype": str(getattr(model, "dtype", ""))}
     return {}
-
-
-def _settings(config: DistCAConfig) -> dict[str, Any]:
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return {
-        name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value for name, value in values.items()
-    }
 
 
 def _versions() -> dict[str, str]:

@@ -16,18 +16,7 @@ from hf_distca.integration.processes import say
 from hf_distca.integration.session import Session, current_session
 from hf_distca.runtime.trace import Trace
 
-__all__ = [
-    "attention_seconds",
-    "Metrics",
-    "Reading",
-    "balance_figures",
-    "metrics",
-    "profile",
-    "sum_up",
-    "summary",
-    "why_nothing_moved",
-    "write_trace",
-]
+__all__ = ["Metrics", "Reading", "balance_figures", "metrics", "profile", "sum_up", "summary", "why_nothing_moved", "write_trace"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +25,8 @@ class Metrics:
 
     Attributes:
         balance: sums over the micro-batches that were planned with other ranks.
-        attention_seconds: that this rank spent in attention kernels, for itself and for others.
+        attention_seconds: that this rank spent in attention kernels, forward and backward, for itself and for others. On CUDA
+            those of finished kernels: synchronise first for an exact figure.
         elapsed_seconds: that have passed.
     """
 
@@ -52,7 +42,7 @@ class Metrics:
         )
 
     def figures(self) -> dict[str, float]:
-        """The figures that `DistCACallback` logs and explains; those without data are left out."""
+        """The figures that `DistCACallback` logs; those without data are left out."""
         return self.balance.figures()
 
 
@@ -63,14 +53,6 @@ def metrics() -> Metrics:
     """
     session = current_session()
     return Metrics(session.planner.history.total, session.meter.seconds, time.perf_counter() - session.started)
-
-
-def attention_seconds() -> float:
-    """Seconds this rank has spent in attention kernels, forward and backward, for itself and as a server, since `configure`.
-
-    On CUDA those of finished kernels: synchronise first for an exact figure.
-    """
-    return current_session().meter.seconds
 
 
 class Reading:
@@ -99,49 +81,37 @@ class Reading:
         known = self._session is not None and self._session() is session
         return session.planner.history.total - self._last if known else session.planner.history.total
 
-    def rounded(self) -> dict[str, float]:
-        """The figures since the last call, for a log."""
-        return {name: round(value, 4) for name, value in self.figures().items()}
-
 
 _reading = Reading()
 
 
 def balance_figures() -> dict[str, float]:
-    """The figures of the balance since the last call, under the names that `DistCACallback` logs; it says what they mean.
+    """The figures of the balance since the last call, as `DistCACallback` logs them; the page "Figures" says what they mean.
 
     Call it before the first step, to start counting, and then whenever you log. Nothing is exchanged: a rank may call it alone.
     All ranks see the same figures, but for ``distca/planning_ms`` and ``distca/server_time_share``, which are of this rank.
-    What a micro-batch measured comes in with the documents of the next one, and only then is it in the figures, with all that
-    was planned and done for it: ``distca/micro_batches`` says how many they are about.
+    What a micro-batch measured comes in with the documents of the next one, and only then is it in the figures.
 
-    Without such micro-batches there are no figures, as with one rank or another attention implementation. Other readers, such as
-    `metrics` and `DistCACallback`, take nothing away from it.
+    With one rank or another attention implementation there are none. Other readers, such as `metrics` and `DistCACallback`, take
+    nothing away from it.
     """
     return _reading.figures()
 
 
 def summary(done: Tally, session: Session) -> str | None:
-    """The balance of micro-batches in a few lines, None if there were none.
-
-    Args:
-        done: what they did.
-        session: in which they ran.
-    """
+    """What micro-batches of a session did, in a few lines; None if there were none."""
     if not done.micro_batches:
         return None
-    tokens = done.largest_tokens / done.mean_tokens if done.mean_tokens else 1.0
+    figures = done.figures()
+    tokens = figures.get("distca/imbalance_tokens", 1.0)
     lines = [
         f"distca: {done.micro_batches} micro-batches on {session.ranks} ranks, work moved in {done.moved}",
         f"  {'imbalance (slowest rank / mean)':<34}{'before':>8}{'after':>8}",
         f"    {'tokens':<32}{tokens:>8.3f}{tokens:>8.3f}",
     ]
     for kind in ("estimated", "measured"):
-        mean = getattr(done, f"{kind}_mean")
-        if mean > 0:
-            before, after = (getattr(done, f"{kind}_{side}") / mean for side in ("before", "after"))
-            lines.append(f"    {kind:<32}{before:>8.3f}{after:>8.3f}")
-    figures = done.figures()
+        if (before := figures.get(f"distca/imbalance_{kind}_before")) is not None:
+            lines.append(f"    {kind:<32}{before:>8.3f}{figures[f'distca/imbalance_{kind}_after']:>8.3f}")
     parts = {
         "exchanged": f"{figures.get('distca/exchanged_mb_per_layer', 0.0):.3f} MB per layer and micro-batch by the busiest rank",
         "planning": f"{figures['distca/planning_ms']:.1f} ms per micro-batch",
@@ -206,9 +176,8 @@ def profile(folder: str | Path | None = None) -> Iterator[Trace]:
     Yields:
         The trace; ``spans`` and ``hidden`` (the part of the messages' time that was computed in) can be read at any time.
     """
-    session = current_session()
-    before, session.trace = session.trace, Trace()
-    trace = session.trace
+    session, trace = current_session(), Trace()
+    before, session.trace = session.trace, trace
     try:
         yield trace
     finally:

@@ -16,11 +16,13 @@ from typing import Any, Protocol, get_args
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from hf_distca.agreement.announce import PlanKey, Stated, layout_of
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planned import Planned
-from hf_distca.agreement.planner import Planner
+from hf_distca.agreement.planner import Planner, current_world
+from hf_distca.borrowed import loaded_mesh
 from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.families import known_cost
@@ -91,7 +93,7 @@ class Session:
     @property
     def group(self) -> AttentionGroup:
         """The attention group; made at the first use, and again after torch.distributed starts or restarts."""
-        world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
+        world = current_world()
         if self._group is None or world is not self._world:
             members = data_parallel_group(self._members) if isinstance(self._members, DeviceMesh) else self._members
             if members is None and world is not None:
@@ -120,7 +122,7 @@ class Session:
     def is_first(self) -> bool:
         """Whether this is rank 0 of all: others say nothing of what is the same everywhere."""
         if self._group is None:
-            return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+            return current_world() is None or dist.get_rank() == 0
         return self._group.ranks[self._group.rank] == 0
 
     def collect(self) -> None:
@@ -129,17 +131,13 @@ class Session:
         if group is not None and group.size > 1 and not group.left and dist.is_initialized():
             self.planner.flush(group)
 
-    @property
-    def looks_for_mesh(self) -> bool:
-        """Whether the ranks of the attention group are neither given nor found yet."""
-        return self._members is None and self._group is None
-
-    def found_mesh(self, mesh: DeviceMesh) -> None:
-        """Take the attention group from the mesh of a model."""
-        self._members = mesh
+    def look_for_mesh(self, models: Iterator[PreTrainedModel]) -> None:
+        """Take the ranks of the attention group from the first model that has a mesh, if they are neither given nor found yet."""
+        if self._members is None and self._group is None:
+            self._members = next((mesh for model in models if (mesh := loaded_mesh(model)) is not None), None)
 
     def group_for(self, handle: AttentionHandle, training: bool) -> AttentionGroup:
-        """The ranks that take part in a forward: this one alone where the others need not run it. Asked once a handle."""
+        """The ranks that take part in a forward: this one alone where the others need not run it."""
         if handle.group is None:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
             together = not handle.alone and (training or self.config.balance_evaluation)
@@ -158,10 +156,10 @@ class Session:
     def work_for(
         self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey, *, training: bool
     ) -> Work:
-        """Plan one kind of layer of a micro-batch: together with the other ranks, or alone.
+        """Plan one kind of layer of a micro-batch, together with the other ranks or alone, and so those planned with it.
 
         Args:
-            handle: of the micro-batch. It gets the work, and so do those that are planned with it.
+            handle: of the micro-batch.
             arguments: keyword arguments of attention, which tell documents apart.
             query: (batch, heads, length, width) in the dtype that attention computes in.
             key: which plan.
@@ -169,13 +167,12 @@ class Session:
         """
         if self.conductor is not None:
             return self.conductor.work_for(handle, arguments, query, key)
-        group, handles = self.group_for(handle, training), handle.planned_together
-        keys = [key._replace(nano=part.nano) for part in handles]
-        requests = [(self.documents(part, arguments, training), key) for part, key in zip(handles, keys, strict=True)]
+        group = self.group_for(handle, training)
+        handles = [handle] if handle.second is None else [handle, handle.second]  # both nano-batches, so that ranks meet once
+        requests = [(self.documents(part, arguments, training), key._replace(nano=part.nano)) for part in handles]
         if group.size == 1:
-            evaluating = handle.alone or not training
-            alone = zip(handles, requests, strict=True)
-            works = [self._work_alone(part, *request, query.device, evaluating) for part, request in alone]
+            alone, pairs = handle.alone or not training, zip(handles, requests, strict=True)
+            works = [self._work_alone(part, *request, query.device, evaluating=alone) for part, request in pairs]
         else:
             with group.reporting(f"measuring costs for micro-batch {self.planner.next_number}"):
                 self.learn_cost(key, query, group)
@@ -186,14 +183,14 @@ class Session:
             with self._reporting(group, "taking up a plan"):
                 for part, planned in zip(handles, plans, strict=True):
                     part.check(planned.plan.layout)
-                pairs = zip(requests, plans, strict=True)
-                works = [self._work(documents, planned, group, query.device) for (documents, _), planned in pairs]
-        for part, key, work in zip(handles, keys, works, strict=True):
-            part.work[key] = work if part.mask.recomputes and training else replace(work, outputs=None)
-        return handle.work[keys[0]]
+                known = zip(requests, plans, strict=True)
+                works = [self._work(documents, planned, group, query.device) for (documents, _), planned in known]
+        for part, (_, which), work in zip(handles, requests, works, strict=True):
+            part.work[which] = work if part.mask.recomputes and training else replace(work, outputs=None)
+        return handle.work[requests[0][1]]
 
     def _work_alone(
-        self, handle: AttentionHandle, documents: Documents, key: PlanKey, device: torch.device, evaluating: bool
+        self, handle: AttentionHandle, documents: Documents, key: PlanKey, device: torch.device, *, evaluating: bool
     ) -> Work:
         try:
             layout = layout_of(Stated.of(documents))
@@ -217,7 +214,7 @@ class Session:
         self._warn_above_bound(waves, group)
         route = Route.build(planned.plan, group.rank, waves)
         name = f"micro-batch {self.planner.number}" + (f", nano-batch {nano}" if nano else "")
-        name += f" ({planned.source})" if planned.source else ""
+        name += f" ({planned.source}, plan {planned.plan.digest[:8]})" if planned.source else ""
         return Work(group, route, _keep(documents, device), planned.plan.window, meter, nano, OutputStore(), name)
 
     def attend(self, work: Work, module: torch.nn.Module, inputs: Inputs, scores: Scores) -> torch.Tensor:

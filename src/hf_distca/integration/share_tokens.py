@@ -11,7 +11,7 @@ import torch
 
 from hf_distca.agreement.announce import PlanKey, check_equal
 from hf_distca.agreement.dealt import Dealing
-from hf_distca.agreement.documents import PackedDocuments, read_documents
+from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.session import Session, current_session
@@ -58,9 +58,11 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
     place = f"sharing tokens from micro-batch {session.planner.next_number} on"
     with group.reporting(place):
         drawn = [_Drawn.of(batch) for batch in batches]
-        rows = group.gather(np.concatenate([[len(drawn)], *(batch.row for batch in drawn)]), doing=place)
+        counts = [len(batch.lengths) for batch in drawn]
+        rows = group.gather(np.concatenate([[len(drawn)], counts, *(batch.lengths for batch in drawn)]), doing=place)
         check_equal(group, np.array([row[0] for row in rows]), "numbers of micro-batches", place, "draw as many on every rank")
-        lengths = [_lengths(row) for row in rows]
+        # The lengths in each micro-batch of each rank.
+        lengths = [np.split(row[1 + len(drawn) :], np.cumsum(row[1 : len(drawn)])) for row in rows]
         costs = {key._replace(nano=0): session.planner.costs.of(key) for key in session.planner.recent_keys()}
         shared = [_deal(session, costs, number, [of_rank[number] for of_rank in lengths]) for number in range(len(drawn))]
         tokens = _exchange(group, drawn, shared, place)
@@ -89,16 +91,16 @@ class _Drawn:
                 f"a batch holds {', '.join(unknown)}, and share_tokens deals {', '.join(sorted(_KNOWN))} only: tokens go to "
                 "other ranks, so leave the rest out."
             )
-        ids = batch["input_ids"]
-        mask, packed = batch.get("attention_mask"), batch.get("distca_documents")
-        documents = read_documents(
-            *ids.shape,
-            packed=packed,
+        batch_size, length = batch["input_ids"].shape
+        mask = batch.get("attention_mask")
+        documents = TokenBatch(
+            batch_size,
+            length,
+            packed=batch.get("distca_documents"),
             cu_seq_lens=batch.get("cu_seq_lens_q"),
             position_ids=batch.get("position_ids"),
             padding=None if mask is None else mask.bool(),
-            training=True,
-        )
+        ).documents(training=True)
         if documents.spans:
             raise UnsupportedError("a batch is a share of dealt documents already: share_tokens is for batches that are not.")
         keep = slice(None) if documents.keep is None else torch.from_numpy(documents.keep)
@@ -109,21 +111,6 @@ class _Drawn:
             flat.append(torch.cat([labels[1:], labels.new_full((1,), IGNORED_LABEL)]))
             flat[-1][np.cumsum(lengths) - 1] = IGNORED_LABEL
         return cls(lengths, torch.stack([flat[0], flat[-1]], dim=1).long())
-
-    @property
-    def row(self) -> IntArray:
-        """What is announced of it."""
-        return np.concatenate([[len(self.lengths)], self.lengths])
-
-
-def _lengths(row: IntArray) -> list[IntArray]:
-    """The lengths of the documents in each batch of a rank."""
-    lengths, place = [], 1
-    for _ in range(int(row[0])):
-        count = int(row[place])
-        lengths.append(row[place + 1 : place + 1 + count])
-        place += 1 + count
-    return lengths
 
 
 @dataclass(frozen=True, eq=False)

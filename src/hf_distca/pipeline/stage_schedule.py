@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hf_distca.agreement.dealt import Dealt
-from hf_distca.agreement.documents import Documents, PackedDocuments, read_documents
+from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, LayoutError
 from hf_distca.integration.session import Session, current_session
 from hf_distca.pipeline.borrowed_pipelining import OneStageSchedule
@@ -367,7 +367,7 @@ def _one_shape(args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
 def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Documents:
     padding, positions, packed = (kwargs.get(name) for name in ("attention_mask", "position_ids", "distca_documents"))
     padding = None if padding is None else padding.bool()
-    return read_documents(*_shape(args, kwargs), packed=packed, position_ids=positions, padding=padding, training=True)
+    return TokenBatch(*_shape(args, kwargs), packed=packed, position_ids=positions, padding=padding).documents(training=True)
 
 
 def _check_shares(shares: Sequence[Dealt], pipeline: Pipeline) -> None:
