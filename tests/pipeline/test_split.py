@@ -11,7 +11,8 @@ from tiny import build
 
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.families import FAMILIES
-from hf_distca.pipeline.stages import SPLIT, ModelParts, StageModel, check_split, layers_of_stages, split
+from hf_distca.pipeline import split
+from hf_distca.pipeline.stage_models import SPLIT, ModelParts, StageModel, check_split, layers_of_stages
 
 EXACT = 1e-9  # both run the same operations in the same order
 IDS = torch.randint(40, 90, (1, 24), generator=torch.Generator().manual_seed(0))
