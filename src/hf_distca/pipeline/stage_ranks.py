@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hf_distca.agreement.announce import check_equal
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
@@ -75,17 +76,21 @@ class StageFacts(NamedTuple):
 
 
 class StepRow(NamedTuple):
-    """What a rank says of a step before it begins.
+    """What a rank says of a step before it begins. Ranks that load batches in another way read it as an `Announcement`.
 
     Attributes:
-        way: how the batch was loaded; a number that begins no other announcement.
+        way: how the batch was loaded; a number that begins no announcement.
         facts: `fingerprint` of what all ranks must have in common.
+        documents: a number that tells those of a dealt global batch from others; 0 of other batches.
+        plans: digest of the plans.
         batch, tokens: shape of a micro-batch, which the stages of a copy of the model must have in common.
         tied: `checksum` of this stage's copy of a tied weight, 0 if it has none.
     """
 
     way: int
     facts: int
+    documents: int
+    plans: int
     batch: int
     tokens: int
     tied: int
@@ -255,9 +260,13 @@ def check_steps(group: AttentionGroup, rows: Sequence[IntArray], facts: Facts, c
         )
     steps = [StepRow(*row.tolist()) for row in rows]
     _check_facts(group, [step.facts for step in steps], facts, place)
+    arguments = "give document_shares the same documents, seed and other arguments on every rank"
+    documents, plans = (np.array(column) for column in zip(*((step.documents, step.plans) for step in steps), strict=True))
+    check_equal(group, documents, "documents in the same global batch (as checksums)", place, arguments)
     for copy in sorted(set(copies)):
         members = {rank: step for rank, step, its_copy in zip(group.ranks, steps, copies, strict=True) if its_copy == copy}
         _check_copy(members, facts, place)
+    check_equal(group, plans, "plans (as digests)", place, "use one version of hf_distca and numpy")
 
 
 def _check_facts(group: AttentionGroup, fingerprints: Sequence[int], facts: Facts, place: str) -> None:
@@ -269,9 +278,8 @@ def _check_facts(group: AttentionGroup, fingerprints: Sequence[int], facts: Fact
     different = [name for name in names if len({rank_facts.get(name) for rank_facts in told}) > 1]
     by_name = "; ".join(f"{name} is {_values(group, [rank_facts.get(name) for rank_facts in told])}" for name in different)
     raise DistCADesyncError(
-        f"ranks do not run the same in {place}: {by_name}. Give all ranks the same model, settings, numbers of micro-batches and "
-        "versions of hf_distca and numpy, shares of one data set in one order, and call the same of Schedule.step and "
-        "Schedule.eval, train() and eval() on all of them."
+        f"ranks do not run the same in {place}: {by_name}. Give all ranks the same model, settings and micro-batches, or shares "
+        "of one data set in one order, and call the same of Schedule.step and Schedule.eval, train() and eval() on all of them."
     )
 
 

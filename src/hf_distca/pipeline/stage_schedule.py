@@ -198,18 +198,17 @@ class Schedule(OneStageSchedule):
         with group.reporting(f"planning {place}"):
             if len(shares) == len(documents):
                 check_shares_of_copy(shares, pipeline)
-                way, batch = _SHARES, {"the batch": str(shares[0]), "its documents (as a checksum)": str(shares[0].documents)}
+                way, batch, checked = _SHARES, {"the batch": str(shares[0])}, shares[0].documents
                 of_all = documents_of_shares(shares, pipeline.copies)
             else:
-                way, batch = _STATED, {}
+                way, batch, checked = _STATED, {}, 0
                 of_all = documents_of_stated(planner.announce([(read, pipeline.keys[0]) for read in documents], group, place))
                 check_copies(of_all, pipeline, group)
             costs = {key: planner.costs.of(key) for key in pipeline.keys}
             order = ticks(pipeline.depth, self.micro_batches, backward=self.trains)
             plans = TickPlans(order, pipeline, of_all, costs, self._session.config, name)
-            facts = {**self._facts(), **batch, "the plans (as a digest)": plans.make()}
-            tied = checksum(self.stage.unwrapped.tied_weight)
-            row = np.array(StepRow(way, fingerprint(facts), *shape, tied), dtype=np.int64)
+            facts, tied = {**self._facts(), **batch}, checksum(self.stage.unwrapped.tied_weight)
+            row = np.array(StepRow(way, fingerprint(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
 
             def check(rows: Sequence[IntArray]) -> None:
                 check_steps(group, rows, facts, pipeline.copies, place)

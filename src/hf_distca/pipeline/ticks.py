@@ -192,13 +192,13 @@ class TickPlans:
     _plans: dict[_PlanOf, Plan] = field(default_factory=dict)
     _routes: dict[_PlanOf, Route] = field(default_factory=dict)
 
-    def make(self) -> str:
-        """Make the plans of all ticks, in their order. Returns a digest of all of them."""
+    def make(self) -> int:
+        """Make the plans of all ticks, in their order. Returns a digest of all of them, of 60 bits."""
         digest = hashlib.sha256()
         for tick in self.order:
             for _, plan_of in self._calls(tick):
                 digest.update(self._plan(plan_of).digest.encode())
-        return digest.hexdigest()[:15]
+        return int(digest.hexdigest()[:15], 16)
 
     def parts(self, tick: Tick) -> list[CallPart]:
         """This rank's part in the calls of a tick, in their order."""
