@@ -91,11 +91,7 @@ class ModelParts:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelParts:
-        """Find the parts of a model.
-
-        Raises:
-            UnsupportedError: if it is not layers between an embedding and a head.
-        """
+        """Find the parts of a model, which must be layers between an embedding and a head."""
         from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
 
         embedding, head = _ends(model)
@@ -171,11 +167,7 @@ def _cost(weight: torch.nn.Parameter, active: float) -> float:
 
 
 def layers_of_stages(costs: Sequence[float], stages: int) -> list[int]:
-    """How many layers of these costs each stage gets, so that the most expensive stage is as cheap as can be.
-
-    Raises:
-        ConfigError: if there are fewer layers than stages.
-    """
+    """How many layers of these costs each stage gets, one at least, so that the most expensive stage is as cheap as can be."""
     if not 1 <= stages <= len(costs):
         raise ConfigError(f"a model of {len(costs)} layers cannot be split into {stages} stages: each needs a layer.")
     totals = [0.0, *itertools.accumulate(costs)]

@@ -341,11 +341,7 @@ class Messages:
         self._works = dist.batch_isend_irecv(self._ops) if ops else []
 
     def wait(self, group: AttentionGroup, doing: str) -> None:
-        """Wait until all have arrived and left; over gloo no longer than the ranks of the group wait for each other.
-
-        Raises:
-            DistCADesyncError: if they do not in time.
-        """
+        """Wait until all have arrived and left; over gloo no longer than the ranks of the group wait for each other."""
         seconds = group.timeout_seconds - patience(group.timeout_seconds)
         bounded = bool(self._ops) and self._ops[0].group.name() == "gloo"
         try:

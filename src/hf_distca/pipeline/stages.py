@@ -48,11 +48,7 @@ class Stage(PipelineStage):
 
     @property
     def unwrapped(self) -> StageModel:
-        """What the stage runs, without DDP around it.
-
-        Raises:
-            ConfigError: if something else was put around it.
-        """
+        """What the stage runs, without DDP around it; nothing else may be around it."""
         module = self.submod.module if isinstance(self.submod, DistributedDataParallel) else self.submod
         if not isinstance(module, StageModel):
             raise ConfigError(
@@ -89,12 +85,11 @@ class Stage(PipelineStage):
         return output
 
     def run_backward(self, number: int, gradient: torch.Tensor | None, loss: torch.Tensor | None, *, last: bool) -> torch.Tensor:
-        """Run the backward of a micro-batch.
+        """Run the backward of a micro-batch of this number.
 
         Args:
-            number: of the micro-batch.
-            gradient: of the output; None on the last stage.
-            loss: on the last stage; None on others.
+            gradient: of the output; None on the last stage, which has a `loss`.
+            loss: of the micro-batch.
             last: whether no other backward of this step follows: then DDP sums gradients over copies.
 
         Returns:
@@ -268,7 +263,7 @@ def _save_stage(model: PreTrainedModel, part: Path, weights: dict[str, torch.Ten
 
 
 def _merge_adapters(folder: Path, parts: Sequence[Path]) -> None:
-    """Make one adapter of those of all stages."""
+    """Put the adapters of all stages into one file."""
     save_file({name: weight for part in parts for name, weight in load_file(part / _ADAPTER).items()}, folder / _ADAPTER)
 
 

@@ -55,11 +55,7 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def of(cls, key: PlanKey, inputs: Inputs, scores: Scores) -> LayerKind:
-        """The kind of a call.
-
-        Raises:
-            UnsupportedError: if stages cannot run in its dtype.
-        """
+        """The kind of a call, in a dtype that stages can run in."""
         dtype = inputs.q_THD.dtype
         if dtype not in DTYPES:
             raise UnsupportedError(f"attention of a pipeline stage is computed in {dtype}. {WHY_NOT_OTHERS}")
@@ -121,11 +117,7 @@ class TickCalls:
         self._parts, self._serve, self._doing, self._next = parts, serve, doing, 0
 
     def reach(self, number: int) -> CallPart:
-        """Serve until the call of this number of this rank's own micro-batch is next.
-
-        Raises:
-            DistCADesyncError: if it is not: the stage runs other layers than it did before.
-        """
+        """Serve until the call of this number of this rank's own micro-batch is next, and return that."""
         part = self._serve_others()
         if part is None or part.stage_call != number:
             raise DistCADesyncError(f"{self._doing} came to its attention call {number} where it has none: {_SAME_LAYERS}.")
@@ -133,11 +125,7 @@ class TickCalls:
         return part
 
     def finish(self) -> None:
-        """Serve in the calls that are left.
-
-        Raises:
-            DistCADesyncError: if one of them is one of this rank's own micro-batch.
-        """
+        """Serve in the calls that are left, of which none may be of this rank's own micro-batch."""
         part = self._serve_others()
         if part is not None:
             raise DistCADesyncError(f"{self._doing} never came to its attention call {part.stage_call}: {_SAME_LAYERS}.")
@@ -183,11 +171,7 @@ class MicroBatch:
     numbers: dict[int, int] = field(default_factory=dict)
 
     def number_of(self, module: torch.nn.Module, *, again: bool) -> int:
-        """Which call of the micro-batch a module makes, from 0, in its forward or `again` in a recompute.
-
-        Raises:
-            UnsupportedError: if the module computes attention twice in a forward, or in a recompute alone.
-        """
+        """Which call of the micro-batch a module makes, from 0, in its forward or `again` in a recompute."""
         name, known = type(module).__name__, id(module) in self.numbers
         if again and not known:
             raise UnsupportedError(f"{name} computes attention in backward that it did not in forward.")
@@ -196,11 +180,7 @@ class MicroBatch:
         return self.numbers.setdefault(id(module), len(self.numbers))
 
     def backward_part(self, number: int) -> CallPart:
-        """This rank's part in the backward of one of its calls, which begins now.
-
-        Raises:
-            DistCADesyncError: if the schedule does not run a backward of this micro-batch.
-        """
+        """This rank's part in the backward of one of its calls, which begins now."""
         if self.backward is None:
             raise DistCADesyncError(f"the backward of {self.name} ran outside its schedule: let `Schedule.step` run it.")
         return self.backward.reach(number)

@@ -141,7 +141,7 @@ class Pipeline:
 
 
 def documents_of_stated(stated: Sequence[Stated]) -> list[list[Documents]]:
-    """The documents of each micro-batch by rank, from what all ranks state for each micro-batch."""
+    """The documents of each micro-batch by rank, from what all ranks state."""
     documents = []
     for micro_batch in stated:
         numbers, spans = micro_batch.numbers, bool(micro_batch.spans.any())
@@ -153,7 +153,7 @@ def documents_of_stated(stated: Sequence[Stated]) -> list[list[Documents]]:
 
 
 def documents_of_shares(shares: Sequence[Dealt], copies: Sequence[int]) -> list[list[Documents]]:
-    """As `documents_of_stated`, from this rank's shares of dealt batches, which know those of all copies."""
+    """As `documents_of_stated`, from this rank's shares of dealt batches, which know the documents of all copies."""
     documents = []
     for dealt in shares:
         rows = [np.array(dealt.whole.segments(copy), dtype=np.int64).reshape(-1, 3) for copy in range(dealt.ranks)]
