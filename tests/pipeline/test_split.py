@@ -92,6 +92,19 @@ def test_layers_that_are_not_those_of_the_model_are_refused() -> None:
         StageModel(build("llama", "distca", torch.float32), 0, [2, 1])
 
 
+def test_a_head_that_an_adapter_trains_is_the_head() -> None:
+    """peft puts a module around a head that is trained as a whole, and around an embedding, which is refused."""
+    from peft import LoraConfig
+
+    model = build("llama", "distca", torch.float32)
+    model.add_adapter(LoraConfig(target_modules=["down_proj"], modules_to_save=["lm_head"]))
+    assert ModelParts.of(model).after == ("model.norm", "lm_head")
+    model = build("llama", "distca", torch.float32)
+    model.add_adapter(LoraConfig(target_modules=["down_proj"], modules_to_save=["embed_tokens"]))
+    with pytest.raises(UnsupportedError, match=r"embed_tokens\.original_module is neither in its layers"):
+        ModelParts.of(model)
+
+
 def test_the_head_counts() -> None:
     """A vocabulary as large as layers leaves the last stage fewer of them."""
     model = build("llama", "distca", torch.float32)

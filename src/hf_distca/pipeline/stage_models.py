@@ -97,26 +97,34 @@ class ModelParts:
         embedding, head = _ends(model)
         if embedding is None or head is None:
             raise _cannot(model, "it has no input embedding and output projection")
-        lists = [
-            module
-            for module in model.modules()
+        lists = {
+            name: module
+            for name, module in model.named_modules()
             if isinstance(module, torch.nn.ModuleList)
             and len(module)
             and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
-        ]
+        }
         if len(lists) != 1:
             raise _cannot(model, f"it has {len(lists)} lists of layers, not one")
-        inside, before, after = set(lists[0].modules()), list[str](), list[str]()
+        ((layers_name, layers),) = lists.items()
+        decoder = layers_name.rpartition(".")[0]
+        seen, before, after = set(layers.modules()), list[str](), list[str]()
         for name, module in model.named_modules():
-            if module in inside or not any(True for _ in module.parameters(recurse=False)):
+            parent, _, child = name.rpartition(".")
+            if module in seen or not any(True for _ in module.parameters()):
                 continue
-            if isinstance(module, torch.nn.Embedding):
+            if parent == decoder and isinstance(module, torch.nn.Embedding):
                 before.append(name)
-            elif module is head or any(part in name.rpartition(".")[2] for part in _AFTER):
+            elif module is head or (parent == decoder and any(part in child for part in _AFTER)):
                 after.append(name)
+            elif any(True for _ in module.parameters(recurse=False)):
+                raise _cannot(
+                    model, f"{name or 'a weight'} is neither in its layers nor an embedding, a norm or a head beside them"
+                )
             else:
-                raise _cannot(model, f"{name or 'a weight'} beside its layers is neither an embedding nor a norm")
-        return cls(lists[0], tuple(before), tuple(after), embedding, head)
+                continue
+            seen.update(module.modules())
+        return cls(layers, tuple(before), tuple(after), embedding, head)
 
     @property
     def tied(self) -> bool:
