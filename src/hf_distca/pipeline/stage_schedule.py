@@ -53,14 +53,12 @@ class TickFigures(NamedTuple):
     Attributes:
         tick: which one; says which stages had which micro-batches.
         seconds: how long it took.
-        busy_seconds: of the processor, in all threads of this process.
         attention_seconds: in attention kernels, for its own micro-batch and for others. On CUDA, of those that have finished.
         sent_bytes: of rows sent to other ranks for their attention.
     """
 
     tick: Tick
     seconds: float
-    busy_seconds: float
     attention_seconds: float
     sent_bytes: int
 
@@ -259,14 +257,14 @@ class _Step:
             before = self._clocks()
             with self._group.reporting(f"running {self._named(tick)}"):
                 self._send(tick, self._run_tick(tick), shape)
-            seconds, busy, attention, sent = (now - then for now, then in zip(self._clocks(), before, strict=True))
-            figures.append(TickFigures(tick, seconds, busy, attention, int(sent)))
+            seconds, attention, sent = (now - then for now, then in zip(self._clocks(), before, strict=True))
+            figures.append(TickFigures(tick, seconds, attention, int(sent)))
         self._last.wait(self._group, f"sending to other stages at the end of {self._plans.name}")
         return figures
 
-    def _clocks(self) -> tuple[float, float, float, int]:
+    def _clocks(self) -> tuple[float, float, int]:
         meter = self._attention.session.meter
-        return time.perf_counter(), time.process_time(), meter.seconds, meter.sent_bytes
+        return time.perf_counter(), meter.seconds, meter.sent_bytes
 
     def _named(self, tick: Tick) -> str:
         return f"{tick} of {self._plans.name}, as stage {self._stage.stage_index}"
