@@ -81,6 +81,13 @@ def batch(case: Case, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return ids, positions, torch.where(last, -100, torch.cat([ids[:, 1:], ids[:, :1]], 1))
 
 
+def stacked(case: Case, copy: int = 0, *, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, position ids and targets of the micro-batches of a copy of the model, (micro-batches, tokens) each."""
+    numbers = range(copy * case.micro_batches, copy * case.micro_batches + (count or case.micro_batches))
+    ids, positions, targets = (torch.cat(tensors) for tensors in zip(*(batch(case, number) for number in numbers), strict=True))
+    return ids, positions, targets
+
+
 def loss_for(case: Case) -> Any:
     """Of a micro-batch: the sum over its targets, over all targets of the step."""
     total = sum(int((batch(case, number)[2] >= 0).sum()) for number in range(case.micro_batches * case.copies))
@@ -137,8 +144,7 @@ def in_stages(rank: int, case: Case) -> Found:
     stage = split(model, mesh["pp"], layers=case.per_stage)
     schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
     copy, losses = mesh.get_local_rank("dp_replicate"), list[torch.Tensor]()
-    mine = [batch(case, copy * case.micro_batches + number) for number in range(case.micro_batches)]
-    ids, positions, targets = (torch.cat(each) for each in zip(*mine, strict=True))
+    ids, positions, targets = stacked(case, copy)
     meter = current_session().meter
     for _ in range(case.steps):
         stage.submod.zero_grad()

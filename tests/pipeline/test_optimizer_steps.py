@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from staged import Case, batch, configure, model_for
+from staged import Case, batch, configure, model_for, stacked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -30,12 +30,6 @@ TIED = {"lm_head.weight", "model.embed_tokens.weight"}
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Of a micro-batch, which steps with the default `scale_grads` average."""
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-
-
-def stacked(case: Case, copy: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    micro_batches = [batch(case, copy * case.micro_batches + number) for number in range(case.micro_batches)]
-    ids, positions, targets = (torch.cat(tensors) for tensors in zip(*micro_batches, strict=True))
-    return ids, positions, targets
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

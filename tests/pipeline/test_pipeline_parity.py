@@ -67,10 +67,7 @@ def test_documents_split_by_heads_equal_one_process(rank_pool: Callable[[int], R
 
 
 def test_stages_with_different_layers_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
-    """Layers with and without a window, three on one stage and one on the other: they meet only where kinds are the same.
-
-    In the third step they know how long each is busy before a call, and the last one gets less of its attention.
-    """
+    """Layers with and without a window, three on one stage and one on the other: they meet only where kinds are the same."""
     case = Case("gemma2", micro_batches=3, per_stage=(3, 1), steps=3)
     check_equal(rank_pool(2)(in_stages, case), *in_one_process(case, "distca"), NORMS_IN_FLOAT32)
 
@@ -110,7 +107,7 @@ def test_special_attention_equals_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "copies", "per_stage"), [(4, 1, None), (4, 1, (2, 1, 1, 1)), (2, 2, (3, 2))])
-def test_stages_that_know_how_long_each_is_busy_equal_one_process(
+def test_many_steps_equal_one_process(
     rank_pool: Callable[[int], RankPool], stages: int, copies: int, per_stage: tuple[int, ...] | None
 ) -> None:
     case = Case(stages=stages, copies=copies, micro_batches=5, layers=5, per_stage=per_stage, steps=5)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from staged import Case, batch, check_equal, configure, in_one_process, in_stages, loss_for, model_for
+from staged import Case, batch, check_equal, configure, in_one_process, in_stages, loss_for, model_for, stacked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -27,12 +27,6 @@ from hf_distca.runtime.group import AttentionGroup
 from ranks import RankPool
 
 EXACT = 1e-9
-
-
-def stacked(case: Case, copy: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    mine = [batch(case, copy * case.micro_batches + number) for number in range(case.micro_batches)]
-    ids, positions, targets = (torch.cat(each) for each in zip(*mine, strict=True))
-    return ids, positions, targets
 
 
 def wrapped(rank: int, case: Case, how: str) -> tuple[float, dict[str, torch.Tensor]]:

@@ -11,7 +11,8 @@ from tiny import build
 
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.families import FAMILIES
-from hf_distca.pipeline.stages import SPLIT, ModelParts, StageModel, check_split, layers_of_stages, split
+from hf_distca.pipeline import split
+from hf_distca.pipeline.stage_models import SPLIT, ModelParts, StageModel, check_split, layers_of_stages
 
 EXACT = 1e-9  # both run the same operations in the same order
 IDS = torch.randint(40, 90, (1, 24), generator=torch.Generator().manual_seed(0))
@@ -89,6 +90,19 @@ def test_what_is_no_model_is_refused() -> None:
 def test_layers_that_are_not_those_of_the_model_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"layers=\[2, 1\] must be at least 1 for each stage, 2 in all"):
         StageModel(build("llama", "distca", torch.float32), 0, [2, 1])
+
+
+def test_a_head_that_an_adapter_trains_is_the_head() -> None:
+    """peft puts a module around a head that is trained as a whole, and around an embedding, which is refused."""
+    from peft import LoraConfig
+
+    model = build("llama", "distca", torch.float32)
+    model.add_adapter(LoraConfig(target_modules=["down_proj"], modules_to_save=["lm_head"]))
+    assert ModelParts.of(model).after == ("model.norm", "lm_head")
+    model = build("llama", "distca", torch.float32)
+    model.add_adapter(LoraConfig(target_modules=["down_proj"], modules_to_save=["embed_tokens"]))
+    with pytest.raises(UnsupportedError, match=r"embed_tokens\.original_module is neither in its layers"):
+        ModelParts.of(model)
 
 
 def test_the_head_counts() -> None:

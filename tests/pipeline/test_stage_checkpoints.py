@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from staged import Case, batch, configure, loss_for, model_for
+from staged import Case, batch, configure, loss_for, model_for, stacked
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
@@ -26,8 +26,7 @@ def trained(rank: int, case: Case, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (case.copies, case.stages), mesh_dim_names=("dp_replicate", "pp"))
     stage = split(model_for(case, "distca"), mesh["pp"])
     schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
-    mine = [batch(case, number) for number in range(case.micro_batches)]
-    ids, positions, targets = (torch.cat(each) for each in zip(*mine, strict=True))
+    ids, positions, targets = stacked(case)
     schedule.step(ids, position_ids=positions, target=targets)
     torch.optim.SGD(stage.submod.parameters(), lr=RATE).step()
     save_pretrained(stage, folder)

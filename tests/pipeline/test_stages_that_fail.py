@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from staged import Case, batch, configure, loss_for, model_for
+from staged import Case, configure, loss_for, model_for, stacked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -44,8 +44,7 @@ def failing(rank: int, culprit: int, what: str) -> tuple[str, str, float]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     stage = split(model_for(CASE, "distca"), mesh)
     schedule = Schedule(stage, CASE.micro_batches, loss_for(CASE), scale_grads=False)
-    mine = [batch(CASE, number) for number in range(CASE.micro_batches)]
-    ids, positions, targets = (torch.cat(each) for each in zip(*mine, strict=True))
+    ids, positions, targets = stacked(CASE)
     if rank == culprit and what == "disagrees":
         positions = torch.arange(CASE.tokens).expand(CASE.micro_batches, -1)
     if rank == culprit and what in ("raises", "sleeps"):
@@ -80,8 +79,7 @@ def differing(rank: int, what: str) -> tuple[str, str, float]:
     configure(CASE)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     schedule = Schedule(split(model_for(CASE, "distca"), mesh), CASE.micro_batches, loss_for(CASE), scale_grads=False)
-    mine = [batch(CASE, number) for number in range(CASE.micro_batches)]
-    ids, positions, targets = (torch.cat(each) for each in zip(*mine, strict=True))
+    ids, positions, targets = stacked(CASE)
     if what == "batch":  # documents of as many tokens in either shape
         positions = (torch.arange(CASE.tokens) % (CASE.tokens // 2)).repeat(CASE.micro_batches, 1)
     schedule.step(ids, position_ids=positions, target=targets)
@@ -145,8 +143,7 @@ def odd_one_out(rank: int, what: str) -> tuple[str, str, float]:
         model = model.half()
     stage = split(model, mesh["pp"])
     count = case.micro_batches - (rank == 1 and what == "micro-batches")
-    mine = [batch(case, number) for number in range(count)]
-    ids, positions, targets = (torch.cat(each) for each in zip(*mine, strict=True))
+    ids, positions, targets = stacked(case, count=count)
     schedule = Schedule(stage, count, loss_for(case), scale_grads=False)
     more: dict[str, Any] = {}
     if what == "shares":
@@ -215,8 +212,7 @@ def frozen(rank: int, when: str) -> tuple[str, str, float]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "pp"))  # a wait in vain breaks the group of stages
     stage = split(model_for(CASE._replace(tied=True), "distca"), mesh["pp"])
     schedule = Schedule(stage, CASE.micro_batches, loss_for(CASE), scale_grads=False)
-    mine = [batch(CASE, number) for number in range(CASE.micro_batches)]
-    ids, positions, targets = (torch.cat(each) for each in zip(*mine, strict=True))
+    ids, positions, targets = stacked(CASE)
     if when == "later":
         schedule.step(ids, position_ids=positions, target=targets)
     for weight in stage.submod.model.get_input_embeddings().parameters():

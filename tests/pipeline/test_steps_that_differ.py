@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from staged import Case, batch, configure, in_one_process, loss_for, model_for
+from staged import Case, configure, in_one_process, loss_for, model_for, stacked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,18 +21,11 @@ EXACT = 1e-9
 TOKENS = (96, 96, 48, 96)  # of the micro-batches of each step
 
 
-def stacked(case: Case, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first tokens of all micro-batches."""
-    mine = [batch(case, number) for number in range(case.micro_batches)]
-    ids, positions, targets = (torch.cat(each)[:, :tokens] for each in zip(*mine, strict=True))
-    return ids, positions, targets
-
-
 def gradients_in_one_process(case: Case) -> dict[str, torch.Tensor]:
     """Of all steps together, each document alone."""
     model, loss = model_for(case, "sdpa"), loss_for(case)
     for tokens in TOKENS:
-        for ids, positions, targets in zip(*(one.split(1) for one in stacked(case, tokens)), strict=True):
+        for ids, positions, targets in zip(*(tensor[:, :tokens].split(1) for tensor in stacked(case)), strict=True):
             lengths = (positions[0] == 0).nonzero()[:, 0].diff(append=torch.tensor([tokens])).tolist()
             logits = [model(input_ids=one, use_cache=False).logits for one in ids.split(lengths, 1)]
             loss(torch.cat(logits, 1), targets).backward()
@@ -64,7 +57,7 @@ def accumulated(rank: int, case: Case, sharded: bool, evaluated: str) -> dict[st
     schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
     other = Schedule(stage, 1)
     for number, tokens in enumerate(TOKENS):
-        ids, positions, targets = stacked(case, tokens)
+        ids, positions, targets = (tensor[:, :tokens] for tensor in stacked(case))
         with torch.no_grad():
             if number and evaluated == "another schedule":
                 other.step(ids[:1], position_ids=positions[:1])
@@ -94,7 +87,7 @@ def messages(rank: int, case: Case) -> list[list[str]]:
     mesh = init_device_mesh("cpu", (1, case.stages), mesh_dim_names=("dp_replicate", "pp"))["pp"]
     stage = split(model_for(case, "distca"), mesh)
     schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
-    ids, positions, targets = stacked(case, case.tokens)
+    ids, positions, targets = stacked(case)
     reduce, trade, found = dist.all_reduce, dist.batch_isend_irecv, list[list[str]]()
 
     def reducing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +126,7 @@ def moved(rank: int, case: Case) -> dict[str, torch.Tensor]:
         for name, tensor in (*stage.submod.model.named_parameters(), *stage.submod.model.named_buffers()):
             tensor.copy_(values[name])
     schedule = Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
-    ids, positions, targets = stacked(case, case.tokens)
+    ids, positions, targets = stacked(case)
     schedule.step(ids, position_ids=positions, target=targets)
     return gradients_of(stage)
 

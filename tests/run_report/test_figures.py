@@ -17,7 +17,7 @@ from some_run import RUN, documents, plan_row, some_rows, steps_row, write_recor
 from hf_distca.agreement.history import Tally
 from hf_distca.errors import ReportError
 from hf_distca.run_report.folder import RunFolder
-from hf_distca.run_report.pictures import pictures
+from hf_distca.run_report.page import pictures
 from hf_distca.run_report.rows import RECORD_NAME, PlanRow, StepsRow, read_row, write_row
 from hf_distca.run_report.run_figures import Figures, collect
 
@@ -47,7 +47,7 @@ def test_sums_over_the_run(tmp_path: Path) -> None:
     assert found.name == "run"
     assert found.warnings == ["step 2: something <b>to act on</b>"]
     assert found.run["run"]["kernels"] == "cpu"
-    assert any("trace_path" in one for one in found.missing)
+    assert any("trace_path" in text for text in found.missing)
 
 
 @pytest.mark.parametrize("step", [None, 2])
@@ -126,10 +126,10 @@ def test_timelines_say_what_was_hidden(tmp_path: Path) -> None:
     for rank in (0, 1):
         write_trace(tmp_path / "run" / "traces" / "third", rank, 0.2, 0.05 * (rank + 1))
         write_trace(tmp_path / "run" / "timeline", rank, 0.2, 0.0)
-    assert [one["share"] for one in figures(tmp_path / "run").hidden] == pytest.approx([0.75, 0.5])
+    assert [trace.share for trace in figures(tmp_path / "run").hidden] == pytest.approx([0.75, 0.5])
     write_record(tmp_path / "run", some_rows())
     found = figures(tmp_path / "run")
-    assert [one["share"] for one in found.hidden] == [1.0, 1.0]
+    assert [trace.share for trace in found.hidden] == [1.0, 1.0]
     assert not found.missing
 
 

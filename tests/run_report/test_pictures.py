@@ -10,8 +10,7 @@ import pytest
 from some_run import plan_row, some_rows, write_record, write_state, write_trace
 
 from hf_distca.run_report.folder import RunFolder
-from hf_distca.run_report.page import render
-from hf_distca.run_report.pictures import Picture, pictures
+from hf_distca.run_report.page import Picture, pictures, render
 from hf_distca.run_report.run_figures import Figures, collect
 
 

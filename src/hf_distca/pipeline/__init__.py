@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hf_distca.pipeline.stage_checkpoint import from_pretrained, save_pretrained
 from hf_distca.pipeline.stage_schedule import Schedule, TickFigures, clip_grad_norm_
-from hf_distca.pipeline.stages import Stage, split
+from hf_distca.pipeline.stages import Stage, from_pretrained, save_pretrained, split
 
 __all__ = ["Schedule", "Stage", "TickFigures", "clip_grad_norm_", "from_pretrained", "save_pretrained", "split"]

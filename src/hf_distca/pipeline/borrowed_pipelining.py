@@ -20,12 +20,7 @@ __all__ = ["OneStageSchedule", "adapter_weights", "has_adapters", "whole_mesh", 
 
 
 class OneStageSchedule(PipelineScheduleSingle):
-    """torch's base class of schedules with one stage a rank, whose `_step_microbatches` a schedule writes.
-
-    Attributes:
-        stage: this rank's.
-        micro_batches: how many a step has.
-    """
+    """torch's base class of schedules with one stage a rank, of which a schedule writes `run`."""
 
     def __init__(self, stage: PipelineStage, n_microbatches: int, loss_fn: Callable[..., Any] | None, **kwargs: Any) -> None:
         super().__init__(stage, n_microbatches, loss_fn, **kwargs)
@@ -40,12 +35,7 @@ class OneStageSchedule(PipelineScheduleSingle):
     def run(
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]], targets: Sequence[Any] | None, **more: Any
     ) -> None:
-        """Run the micro-batches of a step.
-
-        Args:
-            args, kwargs, targets: of each micro-batch.
-            more: ``return_outputs`` and ``loss_kwargs``, as for torch's `step`.
-        """
+        """Run the micro-batches of a step; `more` is ``return_outputs`` and ``loss_kwargs``, as for torch's `step`."""
 
     def add_loss(self, output: torch.Tensor, target: Any, loss_kwargs: dict[str, Any] | None) -> None:
         """Compute the loss of the next micro-batch, on the last stage."""

@@ -6,6 +6,7 @@ import datetime
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,24 +17,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
-from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, LayoutError
-from hf_distca.integration.session import Session, current_session
+from hf_distca.errors import ConfigError, DistCAError, LayoutError
+from hf_distca.integration.session import current_session
 from hf_distca.pipeline.borrowed_pipelining import OneStageSchedule
 from hf_distca.pipeline.stage_ranks import (
     Facts,
-    PipelineRanks,
     StepRow,
+    check_copies,
     check_settings,
+    check_shares_of_copy,
     check_steps,
     checksum,
-    facts_of,
     find_ranks,
     fingerprint,
 )
-from hf_distca.pipeline.stages import Stage, stage_model
-from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, TickCalls
+from hf_distca.pipeline.stages import Stage
+from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, StageAttention, TickCalls
 from hf_distca.pipeline.ticks import Pipeline, Tick, TickPlans, documents_of_shares, documents_of_stated, ticks
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meeting import Meeting
@@ -53,14 +53,12 @@ class TickFigures(NamedTuple):
     Attributes:
         tick: which one; says which stages had which micro-batches.
         seconds: how long it took.
-        busy_seconds: of the processor, in all threads of this process.
         attention_seconds: in attention kernels, for its own micro-batch and for others. On CUDA, of those that have finished.
         sent_bytes: of rows sent to other ranks for their attention.
     """
 
     tick: Tick
     seconds: float
-    busy_seconds: float
     attention_seconds: float
     sent_bytes: int
 
@@ -93,7 +91,7 @@ class Schedule(OneStageSchedule):
         super().__init__(stage, n_microbatches, loss_fn, **kwargs)
         self.stage, self.figures = stage, list[TickFigures]()
         self._session = current_session()
-        self._ranks: PipelineRanks | None = None
+        self._ranks: tuple[Pipeline, StageAttention] | None = None  # found in the first step
         self._packed: Sequence[PackedDocuments] | None = None
         self._steps = 0
         self._comparing: Meeting | None = None  # of the last step with shares
@@ -120,173 +118,189 @@ class Schedule(OneStageSchedule):
     ) -> None:
         """Run the micro-batches of a step; torch calls it."""
         if self._ranks is None:
-            _check_session(self._session)
+            self._check_session()
             self._ranks = find_ranks(self.stage, self._session, self._facts())
-        ranks, self._steps = self._ranks, self._steps + 1
+        pipeline, attention = self._ranks
+        self._steps += 1
         name = f"step {self._steps}"
-        with ranks.group.reporting(f"reading the documents of {name}"):
-            _check_session(self._session)
-            check_settings(self._session.config, ranks.group)
-            documents, shape = self._documents(args, kwargs), _one_shape(args, kwargs)
-        plans = self._plan(ranks, documents, shape, name)
+        with attention.group.reporting(f"reading the documents of {name}"):
+            self._check_session()
+            check_settings(self._session.config, attention.group)
+            documents, shape = self._read(args, kwargs)
+        plans = self._plan(pipeline, attention.group, documents, shape, name)
 
-        def forward(number: int, arrived: torch.Tensor | None) -> torch.Tensor:
-            inputs = args[number][0] if arrived is None else arrived
-            output = self.stage.run_forward(number, inputs, kwargs[number])
+        def compute(tick: Tick, number: int, arrived: torch.Tensor | None) -> torch.Tensor:
+            if tick.backward:
+                loss = self.loss(number) if self.stage.is_last else None
+                return self.stage.run_backward(number, arrived, loss, last=number == self.micro_batches - 1)
+            output = self.stage.run_forward(number, args[number][0] if arrived is None else arrived, kwargs[number])
             if self.stage.is_last:
                 self.add_loss(output, None if targets is None else targets[number], more["loss_kwargs"])
                 if more["return_outputs"]:
                     self.stage.output_chunks.append(output.detach())
             return output
 
-        def backward(number: int, arrived: torch.Tensor | None) -> torch.Tensor:
-            loss = self.loss(number) if self.stage.is_last else None
-            return self.stage.run_backward(number, arrived, loss, last=number == self.micro_batches - 1)
-
-        step = _Step(self.stage, ranks, plans, documents, (forward, backward))
-        self._session.conductor = ranks.attention
+        step = _Step(self.stage, attention, plans, documents, compute)
+        self._session.conductor = attention
         try:
-            with _tied_gradients(self.stage, ranks.group, name, backward=self.trains):
+            with _tied_gradients(self.stage, attention.group, name, backward=self.trains):
                 self.figures = step.run(shape)
                 if self.trains:
                     self.stage.perform_reduce_grad(1)  # losses are scaled, not gradients
         finally:
             self._session.conductor = None
 
+    def _check_session(self) -> None:
+        if current_session() is not self._session:
+            raise ConfigError("hf_distca.configure was called after this Schedule was made: make the Schedule again.")
+
     def _facts(self) -> Facts:
-        """What all ranks must have in common."""
-        return facts_of(self.stage, self._session.config, self.micro_batches, backward=self.trains)
+        """What all ranks must have in common in a step, by name."""
+        model, config = self.stage.unwrapped, self._session.config
+        return {
+            "the run": "step" if self.trains else "eval",
+            "the mode of the model": "train" if model.training and model.model.training else "eval",
+            "n_microbatches": str(self.micro_batches),
+            "the type of device": self.stage.device.type,
+            **model.facts,
+            **{field.name: repr(getattr(config, field.name)) for field in fields(config)},
+        }
 
-    def _documents(self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> list[Documents]:
-        """The documents of each micro-batch, as this rank has them."""
-        packed = self._packed
-        if packed is not None and len(packed) != self.micro_batches:
+    def _read(self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> tuple[list[Documents], tuple[int, int]]:
+        """The documents of each micro-batch, as this rank has them, and the (batch, tokens) of all micro-batches."""
+        packed = [None] * self.micro_batches if self._packed is None else self._packed
+        documents, shapes = list[Documents](), set[tuple[int, int]]()
+        if len(packed) != self.micro_batches:
             raise ConfigError(f"distca_documents are of {len(packed)} micro-batches, and the schedule has {self.micro_batches}.")
-        for arguments, packed_documents in zip(kwargs, packed or (), strict=packed is not None):
-            arguments["distca_documents"] = packed_documents
-        return [_read(*arguments) for arguments in zip(args, kwargs, strict=True)]
+        for inputs, arguments, packed_documents in zip(args, kwargs, packed, strict=True):
+            if packed_documents is not None:
+                arguments["distca_documents"] = packed_documents
+            positions, padding = arguments.get("position_ids"), arguments.get("attention_mask")
+            shape = _shape(*inputs, positions)
+            padding = None if padding is None else padding.bool()
+            batch = TokenBatch(*shape, packed=packed_documents, position_ids=positions, padding=padding)
+            documents.append(batch.documents(training=True))
+            shapes.add(shape)
+        if len(shapes) > 1:
+            raise LayoutError(f"micro-batches of shapes {sorted(shapes)}: all of a step must have one.")
+        return documents, shapes.pop()
 
-    def _plan(self, ranks: PipelineRanks, documents: Sequence[Documents], shape: tuple[int, int], name: str) -> TickPlans:
+    def _plan(
+        self, pipeline: Pipeline, group: AttentionGroup, documents: Sequence[Documents], shape: tuple[int, int], name: str
+    ) -> TickPlans:
         """Plan all ticks: from one announcement, or from what shares of dealt batches know, for which no rank waits."""
-        planner, group, pipeline = self._session.planner, ranks.group, ranks.pipeline
+        planner = self._session.planner
         shares = [read.dealt for read in documents if read.dealt is not None]
         place = f"{name}, {self.micro_batches} micro-batches in {self.stage.num_stages} stages"
         with group.reporting(f"planning {place}"):
             if len(shares) == len(documents):
-                _check_shares(shares, pipeline)
-                way, batch = _SHARES, (*shares[0].batch, shares[0].documents)
+                check_shares_of_copy(shares, pipeline)
+                way, batch, checked = _SHARES, {"the batch": str(shares[0])}, shares[0].documents
                 of_all = documents_of_shares(shares, pipeline.copies)
             else:
-                way, batch = _STATED, (0, 0, 0)
+                way, batch, checked = _STATED, {}, 0
                 of_all = documents_of_stated(planner.announce([(read, pipeline.keys[0]) for read in documents], group, place))
-                _check_copies(of_all, pipeline, group)
+                check_copies(of_all, pipeline, group)
             costs = {key: planner.costs.of(key) for key in pipeline.keys}
             order = ticks(pipeline.depth, self.micro_batches, backward=self.trains)
             plans = TickPlans(order, pipeline, of_all, costs, self._session.config, name)
-            facts, digest = self._facts(), plans.make()
-            tied = checksum(stage_model(self.stage).tied_weight)
-            self._compare(ranks, StepRow(way, fingerprint(facts), digest, *batch, *shape, tied), facts, place)
+            facts, tied = {**self._facts(), **batch}, checksum(self.stage.unwrapped.tied_weight)
+            row = np.array(StepRow(way, fingerprint(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
+
+            def check(rows: Sequence[IntArray]) -> None:
+                check_steps(group, rows, facts, pipeline.copies, place)
+
+            if way == _STATED:
+                check(group.gather(row, doing=f"comparing plans of {place}"))
+            else:
+                if self._comparing is not None:
+                    self._comparing.wait()
+                self._comparing = group.gather_async(row, doing=f"comparing shares of {place}", agree=check)
         return plans
 
-    def _compare(self, ranks: PipelineRanks, row: StepRow, facts: Facts, place: str) -> None:
-        """Compare what ranks are about to do: now, or while they do it if they have shares of dealt batches."""
 
-        def check(rows: Sequence[IntArray]) -> None:
-            check_steps(ranks.group, rows, facts, ranks.pipeline.copies, place)
-
-        numbers = np.array(row, dtype=np.int64)
-        if row.way == _STATED:
-            check(ranks.group.gather(numbers, doing=f"comparing plans of {place}"))
-            return
-        if self._comparing is not None:
-            self._comparing.wait()
-        self._comparing = ranks.group.gather_async(numbers, doing=f"comparing shares of {place}", agree=check)
+def _shape(*tensors: Any) -> tuple[int, int]:
+    """(batch, tokens) of a micro-batch, from its inputs and positions."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2:
+            return int(tensor.shape[0]), int(tensor.shape[1])
+    raise ConfigError("Schedule.step needs position_ids on every stage, (micro-batches, tokens): documents are read from them.")
 
 
 class _Step:
-    """The micro-batches of a step on this rank's stage.
+    """The ticks of a step on this rank's stage.
 
     Args:
-        stage: of this rank.
-        ranks: those of all stages.
-        plans: of all ticks.
         documents: of each micro-batch on this rank.
-        run: what runs the forward of a micro-batch, and what runs its backward. They get its number and what arrived from the
-            neighbouring stage, and return what the next one gets.
+        compute: runs the micro-batch of this number in a tick, on what arrived from another stage; returns what is handed on.
     """
 
     def __init__(
         self,
         stage: Stage,
-        ranks: PipelineRanks,
+        attention: StageAttention,
         plans: TickPlans,
         documents: Sequence[Documents],
-        run: tuple[Callable[[int, torch.Tensor | None], torch.Tensor], Callable[[int, torch.Tensor | None], torch.Tensor]],
+        compute: Callable[[Tick, int, torch.Tensor | None], torch.Tensor],
     ) -> None:
-        self._stage, self._ranks, self._plans, self._documents, self._run = stage, ranks, plans, documents, run
+        self._stage, self._attention, self._plans, self._documents, self._compute = stage, attention, plans, documents, compute
+        self._group = attention.group
         self._micro_batches: dict[int, MicroBatch] = {}
         self._arriving: dict[tuple[bool, int], tuple[Messages, torch.Tensor]] = {}
         self._last = Messages([])
-        self._shape: tuple[int, int] = (0, 0)
 
     def run(self, shape: tuple[int, int]) -> list[TickFigures]:
         """Run all ticks, with micro-batches of this (batch, tokens)."""
-        self._shape, figures = shape, []
+        figures = []
         for tick in self._plans.order:
             before = self._clocks()
-            with self._ranks.group.reporting(f"running {self._named(tick)}"):
-                self._run_tick(tick)
-            seconds, busy, attention, sent = (now - then for now, then in zip(self._clocks(), before, strict=True))
-            figures.append(TickFigures(tick, seconds, busy, attention, int(sent)))
-        self._last.wait(self._ranks.group, f"sending to other stages at the end of {self._plans.name}")
+            with self._group.reporting(f"running {self._named(tick)}"):
+                self._send(tick, self._run_tick(tick), shape)
+            seconds, attention, sent = (now - then for now, then in zip(self._clocks(), before, strict=True))
+            figures.append(TickFigures(tick, seconds, attention, int(sent)))
+        self._last.wait(self._group, f"sending to other stages at the end of {self._plans.name}")
         return figures
 
-    def _clocks(self) -> tuple[float, float, float, int]:
-        meter = self._ranks.attention.session.meter
-        return time.perf_counter(), time.process_time(), meter.seconds, meter.sent_bytes
+    def _clocks(self) -> tuple[float, float, int]:
+        meter = self._attention.session.meter
+        return time.perf_counter(), meter.seconds, meter.sent_bytes
 
     def _named(self, tick: Tick) -> str:
         return f"{tick} of {self._plans.name}, as stage {self._stage.stage_index}"
 
-    def _run_tick(self, tick: Tick) -> None:
-        """Run this stage's micro-batch, if it has one, serve in the calls of others, and send on what was made."""
-        number, parts, attention = tick.micro_batches[self._stage.stage_index], self._plans.parts(tick), self._ranks.attention
-        calls = TickCalls(parts, partial(attention.factory.serve, backward=tick.backward), self._named(tick))
+    def _run_tick(self, tick: Tick) -> torch.Tensor | None:
+        """Run this stage's micro-batch, if it has one, and serve in the calls of others. Returns what goes to the next stage."""
+        number, parts, attention = tick.micro_batches[self._stage.stage_index], self._plans.parts(tick), self._attention
+        calls = TickCalls(parts, partial(attention.serve, backward=tick.backward), self._named(tick))
         leaving = None
         if number is not None:
             arrived = self._receive(tick, number)
             if tick.backward:
-                self._micro_batches[number].backward = calls
+                self._micro_batches.pop(number).backward = calls
             else:
                 self._micro_batches[number] = attention.micro_batch = self._begin(number, parts, calls)
             try:
-                leaving = self._run[tick.backward](number, arrived)
+                leaving = self._compute(tick, number, arrived)
             except RuntimeError as error:
                 if isinstance(error.__cause__, DistCAError):  # which torch has put into an error of its own
                     raise error.__cause__ from None
                 raise
             finally:
                 attention.micro_batch = None
-            if tick.backward:
-                del self._micro_batches[number]
         calls.finish()
-        self._send(tick, leaving)
+        return leaving
 
     def _begin(self, number: int, parts: Sequence[CallPart], calls: TickCalls) -> MicroBatch:
         """A micro-batch whose forward begins."""
-        back = self._plans.backward_parts(number)
-        moved = {part.own for part in (*parts, *back) if part.route.exchanges}
-        own = {part.own: part for part in parts if part.own is not None}
-        stages = range(self._ranks.pipeline.depth)
-        layout = self._plans.layout(tuple(number if stage == self._stage.stage_index else None for stage in stages), None)
+        backward = self._plans.backward_parts(number)
         return MicroBatch(
             name=f"micro-batch {number} of {self._plans.name} on stage {self._stage.stage_index}",
             documents=self._documents[number],
-            layout=layout,
+            layout=self._plans.layout_of(number),
             forward=calls,
-            parts=own,
-            exchanges={index: index in moved for index in own},
-            outputs=OutputStore() if back else None,
+            parts={part.stage_call: part for part in parts if part.stage_call is not None},
+            moved={part.stage_call for part in (*parts, *backward) if part.route.exchanges},
+            outputs=OutputStore() if backward else None,
         )
 
     def _receive(self, tick: Tick, number: int) -> torch.Tensor | None:
@@ -294,11 +308,11 @@ class _Step:
         if (tick.backward, number) not in self._arriving:
             return None
         messages, arrived = self._arriving.pop((tick.backward, number))
-        messages.wait(self._ranks.group, f"waiting for what {self._named(tick)} begins with")
+        messages.wait(self._group, f"waiting for what {self._named(tick)} begins with")
         return arrived.requires_grad_(bool(self._stage.has_backward) and not tick.backward)
 
-    def _send(self, tick: Tick, leaving: torch.Tensor | None) -> None:
-        """Send what this stage made in a tick, and begin to receive what its neighbour made."""
+    def _send(self, tick: Tick, leaving: torch.Tensor | None, shape: tuple[int, int]) -> None:
+        """Send what this stage made in a tick, and begin to receive what its neighbour made, of this (batch, tokens)."""
         way, group, running = -1 if tick.backward else 1, self._stage.group, tick.micro_batches
         source, target = self._stage.stage_index - way, self._stage.stage_index + way
         ops = []
@@ -306,11 +320,11 @@ class _Step:
             ops.append(dist.P2POp(dist.isend, leaving.detach().contiguous(), group=group, group_peer=target))
         coming = running[source] if 0 <= source < len(running) else None
         if coming is not None:
-            width = stage_model(self._stage).model.config.get_text_config(decoder=True).hidden_size
-            dtype = self._ranks.leaving if tick.backward else self._ranks.arriving
-            buffer = torch.empty((*self._shape, width), dtype=dtype, device=self._stage.device)
+            # Gradients have the dtype of what this stage handed on.
+            dtype = self._plans.pipeline.dtypes[min(source, self._stage.stage_index)]
+            buffer = torch.empty((*shape, self._stage.unwrapped.width), dtype=dtype, device=self._stage.device)
             ops.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=source))
-        self._last.wait(self._ranks.group, f"sending what was made before {self._named(tick)}")
+        self._last.wait(self._group, f"sending what was made before {self._named(tick)}")
         self._last = Messages(ops)
         if coming is not None:
             self._arriving[tick.backward, coming] = self._last, buffer
@@ -324,11 +338,7 @@ class Messages:
         self._works = dist.batch_isend_irecv(self._ops) if ops else []
 
     def wait(self, group: AttentionGroup, doing: str) -> None:
-        """Wait until all have arrived and left; over gloo no longer than the ranks of the group wait for each other.
-
-        Raises:
-            DistCADesyncError: if they do not in time.
-        """
+        """Wait until all have arrived and left; over gloo no longer than the ranks of the group wait for each other."""
         seconds = group.timeout_seconds - patience(group.timeout_seconds)
         bounded = bool(self._ops) and self._ops[0].group.name() == "gloo"
         try:
@@ -341,58 +351,6 @@ class Messages:
         except RuntimeError as error:
             raise error if group.watch is None else group.watch.give_up(doing, error) from error
         self._ops.clear()
-
-
-def _check_session(session: Session) -> None:
-    if current_session() is not session:
-        raise ConfigError("hf_distca.configure was called after this Schedule was made: make the Schedule again.")
-
-
-def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-    """(batch, tokens) of a micro-batch."""
-    for tensor in (*args, kwargs.get("position_ids")):
-        if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2:
-            return int(tensor.shape[0]), int(tensor.shape[1])
-    raise ConfigError("Schedule.step needs position_ids on every stage, (micro-batches, tokens): documents are read from them.")
-
-
-def _one_shape(args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """(batch, tokens) of every micro-batch."""
-    shapes = {_shape(*arguments) for arguments in zip(args, kwargs, strict=True)}
-    if len(shapes) > 1:
-        raise LayoutError(f"micro-batches of shapes {sorted(shapes)}: all of a step must have one.")
-    return shapes.pop()
-
-
-def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Documents:
-    padding, positions, packed = (kwargs.get(name) for name in ("attention_mask", "position_ids", "distca_documents"))
-    padding = None if padding is None else padding.bool()
-    return TokenBatch(*_shape(args, kwargs), packed=packed, position_ids=positions, padding=padding).documents(training=True)
-
-
-def _check_shares(shares: Sequence[Dealt], pipeline: Pipeline) -> None:
-    """Raises `LayoutError` if shares are not those of this rank's copy of the model."""
-    copies, own = 1 + max(pipeline.copies), pipeline.copies[pipeline.rank]
-    for dealt in shares:
-        if (dealt.ranks, dealt.rank) != (copies, own):
-            raise LayoutError(
-                f"this rank has the share of rank {dealt.rank} of {dealt.ranks} of {dealt}, and is in copy {own} of {copies} of "
-                "the model: deal to as many ranks as there are copies, and give all stages of a copy its share."
-            )
-
-
-def _check_copies(documents: Sequence[Sequence[Documents]], pipeline: Pipeline, group: AttentionGroup) -> None:
-    """Raises `DistCADesyncError` if the stages of a copy do not have the same micro-batches."""
-    for number, of_ranks in enumerate(documents):
-        for rank, copy in enumerate(pipeline.copies):
-            first = pipeline.copies.index(copy)
-            if not np.array_equal(of_ranks[rank].rows, of_ranks[first].rows):
-                lengths, other_lengths = (of_ranks[index].rows[:, 2].tolist() for index in (first, rank))
-                raise DistCADesyncError(
-                    f"ranks {group.ranks[first]} and {group.ranks[rank]} are stages of one copy of the model and have different "
-                    f"documents in micro-batch {number}, of {lengths} and {other_lengths} tokens. Give all stages of a copy the "
-                    "same position_ids."
-                )
 
 
 @torch.no_grad()
@@ -412,7 +370,7 @@ def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
         The norm before scaling, of all gradients of one copy of the model: a float32 or float64 scalar, equal on all ranks.
     """
     weights = [weight for weight in stage.submod.parameters() if weight.grad is not None]
-    repeated = None if stage.is_first else stage_model(stage).tied_weight
+    repeated = None if stage.is_first else stage.unwrapped.tied_weight
     by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for weight in weights:
         if weight is not repeated and weight.grad is not None:
@@ -430,15 +388,8 @@ def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
 
 @contextmanager
 def _tied_gradients(stage: Stage, group: AttentionGroup, name: str, *, backward: bool) -> Iterator[None]:
-    """Give both copies of a tied weight the sum of the gradients that they get inside; before, they have the same ones.
-
-    Args:
-        stage: of this rank.
-        group: the ranks of all stages, which hear of errors.
-        name: of the step, for errors.
-        backward: whether the step has a backward.
-    """
-    weight = stage_model(stage).tied_weight if backward else None
+    """Add the sum of the gradients that both copies of a tied weight get inside to what both had before."""
+    weight = stage.unwrapped.tied_weight if backward else None
     if weight is None:
         yield
         return
@@ -448,28 +399,15 @@ def _tied_gradients(stage: Stage, group: AttentionGroup, name: str, *, backward:
     if gradient is None:
         weight.grad = before
         return
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    arriving, peer = torch.empty_like(local), 0 if stage.is_last else stage.num_stages - 1
     with group.reporting(doing := f"adding the gradients of the tied embedding in {name}"):
-        messages, other = _traded(gradient, 0 if stage.is_last else stage.num_stages - 1, stage.group)
-        messages.wait(group, doing)
-    _local(gradient).add_(other)
+        tensors = ((dist.isend, local), (dist.irecv, arriving))
+        Messages([dist.P2POp(way, tensor, group=stage.group, group_peer=peer) for way, tensor in tensors]).wait(group, doing)
+    local.add_(arriving)
     weight.grad = gradient if before is None else gradient.add_(before)
 
 
 def _take_gradient(weight: torch.nn.Parameter) -> torch.Tensor | None:
     gradient, weight.grad = weight.grad, None
     return gradient
-
-
-def _traded(gradient: torch.Tensor, peer: int, group: dist.ProcessGroup | None) -> tuple[Messages, torch.Tensor]:
-    """Messages that exchange the gradient with that of another stage's copy, and the tensor in which the latter arrives."""
-    local = _local(gradient)
-    arriving = torch.empty_like(local)
-    ops = [
-        dist.P2POp(dist.isend, local, group=group, group_peer=peer),
-        dist.P2POp(dist.irecv, arriving, group=group, group_peer=peer),
-    ]
-    return Messages(ops), arriving
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -1,193 +1,36 @@
-"""`split`: a causal language model of transformers becomes this rank's stage of a pipeline.
-
-The model stays what it is: layers of other stages become modules that do nothing, so that every layer keeps its number, which
-models read their config by, and every weight its name, which checkpoints know it by. What a model does to its embeddings before
-the layers, and to hidden states after them, happens on every stage; its result is used on the first and on the last stage only.
-"""
+"""`Stage`: this rank's stage of a model, cut out of the whole model or loaded alone; and the checkpoint that all stages save."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_distca.errors import ConfigError, UnsupportedError
-from hf_distca.integration.families import check_family, check_layerdrop
-from hf_distca.integration.loading import distca_configs
-from hf_distca.pipeline.borrowed_pipelining import without_peft
+from hf_distca.pipeline.borrowed_pipelining import adapter_weights, has_adapters, whole_mesh, without_peft
+from hf_distca.pipeline.stage_models import ModelParts, StageModel, check_split, layers_of_stages
 
-__all__ = [
-    "SPLIT",
-    "TIED",
-    "ModelParts",
-    "Stage",
-    "StageModel",
-    "check_mesh",
-    "check_split",
-    "head_of",
-    "layers_of_stages",
-    "split",
-    "stage_layers",
-    "stage_model",
-]
+__all__ = ["Stage", "from_pretrained", "save_pretrained", "split"]
 
-# Two stages, one after the other, give the logits and gradients of the whole model.
-_SPLIT = """
-    afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text cwm dbrx
-    deepseek_v2 deepseek_v3 diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2
-    gemma3_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite
-    granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
-    internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4 llama4_text longcat_flash mellum mimo_v2_flash
-    minicpm3 minimax_m2 ministral ministral3 mistral mixtral moshi nanochat nemotron olmo olmo2 olmo3 olmoe opt
-    persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
-    vaultgemma youtu
-"""
-
-SPLIT = frozenset(_SPLIT.split())
-TIED = "tied weights"  # the fact that names them
-
-
-class Absent(torch.nn.Module):
-    """In the place of a module that is on another stage."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.zero = isinstance(module, torch.nn.Embedding)
-        for name, value in vars(module).items():  # models read what kind of attention a layer has
-            if not name.startswith("_") and isinstance(value, (str, int, float, bool)) and not hasattr(self, name):
-                setattr(self, name, value)
-
-    def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The inputs; for an embedding a zero, which may be added to hidden states that are not used."""
-        return torch.zeros((), device=inputs.device) if self.zero else inputs
-
-
-class Entrance(Absent):
-    """The layer before the first one of a stage: gives it what came from the stage before.
-
-    Attributes:
-        arrived: hidden states of the micro-batch at hand.
-    """
-
-    arrived: torch.Tensor | None = None
-
-    def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What arrived."""
-        return inputs if self.arrived is None else self.arrived
-
-
-class Exit(Absent):
-    """The layer after the last one of a stage: keeps what goes to the next stage.
-
-    Attributes:
-        leaving: hidden states of the micro-batch at hand.
-    """
-
-    leaving: torch.Tensor | None = None
-
-    def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The inputs, which are kept."""
-        self.leaving = inputs
-        return inputs
-
-
-class StageModel(torch.nn.Module):
-    """A stage of a model: what `torch.distributed.pipelining` runs.
-
-    Args:
-        model: the whole model, or one that has only the stage's weights. It is changed: the other stages' modules leave it.
-        stage: which stage.
-        layers: how many layers each stage has.
-        tied: whether embedding and head are to have the same weight; by default whether they have.
-
-    Attributes:
-        model: the model without other stages' modules. Its weights have the names that they have in checkpoints.
-        stage, stages: which stage, and of how many.
-        tied: whether embedding and head have the same weight, of which the first and the last stage have a copy each.
-        facts: what the stages of all ranks must have in common, by name.
-    """
-
-    def __init__(self, model: PreTrainedModel, stage: int, layers: Sequence[int], *, tied: bool | None = None) -> None:
-        super().__init__()
-        parts = ModelParts.of(model)
-        if sum(layers) != len(parts.layers) or min(layers) < 1:
-            raise ConfigError(f"layers={list(layers)} must be at least 1 for each stage, {len(parts.layers)} in all.")
-        self.stage, self.stages, self.tied = stage, len(layers), parts.tied if tied is None else tied
-        self.facts = _facts(model, parts, layers, tied=self.tied)
-        begin = sum(layers[:stage])
-        _leave_layers(parts.layers, range(begin, begin + layers[stage]))
-        self._before = () if self.is_first else parts.before
-        _leave(model, (() if self.is_last else parts.after) + (() if tied else self._before))
-        self.model = model
-        ends = (self._only(Entrance), self._only(Exit))
-        self._ends = ends  # a tuple: they are modules of the model already
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the first stage."""
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it is the last stage."""
-        return self.stage == self.stages - 1
-
-    def loaded(self) -> None:
-        """A tied head got its weight from the embedding, if it was to be loaded: now that is not needed any more."""
-        _leave(self.model, self._before)
-
-    @property
-    def tied_weight(self) -> torch.nn.Parameter | None:
-        """The weight of which another stage has a copy: its gradients are to be summed."""
-        if not self.tied or self.stages == 1 or not (self.is_first or self.is_last):
-            return None
-        module: Any = embedding_of(self.model) if self.is_first else head_of(self.model)
-        weight: torch.nn.Parameter = module.weight
-        return weight
-
-    def forward(self, inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Run the stage.
-
-        Args:
-            inputs: (batch, tokens) token ids on the first stage, (batch, tokens, width) hidden states on others.
-            kwargs: of the model's forward, such as ``position_ids``.
-
-        Returns:
-            (batch, tokens, width) hidden states; of the last stage logits, (batch, tokens, vocabulary).
-        """
-        entrance, exit_ = self._ends
-        arguments = {"input_ids" if self.is_first else "inputs_embeds": inputs, "use_cache": False, **kwargs}
-        if entrance is not None:
-            entrance.arrived = inputs
-        try:
-            if self.is_last:
-                output: Any = self.model(**arguments).logits
-            else:
-                self.model.base_model(**arguments)
-                output = None if exit_ is None else exit_.leaving
-        finally:
-            if entrance is not None:
-                entrance.arrived = None
-            if exit_ is not None:
-                exit_.leaving = None
-        if not isinstance(output, torch.Tensor):
-            name = f"stage {self.stage} of {type(self.model).__name__}"
-            raise UnsupportedError(f"{name} put out a {type(output).__name__}, and stages hand on one tensor.")
-        return output
-
-    def _only(self, kind: type[Any]) -> Any:
-        return next((module for module in self.model.modules() if isinstance(module, kind)), None)
+# Arguments of transformers that say where a checkpoint is, and so its config.
+_LOCATION = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "trust_remote_code"}
+_WHOLE = "model.safetensors"
+_INDEX = f"{_WHOLE}.index.json"
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_ADAPTER = "adapter_model.safetensors"
 
 
 class Stage(PipelineStage):
@@ -202,6 +45,16 @@ class Stage(PipelineStage):
         self.mesh = mesh
         self._running: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # inputs and output of micro-batches
         self._follow()
+
+    @property
+    def unwrapped(self) -> StageModel:
+        """What the stage runs, without DDP around it; nothing else may be around it."""
+        module = self.submod.module if isinstance(self.submod, DistributedDataParallel) else self.submod
+        if not isinstance(module, StageModel):
+            raise ConfigError(
+                f"the stage runs a {type(module).__name__}: put DDP or fully_shard around what split() made, or parts of it."
+            )
+        return module
 
     def clear_runtime_states(self) -> None:
         """Begin a step: without micro-batches of one that failed, on the device of the weights, with sharded weights sharded."""
@@ -232,12 +85,11 @@ class Stage(PipelineStage):
         return output
 
     def run_backward(self, number: int, gradient: torch.Tensor | None, loss: torch.Tensor | None, *, last: bool) -> torch.Tensor:
-        """Run the backward of a micro-batch.
+        """Run the backward of a micro-batch of this number.
 
         Args:
-            number: of the micro-batch.
-            gradient: of the output; None on the last stage.
-            loss: on the last stage; None on others.
+            gradient: of the output; None on the last stage, which has a `loss`.
+            loss: of the micro-batch.
             last: whether no other backward of this step follows: then DDP sums gradients over copies.
 
         Returns:
@@ -249,20 +101,6 @@ class Stage(PipelineStage):
             values |= {"stage_output": loss, "output_grads": None}
         gradients, _ = self.backward_maybe_with_nosync("full", values, last_backward=last)
         return torch.zeros_like(inputs) if gradients[0] is None else gradients[0]
-
-
-def stage_model(stage: Stage) -> StageModel:
-    """The model of a stage, without DDP around it.
-
-    Raises:
-        ConfigError: if something else was put around it.
-    """
-    module = stage.submod.module if isinstance(stage.submod, DistributedDataParallel) else stage.submod
-    if not isinstance(module, StageModel):
-        raise ConfigError(
-            f"the stage runs a {type(module).__name__}: put DDP or fully_shard around what split() made, or parts of it."
-        )
-    return module
 
 
 def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | None = None) -> Stage:
@@ -285,7 +123,6 @@ def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | N
         ConfigError: if the mesh has several dimensions, the attention is not distca's, the layers are not those of the model, or
             DDP or FSDP have wrapped it already.
     """
-    check_mesh(mesh)
     outer, model = model, without_peft(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
@@ -297,22 +134,15 @@ def split(model: PreTrainedModel, mesh: DeviceMesh, *, layers: Sequence[int] | N
             f"split() got a {type(model).__name__} that DDP or FSDP have wrapped, with the weights of other stages: split it "
             "first, then wrap stage.submod."
         )
-    check_split(model)
-    return Stage(StageModel(model, mesh.get_local_rank(), stage_layers(model, mesh, layers)), mesh)
+    layers = _layers_by_stage(model, mesh, layers)
+    return Stage(StageModel(model, mesh.get_local_rank(), layers), mesh)
 
 
-def check_mesh(mesh: DeviceMesh) -> None:
-    """Raises `ConfigError` if a mesh is not the one dimension of the stages."""
+def _layers_by_stage(model: PreTrainedModel, mesh: DeviceMesh, layers: Sequence[int] | None) -> Sequence[int]:
+    """How many layers of a model each stage gets, once it is known that it can be split over the mesh."""
     if mesh.ndim != 1:
         raise ConfigError(f'split() got a mesh of {mesh.ndim} dimensions: give it the one of the stages, mesh["pp"].')
-
-
-def stage_layers(model: PreTrainedModel, mesh: DeviceMesh, layers: Sequence[int] | None) -> Sequence[int]:
-    """How many layers each stage gets.
-
-    Raises:
-        ConfigError: if `layers` are not of as many stages as the mesh has ranks.
-    """
+    check_split(model)
     stages = dist.get_world_size(mesh.get_group())
     if layers is None:
         layers = layers_of_stages(ModelParts.of(model).costs(model), stages)
@@ -321,207 +151,142 @@ def stage_layers(model: PreTrainedModel, mesh: DeviceMesh, layers: Sequence[int]
     return layers
 
 
-def _facts(model: PreTrainedModel, parts: ModelParts, layers: Sequence[int], *, tied: bool) -> dict[str, str]:
-    """What the stages of all ranks must have in common: the model and how it is cut."""
-    config = {f"config.{name}": repr(value) for name, value in model.config.to_dict().items() if not name.startswith("_")}
-    names = [f"{name}.weight" for name, module in model.named_modules() if module in (parts.embedding, parts.head)]
-    shared = {TIED: " and ".join(names)} if tied else {}
-    own = {"hf-distca": version("hf-distca"), "the model": type(model).__name__, "layers of each stage": str(list(layers))}
-    return {**own, **shared, **config}
-
-
-def _leave(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Put something absent in the place of modules of other stages."""
-    for name in names:
-        holder, _, child = name.rpartition(".")
-        setattr(model.get_submodule(holder), child, Absent(model.get_submodule(name)))
-
-
-def _leave_layers(layers: torch.nn.ModuleList, stage: range) -> None:
-    """Put something absent in the place of layers outside a stage, of which these are the numbers."""
-    for number, layer in enumerate(layers):
-        if number not in stage:
-            kind = Entrance if number == stage.start - 1 else Exit if number == stage.stop else Absent
-            layers[number] = kind(layer)
-
-
-def check_split(model: PreTrainedModel) -> None:
-    """Refuse a model that is not known to be the same in stages.
-
-    Raises:
-        ConfigError: if it has other attention than distca's, which knows nothing of stages.
-        UnsupportedError: says why.
-    """
-    config = model.config
-    check_family(config.model_type, encoder_decoder=config.is_encoder_decoder)
-    if not distca_configs(model):
-        name = getattr(config, "_attn_implementation", None)
-        raise ConfigError(
-            f'{type(model).__name__} has attn_implementation="{name}", whose attention stages cannot share: load the model with '
-            'attn_implementation="distca".'
-        )
-    check_layerdrop(config)
-    why = None
-    text_config = config.get_text_config(decoder=True)
-    if config.model_type not in SPLIT:
-        why = "models of this family were never compared with their stages, or are not layers between an embedding and a head"
-    elif shared := getattr(text_config, "num_kv_shared_layers", 0):
-        why = f"{shared} of its layers read keys of other layers (num_kv_shared_layers={shared}), which may be on another stage"
-    elif getattr(text_config, "output_router_logits", False):
-        why = "it adds a loss of its routers (output_router_logits=True), which stages do not hand on; set it to False"
-    if why is not None:
-        raise UnsupportedError(
-            f"hf_distca.pipeline does not split {config.model_type} models: {why}. Train it with data parallelism, whose ranks "
-            "share attention too."
-        )
-
-
-_AFTER = ("norm", "ln_f")  # in the names of modules that follow the layers
-
-
-@dataclass(frozen=True, eq=False)
-class ModelParts:
-    """Where the parts of a model are.
-
-    Attributes:
-        layers: the decoder layers, of which each stage has a run.
-        before, after: names of modules that only the first stage needs, and of those that only the last one needs.
-        embedding, head: the input embedding and the output projection.
-    """
-
-    layers: torch.nn.ModuleList
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    embedding: torch.nn.Module
-    head: torch.nn.Module
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> ModelParts:
-        """Find the parts of a model.
-
-        Raises:
-            UnsupportedError: if it is not layers between an embedding and a head.
-        """
-        embedding, head = embedding_of(model), head_of(model)
-        if embedding is None or head is None:
-            raise _cannot(model, "it has no input embedding and output projection")
-        name, layers = _decoder_layers(model)
-        root = name.rpartition(".")[0]
-        decoder = model.get_submodule(root)
-        before, after = list[str](), list[str]()
-        for child, module in decoder.named_children():
-            full = f"{root}.{child}" if root else child
-            if module is layers or not any(True for _ in module.parameters()):
-                continue
-            if isinstance(module, torch.nn.Embedding):
-                before.append(full)
-            elif any(part in child for part in _AFTER):
-                after.append(full)
-            else:
-                raise _cannot(model, f"{full} is neither an embedding nor a norm")
-        after += [name for name, module in model.named_modules() if module is head]
-        inside = {*layers.parameters(), *(p for name in before + after for p in model.get_submodule(name).parameters())}
-        outside = [name for name, parameter in model.named_parameters() if parameter not in inside]
-        if outside:
-            raise _cannot(model, f"{', '.join(outside[:3])} {'are' if len(outside) > 1 else 'is'} outside its layers")
-        return cls(layers, tuple(before), tuple(after), embedding, head)
-
-    @property
-    def tied(self) -> bool:
-        """Whether embedding and head have the same weight."""
-        weight = getattr(self.embedding, "weight", None)
-        return weight is not None and weight is getattr(self.head, "weight", None)
-
-    def costs(self, model: PreTrainedModel) -> list[float]:
-        """Numbers that a token is multiplied with, by layer; the first has those of the embedding, the last those of the head.
-
-        Core attention is not among them: stages share it.
-        """
-        experts = _active_experts(model)
-        costs = [sum(_cost(parameter, experts) for parameter in layer.parameters()) for layer in self.layers]
-        costs[0] += sum(weight.shape[-1] for name in self.before for weight in model.get_submodule(name).parameters())
-        costs[-1] += sum(_cost(weight, 1.0) for name in self.after for weight in model.get_submodule(name).parameters())
-        return costs
-
-
-def layers_of_stages(costs: Sequence[float], stages: int) -> list[int]:
-    """How many layers each stage gets, so that the most expensive stage is as cheap as can be.
+def from_pretrained(name: str, mesh: DeviceMesh, *, layers: Sequence[int] | None = None, **kwargs: Any) -> Stage:
+    """Load this rank's stage of a checkpoint, and only that: no other weight takes memory.
 
     Args:
-        costs: of each layer.
-        stages: how many stages; each gets at least one layer.
+        name: a directory or a name on the hub, as for transformers.
+        mesh: as for `split`.
+        layers: as for `split`.
+        kwargs: for ``from_pretrained`` of transformers, such as ``dtype``; ``attn_implementation`` is "distca" if not given.
 
     Raises:
-        ConfigError: if there are fewer layers than stages.
+        UnsupportedError, ConfigError: as `split`.
     """
-    if not 1 <= stages <= len(costs):
-        raise ConfigError(f"a model of {len(costs)} layers cannot be split into {stages} stages: each needs a layer.")
-    ends = [0.0, *itertools.accumulate(costs)]
-    # Of the first n layers over a number of stages: the cost of the most expensive stage, and where the last stage begins.
-    best = [(end, 0) for end in ends]
-    tables = [best]
-    for stage in range(1, stages):
-        best = [
-            min(((max(best[begin][0], ends[n] - ends[begin]), begin) for begin in range(stage, n)), default=(math.inf, 0))
-            for n in range(len(costs) + 1)
-        ]
-        tables.append(best)
-    layers, end = list[int](), len(costs)
-    for table in reversed(tables):
-        begin = table[end][1]
-        layers.insert(0, end - begin)
-        end = begin
-    return layers
+    implementation = kwargs.pop("attn_implementation", "distca")
+    location = {key: value for key, value in kwargs.items() if key in _LOCATION}
+    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(name, **location)
+    with torch.device("meta"):
+        auto: Any = AutoModelForCausalLM
+        whole = auto.from_config(config, attn_implementation=implementation)
+    layers = _layers_by_stage(whole, mesh, layers)
+    base, tied, stage = type(whole), ModelParts.of(whole).tied, mesh.get_local_rank()
+    stage_models: list[StageModel] = []
+
+    def __init__(self: Any, *args: Any, **more: Any) -> None:  # noqa: N807
+        base.__init__(self, *args, **more)
+        stage_models.append(StageModel(self, stage, layers, tied=tied))
+        if not stage_models[-1].is_last:
+            self.all_tied_weights_keys = {}  # there is nothing to tie: the head is on the last stage
+
+    # Weights of other stages are in the checkpoint and not in the model: nothing to warn of.
+    names = {"__init__": __init__, "__module__": base.__module__, "_keys_to_ignore_on_load_unexpected": [".*"]}
+    loader: Any = type(base.__name__, (base,), names)
+    loaded = loader.from_pretrained(name, config=config, attn_implementation=implementation, **kwargs)
+    loaded.__class__ = base
+    model = stage_models[-1]
+    model.loaded()
+    if tied and model.is_last and model.head is not None and any(weight.is_meta for weight in model.head.parameters()):
+        raise UnsupportedError(f"the tied head of {name} was not loaded: use `split` on the whole model.")
+    return Stage(model, mesh)
 
 
-def embedding_of(model: PreTrainedModel) -> torch.nn.Module | None:
-    """The input embedding of a model."""
-    embedding: Any = model.get_input_embeddings()
-    return embedding if isinstance(embedding, torch.nn.Module) else None
+def save_pretrained(stage: Stage, directory: str | Path, **kwargs: Any) -> None:
+    """Save the model of all stages as transformers would save the whole one: `from_pretrained` loads it without hf_distca.
+
+    All ranks must call it, with a directory that all of them see. The first copy of the model writes, each stage its own weights.
+    A checkpoint that is there is replaced. Of a model with an adapter only the adapter is saved, for `PeftModel.from_pretrained`.
+
+    Args:
+        stage: of this rank.
+        directory: where to; made if it is not there.
+        kwargs: for ``save_pretrained`` of transformers, such as ``max_shard_size``; those of adapters are always one file.
+
+    Raises:
+        UnsupportedError: if the model has several adapters.
+    """
+    folder, model = Path(directory), stage.unwrapped
+    adapted, weights = has_adapters(model.model), _weights(model)  # of sharded ones, all copies together
+    if adapted:
+        weights = adapter_weights(model.model, weights)
+    parts = [folder / f".stage-{number}" for number in range(model.stages)]
+    part, writes = parts[model.stage], _writes(stage)
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        if part.exists():  # of a save that was killed
+            shutil.rmtree(part)
+        if adapted:  # there may be no layer with an adapter on this stage
+            part.mkdir()
+            save_file(weights, part / _ADAPTER)
+            next(iter(model.model.peft_config.values())).save_pretrained(part)
+        else:
+            _save_stage(model.model, part, weights, kwargs)
+    dist.barrier()
+    if writes and model.is_first:
+        (_merge_adapters if adapted else _merge_shards)(folder, parts)
+        for file in parts[0].iterdir():
+            if file.suffix != ".safetensors" and file.name != _INDEX:
+                file.replace(folder / file.name)
+        for part in parts:
+            shutil.rmtree(part)
+    dist.barrier()
 
 
-def head_of(model: PreTrainedModel) -> torch.nn.Module | None:
-    """The output projection of a model."""
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return head if isinstance(head, torch.nn.Module) else None
+def _writes(stage: Stage) -> bool:
+    """Whether this rank is of the first copy of the model."""
+    whole = whole_mesh(stage.mesh)
+    coordinates = zip(whole.mesh_dim_names or (), whole.get_coordinate() or (), strict=True)
+    return not any(coordinate for name, coordinate in coordinates if name not in (stage.mesh.mesh_dim_names or ()))
 
 
-def _decoder_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
-    from transformers.modeling_layers import GradientCheckpointingLayer  # it imports what registers distca
-
-    lists = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList)
-        and len(module)
-        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
-    ]
-    if len(lists) != 1:
-        raise _cannot(model, f"it has {len(lists)} lists of layers, not one")
-    return lists[0]
+def _weights(model: StageModel) -> dict[str, torch.Tensor]:
+    """The stage's weights on the host. Of one that is tied, the first stage has the copy that a checkpoint holds."""
+    weights = {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
+        for name, value in model.model.state_dict().items()
+    }
+    if model.tied and model.is_last and not model.is_first:
+        for name, module in model.model.named_modules():
+            if module is model.head:
+                weights.pop(f"{name}.weight", None)
+    return weights
 
 
-def _cannot(model: PreTrainedModel, why: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{type(model).__name__} ({model.config.model_type}) cannot be split into pipeline stages: {why}. Train it with data "
-        "parallelism (FSDP), whose ranks share attention too."
-    )
+def _save_stage(model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor], kwargs: dict[str, Any]) -> None:
+    """Save a stage like a model of its own; transformers 5.23 writes on rank 0 alone unless the model says otherwise."""
+    writer: Any = model
+    writer.should_save_on_this_rank = lambda *_, **__: True
+    try:
+        model.save_pretrained(part, state_dict=weights, **kwargs)
+    finally:
+        del writer.should_save_on_this_rank
 
 
-def _active_experts(model: PreTrainedModel) -> float:
-    """The part of its experts that a token goes through."""
-    config = model.config.get_text_config(decoder=True)
-    of, all_ = (next(_numbers(config, names), 1) for names in (("num_experts_per_tok", "moe_topk", "top_k_experts"), _EXPERTS))
-    return min(1.0, of / all_)
+def _merge_adapters(folder: Path, parts: Sequence[Path]) -> None:
+    """Put the adapters of all stages into one file."""
+    save_file({name: weight for part in parts for name, weight in load_file(part / _ADAPTER).items()}, folder / _ADAPTER)
 
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+def _merge_shards(folder: Path, parts: Sequence[Path]) -> None:
+    """Make one checkpoint of the files of all stages."""
+    shards = [shard for part in parts for shard in sorted(part.glob("*.safetensors"))]
+    weight_map, total = dict[str, str](), 0
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        sizes = _sizes(shard)
+        weight_map |= dict.fromkeys(sizes, name)
+        total += sum(sizes.values())
+        shard.replace(folder / name)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    for file in list(folder.iterdir()):  # weights of an earlier checkpoint: transformers prefers one file to an index
+        if file.name == _WHOLE or (_SHARD.fullmatch(file.name) and file.name not in weight_map.values()):
+            file.unlink()
 
 
-def _numbers(config: object, names: Sequence[str]) -> Iterator[int]:
-    return (value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0)
-
-
-def _cost(parameter: torch.nn.Parameter, experts: float) -> float:
-    """Numbers of a weight that a token is multiplied with; weights of all experts are one tensor of three dimensions."""
-    return parameter.numel() * (experts if parameter.dim() == 3 else 1.0)
+def _sizes(shard: Path) -> dict[str, int]:
+    """The weights in a file, and their bytes: read from its header."""
+    with shard.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    bounds = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: end - begin for name, (begin, end) in bounds.items()}

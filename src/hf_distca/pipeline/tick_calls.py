@@ -1,17 +1,16 @@
 """A stage's part in the attention of a tick: with the rows of its own micro-batch, or as a server only.
 
-A call has a plan for its forward and another one for its backward, since other micro-batches are in the same tick then. The rows
-travel in backward anyway, so nothing is lost by it: when its backward begins, a call exchanges its route.
+A call has one plan for its forward and another for its backward, when other micro-batches are in the same tick. Rows travel again
+in backward anyway, so this costs nothing: when its backward begins, a call changes its route.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from hf_distca.agreement.announce import PlanKey
@@ -31,7 +30,7 @@ from hf_distca.runtime.trace import Tracer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
-__all__ = ["DTYPES", "WHY_NOT_OTHERS", "CallFactory", "CallPart", "LayerKind", "MicroBatch", "StageAttention", "TickCalls"]
+__all__ = ["DTYPES", "WHY_NOT_OTHERS", "CallPart", "KindFinder", "LayerKind", "MicroBatch", "StageAttention", "TickCalls"]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks tell each other the index
 WHY_NOT_OTHERS = (
@@ -56,11 +55,7 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def of(cls, key: PlanKey, inputs: Inputs, scores: Scores) -> LayerKind:
-        """The kind of a call.
-
-        Raises:
-            UnsupportedError: if stages cannot run in its dtype.
-        """
+        """The kind of a call, in a dtype that stages can run in."""
         dtype = inputs.q_THD.dtype
         if dtype not in DTYPES:
             raise UnsupportedError(f"attention of a pipeline stage is computed in {dtype}. {WHY_NOT_OTHERS}")
@@ -71,19 +66,17 @@ class LayerKind(NamedTuple):
         seen = "all keys" if window is None else f"the last {window} keys"
         return f"{shape.query_heads} heads of width {shape.head_dim} in {self.dtype} that see {seen} (scale {self.scale:g})"
 
-    def row(self) -> list[int]:
-        """The kind as int64 numbers."""
-        shape, key = self.key.shape, self.key
-        heads = [shape.query_heads, shape.key_value_heads, shape.head_dim, shape.value_head_dim, shape.element_bytes]
-        floats = np.array([self.scale, self.softcap or 0.0]).view(np.int64).tolist()
-        return [*heads, key.window or 0, key.chunk or 0, DTYPES.index(self.dtype), *floats]
+    @property
+    def numbers(self) -> list[int | float | None]:
+        """What the kind is made of, but for the device."""
+        key = self.key
+        return [*astuple(key.shape), key.window, key.chunk, DTYPES.index(self.dtype), self.scale, self.softcap]
 
     @classmethod
-    def from_row(cls, row: Sequence[int], device: str) -> LayerKind:
-        """The kind that numbers stand for, on devices of this type."""
-        *heads, window, chunk, dtype, scale_bits, softcap_bits = (int(number) for number in row)
-        scale, softcap = np.array([scale_bits, softcap_bits]).view(np.float64).tolist()
-        return cls(PlanKey(AttentionShape(*heads), device, window or None, chunk or None), DTYPES[dtype], scale, softcap or None)
+    def from_numbers(cls, numbers: Sequence[Any], device: str) -> LayerKind:
+        """The kind that `numbers` stand for, on devices of this type."""
+        *shape, window, chunk, dtype, scale, softcap = numbers
+        return cls(PlanKey(AttentionShape(*shape), device, window, chunk), DTYPES[dtype], scale, softcap)
 
     def no_rows(self, device: torch.device) -> Operands:
         """Operands without rows."""
@@ -101,7 +94,7 @@ class CallPart:
         number: which call of its tick it is, from 0.
         name: which call it is, in words that are the same on all ranks.
         kind: of the layers.
-        own: which of its own calls it is to this rank's stage, in the order of its forward; None if it only serves.
+        stage_call: which call of this rank's own micro-batch it is, in the order of its forward; None if the rank only serves.
         route: this rank's.
         window: of the plan.
     """
@@ -109,52 +102,41 @@ class CallPart:
     number: int
     name: str
     kind: LayerKind
-    own: int | None
+    stage_call: int | None
     route: Route
     window: int | None
 
 
 class TickCalls:
-    """The calls of a tick in their order, as this rank comes to them.
+    """The calls of a tick, as this rank comes to them: of forward in the order of layers, of backward the other way round.
 
-    Args:
-        parts: those of forward in the order of layers, those of backward the other way round.
-        serve: takes part in a call without rows of this rank's own.
-        doing: what this rank runs, for errors.
+    `serve` takes part in a call without rows of this rank's own; `doing` is what this rank runs, for errors.
     """
 
     def __init__(self, parts: Sequence[CallPart], serve: Callable[[CallPart], None], doing: str) -> None:
         self._parts, self._serve, self._doing, self._next = parts, serve, doing, 0
 
-    def reach(self, own: int) -> CallPart:
-        """Serve until this rank's own call of that number is next.
-
-        Raises:
-            DistCADesyncError: if it is not: the stage runs other layers than it did before.
-        """
-        part = self._serve_until(own)
-        if part is None:
-            raise DistCADesyncError(f"{self._doing} came to its attention call {own} where it has none: {_SAME_LAYERS}.")
+    def reach(self, number: int) -> CallPart:
+        """Serve until the call of this number of this rank's own micro-batch is next, and return that."""
+        part = self._serve_others()
+        if part is None or part.stage_call != number:
+            raise DistCADesyncError(f"{self._doing} came to its attention call {number} where it has none: {_SAME_LAYERS}.")
+        self._next += 1
         return part
 
     def finish(self) -> None:
-        """Serve in the calls that are left.
-
-        Raises:
-            DistCADesyncError: if one of them is this rank's own.
-        """
-        part = self._serve_until(None)
+        """Serve in the calls that are left, of which none may be of this rank's own micro-batch."""
+        part = self._serve_others()
         if part is not None:
-            raise DistCADesyncError(f"{self._doing} never came to its attention call {part.own}: {_SAME_LAYERS}.")
+            raise DistCADesyncError(f"{self._doing} never came to its attention call {part.stage_call}: {_SAME_LAYERS}.")
 
-    def _serve_until(self, own: int | None) -> CallPart | None:
+    def _serve_others(self) -> CallPart | None:
+        """Serve up to the next call of this rank's own micro-batch, and return that; None if there is none."""
         while self._next < len(self._parts):
             part = self._parts[self._next]
-            if part.own is not None and part.own != own:
-                return None if own is not None else part
-            self._next += 1
-            if part.own is not None:
+            if part.stage_call is not None:
                 return part
+            self._next += 1
             if part.route.exchanges:
                 self._serve(part)
         return None
@@ -171,9 +153,9 @@ class MicroBatch:
         name: for errors.
         documents: of this rank.
         layout: documents of this micro-batch on all copies of the model, by rank.
-        forward, backward: its calls of attention among those of the tick; backward once that has begun.
-        parts: this rank's own calls in forward, by number.
-        exchanges: of each, whether anything is moved in its forward or backward.
+        forward, backward: the calls of its tick; backward once that has begun.
+        parts: this rank's part in each of its calls in forward, by number.
+        moved: the calls in which anything is moved, forward or backward.
         outputs: for activation checkpointing; None where no backward follows.
         numbers: of the modules that have called attention, which call it was.
     """
@@ -183,68 +165,115 @@ class MicroBatch:
     layout: Layout
     forward: TickCalls
     parts: Mapping[int, CallPart]
-    exchanges: Mapping[int, bool]
+    moved: Set[int | None]
     outputs: OutputStore | None
     backward: TickCalls | None = None
     numbers: dict[int, int] = field(default_factory=dict)
 
     def number_of(self, module: torch.nn.Module, *, again: bool) -> int:
-        """Which call of the micro-batch a module makes, from 0, in its forward or `again` in a recompute.
-
-        Raises:
-            UnsupportedError: if the module computes attention twice in a forward, or in a recompute alone.
-        """
-        if again and id(module) not in self.numbers:
-            raise UnsupportedError(f"{type(module).__name__} computes attention in backward that it did not in forward.")
-        if not again and id(module) in self.numbers:
-            name = type(module).__name__
+        """Which call of the micro-batch a module makes, from 0, in its forward or `again` in a recompute."""
+        name, known = type(module).__name__, id(module) in self.numbers
+        if again and not known:
+            raise UnsupportedError(f"{name} computes attention in backward that it did not in forward.")
+        if known and not again:
             raise UnsupportedError(f"{name} computes attention twice in a forward, which stages of a pipeline cannot.")
         return self.numbers.setdefault(id(module), len(self.numbers))
 
     def backward_part(self, number: int) -> CallPart:
-        """This rank's part in the backward of one of its calls, which begins now.
-
-        Raises:
-            DistCADesyncError: if the schedule does not run a backward of this micro-batch.
-        """
+        """This rank's part in the backward of one of its calls, which begins now."""
         if self.backward is None:
             raise DistCADesyncError(f"the backward of {self.name} ran outside its schedule: let `Schedule.step` run it.")
         return self.backward.reach(number)
 
 
-class CallFactory:
-    """Gives calls what they need besides their rows, and takes part in those of other stages.
+class KindFinder:
+    """Notes the kinds of a stage's calls of attention, in their order, in a forward that no other rank takes part in."""
 
-    Args:
-        session: of the process.
+    def __init__(self, session: Session) -> None:
+        self.session, self.kinds = session, list[LayerKind]()
+
+    def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
+        """As `Session.work_for`."""
+        handle.alone, self.session.conductor = True, None
+        try:
+            work = self.session.work_for(handle, arguments, query, key, training=False)
+        finally:
+            self.session.conductor = self
+        handle.work[key] = replace(work, attend=partial(self._attend, work, key))
+        return handle.work[key]
+
+    def _attend(self, work: Work, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores) -> torch.Tensor:
+        self.kinds.append(LayerKind.of(key, inputs, scores))
+        return self.session.attend(work, module, inputs, scores)
+
+
+class StageAttention:
+    """Computes a stage's attention in the session's place while a schedule runs, and serves other stages.
+
+    Attributes:
         group: the ranks of all stages.
-        device: of this rank.
+        micro_batch: the one whose forward runs.
     """
 
     def __init__(self, session: Session, group: AttentionGroup, device: torch.device) -> None:
         self.session, self.group, self.device = session, group, device
+        self.micro_batch: MicroBatch | None = None
 
-    def group_of(self, part: CallPart, *, backward: bool) -> AttentionGroup:
+    def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
+        """As `Session.work_for`; calls get their routes when they are made."""
+        micro_batch = self.micro_batch
+        if micro_batch is None:
+            raise DistCADesyncError("a stage of a pipeline ran a forward outside its schedule: let `Schedule.step` run it.")
+        handle.documents = micro_batch.documents.in_chunks(handle.mask.chunk)
+        handle.check(micro_batch.layout)
+        keep = None if handle.documents.keep is None else to_device(torch.from_numpy(handle.documents.keep), query.device)
+        attend = partial(self._attend, micro_batch, key)
+        handle.work[key] = Work(self.group, _NO_ROUTE, keep, None, self.session.meter, name=micro_batch.name, attend=attend)
+        return handle.work[key]
+
+    def _attend(
+        self, micro_batch: MicroBatch, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
+    ) -> torch.Tensor:
+        """One call of a micro-batch, in its forward or in a recompute."""
+        self.group.raise_pending()
+        again, kind = in_backward(), LayerKind.of(key, inputs, scores)
+        number = micro_batch.number_of(module, again=again)
+        if not again:
+            micro_batch.forward.reach(number)
+        expected = micro_batch.parts[number].kind
+        if kind != expected:
+            raise DistCADesyncError(
+                f"{micro_batch.name} has {kind} where the first step found {expected}: layers must stay as they are."
+            )
+        # Force a backward even if nothing before the layer is trained, because other stages expect its rows.
+        if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in inputs[:3]):
+            inputs = inputs._replace(q_THD=inputs.q_THD.detach().requires_grad_())
+        stored = None if micro_batch.outputs is None else micro_batch.outputs.of(module, inputs.tensors)
+        call = StageCall(self, micro_batch, number, stored)
+        if again and call.recalled is None:
+            raise UnsupportedError(f"{type(module).__name__} computes attention in backward whose outputs were not kept.")
+        return core_attention(inputs, call)
+
+    def channel(self, part: CallPart, *, backward: bool) -> AttentionGroup:
         """The group, with a channel for a call."""
         data = self.group.data
         if data is None:
             return self.group
         return replace(self.group, data=data.at(part.name, 0 if backward else 2 * len(part.route.waves)))
 
-    def server(self, part: CallPart) -> AttentionServer:
+    def server(self, part: CallPart, *, backward: bool) -> AttentionServer:
         """What runs the tasks of a call."""
         shape, scores = part.kind.key.shape, Scores(part.kind.scale, part.window, part.kind.softcap)
         widths = shape.head_dim, shape.value_head_dim
         kernel = self.session.kernel(part.kind.no_rows(self.device).q_THD, widths, scores, shape.ratio)
         tracer = Tracer(self.session.trace, 0, part.number + 1, self.device)
+        tracer.backward = backward
         reporting = partial(self.group.reporting, f"computing {part.name}")
         return AttentionServer(kernel, scores, self.session.meter, tracer, reporting)
 
     def serve(self, part: CallPart, *, backward: bool) -> None:
         """Take part in a call without rows of this rank's own."""
-        server = self.server(part)
-        server.tracer.backward = backward
-        call = Call(part.route, self.group_of(part, backward=backward), server)
+        call = Call(part.route, self.channel(part, backward=backward), self.server(part, backward=backward))
         # Rows of head groups travel if documents are split by heads.
         q_THD, k_TKD, v_TKV = no_rows = in_groups(part.kind.no_rows(self.device), part.route.groups)
         # Kernels put log-sum-exps out in float32 at least.
@@ -261,119 +290,26 @@ class CallFactory:
                     call.collect_outputs(wave, outputs, call.run_arrived(wave, no_rows, outputs, dispatch))
 
 
-class StageCall(Call):
-    """A call with rows of this rank's own.
-
-    Args:
-        factory: of this rank.
-        part: this rank's, in the tick of the forward.
-        stored: where outputs are kept for a recompute, as for `Call`.
-        exchanges: whether any rank moves anything in its forward or backward.
-        backward_part: gives this rank's part in the tick of the backward, once that begins.
-    """
-
-    def __init__(
-        self,
-        factory: CallFactory,
-        part: CallPart,
-        stored: LayerOutputs | None,
-        *,
-        exchanges: bool,
-        backward_part: Callable[[], CallPart],
-    ) -> None:
-        super().__init__(part.route, factory.group_of(part, backward=False), factory.server(part), stored)
-        self._factory, self._exchanges, self._backward_part = factory, exchanges, backward_part
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether any rank moves anything, forward or backward."""
-        return self._exchanges
-
-    def begin_backward(self) -> None:
-        """Go over to the plan of the tick in which the backward runs."""
-        super().begin_backward()
-        part = self._backward_part()
-        self.route, self.server = part.route, self._factory.server(part)
-        self.group = self._factory.group_of(part, backward=True)
-        self.server.tracer.backward = True
-
-
-class StageAttention:
-    """Plans the attention of a stage's forwards in the session's place, while a schedule runs them.
-
-    Before the first step it learns which kinds of attention the stage has, from a forward that no other rank takes part in. Then
-    it gives every call of a micro-batch its part in those of the tick.
-
-    Attributes:
-        factory: of this rank.
-        learned: the kinds of the stage's calls, in their order, while it learns; None afterwards.
-        micro_batch: the one whose forward runs.
-    """
-
-    def __init__(self, factory: CallFactory) -> None:
-        self.factory, self.session = factory, factory.session
-        self.learned: list[LayerKind] | None = []
-        self.micro_batch: MicroBatch | None = None
-
-    def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
-        """Plan one kind of layer of a micro-batch, as `Session.work_for`."""
-        if self.learned is not None:
-            work = self._work_alone(handle, arguments, query, key)
-        else:
-            work = self._work_together(handle, query, key)
-        handle.work[key] = work
-        return work
-
-    def _work_alone(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
-        handle.alone, self.session.conductor = True, None
-        try:
-            work = self.session.work_for(handle, arguments, query, key, training=False)
-        finally:
-            self.session.conductor = self
-        return replace(work, attend=partial(self._learn, work, key))
-
-    def _learn(self, work: Work, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores) -> torch.Tensor:
-        if self.learned is not None:
-            self.learned.append(LayerKind.of(key, inputs, scores))
-        return self.session.attend(work, module, inputs, scores)
-
-    def _work_together(self, handle: AttentionHandle, query: torch.Tensor, key: PlanKey) -> Work:
-        micro_batch = self.micro_batch
-        if micro_batch is None:
-            raise DistCADesyncError("a stage of a pipeline ran a forward outside its schedule: let `Schedule.step` run it.")
-        handle.documents = micro_batch.documents.in_chunks(handle.mask.chunk)
-        handle.check(micro_batch.layout)
-        keep = None if handle.documents.keep is None else to_device(torch.from_numpy(handle.documents.keep), query.device)
-        attend = partial(self._attend, micro_batch, key)
-        return Work(self.factory.group, _NO_ROUTE, keep, None, self.session.meter, name=micro_batch.name, attend=attend)
-
-    def _attend(
-        self, micro_batch: MicroBatch, key: PlanKey, module: torch.nn.Module, inputs: Inputs, scores: Scores
-    ) -> torch.Tensor:
-        """One call of a micro-batch, in its forward or in a recompute."""
-        self.factory.group.raise_pending()
-        again, kind = in_backward(), LayerKind.of(key, inputs, scores)
-        number = micro_batch.number_of(module, again=again)
-        part = micro_batch.parts[number] if again else micro_batch.forward.reach(number)
-        if kind != part.kind:
-            raise DistCADesyncError(
-                f"{micro_batch.name} has {kind} where the first step found {part.kind}: layers must stay as they are."
-            )
-        inputs = _with_gradient(inputs)
-        stored = None if micro_batch.outputs is None else micro_batch.outputs.of(module, inputs.tensors)
-        backward_part = partial(micro_batch.backward_part, number)
-        call = StageCall(self.factory, part, stored, exchanges=micro_batch.exchanges[number], backward_part=backward_part)
-        if again and call.recalled is None:
-            raise UnsupportedError(f"{type(module).__name__} computes attention in backward whose outputs were not kept.")
-        return core_attention(inputs, call)
-
-
 # Of work whose calls have their routes from elsewhere.
 _NO_ROUTE = Route(TaskBatch((), (), (), ()), (), exchanges=False)
 
 
-def _with_gradient(inputs: Inputs) -> Inputs:
-    """Force a backward even if nothing before the layer is trained, because other stages expect its rows."""
-    if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in inputs[:3]):
-        return inputs
-    return inputs._replace(q_THD=inputs.q_THD.detach().requires_grad_())
+class StageCall(Call):
+    """A call with rows of this rank's own: the one of this number of a micro-batch."""
+
+    def __init__(self, attention: StageAttention, micro_batch: MicroBatch, number: int, stored: LayerOutputs | None) -> None:
+        part = micro_batch.parts[number]
+        super().__init__(part.route, attention.channel(part, backward=False), attention.server(part, backward=False), stored)
+        self._attention, self._micro_batch, self._number = attention, micro_batch, number
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether any rank moves anything, forward or backward."""
+        return self._number in self._micro_batch.moved
+
+    def begin_backward(self) -> None:
+        """Go over to the plan of the tick in which the backward runs."""
+        super().begin_backward()
+        part = self._micro_batch.backward_part(self._number)
+        self.route, self.server = part.route, self._attention.server(part, backward=True)
+        self.group = self._attention.channel(part, backward=True)

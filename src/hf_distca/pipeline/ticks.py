@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 
 from hf_distca.agreement.announce import PlanKey, Stated
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import UnsupportedError
 from hf_distca.pipeline.tick_calls import CallPart, LayerKind
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
@@ -65,13 +65,7 @@ class Tick(NamedTuple):
 
 
 def ticks(stages: int, micro_batches: int, *, backward: bool = True) -> list[Tick]:
-    """The ticks of a step, in their order.
-
-    Args:
-        stages: how many stages there are.
-        micro_batches: how many there are.
-        backward: whether there are backward ticks, as in training.
-    """
+    """The ticks of a step in their order; without `backward` those of an evaluation."""
     order: list[Tick] = []
     for round_ in range(micro_batches + 2 * (stages - 1)):
         forward_numbers = [round_ - stage for stage in range(stages)]
@@ -97,13 +91,10 @@ class JointCall(Generic[T]):
 
 
 def joint_calls(stages: Sequence[Sequence[T]]) -> list[JointCall[T]]:
-    """The calls of all stages in one order, in which as many stages as can take part in each.
+    """The calls of all stages in one order, with as many stages in each as possible.
 
-    Only calls of one kind can be made together. The kind that most stages have next goes first. That need not lead to the fewest
-    joint calls, but does where stages have the same kinds of layers in the same order, up to their number.
-
-    Args:
-        stages: the kinds of each stage's calls, in the order of its forward.
+    Only calls of one kind can be made together. The kind that most stages have next goes first. That gives the fewest joint calls
+    where stages have the same kinds of layers in the same order, whatever their number; elsewhere it may give more.
     """
     done, calls = [0] * len(stages), list[JointCall[T]]()
     while any(count < len(kinds) for count, kinds in zip(done, stages, strict=True)):
@@ -124,12 +115,14 @@ class Pipeline:
         copies: of each rank, which copy of the model it is a stage of. The ranks of a copy have the same micro-batches.
         rank: this one.
         calls: those of a forward, in their order.
+        dtypes: of the hidden states that each stage hands on, and of their gradients.
     """
 
     stages: tuple[int, ...]
     copies: tuple[int, ...]
     rank: int
     calls: tuple[JointCall[LayerKind], ...]
+    dtypes: tuple[torch.dtype, ...]
 
     @property
     def stage(self) -> int:
@@ -148,28 +141,19 @@ class Pipeline:
 
 
 def documents_of_stated(stated: Sequence[Stated]) -> list[list[Documents]]:
-    """The documents of each micro-batch by rank, from what all ranks state for each micro-batch.
-
-    Raises:
-        UnsupportedError: if documents span ranks without numbers.
-    """
+    """The documents of each micro-batch by rank, from what all ranks state."""
     documents = []
     for micro_batch in stated:
-        lengths, spans = micro_batch.numbers, bool(micro_batch.spans.any())
-        # Without numbers each document is in one piece on one rank: its row says only how long it is.
-        rows = lengths if spans else np.stack([np.full_like(lengths, -1), np.zeros_like(lengths), lengths], axis=1)
-        if spans and (rows[:, 0] < 0).any():
-            raise UnsupportedError(
-                "documents of a pipeline may span its data-parallel ranks only with numbers (PackedDocuments, or shares of "
-                "hf_distca.document_shares): unset documents_span_ranks in DistCAConfig."
-            )
+        numbers, spans = micro_batch.numbers, bool(micro_batch.spans.any())
+        # Documents that span ranks have whole rows. Of others, in one piece on one rank each, the row says only how long it is.
+        rows = numbers if spans else np.stack([np.full_like(numbers, -1), np.zeros_like(numbers), numbers], axis=1)
         of_ranks = np.split(rows, np.cumsum(micro_batch.counts)[:-1])
         documents.append([Documents(rank_rows, spans) for rank_rows in of_ranks])
     return documents
 
 
 def documents_of_shares(shares: Sequence[Dealt], copies: Sequence[int]) -> list[list[Documents]]:
-    """As `documents_of_stated`, from this rank's shares of dealt batches, which know those of all copies."""
+    """As `documents_of_stated`, from this rank's shares of dealt batches, which know the documents of all copies."""
     documents = []
     for dealt in shares:
         rows = [np.array(dealt.whole.segments(copy), dtype=np.int64).reshape(-1, 3) for copy in range(dealt.ranks)]
@@ -209,11 +193,7 @@ class TickPlans:
     _routes: dict[_PlanOf, Route] = field(default_factory=dict)
 
     def make(self) -> int:
-        """Make the plans of all ticks, in their order.
-
-        Returns:
-            A number of 60 bits that differs where any of the plans does.
-        """
+        """Make the plans of all ticks, in their order. Returns a digest of all of them, of 60 bits."""
         digest = hashlib.sha256()
         for tick in self.order:
             for _, plan_of in self._calls(tick):
@@ -229,9 +209,9 @@ class TickPlans:
                 config, plan = self.config, self._plan(plan_of)
                 waves = Waves.of(plan, plan_of.key.shape, config.tile, config.max_transient_bytes, config.head_groups)
                 route = self._routes[plan_of] = Route.build(plan, self.pipeline.rank, waves)
-            own = None if plan_of.running[stage] is None else call.calls[stage]
+            stage_call = None if plan_of.running[stage] is None else call.calls[stage]
             name = f"attention call {number} of {tick} of {self.name}"
-            parts.append(CallPart(number, name, call.kind, own, route, self._plan(plan_of).window))
+            parts.append(CallPart(number, name, call.kind, stage_call, route, self._plan(plan_of).window))
         return parts
 
     def backward_parts(self, micro_batch: int) -> list[CallPart]:
@@ -240,6 +220,11 @@ class TickPlans:
             if tick.backward and tick.micro_batches[self.pipeline.stage] == micro_batch:
                 return self.parts(tick)
         return []
+
+    def layout_of(self, micro_batch: int) -> Layout:
+        """The documents of a micro-batch on the ranks of this rank's stage."""
+        stages = range(self.pipeline.depth)
+        return self.layout(tuple(micro_batch if stage == self.pipeline.stage else None for stage in stages), None)
 
     def layout(self, running: Running, chunk: int | None) -> Layout:
         """The documents of these micro-batches on the ranks that run them. Each micro-batch is on one stage at most."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_distca.errors import ReportError
 from hf_distca.input_files import read_file
-from hf_distca.run_report.rows import RECORD_NAME, PlanRow, Row, RunRow, StepsRow, WarningRow, read_row
+from hf_distca.run_report.rows import RECORD_NAME, Row, RunRow, StepsRow, is_number, read_row
 
-__all__ = ["RankTrace", "RunFolder"]
+__all__ = ["PREFIX", "RankTrace", "RunFolder"]
 
+RowKind = TypeVar("RowKind", bound=Row)
+PREFIX = "distca/"  # of figures in a log
 _STATE = "trainer_state.json"
 _MOST_RECORD_BYTES = 2**30  # all plans of a long run
 _EXCHANGES = ("dispatch", "return")
@@ -26,37 +27,39 @@ _HOW = (
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The timeline of one rank in sums: seconds in which messages travelled, and in which nothing else was computed."""
+    """The timeline of one rank in sums.
+
+    Attributes:
+        rank: which one.
+        travelled_seconds, waited_seconds: in which messages travelled, and in which nothing was computed meanwhile.
+        share: of the messages' time that was hidden; None without messages.
+    """
 
     rank: int
-    travelled: float
-    waited: float
-
-    @property
-    def hidden(self) -> float | None:
-        """The part of the messages' time that was computed in; None without messages."""
-        return 1 - self.waited / self.travelled if self.travelled > 0 else None
+    travelled_seconds: float
+    waited_seconds: float
+    share: float | None
 
 
 @dataclass
 class RunFolder:
-    """What is there to report; of steps that ran again after a restart, the last time.
+    """What is there to report.
 
     Attributes:
         path: the folder.
-        runs: one for each training that wrote into the record.
-        steps, plans, warnings: rows of the record.
-        log: rows of the Trainer's log with figures of distca.
+        rows: of the record; of steps that ran again after a restart, the last time.
+        log: rows of the Trainer's log with figures of distca: the step, and the figures and the loss.
         traces: of the ranks that wrote one.
     """
 
     path: Path
-    runs: list[RunRow] = field(default_factory=list)
-    steps: list[StepsRow] = field(default_factory=list)
-    plans: list[PlanRow] = field(default_factory=list)
-    warnings: list[WarningRow] = field(default_factory=list)
-    log: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    log: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     traces: list[RankTrace] = field(default_factory=list)
+
+    def rows_of(self, kind: type[RowKind]) -> list[RowKind]:
+        """The rows of one kind."""
+        return [row for row in self.rows if isinstance(row, kind)]
 
     @classmethod
     def read(cls, path: Path) -> RunFolder:
@@ -75,9 +78,9 @@ class RunFolder:
             folder._read_record(record)
         if state is not None:
             folder.log = _read_log(state)
-        if not folder.steps and not folder.log:
+        if not folder.rows_of(StepsRow) and not folder.log:
             raise ReportError(_nothing_in(path, record, state))
-        folder.traces = sorted(_read_traces(path, folder.runs), key=lambda trace: trace.rank)
+        folder.traces = sorted(_read_traces(path, folder.rows_of(RunRow)), key=lambda trace: trace.rank)
         return folder
 
     def _read_record(self, path: Path) -> None:
@@ -87,22 +90,10 @@ class RunFolder:
             if number == len(lines) and not line.endswith("\n"):
                 return  # it is being written, or the process was killed there
             row = read_row(line, f"line {number} of {path}")
+            if isinstance(row, RunRow):  # what comes after its step runs again
+                self.rows = [earlier for earlier in self.rows if isinstance(earlier, RunRow) or earlier.step <= row.step]
             if row is not None:
-                self._add(row)
-
-    def _add(self, row: Row) -> None:
-        match row:
-            case RunRow():
-                self.runs.append(row)
-                self.steps = [earlier for earlier in self.steps if earlier.step <= row.step]
-                self.plans = [earlier for earlier in self.plans if earlier.step <= row.step]
-                self.warnings = [earlier for earlier in self.warnings if earlier.step <= row.step]
-            case StepsRow():
-                self.steps.append(row)
-            case PlanRow():
-                self.plans.append(row)
-            case WarningRow():
-                self.warnings.append(row)
+                self.rows.append(row)
 
 
 def _nothing_in(path: Path, record: Path, state: Path | None) -> str:
@@ -129,18 +120,19 @@ def _json(path: Path) -> Any:
         raise ReportError(f"{path} is not JSON: {error}. Move the file away to get a page without it.") from error
 
 
-def _read_log(path: Path) -> list[dict[str, Any]]:
+def _read_log(path: Path) -> list[tuple[int, dict[str, float]]]:
     state = _json(path)
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
         raise ReportError(f"{path} is no state of a Trainer: it has no list 'log_history'. Move the file away.")
-    rows = [_finite(row) for row in history if isinstance(row, dict) and type(row.get("step")) is int]
-    return [row for row in rows if any(str(name).startswith("distca/") for name in row)]
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without what is no number, which no page can draw."""
-    return {name: value for name, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
+    rows = []
+    for row in history:
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            numbers = {name: float(value) for name, value in row.items() if is_number(value)}
+            figures = {name: value for name, value in numbers.items() if name.startswith(PREFIX) or name == "loss"}
+            if figures.keys() - {"loss"}:
+                rows.append((row["step"], {name.removeprefix(PREFIX): value for name, value in figures.items()}))
+    return rows
 
 
 def _read_traces(path: Path, runs: list[RunRow]) -> Iterator[RankTrace]:
@@ -167,4 +159,4 @@ def _read_trace(path: Path) -> Iterator[RankTrace]:
         rank = int(path.stem.removeprefix("rank_"))
     except (KeyError, TypeError, ValueError) as error:
         raise ReportError(f"{path} is no timeline of hf_distca: {error!r}. Move the file away.") from error
-    yield RankTrace(rank, travelled / 1e6, waited / 1e6)
+    yield RankTrace(rank, travelled / 1e6, waited / 1e6, 1 - waited / travelled if travelled > 0 else None)

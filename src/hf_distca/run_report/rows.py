@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from types import UnionType
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
@@ -17,7 +18,19 @@ from hf_distca.agreement.history import Tally
 from hf_distca.errors import PlanError, ReportError
 from hf_distca.schedule.plan import Plan
 
-__all__ = ["RECORD_NAME", "PerRank", "PlanPart", "PlanRow", "Row", "RunRow", "StepsRow", "WarningRow", "read_row", "write_row"]
+__all__ = [
+    "RECORD_NAME",
+    "PerRank",
+    "PlanPart",
+    "PlanRow",
+    "Row",
+    "RunRow",
+    "StepsRow",
+    "WarningRow",
+    "is_number",
+    "read_row",
+    "write_row",
+]
 
 RECORD_NAME = "_distca_run.jsonl"  # `Trainer.push_to_hub` leaves out what begins so
 _LARGEST = 1e100  # no sum of such numbers is infinite
@@ -38,7 +51,7 @@ class PerRank:
     def __post_init__(self) -> None:
         columns = [getattr(self, column.name) for column in fields(self)]
         numbers = [value for column in columns for value in column]
-        if len({len(column) for column in columns}) != 1 or not numbers or not all(map(_is_number, numbers)):
+        if len({len(column) for column in columns}) != 1 or not numbers or not all(map(is_number, numbers)):
             raise ValueError("figures by rank are lists of numbers, of one length")
 
 
@@ -50,11 +63,11 @@ class RunRow:
         step: optimizer steps that were done before.
         started: when, in UTC.
         ranks, nodes: of the attention group; 0 nodes where that is not known.
-        device: that rank 0 computes on.
+        device: of rank 0.
         model: its type, shape and dtype.
         settings: the fields of `DistCAConfig`.
-        training: what of the training arguments decides what a micro-batch is.
-        versions: of the packages that take part.
+        training: the training arguments that decide what a micro-batch is.
+        versions: of packages.
         traces: folder of the timelines within that of the run, None if there are none there.
     """
 
@@ -78,7 +91,7 @@ class StepsRow:
         step: optimizer steps that are done.
         tally: the fields of a `Tally`, from which the figures of the log are made.
         per_rank: sums over the micro-batches.
-        loss: the loss that was logged, None if none was.
+        loss: as it was logged, None if none was.
         kernels: that attention ran in.
     """
 
@@ -104,9 +117,9 @@ class PlanPart:
     speeds: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        if not all(map(_is_number, self.seconds)):
+        if not all(map(is_number, self.seconds)):
             raise TypeError("the seconds of a plan are a list of numbers")
-        if self.speeds is not None and not all(_is_number(speed) and speed > 0 for speed in self.speeds):
+        if self.speeds is not None and not all(is_number(speed) and speed > 0 for speed in self.speeds):
             raise TypeError("the speeds of ranks are a list of positive numbers")
 
     def read(self) -> Plan:
@@ -152,22 +165,6 @@ Row = RunRow | StepsRow | PlanRow | WarningRow
 _KINDS: dict[str, type[Row]] = {"run": RunRow, "steps": StepsRow, "plan": PlanRow, "warning": WarningRow}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _TALLY = {figure.name for figure in fields(Tally)}
-# Of what is read, where the page relies on it.
-_EXPECTED: dict[str, Any] = {
-    "step": int,
-    "started": str,
-    "ranks": int,
-    "nodes": int,
-    "device": str,
-    "traces": str | None,
-    "loss": int | float | None,
-    "kernels": list,
-    "micro_batch": int,
-    "parts": list,
-    "text": str,
-    "per_rank": PerRank,
-    **dict.fromkeys(("model", "settings", "training", "versions", "tally"), dict),
-}
 
 
 def write_row(row: Row) -> str:
@@ -193,22 +190,23 @@ def read_row(line: str, name: str) -> Row | None:
         raise ReportError(f"{name} is no row of a record: it must be an object with the key 'row'.")
     kind = _KINDS.get(data.pop("row"))
     try:
-        return None if kind is None else _made(kind, data)
+        return None if kind is None else _row_of(kind, data)
     except (TypeError, ValueError, AttributeError) as error:
         raise ReportError(f"{name} is no row of a record: {error}.") from error
 
 
-def _made(kind: type[Row], data: dict[str, Any]) -> Row:
-    known = {column.name for column in fields(kind)}
-    values: dict[str, Any] = {key: value for key, value in data.items() if key in known}  # a newer version may write more
+def _row_of(kind: type[Row], data: dict[str, Any]) -> Row:
+    types = get_type_hints(kind)
+    values: dict[str, Any] = {key: value for key, value in data.items() if key in types}  # a newer version may write more
     if isinstance(values.get("per_rank"), Mapping):
         values["per_rank"] = PerRank(**values["per_rank"])
     if kind is PlanRow:
         values["parts"] = [PlanPart(**part) for part in values.get("parts", [])]
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, _EXPECTED[name]):
+        expected = types[name] if isinstance(types[name], UnionType) else get_origin(types[name]) or types[name]
+        if isinstance(value, bool) or not isinstance(value, expected):
             raise TypeError(f"{name}={str(value)[:60]!r} is not what stands there")
-    if not 0 <= values.get("step", 0) <= _LARGEST or not all(map(_is_number, values.get("tally", {}).values())):
+    if not 0 <= values.get("step", 0) <= _LARGEST or not all(map(is_number, values.get("tally", {}).values())):
         raise ValueError("its step is below 0, or its tally is not of numbers")
     if absent := _TALLY - values.get("tally", dict.fromkeys(_TALLY)).keys():
         raise ValueError(f"its tally has no {', '.join(sorted(absent))}")
@@ -217,8 +215,9 @@ def _made(kind: type[Row], data: dict[str, Any]) -> Row:
     return kind(**values)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) <= _LARGEST  # NaN is not
+def is_number(value: object) -> bool:
+    """Whether a value can be drawn: it is no NaN, and neither infinite nor near it."""
+    return isinstance(value, int | float) and abs(value) <= _LARGEST
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,13 +10,11 @@ import numpy as np
 
 from hf_distca.agreement.history import Tally
 from hf_distca.errors import LayoutError, PlanError, ReportError
-from hf_distca.run_report.folder import RunFolder
-from hf_distca.run_report.rows import PerRank, PlanRow, StepsRow
-from hf_distca.schedule.plan import Plan
+from hf_distca.run_report.folder import PREFIX, RankTrace, RunFolder
+from hf_distca.run_report.rows import PerRank, PlanRow, RunRow, StepsRow, WarningRow
 
 __all__ = ["Figures", "PlanPiece", "PlanFigures", "collect"]
 
-_PREFIX = "distca/"
 _TALLY = [figure.name for figure in fields(Tally)]
 _MOST_STEPS_NAMED = 12
 
@@ -68,7 +65,7 @@ class Figures:
         total: the figures of the log, of the whole run, and the seconds that the slowest ranks saved.
         steps: of each row of the log: the step, its figures and the loss.
         per_rank: sums over the run, None without a record.
-        hidden: of each traced rank, seconds that messages travelled and were waited for, and the part that was hidden.
+        hidden: of each traced rank, how much of the messages' time was.
         plan: of the chosen step, None without a record.
         plan_steps: steps that a plan can be chosen of.
         run: device, model, settings, training arguments and versions.
@@ -81,7 +78,7 @@ class Figures:
     total: dict[str, float]
     steps: list[dict[str, float]]
     per_rank: PerRank | None
-    hidden: list[dict[str, float | None]]
+    hidden: list[RankTrace]
     plan: PlanFigures | None
     plan_steps: list[int]
     run: dict[str, dict[str, Any]]
@@ -99,28 +96,26 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
     Raises:
         ReportError: if there is no plan of that step, or one that cannot be read.
     """
-    row = _chosen(folder, step)
-    total, steps = _of_record(folder.steps) if folder.steps else _of_log(folder.log)
+    recorded, plan_steps = folder.rows_of(StepsRow), sorted({plan.step for plan in folder.rows_of(PlanRow)})
+    row = _chosen(folder, plan_steps, step)
+    total, steps = _of_record(recorded) if recorded else _of_log(folder.log)
     return Figures(
         name=folder.path.resolve().name,
         verdict=_verdict(total),
         total=total,
         steps=steps,
-        per_rank=_summed(folder.steps),
-        hidden=[
-            {"rank": trace.rank, "travelled_seconds": trace.travelled, "waited_seconds": trace.waited, "share": trace.hidden}
-            for trace in folder.traces
-        ],
+        per_rank=_summed(recorded),
+        hidden=folder.traces,
         plan=None if row is None else _drawn(row),
-        plan_steps=sorted({plan.step for plan in folder.plans}),
+        plan_steps=plan_steps,
         run=_run(folder),
-        warnings=[f"step {warning.step}: {warning.text}" for warning in folder.warnings],
+        warnings=[f"step {warning.step}: {warning.text}" for warning in folder.rows_of(WarningRow)],
         missing=_missing(folder),
     )
 
 
 def _short(figures: dict[str, float]) -> dict[str, float]:
-    return {name.removeprefix(_PREFIX): value for name, value in figures.items()}
+    return {name.removeprefix(PREFIX): value for name, value in figures.items()}
 
 
 def _of_record(rows: Sequence[StepsRow]) -> tuple[dict[str, float], list[dict[str, float]]]:
@@ -137,17 +132,13 @@ def _of_record(rows: Sequence[StepsRow]) -> tuple[dict[str, float], list[dict[st
     return total, [{"step": step, **_short(tally.figures()), **losses.get(step, {})} for step, tally in tallies.items()]
 
 
-def _of_log(log: Sequence[dict[str, Any]]) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """Figures of the whole run as means of those of the rows, by micro-batches: without sums, that is as near as one gets."""
+def _of_log(log: Sequence[tuple[int, dict[str, float]]]) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Figures of the whole run as means of those of the rows, weighted by micro-batches: the log has no sums."""
     rows: dict[int, list[dict[str, float]]] = {}
-    for row in log:
-        kept = {name: value for name, value in row.items() if name.startswith(_PREFIX) or name == "loss"}
-        numbers = {name: float(value) for name, value in kept.items() if isinstance(value, int | float) and math.isfinite(value)}
-        rows.setdefault(row["step"], []).append(_short(numbers))
-    steps = [{"step": step, **_mean(some)} for step, some in rows.items()]
-    total = _mean(steps)
-    del total["step"]
-    return total | {"last_step": steps[-1]["step"]}, steps
+    for step, figures in log:
+        rows.setdefault(step, []).append(figures)
+    means = {step: _mean(of_step) for step, of_step in rows.items()}
+    return _mean([*means.values()]) | {"last_step": log[-1][0]}, [{"step": step, **mean} for step, mean in means.items()]
 
 
 def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -174,21 +165,15 @@ def _uneven(row: PlanRow) -> float:
     return max(before, default=0.0) * len(before) / (sum(before) or 1.0)
 
 
-def _chosen(folder: RunFolder, step: int | None) -> PlanRow | None:
-    if step is None:
-        return max(folder.plans, key=_uneven, default=None)
-    plans = [plan for plan in folder.plans if plan.step == step]
-    if not plans:
-        raise ReportError(f"there is no plan of step {step} in {folder.path}. {_which_plans(folder)}")
-    return max(plans, key=_uneven)
-
-
-def _which_plans(folder: RunFolder) -> str:
-    steps = sorted({plan.step for plan in folder.plans})
-    if not steps:
-        return "No plan was recorded: train with hf_distca.DistCACallback() of this version, which keeps some."
-    named = ", ".join(map(str, steps[:_MOST_STEPS_NAMED])) + (f", ... {steps[-1]}" if len(steps) > _MOST_STEPS_NAMED else "")
-    return f'Plans of these steps were kept: {named}. DistCACallback(record="all") keeps all.'
+def _chosen(folder: RunFolder, steps: Sequence[int], step: int | None) -> PlanRow | None:
+    """The most uneven plan of a step, or of all steps; `steps` are those with plans."""
+    if step is not None and step not in steps:
+        kept = "No plan was recorded: train with hf_distca.DistCACallback() of this version, which keeps some."
+        if steps:
+            named = [*map(str, steps[:_MOST_STEPS_NAMED]), *(f"... {last}" for last in steps[_MOST_STEPS_NAMED:][-1:])]
+            kept = f'Plans of these steps were kept: {", ".join(named)}. DistCACallback(record="all") keeps all.'
+        raise ReportError(f"there is no plan of step {step} in {folder.path}. {kept}")
+    return max((plan for plan in folder.rows_of(PlanRow) if step in (None, plan.step)), key=_uneven, default=None)
 
 
 def _drawn(row: PlanRow) -> PlanFigures:
@@ -200,9 +185,11 @@ def _drawn(row: PlanRow) -> PlanFigures:
             plan = part.read()
         except (LayoutError, PlanError) as error:
             raise ReportError(f"the plan of step {row.step} cannot be read: {error}") from error
-        _learn_lengths(plan, lengths)
-        documents = plan.layout.unsplit(plan.document).tolist()
-        speeds = part.speeds or [1.0] * plan.layout.world_size
+        layout = plan.layout
+        for document, end in zip(layout.unsplit(layout.document).tolist(), layout.end.tolist(), strict=True):
+            lengths[document] = max(lengths.get(document, 0), end)
+        documents = layout.unsplit(plan.document).tolist()
+        speeds = part.speeds or [1.0] * layout.world_size
         for task, document, heads, seconds in zip(plan.tasks, documents, plan.heads.tolist(), part.seconds, strict=True):
             for side, rank in ((before, task.home), (after, task.server)):
                 piece = side.setdefault((rank, document, task.home), [0.0, 0.0])
@@ -216,12 +203,6 @@ def _drawn(row: PlanRow) -> PlanFigures:
         for side in (before, after)
     ]
     return PlanFigures(row.step, row.micro_batch, sides[0], sides[1], row.per_rank)
-
-
-def _learn_lengths(plan: Plan, lengths: dict[int, int]) -> None:
-    layout = plan.layout
-    for document, end in zip(layout.unsplit(layout.document).tolist(), layout.end.tolist(), strict=True):
-        lengths[document] = max(lengths.get(document, 0), end)
 
 
 def _verdict(total: dict[str, float]) -> str:
@@ -244,10 +225,11 @@ def _verdict(total: dict[str, float]) -> str:
 
 
 def _run(folder: RunFolder) -> dict[str, dict[str, Any]]:
-    if not folder.runs:
+    runs = folder.rows_of(RunRow)
+    if not runs:
         return {}
-    run = folder.runs[-1]
-    kernels = list(dict.fromkeys(kernel for row in folder.steps for kernel in row.kernels))
+    run = runs[-1]
+    kernels = dict.fromkeys(kernel for row in folder.rows_of(StepsRow) for kernel in row.kernels)
     machine = {"ranks": run.ranks, "nodes": run.nodes or "not known", "device of rank 0": run.device}
     facts = {"started": run.started.replace("T", " ").replace("+00:00", " UTC"), **machine, "kernels": ", ".join(kernels)}
     if run.step:
@@ -257,7 +239,7 @@ def _run(folder: RunFolder) -> dict[str, dict[str, Any]]:
 
 def _missing(folder: RunFolder) -> list[str]:
     absent = []
-    if not folder.steps:
+    if not folder.rows_of(StepsRow):
         absent.append(
             "Figures by rank, plans, settings, versions and warnings: the folder has the Trainer's log alone. "
             "hf_distca.DistCACallback() of this version keeps them, in distca_run.jsonl, unless record=False."
@@ -267,6 +249,6 @@ def _missing(folder: RunFolder) -> list[str]:
             "The share of messages that was hidden: it is read from timelines, which DistCACallback(trace_path=...) writes for "
             "the third optimizer step. They have to lie in the folder of the run."
         )
-    elif not any(trace.travelled for trace in folder.traces):
+    elif not any(trace.travelled_seconds for trace in folder.traces):
         absent.append("The share of messages that was hidden: in the traced step none travelled.")
     return absent
