@@ -21,9 +21,10 @@ from test_pingpong import PLACEMENTS, batch_of, configure
 import hf_distca
 from hf_distca.agreement import planner
 from hf_distca.integration import session
+from hf_distca.measure.timeline import Span
 from hf_distca.runtime.call import AttentionServer
 from hf_distca.runtime.channel import Channel, Transfer
-from hf_distca.runtime.trace import Span
+from hf_distca.runtime.meter import now
 from hf_distca.schedule.plan import Plan
 from ranks import RankPool
 
@@ -63,8 +64,9 @@ def deliberate_times() -> Iterator[None]:
 
         def call(self: AttentionServer, *args: Any) -> Any:
             if args[-1].query_length:
-                with self.tracer.span("server"):
-                    time.sleep(PHASE)
+                begin = now(args[0].q_THD.device)
+                time.sleep(PHASE)
+                self.meter.span("server", begin, now(args[0].q_THD.device), backward=name == "backward")
             return original(self, *args)
 
         return call

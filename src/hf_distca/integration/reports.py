@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hf_distca.agreement.history import Tally
 from hf_distca.integration.processes import say
 from hf_distca.integration.session import Session, current_session
-from hf_distca.runtime.trace import Trace
+from hf_distca.measure.timeline import Trace
 
 __all__ = [
     "attention_seconds",

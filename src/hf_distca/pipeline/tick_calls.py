@@ -27,7 +27,6 @@ from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs, OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.trace import Tracer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
@@ -236,15 +235,13 @@ class CallFactory:
         shape, scores = part.kind.key.shape, Scores(part.kind.scale, part.window, part.kind.softcap)
         widths = shape.head_dim, shape.value_head_dim
         kernel = self.session.kernel(part.kind.no_rows(self.device).q_THD, widths, scores, shape.ratio)
-        tracer = Tracer(self.session.trace, 0, part.number + 1, self.device)
         reporting = partial(self.group.reporting, f"computing {part.name}")
-        return AttentionServer(kernel, scores, self.session.meter, tracer, reporting)
+        return AttentionServer(kernel, scores, self.session.call_meter(self.session.meter, 0, part.number), reporting)
 
     def serve(self, part: CallPart, *, backward: bool) -> None:
         """Take part in a call without rows of this rank's own."""
-        server = self.server(part)
-        server.tracer.backward = backward
-        call = Call(part.route, self.group_of(part, backward=backward), server)
+        call = Call(part.route, self.group_of(part, backward=backward), self.server(part))
+        call.backward = backward
         # Rows of head groups travel if documents are split by heads.
         q_THD, k_TKD, v_TKV = no_rows = in_groups(part.kind.no_rows(self.device), part.route.groups)
         # Kernels put log-sum-exps out in float32 at least.
@@ -295,7 +292,6 @@ class StageCall(Call):
         part = self._backward_part()
         self.route, self.server = part.route, self._factory.server(part)
         self.group = self._factory.group_of(part, backward=True)
-        self.server.tracer.backward = True
 
 
 class StageAttention:
@@ -360,7 +356,7 @@ class StageAttention:
                 f"{micro_batch.name} has {kind} where the first step found {part.kind}: layers must stay as they are."
             )
         inputs = _with_gradient(inputs)
-        stored = None if micro_batch.outputs is None else micro_batch.outputs.of(module, inputs.tensors)
+        stored = None if micro_batch.outputs is None else micro_batch.outputs.of(module, inputs)
         backward_part = partial(micro_batch.backward_part, number)
         call = StageCall(self.factory, part, stored, exchanges=micro_batch.exchanges[number], backward_part=backward_part)
         if again and call.recalled is None:

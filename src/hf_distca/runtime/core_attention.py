@@ -25,7 +25,7 @@ Shape suffixes: T tokens, H query heads, K key/value heads, D head dim, V value 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,33 +52,32 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
     """
     recalled = int(call.recalled is not None)
     call.server.meter.count(calls=1 - recalled, recalls=recalled)
-    context = inputs.context or (None, None)
     if not call.exchanges:
-        o_THV = _apply(_Unmoved, call, *inputs[:3], *context, inputs.sink_H)
+        o_THV = _apply(_Unmoved, call, *inputs)
         take_turns()  # to the other nano-batch, whose messages have had time to travel
         return o_THV
     # Messages are packed as runs of bytes.
     q_THD, k_TKD, v_TKV = (tensor.contiguous() for tensor in inputs[:3])
-    keys = k_TKD, v_TKV, *context
+    sink_H, inputs = inputs.sink_H, inputs._replace(q_THD=q_THD, k_TKD=k_TKD, v_TKV=v_TKV, sink_H=None)
     # In ping-pong, the other nano-batch computes while these messages travel.
-    anchor = _apply(_Dispatch, call, q_THD, *keys)
+    anchor = _apply(_Dispatch, call, *inputs)
     take_turns()
     anchor = _apply(_Serve, call, anchor)
     take_turns()
     # `_Return` saves these for backward but must not differentiate them: q, k, v get their gradients from `_Dispatch`.
-    detached = (None if tensor is None else tensor.detach() for tensor in (q_THD, *keys))
-    return _apply(_Return, call, anchor, *detached, inputs.sink_H)
+    *rows, _, context_k, context_v = (None if tensor is None else tensor.detach() for tensor in inputs)
+    return _apply(_Return, call, anchor, *rows, sink_H, context_k, context_v)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, q_THD: torch.Tensor, *keys: Any) -> torch.Tensor:
-        inputs = _inputs(q_THD, *keys)
-        ctx.call, ctx.context_tokens = call, _context_tokens(inputs)
+    def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
+        inputs = Inputs(*tensors)
+        ctx.call, ctx.context_tokens = call, inputs.context_tokens
         if call.recalled is None:
             home = inputs.operands
             call.hand_on(home, call.send_queries_and_keys(call.route.waves[0], in_groups(home, call.route.groups)))
-        return q_THD.new_zeros(())
+        return inputs.q_THD.new_zeros(())
 
     @staticmethod
     @once_differentiable
@@ -128,13 +127,12 @@ class _Serve(torch.autograd.Function):
 class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, _anchor: torch.Tensor, *tensors: Any) -> torch.Tensor:
-        inputs = _inputs(*tensors)
-        if call.recalled is not None:
-            return _save(ctx, call, inputs, call.recall())
-        outputs, returned = call.take(Outputs)
-        call.collect_outputs(call.last, outputs, returned)
-        outputs = joined_groups(outputs, call.route.groups)
-        return _save(ctx, call, inputs, call.finish(_with_sink(*outputs, inputs.sink_H)))
+        def collected() -> Outputs:
+            outputs, returned = call.take(Outputs)
+            call.collect_outputs(call.last, outputs, returned)
+            return outputs
+
+        return _finish(ctx, call, Inputs(*tensors), collected)
 
     @staticmethod
     @once_differentiable
@@ -145,50 +143,29 @@ class _Return(torch.autograd.Function):
             saved = _saved(do_THV, inputs, outputs)
             call.hand_on(saved, call.send_queries_and_keys(call.route.waves[0], in_groups(saved, call.route.groups)))
         d_sink_H = _sink_gradient(do_THV, *outputs, inputs.sink_H)
-        return None, do_THV.new_zeros(()), *[None] * 5, d_sink_H
+        return None, do_THV.new_zeros(()), None, None, None, d_sink_H, None, None
 
 
 class _Unmoved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
-        inputs = _inputs(*tensors)
-        if call.recalled is not None:
-            return _save(ctx, call, inputs, call.recall())
-        outputs = joined_groups(call.run_local(inputs.operands), call.route.groups)
-        return _save(ctx, call, inputs, call.finish(_with_sink(*outputs, inputs.sink_H)))
+        inputs = Inputs(*tensors)
+        return _finish(ctx, call, inputs, lambda: call.run_local(inputs.operands))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
         call, inputs, outputs = _begin_backward(ctx)
         grads = joined_groups(call.run_local_backward(_saved(do_THV, inputs, outputs)), call.route.groups)
-        d_sink_H = _sink_gradient(do_THV, *outputs, inputs.sink_H)
-        return None, *_input_gradients(grads, _context_tokens(inputs)), d_sink_H
+        return None, *_input_gradients(grads, inputs.context_tokens, _sink_gradient(do_THV, *outputs, inputs.sink_H))
 
 
-def _inputs(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKV: torch.Tensor,
-    context_k: _Optional,
-    context_v: _Optional,
-    sink_H: _Optional = None,
-) -> Inputs:
-    """The inputs from single tensors, as autograd functions take them."""
-    context = None if context_k is None or context_v is None else (context_k, context_v)
-    return Inputs(q_THD, k_TKD, v_TKV, context, sink_H)
-
-
-def _context_tokens(inputs: Inputs) -> int | None:
-    return None if inputs.context is None else len(inputs.context[0])
-
-
-def _input_gradients(grads: Grads, context_tokens: int | None) -> tuple[_Optional, ...]:
-    """Gradients in the order of `_inputs`, without that of the sinks."""
+def _input_gradients(grads: Grads, context: int, d_sink_H: _Optional = None) -> tuple[_Optional, ...]:
+    """Gradients of `Inputs` with so many tokens of context."""
     dq_THD, dk_TKD, dv_TKV = (grad.to(grads.dq_THD.dtype) for grad in grads)
-    if context_tokens is None:
-        return dq_THD, dk_TKD, dv_TKV, None, None
-    return dq_THD, dk_TKD[context_tokens:], dv_TKV[context_tokens:], dk_TKD[:context_tokens], dv_TKV[:context_tokens]
+    if not context:
+        return dq_THD, dk_TKD, dv_TKV, d_sink_H, None, None
+    return dq_THD, dk_TKD[context:], dv_TKV[context:], d_sink_H, dk_TKD[:context], dv_TKV[:context]
 
 
 def _saved(do_THV: torch.Tensor, inputs: Inputs, outputs: Outputs) -> Saved:
@@ -206,10 +183,16 @@ def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tenso
     return result
 
 
-def _save(ctx: Any, call: Call, inputs: Inputs, outputs: Outputs) -> torch.Tensor:
-    """Save for backward. Returns o_THV."""
+def _finish(ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Outputs]) -> torch.Tensor:
+    """Save a call for backward, and its outputs for a recompute; in a recompute that finds them, take those. Returns o_THV."""
+    if call.recalled is None:
+        outputs = _with_sink(*joined_groups(compute(), call.route.groups), inputs.sink_H)
+        if call.stored is not None:
+            call.stored.keep(*outputs)
+    else:
+        outputs, call.recalled = Outputs(*(tensor.detach() for tensor in call.recalled)), None
     ctx.call = call
-    ctx.save_for_backward(*inputs[:3], *(inputs.context or (None, None)), inputs.sink_H, *outputs)
+    ctx.save_for_backward(*inputs, *outputs)
     return outputs.o_THV
 
 
@@ -217,7 +200,7 @@ def _begin_backward(ctx: Any) -> tuple[Call, Inputs, Outputs]:
     """The call, its inputs and its outputs, the sinks merged in."""
     *tensors, o_THV, lse_TH = ctx.saved_tensors
     ctx.call.begin_backward()
-    return ctx.call, _inputs(*tensors), Outputs(o_THV, lse_TH)
+    return ctx.call, Inputs(*tensors), Outputs(o_THV, lse_TH)
 
 
 def _with_sink(o_THV: torch.Tensor, lse_TH: torch.Tensor, sink_H: _Optional) -> Outputs:

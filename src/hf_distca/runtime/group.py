@@ -18,10 +18,9 @@ import torch.distributed as dist
 from hf_distca.borrowed import timeout_of
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.listener import listen
 from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.members import Members, communicator, least, node_number, ranks_per_node
-from hf_distca.runtime.watch import Watch, patience
+from hf_distca.runtime.watch import Watch, listen, patience
 from hf_distca.schedule.layout import IntArray
 
 __all__ = ["AttentionGroup", "Members"]
@@ -31,6 +30,11 @@ _log = logging.getLogger("hf_distca")
 # Numbers of a row that travel in the first step of `gather`, whether a rank has them or not; those beyond need a second.
 _FIRST = 128
 _WIDTH = 1 + _FIRST  # with their number
+
+_UNEQUAL_NODES = (
+    "%d ranks share attention on %d nodes, not equally many on each or not one node after another: links inside a node are taken "
+    "to be as slow as those between nodes."
+)
 
 # How late a thread of gloo may be when the interpreter ends: what one has to do takes it microseconds, once it has a processor.
 _LATE_SECONDS = 0.1
@@ -130,7 +134,8 @@ class AttentionGroup:
         try:
             data = communicator(ranks, who.backend, timeout, "distca-data")
             control = communicator(ranks, "gloo", timeout, "distca-control")
-            nodes = _told(node_number(), len(ranks), control)
+            nodes = torch.empty(len(ranks), dtype=torch.int64, device="cpu")
+            dist.all_to_all_single(nodes, torch.full_like(nodes, node_number()), group=control)
             # A barrier: a rank that fails right after this must not break connections that others are still making.
             least(np.zeros(1, dtype=np.int64), control)
         except RuntimeError as error:
@@ -141,9 +146,9 @@ class AttentionGroup:
             ) from error
         watch = Watch(ranks, ranks.index(rank), timeout_seconds, (data, control))
         listen(watch)
-        per_node, channel = ranks_per_node(nodes), Channel(data, watch, timeout_seconds)
+        per_node, channel = ranks_per_node(nodes.tolist()), Channel(data, watch, timeout_seconds)
         if per_node is None and rank == ranks[0]:
-            _warn_of_nodes(nodes)
+            _log.warning(_UNEQUAL_NODES, len(ranks), len(set(nodes.tolist())))
         return cls(ranks, ranks.index(rank), channel, control, watch, timeout_seconds, per_node)
 
     @property
@@ -167,12 +172,8 @@ class AttentionGroup:
         """
         if self.control is None or self.watch is None:
             return [row]
-        try:
-            rows = self._gather_rows(row, self.control)
-        except RuntimeError as error:
-            raise self.watch.give_up(doing, error) from error
-        self.watch.met = doing
-        return rows
+        with self.watch.together(doing):
+            return self._gather_rows(row, self.control)
 
     def all_equal(self, numbers: IntArray, *, doing: str) -> bool:
         """Whether every rank has equal numbers, in one collective of twice their size.
@@ -186,11 +187,8 @@ class AttentionGroup:
         """
         if self.control is None or self.watch is None:
             return True
-        try:
+        with self.watch.together(doing):
             smallest = least(np.concatenate([numbers, ~numbers]), self.control)  # ~x = -x - 1 turns the order round
-        except RuntimeError as error:
-            raise self.watch.give_up(doing, error) from error
-        self.watch.met = doing
         return bool((smallest[: len(numbers)] == ~smallest[len(numbers) :]).all())
 
     def gather_async(self, row: IntArray, *, doing: str, agree: Callable[[Sequence[IntArray]], None]) -> Meeting:
@@ -224,11 +222,8 @@ class AttentionGroup:
         if self.control is None or self.watch is None:
             return sent
         received = sent.new_empty((sum(receive), *sent.shape[1:]))
-        try:
+        with self.watch.together(doing):
             dist.all_to_all_single(received, sent.contiguous(), list(receive), list(send), group=self.control)
-        except RuntimeError as error:
-            raise self.watch.give_up(doing, error) from error
-        self.watch.met = doing
         return received
 
     @property
@@ -295,22 +290,6 @@ class _Made:
 
 
 _made = _Made()
-
-
-def _told(number: int, ranks: int, control: dist.ProcessGroup) -> list[int]:
-    """What each rank says."""
-    told = torch.empty(ranks, dtype=torch.int64, device="cpu")
-    dist.all_to_all_single(told, torch.full((ranks,), number, dtype=torch.int64, device="cpu"), group=control)
-    return [int(number) for number in told]
-
-
-def _warn_of_nodes(nodes: Sequence[int]) -> None:
-    _log.warning(
-        "%d ranks share attention on %d nodes, not equally many on each or not one node after another: links inside a node are "
-        "taken to be as slow as those between nodes.",
-        len(nodes),
-        len(set(nodes)),
-    )
 
 
 def _stands(group: AttentionGroup) -> bool:
