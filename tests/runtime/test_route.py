@@ -15,7 +15,8 @@ from test_core_attention import DIM, HEADS, KEY_HEADS, TILE, VALUE_DIM, random_c
 
 from hf_distca.kernels import TaskBatch
 from hf_distca.runtime import row_runs as runtime
-from hf_distca.runtime.route import PoolRun, Route, Wave
+from hf_distca.runtime.route import Route, Wave
+from hf_distca.runtime.row_runs import PoolRun
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
@@ -118,7 +119,7 @@ def check_wave(plan: Plan, waves: list[Wave], queries: list[Rows], keys: list[Ro
         back += [] if wave.passing is None else [cut(pool, *run[1:3]) for run in wave.passing.way_back.runs]
         assert np.concatenate([pool[:0], *back]).tolist() == np.concatenate([pool[:0], *got[rank]]).tolist()
         if wave.passing is not None:
-            parts = [cut(pool, *run) for run in wave.passing.rows]
+            parts = [cut(pool, *run[1:]) for run in wave.passing.rows]
             assert np.concatenate([pool[:0], *parts]).tolist() == passed[rank].tolist()
     return computed
 

@@ -12,30 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, repeat
-from typing import NamedTuple
 
 import torch
 
 from hf_distca.kernels.base import TaskBatch
 from hf_distca.runtime.messages import Formats
-from hf_distca.runtime.row_runs import Rows, Run, joined, pieces, rows_of
+from hf_distca.runtime.row_runs import PoolRun, Rows, Run, add_rows, joined, pieces, rows_of
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.share import share_of
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["KeyPool", "KeyRelay", "PoolRun", "Route", "Wave"]
-
-
-class PoolRun(NamedTuple):
-    """Keys [start, start + rows) of a section of the message, or of this rank's own, `step` apart, if `section` is None.
-
-    Sections of the second hop, if there is one, count on after those of the first.
-    """
-
-    section: int | None
-    start: int
-    rows: int
-    step: int = 1
+__all__ = ["KeyPool", "KeyRelay", "Route", "Wave"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +56,7 @@ class KeyPool:
 
     def add_own(self, grad_TKD: torch.Tensor, pool_TKD: torch.Tensor) -> torch.Tensor:
         """Gradients of this rank's own keys, wide enough for sums, with those of the pool that was made of them added."""
-        if not self.own:
-            return grad_TKD
-        total = _accumulator(grad_TKD)
-        for row, (_, *run) in self.own:
-            target = rows_of(total, *run)
-            target.add_(pool_TKD.narrow(0, row, len(target)))
-        return total
+        return add_rows(grad_TKD, [run for _, run in self.own], (pool_TKD.narrow(0, row, run.rows) for row, run in self.own))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +65,13 @@ class KeyRelay:
 
     Attributes:
         pieces: what is passed on, of sections of the first hop.
-        rows: rows of the pool where each piece lies: (row of the pool, rows).
+        rows: of the pool, where each piece lies.
         keys: rows of what is passed on that go to other ranks, and of theirs that come.
         way_back: rows of the pool that came from relays, in the order they came, and how many copies come back from each.
     """
 
     pieces: tuple[PoolRun, ...]
-    rows: tuple[tuple[int, int], ...]
+    rows: tuple[PoolRun, ...]
     keys: Rows
     way_back: Rows
 
@@ -107,14 +88,9 @@ class KeyRelay:
         """Gradients of a pool with those of the copies that were passed on, rank after rank so that the sum has one order."""
         if not self.size:
             return pool_TKD
-        passed = pool_TKD.new_zeros((self.size, *pool_TKD.shape[1:]), dtype=_accumulator(pool_TKD[:0]).dtype)
-        for run, piece in zip(self.keys.runs, pieces(self.keys.runs, sections), strict=True):
-            passed.narrow(0, run.start, run.rows).add_(piece)
-        total, start = _accumulator(pool_TKD), 0
-        for row, rows in self.rows:
-            total.narrow(0, row, rows).add_(passed.narrow(0, start, rows))
-            start += rows
-        return total
+        passed = pool_TKD.new_zeros((self.size, *pool_TKD.shape[1:]), dtype=torch.promote_types(pool_TKD.dtype, torch.float32))
+        add_rows(passed, self.keys.runs, pieces(self.keys.runs, sections))
+        return add_rows(pool_TKD, self.rows, pieces(self.rows, [passed]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,12 +128,7 @@ class Wave:
 
     def add_copies(self, grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
         """Gradients of own keys with those of the copies of other ranks, rank after rank so that the sum has one order."""
-        if not sections:
-            return grad_TKD
-        total = _accumulator(grad_TKD)
-        for run, piece in zip(self.keys.runs, pieces(self.keys.runs, sections), strict=True):
-            rows_of(total, *run[1:]).add_(piece)
-        return total
+        return add_rows(grad_TKD, self.keys.runs, pieces(self.keys.runs, sections))
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,14 +150,9 @@ class Route:
     local_wave: Wave | None = None
 
     @property
-    def passes_on(self) -> bool:
-        """Whether keys travel in two hops, on any rank."""
-        return self.waves[0].passing is not None
-
-    @property
     def forward_exchanges(self) -> int:
         """Exchanges of forward, as many on every rank."""
-        return 2 * len(self.waves) + self.passes_on
+        return 2 * len(self.waves) + (self.waves[0].passing is not None)
 
     @classmethod
     def build(cls, plan: Plan, rank: int, waves: Waves | None = None) -> Route:
@@ -194,17 +160,15 @@ class Route:
         if waves is not None:
             plan = waves.plan
         groups, relayed = plan.layout.groups, plan.relays is not None
-        number = None if waves is None else waves.number
-        numbers = _Numbers(share_of(plan, rank, number), groups)
-        own_tasks, built = numbers.batch(), [numbers.wave(relayed)]
-        local_wave = None
-        if numbers.left:
-            numbers.batch()  # none
-            local_wave = numbers.wave(relayed=False)
-        for wave in range(1, 1 if waves is None else waves.count):
+        number, count = (None, 1) if waves is None else (waves.number, waves.count)
+        built, local_wave = [], None
+        for wave in range(count):
             numbers = _Numbers(share_of(plan, rank, number, wave), groups)
-            numbers.batch()  # the same for every wave
+            own_tasks = numbers.batch()  # the same for every wave
             built.append(numbers.wave(relayed))
+            if numbers.left and not wave:
+                numbers.batch()  # none
+                local_wave = numbers.wave(relayed=False)
         return cls(own_tasks, tuple(built), plan.moved, groups, local_wave)
 
 
@@ -216,7 +180,6 @@ class _Numbers:
 
     @property
     def left(self) -> bool:
-        """Whether there is more to read."""
         return self.read < len(self.numbers)
 
     def columns(self, width: int) -> list[list[int]]:
@@ -226,7 +189,6 @@ class _Numbers:
         return [self.numbers[column:last:width] for column in range(first, first + width)]
 
     def batch(self) -> TaskBatch:
-        """A batch."""
         return TaskBatch(*map(tuple, self.columns(4)))
 
     def wave(self, relayed: bool) -> Wave:
@@ -237,25 +199,18 @@ class _Numbers:
 
     def runs(self, step: int = 1) -> tuple[Run, ...]:
         """Runs with rows so far apart."""
-        return tuple(map(Run._make, zip(*self.columns(3), repeat(step))))
+        return tuple(map(Run, *self.columns(3), repeat(step)))
 
     def rows(self, step: int = 1) -> Rows:
         """Runs, and how many rows come from whom."""
         return Rows(self.runs(step), dict(zip(*self.columns(2), strict=True)))
 
     def pool(self) -> tuple[PoolRun, ...]:
-        """Pieces of a pool: from a section of the message, or of this rank's own."""
         sections, starts, rows = self.columns(3)
         steps = [self.groups if section < 0 else 1 for section in sections]
-        return tuple(map(PoolRun._make, zip((None if s < 0 else s for s in sections), starts, rows, steps, strict=True)))
+        return tuple(map(PoolRun, (None if s < 0 else s for s in sections), starts, rows, steps))
 
     def relay(self) -> KeyRelay:
-        """The second hop."""
-        section, start, rows, place = self.columns(4)
-        pieces = tuple(map(PoolRun._make, zip(section, start, rows, repeat(1))))
-        return KeyRelay(pieces, tuple(zip(place, rows, strict=True)), self.rows(), self.rows())
-
-
-def _accumulator(grad_TKD: torch.Tensor) -> torch.Tensor:
-    """Sums of copies are taken in float32, or in float64 for float64 gradients."""
-    return grad_TKD if grad_TKD.dtype == torch.float64 else grad_TKD.float()
+        sections, starts, rows, places = self.columns(4)
+        passed = tuple(map(PoolRun, sections, starts, rows))
+        return KeyRelay(passed, tuple(map(PoolRun, repeat(None), places, rows)), self.rows(), self.rows())

@@ -5,7 +5,7 @@ Rows travel in runs, which slices of documents are. A step larger than 1 takes t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -15,13 +15,25 @@ import torch
 
 from hf_distca.borrowed import copy_each
 
-__all__ = ["Rows", "Run", "joined", "pieces", "put_rows", "rows_of"]
+__all__ = ["PoolRun", "Rows", "Run", "add_rows", "joined", "pieces", "put_rows", "rows_of"]
 
 
 class Run(NamedTuple):
     """Rows start, start + step, ... of a tensor, so many of them, and the rank that they go to."""
 
     rank: int
+    start: int
+    rows: int
+    step: int = 1
+
+
+class PoolRun(NamedTuple):
+    """Keys [start, start + rows) of a section of the message, or of this rank's own, `step` apart, if `section` is None.
+
+    Sections of the second hop, if there is one, count on after those of the first.
+    """
+
+    section: int | None
     start: int
     rows: int
     step: int = 1
@@ -69,7 +81,7 @@ def joined(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     return torch.cat(list(pieces)) if pieces else like.new_empty((0, *like.shape[1:]))
 
 
-def pieces(runs: Sequence[Run], sections: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def pieces(runs: Sequence[Run | PoolRun], sections: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The rows of each run, which lie one after another in sections. No run is in two of them."""
     left, rest = iter(sections), 0
     for run in runs:
@@ -85,3 +97,11 @@ def put_rows(tensors: Sequence[torch.Tensor], runs: Sequence[Run], sections: Seq
     for tensor, came in zip(tensors, sections, strict=True):
         if runs:
             copy_each([rows_of(tensor, *run[1:]) for run in runs], list(pieces(runs, came)))
+
+
+def add_rows(grad_TKD: torch.Tensor, runs: Sequence[Run | PoolRun], addends: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Gradients with what is added to the rows of each run, one after another: sums in float32 or float64, if there are runs."""
+    total = grad_TKD if not runs or grad_TKD.dtype == torch.float64 else grad_TKD.float()
+    for run, rows_TKD in zip(runs, addends, strict=True):
+        rows_of(total, *run[1:]).add_(rows_TKD)
+    return total
