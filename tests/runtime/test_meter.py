@@ -123,9 +123,9 @@ def test_kernel_calls_are_counted_by_direction_and_not_timed_if_they_raise() -> 
     meter, x = Meter(), torch.empty(1, 1, 1)
     server = AttentionServer(Kernel(), Scores(1.0), meter)  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError):
-        server.forward(Operands(x, x, x), TaskBatch((), (), (), ()))
+        server.run(Operands(x, x, x), TaskBatch((), (), (), ()))
     assert (meter.kernel_calls, meter.backward_calls, meter.seconds) == (1, 0, 0.0)
-    server.forward(Operands(x, x, x), TaskBatch((0,), (1,), (0,), (1,)))
-    server.backward(Saved(*[x] * 6), TaskBatch((0,), (1,), (0,), (1,)))
+    server.run(Operands(x, x, x), TaskBatch((0,), (1,), (0,), (1,)))
+    server.run(Saved(*[x] * 6), TaskBatch((0,), (1,), (0,), (1,)))
     assert (meter.kernel_calls, meter.backward_calls) == (3, 1)
     assert meter.seconds > 0

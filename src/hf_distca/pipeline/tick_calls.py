@@ -247,15 +247,15 @@ class CallFactory:
         # Kernels put log-sum-exps out in float32 at least.
         lse_TH = q_THD.new_empty((0, q_THD.shape[1]), dtype=torch.promote_types(q_THD.dtype, torch.float32))
         outputs = Outputs(q_THD.new_empty((0, q_THD.shape[1], v_TKV.shape[2])), lse_TH)
-        saved = Saved(torch.empty_like(outputs.o_THV), q_THD, *outputs, k_TKD, v_TKV)
-        grads = Grads(*(torch.empty_like(tensor) for tensor in no_rows))
+        home: Operands | Saved = no_rows
+        results: Outputs | Grads = outputs
+        if backward:
+            home = Saved(torch.empty_like(outputs.o_THV), q_THD, *outputs, k_TKD, v_TKV)
+            results = Grads(*(torch.empty_like(tensor) for tensor in no_rows))
         with torch.no_grad():
             for wave in part.route.waves:
-                dispatch = call.send_queries_and_keys(wave, saved if backward else no_rows)
-                if backward:
-                    grads = call.collect_grads(wave, *call.run_arrived_backward(wave, saved, grads, dispatch))
-                else:
-                    call.collect_outputs(wave, outputs, call.run_arrived(wave, no_rows, outputs, dispatch))
+                dispatch = call.send_queries_and_keys(wave, home)
+                results = call.collect(wave, *call.run_arrived(wave, home, results, dispatch))
 
 
 class StageCall(Call):

@@ -1,15 +1,15 @@
 """One call of core attention on one rank: what it sends, runs and collects, forward and backward.
 
-The methods are in the order in which a rank comes to them: `send_queries_and_keys`, `run_local`, `run_arrived`, which sends
-outputs back, and `collect_outputs`. Backward has the same four. Each that launches an exchange returns it, and the one that waits
-for it takes it.
+The methods are in the order in which a rank comes to them: `send_queries_and_keys`, `pass_on_keys`, `run_local`, `run_arrived`,
+which sends results back, and `collect`. Given `Operands` they are those of forward, and results are `Outputs`; given `Saved`, of
+backward, and results are `Grads`. Each that launches an exchange returns it, and the one that waits for it takes it.
 
 `home` are the tensors of this rank's own tokens, which it is the home of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -26,9 +26,8 @@ from hf_distca.runtime.row_runs import joined, put_rows, rows_of
 
 __all__ = ["AttentionServer", "Call", "Inputs", "in_groups", "joined_groups"]
 
-Handed = TypeVar("Handed", Operands, Outputs, Saved, Grads)
-_Pools = TypeVar("_Pools", Operands, Saved)
-_Results = TypeVar("_Results", Outputs, Grads)
+Handed = TypeVar("Handed", bound=Operands | Outputs | Saved | Grads)
+Results = TypeVar("Results", bound=Outputs | Grads)
 # Keys and values, the last parts of a dispatch.
 _KEY_PARTS = 2
 
@@ -37,14 +36,19 @@ def in_groups(tensors: Handed, groups: int) -> Handed:
     """Tensors with so many rows a token, one for each head group: views, if they are contiguous."""
     if groups == 1:
         return tensors
-    return type(tensors)(*(t.contiguous().view(len(t) * groups, t.shape[1] // groups, *t.shape[2:]) for t in tensors))
+    return _like(tensors, (t.contiguous().view(len(t) * groups, t.shape[1] // groups, *t.shape[2:]) for t in tensors))
 
 
 def joined_groups(tensors: Handed, groups: int) -> Handed:
     """What `in_groups` was given."""
     if groups == 1:
         return tensors
-    return type(tensors)(*(t.view(len(t) // groups, t.shape[1] * groups, *t.shape[2:]) for t in tensors))
+    return _like(tensors, (t.view(len(t) // groups, t.shape[1] * groups, *t.shape[2:]) for t in tensors))
+
+
+def _like(tensors: Handed, others: Iterable[torch.Tensor]) -> Handed:
+    """The same named tuple of other tensors."""
+    return type(tensors)(*others)
 
 
 class Inputs(NamedTuple):
@@ -93,21 +97,17 @@ class AttentionServer:
     meter: Meter
     reporting: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def forward(self, pools: Operands, tasks: TaskBatch) -> Outputs:
-        """Outputs of a batch; zeros in rows that no task covers."""
-        return self._timed(self.kernel.forward, pools, tasks)
-
-    def backward(self, pools: Saved, tasks: TaskBatch) -> Grads:
-        """Gradients of a batch."""
-        return self._timed(self.kernel.backward, pools, tasks)
-
-    def _timed(self, run: Callable[[_Pools, TaskBatch, Scores], _Results], pools: _Pools, tasks: TaskBatch) -> _Results:
+    def run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
+        """Outputs of a batch, or its gradients; zeros in rows that no task covers."""
         device, backward = pools.q_THD.device, isinstance(pools, Saved)
         self.meter.count(kernel_calls=1, backward_calls=int(backward))
         begin = now(device)
         # Kernels compute in the dtypes that they are given, and in wider ones: the user's autocast is not for them.
         with self.reporting(), torch.autocast(device.type, enabled=False):
-            results = run(pools, tasks, self.scores)
+            if isinstance(pools, Saved):
+                results: Outputs | Grads = self.kernel.backward(pools, tasks, self.scores)
+            else:
+                results = self.kernel.forward(pools, tasks, self.scores)
         self.meter.span("server", begin, now(device), backward=backward)
         return results
 
@@ -129,7 +129,7 @@ class Call:
         self.backward = False
         self._handed: tuple[Operands | Outputs | Saved | Grads, Pending | None] | None = None
         # Of relays: gradients of received queries; those of the key pool, wide enough for sums, and the dtypes they travel in.
-        self._relayed: tuple[torch.Tensor, list[tuple[torch.Tensor, torch.dtype]]] | None = None
+        self._relayed: tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.dtype]]] | None = None
 
     @property
     def exchanges(self) -> bool:
@@ -186,50 +186,35 @@ class Call:
         second.before = came
         return second
 
-    def run_local(self, home: Operands) -> Outputs:
-        """Run this rank's own tasks, which wait for no message. Returns the outputs of all its tokens, in rows of head groups."""
+    def run_local(self, home: Operands | Saved) -> Outputs | Grads:
+        """Run this rank's own tasks, which wait for no message. Returns results of all its tokens, in rows of head groups."""
         wave, groups = self.route.local_wave, self.route.groups
-        outputs = in_groups(self.server.forward(home, self.route.own), groups)
-        if wave is not None:
-            pools = self.server.forward(Operands(*self._pools(wave, in_groups(home, groups), None)), wave.arrived)
-            put_rows(outputs, wave.own_queries, [[pool] for pool in pools])
-        return outputs
-
-    def run_local_backward(self, home: Saved) -> Grads:
-        """As `run_local`, for gradients. Those of keys may be wide enough for sums."""
-        wave, groups = self.route.local_wave, self.route.groups
-        grads = in_groups(self.server.backward(home, self.route.own), groups)
+        results = in_groups(self.server.run(home, self.route.own), groups)
         if wave is None:
-            return grads
-        dq_THD, *pools = self.server.backward(Saved(*self._pools(wave, in_groups(home, groups), None)), wave.arrived)
-        put_rows(grads[:1], wave.own_queries, [[dq_THD]])
-        return Grads(grads.dq_THD, *(wave.pool.add_own(total, pool) for total, pool in zip(grads[1:], pools, strict=True)))
+            return results
+        pools = self.server.run(self._pools(wave, in_groups(home, groups), None), wave.arrived)
+        put_rows(results.query_rows, wave.own_queries, [[pool] for pool in pools.query_rows])
+        sums = map(wave.pool.add_own, results.key_rows, pools.key_rows)
+        return _like(results, [*results.query_rows, *sums])
 
-    def run_arrived(self, wave: Wave, home: Operands, outputs: Outputs, dispatch: Pending | None) -> Pending | None:
-        """Run the tasks that a dispatch brings, put rows of this rank's own into `outputs`, and send the others back."""
-        if dispatch is None:
-            return None
-        pools = self.server.forward(Operands(*self._pools(wave, home, dispatch)), wave.arrived)
-        returned = self._send_back(wave, [pool[wave.own_rows :] for pool in pools])
-        put_rows(outputs, wave.own_queries, [[pool] for pool in pools])
-        return returned
+    def run_arrived(
+        self, wave: Wave, home: Operands | Saved, results: Results, dispatch: Pending | None
+    ) -> tuple[Results, Pending | None]:
+        """Run the tasks that a dispatch brings, put rows of this rank's own into `results`, and send the others back.
 
-    def run_arrived_backward(
-        self, wave: Wave, home: Saved, grads: Grads, dispatch: Pending | None
-    ) -> tuple[Grads, Pending | None]:
-        """As `run_arrived`, for gradients. Returns this rank's own, too: those of keys may be new ones, wide enough for sums.
+        Where keys are relayed, gradients of keys go to the relays first, and `collect` sends all of them home.
 
-        Where keys are relayed, gradients of keys go to the relays first, and `collect_grads` sends all of them home.
+        Returns:
+            This rank's own results: gradients of keys may be new ones, wide enough for sums. And the return under way.
         """
         if dispatch is None:
-            return grads, None
-        dq_THD, *pools = self.server.backward(Saved(*self._pools(wave, home, dispatch)), wave.arrived)
-        put_rows(grads[:1], wave.own_queries, [[dq_THD]])
-        received_dq_THD, passing = dq_THD[wave.own_rows :], wave.passing
+            return results, None
+        pools, passing = list(self.server.run(self._pools(wave, home, dispatch), wave.arrived)), wave.passing
+        queries = [pools.pop(0) for _ in results.query_rows]
         sums: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
         wide: list[tuple[torch.Tensor, torch.dtype]] = []
-        for total, tensor in zip(grads[1:], home.key_rows, strict=True):
+        for total, tensor in zip(results.key_rows, home.key_rows, strict=False):  # outputs have no rows of keys
             pool = pools.pop(0)
             sums.append(wave.pool.add_own(total, pool))
             # Copies travel in the dtype of k and v; sums of them do not.
@@ -237,46 +222,41 @@ class Call:
             if passing is not None:
                 wide.append((pool if passing.size else copies[-1], tensor.dtype))
             del pool
-        if passing is None:
-            returned = self._send_back(wave, [received_dq_THD], copies)
+        received = [pool[wave.own_rows :] for pool in queries]
+        if passing is None or not copies:
+            returned = self._send_back(wave, received, copies)
         else:
             parts = [Part(t.contiguous(), passing.way_back) for t in copies]
             returned = self._launch(wave, parts, "return to relays", returns=1)
-            self._relayed = received_dq_THD, wide
-        return Grads(grads.dq_THD, *sums), returned
+            self._relayed = received, wide
+        put_rows(results.query_rows, wave.own_queries, [[pool] for pool in queries])
+        return _like(results, [*results.query_rows, *sums]), returned
 
-    def collect_outputs(self, wave: Wave, outputs: Outputs, returned: Pending | None) -> None:
-        """Wait for a return and put what came into `outputs`."""
+    def collect(self, wave: Wave, results: Results, returned: Pending | None) -> Results:
+        """Wait for a return and put what came into `results`. Returns them: gradients of keys may be new ones, as above."""
         if returned is None:
-            return
-        came, begin = self._arrived(returned, "return"), now(returned.device)
-        put_rows(outputs, wave.queries.runs, came)
-        self._span("unpack", begin, now(returned.device))
-
-    def collect_grads(self, wave: Wave, grads: Grads, returned: Pending | None) -> Grads:
-        """As `collect_outputs`, for gradients. Returns this rank's own; those of keys may be new ones, wide enough for sums."""
-        if returned is None:
-            return grads
-        if wave.passing is not None:
+            return results
+        if wave.passing is not None and results.key_rows:
             returned = self._send_home(wave, wave.passing, returned)
-        (came_dq, *copies), begin = self._arrived(returned, "return"), now(returned.device)
-        put_rows(grads[:1], wave.queries.runs, [came_dq])
-        sums = [wave.add_copies(total, sections) for total, sections in zip(grads[1:], copies, strict=True)]
+        came, begin = self._arrived(returned, "return"), now(returned.device)
+        queries = len(results.query_rows)
+        put_rows(results.query_rows, wave.queries.runs, came[:queries])
+        sums = list(map(wave.add_copies, results.key_rows, came[queries:]))
         self._span("unpack", begin, now(returned.device))
-        return Grads(grads.dq_THD, *sums)
+        return _like(results, [*results.query_rows, *sums])
 
     def _send_home(self, wave: Wave, passing: KeyRelay, returned: Pending) -> Pending:
         """Wait for gradients of the keys that this rank passed on, add them up, and send all gradients to the homes."""
         relayed, self._relayed = self._relayed, None
         if relayed is None:
             raise RuntimeError("core attention ran out of order: a relay has no gradients of its own pool")
-        dq_THD, pools = relayed
+        queries, pools = relayed
         keys = []
         for copies in self._arrived(returned, "return"):
             pool_TKD, dtype = pools.pop(0)
             keys.append(passing.add_copies(pool_TKD, copies).to(dtype))
             del pool_TKD
-        return self._send_back(wave, [dq_THD], keys)
+        return self._send_back(wave, queries, keys)
 
     def _send_back(self, wave: Wave, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor] = ()) -> Pending:
         """Send what was computed for the rows of other ranks back: rows of received queries, and of the key pool."""
@@ -305,7 +285,7 @@ class Call:
     def _span(self, name: str, begin: Mark, end: Mark) -> None:
         self.server.meter.span(name, begin, end, backward=self.backward)
 
-    def _pools(self, wave: Wave, home: Operands | Saved, dispatch: Pending | None) -> list[torch.Tensor]:
+    def _pools(self, wave: Wave, home: Operands | Saved, dispatch: Pending | None) -> Operands | Saved:
         """Pools of what a wave's tasks read.
 
         Rows go from the message straight to their pools, and the message is freed. Only where the pools are the whole message, as
@@ -313,11 +293,10 @@ class Call:
         """
         received: list[list[torch.Tensor]] = [[] for _ in home] if dispatch is None else self._arrived(dispatch, "dispatch")
         if wave.as_received:
-            return [section for (section,) in received]
+            return _like(home, [section for (section,) in received])
         cut = len(home.query_rows)
         queries = [
             joined([*(rows_of(tensor, *run[1:]) for run in wave.own_queries), *sections], tensor)
             for tensor, sections in zip(home.query_rows, received[:cut], strict=True)
         ]
-        keys = zip(home.key_rows, received[cut:], strict=True)
-        return queries + [wave.pool.assemble(tensor, sections) for tensor, sections in keys]
+        return _like(home, [*queries, *map(wave.pool.assemble, home.key_rows, received[cut:])])

@@ -25,7 +25,7 @@ Shape suffixes: T tokens, H query heads, K key/value heads, D head dim, V value 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ from torch.autograd.function import once_differentiable
 
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.runtime.call import Call, Inputs, in_groups, joined_groups
+from hf_distca.runtime.messages import Pending
 from hf_distca.runtime.pingpong import take_turns
-from hf_distca.runtime.route import Wave
 
 __all__ = ["core_attention"]
 
@@ -83,7 +83,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
-        grads = call.collect_grads(call.last, *call.take(Grads))
+        grads = call.collect(call.last, *call.take(Grads))
         return None, *_input_gradients(joined_groups(grads, call.route.groups), ctx.context_tokens)
 
 
@@ -91,48 +91,34 @@ class _Serve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: torch.Tensor) -> torch.Tensor:
         ctx.call = call
-        if call.recalled is not None:
-            return anchor.clone()
-        tokens, dispatch = call.take(Operands)
-        home = in_groups(tokens, call.route.groups)
-        dispatch = call.pass_on_keys(home, dispatch)
-        outputs = call.run_local(tokens)
-        returned = None
-        for before, wave in _in_turn(call):
-            if before is not None:
-                call.collect_outputs(before, outputs, returned)
-                dispatch = call.send_queries_and_keys(wave, home)
-            returned = call.run_arrived(wave, home, outputs, dispatch)
-        call.hand_on(outputs, returned)
+        if call.recalled is None:
+            _serve(call, *call.take(Operands))
         return anchor.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
-        tokens, dispatch = call.take(Saved)
-        home = in_groups(tokens, call.route.groups)
-        dispatch = call.pass_on_keys(home, dispatch)
-        grads = call.run_local_backward(tokens)
-        returned = None
-        for before, wave in _in_turn(call):
-            if before is not None:
-                grads = call.collect_grads(before, grads, returned)
-                dispatch = call.send_queries_and_keys(wave, home)
-            grads, returned = call.run_arrived_backward(wave, home, grads, dispatch)
-        call.hand_on(grads, returned)
+        _serve(call, *call.take(Saved))
         return None, torch.zeros_like(anchor)
+
+
+def _serve(call: Call, tokens: Operands | Saved, dispatch: Pending | None) -> None:
+    home = in_groups(tokens, call.route.groups)
+    dispatch = call.pass_on_keys(home, dispatch)
+    results, returned = call.run_local(tokens), None
+    for before, wave in zip((None, *call.route.waves), call.route.waves, strict=False):
+        if before is not None:
+            results = call.collect(before, results, returned)
+            dispatch = call.send_queries_and_keys(wave, home)
+        results, returned = call.run_arrived(wave, home, results, dispatch)
+    call.hand_on(results, returned)
 
 
 class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, _anchor: torch.Tensor, *tensors: Any) -> torch.Tensor:
-        def collected() -> Outputs:
-            outputs, returned = call.take(Outputs)
-            call.collect_outputs(call.last, outputs, returned)
-            return outputs
-
-        return _finish(ctx, call, Inputs(*tensors), collected)
+        return _finish(ctx, call, Inputs(*tensors), lambda: call.collect(call.last, *call.take(Outputs)))
 
     @staticmethod
     @once_differentiable
@@ -156,13 +142,13 @@ class _Unmoved(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
         call, inputs, outputs = _begin_backward(ctx)
-        grads = joined_groups(call.run_local_backward(_saved(do_THV, inputs, outputs)), call.route.groups)
+        grads = joined_groups(call.run_local(_saved(do_THV, inputs, outputs)), call.route.groups)
         return None, *_input_gradients(grads, inputs.context_tokens, _sink_gradient(do_THV, *outputs, inputs.sink_H))
 
 
-def _input_gradients(grads: Grads, context: int, d_sink_H: _Optional = None) -> tuple[_Optional, ...]:
+def _input_gradients(grads: Sequence[torch.Tensor], context: int, d_sink_H: _Optional = None) -> tuple[_Optional, ...]:
     """Gradients of `Inputs` with so many tokens of context."""
-    dq_THD, dk_TKD, dv_TKV = (grad.to(grads.dq_THD.dtype) for grad in grads)
+    dq_THD, dk_TKD, dv_TKV = (grad.to(grads[0].dtype) for grad in grads)
     if not context:
         return dq_THD, dk_TKD, dv_TKV, d_sink_H, None, None
     return dq_THD, dk_TKD[context:], dv_TKV[context:], d_sink_H, dk_TKD[:context], dv_TKV[:context]
@@ -173,20 +159,15 @@ def _saved(do_THV: torch.Tensor, inputs: Inputs, outputs: Outputs) -> Saved:
     return Saved(do_THV.contiguous(), q_THD, *outputs, k_TKD, v_TKV)
 
 
-def _in_turn(call: Call) -> Iterator[tuple[Wave | None, Wave]]:
-    """Each wave with the one before it."""
-    return zip((None, *call.route.waves), call.route.waves, strict=False)
-
-
 def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tensor:
     result: torch.Tensor = function.apply(*inputs)  # type: ignore[no-untyped-call]
     return result
 
 
-def _finish(ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Outputs]) -> torch.Tensor:
+def _finish(ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor:
     """Save a call for backward, and its outputs for a recompute; in a recompute that finds them, take those. Returns o_THV."""
     if call.recalled is None:
-        outputs = _with_sink(*joined_groups(compute(), call.route.groups), inputs.sink_H)
+        outputs = _with_sink(*joined_groups(Outputs(*compute()), call.route.groups), inputs.sink_H)
         if call.stored is not None:
             call.stored.keep(*outputs)
     else:
