@@ -189,7 +189,7 @@ class Call:
     def run_local(self, home: Operands | Saved) -> Outputs | Grads:
         """Run this rank's own tasks, which wait for no message. Returns results of all its tokens, in rows of head groups."""
         wave, groups = self.route.local_wave, self.route.groups
-        results = in_groups(self.server.run(home, self.route.own), groups)
+        results = in_groups(self.server.run(home, self.route.local_tasks), groups)
         if wave is None:
             return results
         pools = self.server.run(self._pools(wave, in_groups(home, groups), None), wave.arrived)

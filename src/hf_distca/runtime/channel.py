@@ -82,9 +82,8 @@ class Channel:
         doing, tag = self._named(name)
         self._sum[0] = _checksum(doing, self.launched, self._sum[0])
         self.launched += 1
-        landing = None
-        if self._staged(received):
-            landing, received = received, torch.empty(received.shape, dtype=received.dtype, device="cpu")
+        landing = received if self._staged(received) else None
+        received = received if landing is None else torch.empty_like(received, device="cpu")
         sent = sent.to("cpu", copy=True) if self._staged(sent) else sent
         deadline = time.monotonic() + self.timeout_seconds - patience(self.timeout_seconds)
         transfer = Transfer(self, [], received, sent, doing, tag, deadline, landing)

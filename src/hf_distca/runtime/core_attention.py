@@ -123,12 +123,11 @@ class _Return(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
-        call, inputs, outputs = _begin_backward(ctx)
+        call, inputs, saved = _begin_backward(ctx, do_THV)
         # If only sinks are trained, q, k and v need no gradient: `_Serve.backward` never runs, and nobody would take a dispatch.
         if ctx.needs_input_grad[1]:
-            saved = _saved(do_THV, inputs, outputs)
             call.hand_on(saved, call.send_queries_and_keys(call.route.waves[0], in_groups(saved, call.route.groups)))
-        d_sink_H = _sink_gradient(do_THV, *outputs, inputs.sink_H)
+        d_sink_H = _sink_gradient(saved, inputs.sink_H)
         return None, do_THV.new_zeros(()), None, None, None, d_sink_H, None, None
 
 
@@ -141,9 +140,9 @@ class _Unmoved(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
-        call, inputs, outputs = _begin_backward(ctx)
-        grads = joined_groups(call.run_local(_saved(do_THV, inputs, outputs)), call.route.groups)
-        return None, *_input_gradients(grads, inputs.context_tokens, _sink_gradient(do_THV, *outputs, inputs.sink_H))
+        call, inputs, saved = _begin_backward(ctx, do_THV)
+        grads = joined_groups(call.run_local(saved), call.route.groups)
+        return None, *_input_gradients(grads, inputs.context_tokens, _sink_gradient(saved, inputs.sink_H))
 
 
 def _input_gradients(grads: Sequence[torch.Tensor], context: int, d_sink_H: _Optional = None) -> tuple[_Optional, ...]:
@@ -152,11 +151,6 @@ def _input_gradients(grads: Sequence[torch.Tensor], context: int, d_sink_H: _Opt
     if not context:
         return dq_THD, dk_TKD, dv_TKV, d_sink_H, None, None
     return dq_THD, dk_TKD[context:], dv_TKV[context:], d_sink_H, dk_TKD[:context], dv_TKV[:context]
-
-
-def _saved(do_THV: torch.Tensor, inputs: Inputs, outputs: Outputs) -> Saved:
-    q_THD, k_TKD, v_TKV = inputs.operands
-    return Saved(do_THV.contiguous(), q_THD, *outputs, k_TKD, v_TKV)
 
 
 def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tensor:
@@ -177,11 +171,13 @@ def _finish(ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Iterable
     return outputs.o_THV
 
 
-def _begin_backward(ctx: Any) -> tuple[Call, Inputs, Outputs]:
-    """The call, its inputs and its outputs, the sinks merged in."""
+def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[Call, Inputs, Saved]:
+    """The call, its inputs, and what tasks read in backward: o and lse with the sinks merged in."""
     *tensors, o_THV, lse_TH = ctx.saved_tensors
     ctx.call.begin_backward()
-    return ctx.call, Inputs(*tensors), Outputs(o_THV, lse_TH)
+    inputs = Inputs(*tensors)
+    q_THD, k_TKD, v_TKV = inputs.operands
+    return ctx.call, inputs, Saved(do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
 
 
 def _with_sink(o_THV: torch.Tensor, lse_TH: torch.Tensor, sink_H: _Optional) -> Outputs:
@@ -192,11 +188,9 @@ def _with_sink(o_THV: torch.Tensor, lse_TH: torch.Tensor, sink_H: _Optional) -> 
     return Outputs((o_THV * (lse_TH - merged_TH).exp().unsqueeze(-1)).to(o_THV.dtype), merged_TH)
 
 
-def _sink_gradient(
-    do_THV: torch.Tensor, o_THV: torch.Tensor, lse_TH: torch.Tensor, sink_H: torch.Tensor | None
-) -> torch.Tensor | None:
+def _sink_gradient(saved: Saved, sink_H: _Optional) -> _Optional:
     if sink_H is None:
         return None
-    weight_TH = (sink_H.to(lse_TH.dtype) - lse_TH).exp()
-    delta_TH = (do_THV.to(lse_TH.dtype) * o_THV).sum(-1)
+    weight_TH = (sink_H.to(saved.lse_TH.dtype) - saved.lse_TH).exp()
+    delta_TH = (saved.do_THV.to(saved.lse_TH.dtype) * saved.o_THV).sum(-1)
     return -(weight_TH * delta_TH).sum(0).to(sink_H.dtype)

@@ -35,7 +35,6 @@ class _NanoBatch(greenlet):
         self.modes = _Modes.current(device_type)
 
     def run(self) -> None:
-        """What the greenlet runs."""
         self.result = self.compute()
 
     def resume(self) -> None:

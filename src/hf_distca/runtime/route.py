@@ -136,14 +136,14 @@ class Route:
     """What one rank does to carry out a plan. All of it is on the host.
 
     Attributes:
-        own: tasks that this rank, which is their home, runs on its own tensors.
+        local_tasks: tasks that this rank, which is their home, runs on its own tensors.
         waves: exchanges, at least one, and what is served in each; as many on every rank.
         exchanges: whether any rank moves anything; false means that no rank sends or receives.
         groups: head groups that the tokens of waves are split in, 1 if none.
         local_wave: tasks on head groups that this rank runs on pools of its own rows, for which it waits for nothing.
     """
 
-    own: TaskBatch
+    local_tasks: TaskBatch
     waves: tuple[Wave, ...]
     exchanges: bool
     groups: int = 1
@@ -164,12 +164,12 @@ class Route:
         built, local_wave = [], None
         for wave in range(count):
             numbers = _Numbers(share_of(plan, rank, number, wave), groups)
-            own_tasks = numbers.batch()  # the same for every wave
+            local_tasks = numbers.batch()  # the same for every wave
             built.append(numbers.wave(relayed))
             if numbers.left and not wave:
                 numbers.batch()  # none
                 local_wave = numbers.wave(relayed=False)
-        return cls(own_tasks, tuple(built), plan.moved, groups, local_wave)
+        return cls(local_tasks, tuple(built), plan.moved, groups, local_wave)
 
 
 class _Numbers:

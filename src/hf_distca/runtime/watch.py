@@ -33,6 +33,8 @@ __all__ = ["Watch", "listen", "patience"]
 
 _LOOK_SECONDS = 0.25  # between two looks at the store; longer where more than `_MANY` ranks look
 _MANY = 512
+# How late a thread of gloo may be when the interpreter ends: what one has to do takes it microseconds, once it has a processor.
+_LATE_SECONDS = 0.1
 _COUNT = "distca words"  # the key that counts them; the only one that ranks look at while they wait
 _LONGEST_WORD = 400  # characters
 _WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
@@ -104,16 +106,13 @@ class Watch:
         """Whether this rank has left the group."""
         return self._word is not None
 
-    def anyone_left(self) -> bool:
-        """Whether any rank has left the group, as far as is known now."""
-        try:
-            return self._store.add(_COUNT, 0) > 0
-        except RuntimeError:
-            return True  # the store was on a rank that died
-
-    def follow(self) -> None:
-        """Leave the group because another rank has left it."""
+    def follow(self) -> bool:
+        """Leave the group if another rank has left it, as far as is known now. Returns whether that is so."""
+        with suppress(RuntimeError):  # if the store was on a rank that died
+            if not self._store.add(_COUNT, 0):
+                return False
         self._leave("left because another rank had", self.deadline())
+        return True
 
     def give_up(self, doing: str, error: Exception) -> DistCADesyncError:
         """Leave the group because others did not come. Takes up to `patience` seconds.
@@ -161,16 +160,16 @@ class Watch:
     def gather_text(self, text: str) -> list[str]:
         """What every rank says, in rank order, each time that all do; empty for those that say nothing in time. No collective."""
         self._told += 1
-        self._store.set(_said(self._told, self._rank), text)
-        deadline, said = time.monotonic() + self._timeout_seconds - patience(self._timeout_seconds), []
-        for rank in range(len(self.ranks)):
-            said.append("")
+        keys = [f"distca said {self._told} {rank}" for rank in range(len(self.ranks))]
+        self._store.set(keys[self._rank], text)
+        deadline, said = time.monotonic() + self._timeout_seconds - patience(self._timeout_seconds), [""] * len(keys)
+        for rank, key in enumerate(keys):
             with suppress(RuntimeError):
                 # Not `Store.wait`: no other thread could use the store meanwhile.
-                while not self._store.check([_said(self._told, rank)]) and time.monotonic() < deadline:
+                while not self._store.check([key]) and time.monotonic() < deadline:
                     time.sleep(0.02)
-                if self._store.check([_said(self._told, rank)]):
-                    said[-1] = self._store.get(_said(self._told, rank)).decode(errors="replace")
+                if self._store.check([key]):
+                    said[rank] = self._store.get(key).decode(errors="replace")
         return said
 
     def look(self) -> bool:
@@ -258,10 +257,6 @@ def _entry(number: int) -> str:
     return f"distca word {number}"
 
 
-def _said(time: int, rank: int) -> str:
-    return f"distca said {time} {rank}"
-
-
 def _break(link: dist.ProcessGroup) -> None:
     """Wake whoever waits for messages of a group. A gloo group closes its connections where a wait times out, and only there."""
     if link.name() != "gloo":
@@ -294,10 +289,15 @@ class _Listener:
             Thread(target=self._run, name="distca listener", daemon=True).start()
 
     def end(self) -> None:
-        """Stop, when the interpreter ends. A rank whose process may hold the store waits until the others have stopped, too."""
+        """Stop, when the interpreter ends. A rank whose process may hold the store waits until the others have stopped, too.
+
+        Every rank of a group lets gloo's threads drop the tensors of the last collective, ours or the user's: one that does it
+        later aborts the process, under any attention (https://github.com/pytorch/pytorch/issues/190489), and the Trainer's own
+        last collective comes about a millisecond before a script ends that stops after `train()`.
+        """
         self._ended.set()
         if self._process == os.getpid():
-            time.sleep(max((_pause(watch) for watch in tuple(self._watches) if watch.say_farewell()), default=0.0))
+            time.sleep(max([_LATE_SECONDS, *(_pause(watch) for watch in tuple(self._watches) if watch.say_farewell())]))
 
     def _run(self) -> None:
         while not self._ended.wait(max(map(_pause, tuple(self._watches)), default=_LOOK_SECONDS)):
