@@ -19,7 +19,7 @@ from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.session import current_session
 from hf_distca.kernels import Scores
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
-from hf_distca.measure.timeline import CallMeter, Trace
+from hf_distca.measure.timeline import Trace
 from hf_distca.runtime import core_attention as module
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
@@ -92,7 +92,7 @@ def test_a_layer_stays_on_the_gpu(
     monkeypatch.setattr(module, "_apply", tape.apply)
     with fake_cuda(), gpu.installed():
         group = AttentionGroup((0, 1), rank, data=peers)  # type: ignore[arg-type]
-        server = AttentionServer(CUDA_KERNEL, Scores(DIM**-0.5), CallMeter(meter, trace, 0, 1))
+        server = AttentionServer(CUDA_KERNEL, Scores(DIM**-0.5), trace.meter(meter, 0, 1))
         q, k, v = leaves(tokens, dtype)
         sink = torch.empty(HEADS, dtype=torch.float32, device=CUDA)
 

@@ -20,7 +20,7 @@ from hf_distca.borrowed import without_dispatch_modes
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
-from hf_distca.measure.timeline import CallMeter, Trace
+from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -95,7 +95,7 @@ def layer(
     plan = Plan.from_tasks(Layout.from_segments(rows, context), [CATask(*task) for task in tasks], scores.window)
     route = Route.build(plan, rank, Waves.of(plan, SHAPE, 8, bound))
     group, meter, module, store = AttentionGroup.of(timeout_seconds=60), Meter(), torch.nn.Identity(), OutputStore()
-    server = AttentionServer(kernel_of(name, scores), scores, CallMeter(meter, Trace(), 0, 1) if traced else meter)
+    server = AttentionServer(kernel_of(name, scores), scores, Trace().meter(meter, 0, 1) if traced else meter)
     keys = sum(length for *_, length in rows[rank])
     before = sum(length for *_, length in rows[rank][: context[rank]])
     q = torch.randn(keys - before, HEADS, DIM, requires_grad=True)

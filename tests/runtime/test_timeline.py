@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from device_events import Device
-from hf_distca.measure.timeline import CallMeter, Trace
+from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.meter import Mark, Meter, now
 
 CUDA = torch.device("cuda")
@@ -26,9 +26,9 @@ def device() -> Iterator[Device]:
 def recorded(device: Device) -> Trace:
     """A layer of two halves: server of A, 1 s of its linear layers and 2 s of the next layer's; messages of B behind both."""
     trace = Trace()
-    first, second = (CallMeter(Meter(), trace, half, half) for half in (1, 2))
+    first, second = (trace.meter(Meter(), half, half) for half in (1, 2))
 
-    def launched(meter: CallMeter, name: str, seconds: float) -> Mark:
+    def launched(meter: Meter, name: str, seconds: float) -> Mark:
         begin = now(CUDA)
         device.launch(seconds)
         end = now(CUDA)

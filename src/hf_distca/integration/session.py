@@ -29,7 +29,7 @@ from hf_distca.integration.processes import data_parallel_group, find_members, s
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import to_device
 from hf_distca.measure.calibrate import calibrate, fastest
-from hf_distca.measure.timeline import CallMeter, Trace
+from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
@@ -232,14 +232,11 @@ class Session:
         reporting = partial(group.reporting, f"computing {place}")
         outputs = None if work.outputs is None else work.outputs.of(module, inputs)
         q_THD, k_TKD, v_TKV = inputs.q_THD, inputs.k_TKD, inputs.v_TKV
+        meter = work.meter if self.trace is None else self.trace.meter(work.meter, work.nano, number + 1)
         with reporting():
             kernel = self.kernel(q_THD, (q_THD.shape[-1], v_TKV.shape[-1]), scores, q_THD.shape[1] // k_TKD.shape[1])
-            server = AttentionServer(kernel, scores, self.call_meter(work.meter, work.nano, number), reporting)
+            server = AttentionServer(kernel, scores, meter, reporting)
             return core_attention(inputs, Call(work.route, group, server, outputs))
-
-    def call_meter(self, meter: Meter, nano: int, number: int) -> Meter:
-        """What counts call `number` of a nano-batch: `meter`, and the timeline if one is recorded."""
-        return meter if self.trace is None else CallMeter(meter, self.trace, nano, number + 1)
 
     @contextmanager
     def _reporting(self, group: AttentionGroup, doing: str) -> Iterator[None]:

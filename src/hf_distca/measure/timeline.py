@@ -22,7 +22,7 @@ import torch
 
 from hf_distca.runtime.meter import Mark, Meter, now
 
-__all__ = ["CallMeter", "Span", "Trace"]
+__all__ = ["Span", "Trace"]
 
 _PARTS = ("whole layers", "nano-batch 1", "nano-batch 2")
 _EXCHANGES = ("dispatch", "return")
@@ -59,6 +59,10 @@ class Trace:
         """One layer ends and the next one begins, forward or backward."""
         self._borders.append(now(device))
         self._begin(self._borders[-1])
+
+    def meter(self, whole: Meter, nano: int, call: int) -> Meter:
+        """The meter of one call of core attention, whose spans are recorded; `nano` and `call` as in `Span`."""
+        return _CallMeter(whole, self, nano, call)
 
     def record(self, begin: Mark, end: Mark, span: Span) -> None:
         """Record a span, whose times are not looked at."""
@@ -110,14 +114,8 @@ class Trace:
         return mark - origin
 
 
-class CallMeter(Meter):
-    """The meter of one call of core attention, whose spans a trace records, too.
-
-    Args:
-        whole: of the micro-batch.
-        trace: records the spans.
-        nano, call: as in `Span`.
-    """
+class _CallMeter(Meter):
+    """The meter of one call of core attention, whose spans a trace records, too."""
 
     def __init__(self, whole: Meter, trace: Trace, nano: int, call: int) -> None:
         super().__init__(whole)

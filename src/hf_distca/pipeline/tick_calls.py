@@ -236,7 +236,8 @@ class CallFactory:
         widths = shape.head_dim, shape.value_head_dim
         kernel = self.session.kernel(part.kind.no_rows(self.device).q_THD, widths, scores, shape.ratio)
         reporting = partial(self.group.reporting, f"computing {part.name}")
-        return AttentionServer(kernel, scores, self.session.call_meter(self.session.meter, 0, part.number), reporting)
+        meter, trace = self.session.meter, self.session.trace
+        return AttentionServer(kernel, scores, meter if trace is None else trace.meter(meter, 0, part.number + 1), reporting)
 
     def serve(self, part: CallPart, *, backward: bool) -> None:
         """Take part in a call without rows of this rank's own."""

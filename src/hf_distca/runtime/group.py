@@ -138,8 +138,7 @@ class AttentionGroup:
                 f"all came ({error}). Every rank must come here, by a training forward, hf_distca.prepare or a "
                 "DistCACallback that all of them have: look at the logs of the other ranks."
             ) from error
-        watch = Watch(ranks, ranks.index(rank), timeout_seconds, (data, control))
-        listen(watch)
+        listen(watch := Watch(ranks, ranks.index(rank), timeout_seconds, (data, control)))
         per_node, channel = ranks_per_node(nodes.tolist()), Channel(data, watch, timeout_seconds)
         if per_node is None and rank == ranks[0]:
             _log.warning(_UNEQUAL_NODES, len(ranks), len(set(nodes.tolist())))
@@ -177,7 +176,7 @@ class AttentionGroup:
             return rows
         rest = torch.tensor(row[_FIRST:], dtype=torch.int64, device="cpu")
         rests = self.all_to_all(rest.repeat(self.size), [len(rest)] * self.size, more, doing=doing)
-        return [np.concatenate([begin, end.numpy()]) for begin, end in zip(rows, rests.split(more), strict=True)]
+        return [np.concatenate(pair) for pair in zip(rows, np.split(rests.numpy(), np.cumsum(more)[:-1]), strict=True)]
 
     def all_equal(self, numbers: IntArray, *, doing: str) -> bool:
         """Whether every rank has equal numbers, in one collective of twice their size.
