@@ -103,7 +103,7 @@ def server_batches(plan: Plan, rank: int, device: torch.device) -> list[Batch]:
     """What the attention server of a rank runs in one layer: its own tasks, then those that arrive."""
     route, layout = Route.build(plan, rank), plan.layout
     tokens = int(layout.query_tokens[rank] + layout.context_tokens[rank])
-    batches = [Batch(route.own, int(layout.query_tokens[rank]), tokens)]
+    batches = [Batch(route.local_tasks, int(layout.query_tokens[rank]), tokens)]
     for wave in (*([] if route.local_wave is None else [route.local_wave]), *route.waves):
         rows = wave.own_rows + sum(wave.queries.receive.values())
         batches.append(Batch(wave.arrived, rows, wave.pool.size, route.groups))

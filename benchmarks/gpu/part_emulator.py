@@ -48,9 +48,9 @@ def rank_seconds(calls: Calls, kernel: Kernel, batches: list[Batch]) -> tuple[fl
         for place, batch in enumerate(batches):
             q_THD, k_TKD, v_TKV = calls.pools(batch)
             if meter is meters[0]:
-                outputs.append(server.forward(Operands(q_THD, k_TKD, v_TKV), batch.tasks))
+                outputs.append(server.run(Operands(q_THD, k_TKD, v_TKV), batch.tasks))
             else:
-                server.backward(Saved(calls.gradient(batch), q_THD, *outputs[place], k_TKD, v_TKV), batch.tasks)
+                server.run(Saved(calls.gradient(batch), q_THD, *outputs[place], k_TKD, v_TKV), batch.tasks)
         synchronize(device)
     return meters[0].seconds, meters[1].seconds
 

@@ -20,7 +20,7 @@ from gpu_setting import Setting, free
 from gpu_workloads import Batch, Variant, batch_of, variants
 from hf_distca.kernels import Kernel, Scores, TaskBatch
 from hf_distca.kernels.base import Case, Operands, Saved
-from hf_distca.kernels.reference import ReferenceKernel
+from hf_distca.kernels.plain_torch import ReferenceKernel
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup

@@ -20,8 +20,8 @@ from gpu_models import Packed, stack
 from gpu_setting import Setting, seconds_of
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.exchange import Part, launch
-from hf_distca.runtime.format import Rows
+from hf_distca.runtime.messages import Part, launch
+from hf_distca.runtime.row_runs import Rows, Run
 from hf_distca.runtime.watch import Watch
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
@@ -125,7 +125,7 @@ def world_of_one(setting: Setting) -> dict[str, Any]:
         try:
             world = dist.GroupMember.WORLD
             channel = Channel(world, Watch((0,), 0, TIMEOUT, (world,)), TIMEOUT)
-            rows = Rows.of([(0, 2, 3), (0, 0, 1)], [(0, 4)])
+            rows = Rows((Run(0, 2, 3), Run(0, 0, 1)), {0: 4})
             equal = True
             for round_ in range(4):
                 # What is sent is computed just before, and overwritten while it travels: the streams have to keep the order.

@@ -10,7 +10,7 @@ import torch
 
 from hf_distca.kernels import TaskBatch
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
-from hf_distca.kernels.reference import ReferenceKernel
+from hf_distca.kernels.plain_torch import ReferenceKernel
 from hf_distca.measure import calibrate as module
 from hf_distca.measure.calibrate import fastest
 from hf_distca.runtime.group import AttentionGroup

@@ -21,9 +21,11 @@ from test_pingpong import PLACEMENTS, batch_of, configure
 import hf_distca
 from hf_distca.agreement import planner
 from hf_distca.integration import session
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, TaskBatch
+from hf_distca.measure.timeline import Span
 from hf_distca.runtime.call import AttentionServer
 from hf_distca.runtime.channel import Channel, Transfer
-from hf_distca.runtime.trace import Span
+from hf_distca.runtime.meter import now
 from hf_distca.schedule.plan import Plan
 from ranks import RankPool
 
@@ -58,16 +60,14 @@ def deliberate_times() -> Iterator[None]:
             self.transfer.wait()
             time.sleep(max(0.0, self.earliest - time.perf_counter()))
 
-    def slow(name: str) -> Callable[..., Any]:
-        original = getattr(AttentionServer, name)
+    run = AttentionServer.run
 
-        def call(self: AttentionServer, *args: Any) -> Any:
-            if args[-1].query_length:
-                with self.tracer.span("server"):
-                    time.sleep(PHASE)
-            return original(self, *args)
-
-        return call
+    def slow(self: AttentionServer, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
+        if tasks.query_length:
+            begin = now(pools.q_THD.device)
+            time.sleep(PHASE)
+            self.meter.span("server", begin, now(pools.q_THD.device), backward=isinstance(pools, Saved))
+        return run(self, pools, tasks)
 
     def swapped(layout: Any, *_: Any) -> Plan:
         local = Plan.local(layout)
@@ -76,8 +76,7 @@ def deliberate_times() -> Iterator[None]:
 
     with (
         patch.object(Channel, "start", lambda *args: Late(start(*args))),
-        patch.object(AttentionServer, "forward", slow("forward")),
-        patch.object(AttentionServer, "backward", slow("backward")),
+        patch.object(AttentionServer, "run", slow),
         patch.object(planner, "balance", swapped),
     ):
         yield

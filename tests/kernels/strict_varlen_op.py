@@ -1,4 +1,7 @@
-"""A varlen op on the CPU that checks what the real ones take on trust, and keeps a record of its calls."""
+"""A varlen op on the CPU that checks what the real ones take on trust, and keeps a record of its calls.
+
+`attend` and `differentiate` take and give what flash attention's own functions do, with the log-sum-exp as (heads, tokens).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from hf_distca.kernels import Scores
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.kernels.varlen import Sequences
 
 
@@ -15,7 +19,15 @@ class StrictVarlenOp:
         self.calls: list[dict[str, torch.Tensor]] = []
         self.windows: list[int | None] = []
 
-    def forward(
+    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+        o, lse_HT = self.attend(*pools, sequences, scores)
+        return Outputs(o, lse_HT.T)
+
+    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+        lse_HT = pools.lse_TH.T.contiguous()
+        return Grads(*self.differentiate(pools.do_THV, *pools.operands, pools.o_THV, lse_HT, sequences, scores))
+
+    def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._check(q, k, v, sequences, scores)
@@ -29,7 +41,7 @@ class StrictVarlenOp:
             lse[:, rows] = logits.logsumexp(-1)
         return o, lse
 
-    def backward(
+    def differentiate(
         self,
         do: torch.Tensor,
         q: torch.Tensor,

@@ -13,7 +13,7 @@ from strict_varlen_op import StrictVarlenOp
 from hf_distca.kernels import Case, Scores
 from hf_distca.kernels.check import wrong
 from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.kernels.reference import ReferenceKernel
+from hf_distca.kernels.plain_torch import ReferenceKernel
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 CPU = torch.device("cpu")
@@ -29,39 +29,39 @@ class Changed(StrictVarlenOp):
         super().__init__()
         self.changed, self.results = scores, results
 
-    def forward(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
-        return self.results(*super().forward(q, k, v, sequences, self.changed(scores)))
+    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
+        return self.results(*super().attend(q, k, v, sequences, self.changed(scores)))
 
-    def backward(self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, sequences: Sequences, scores: Scores) -> Any:
-        return self.results(*super().backward(do, q, k, v, o, lse, sequences, self.changed(scores)))
+    def differentiate(self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, sequences: Sequences, scores: Scores) -> Any:
+        return self.results(*super().differentiate(do, q, k, v, o, lse, sequences, self.changed(scores)))
 
 
 class Dense(StrictVarlenOp):
     """Takes rows to lie one after another, whatever the strides are."""
 
-    def forward(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
+    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
         q = q.as_strided(q.shape, (q[0].numel(), q.shape[2], 1), q.storage_offset())
-        return super().forward(q, k, v, sequences, scores)
+        return super().attend(q, k, v, sequences, scores)
 
 
 class WrongRatio(StrictVarlenOp):
     """Wrong where so many query heads share a key head."""
 
-    def forward(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
-        o, lse = super().forward(q, k, v, sequences, scores)
+    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
+        o, lse = super().attend(q, k, v, sequences, scores)
         return o * (2 if q.shape[1] == 8 * k.shape[1] else 1), lse
 
 
 class TopLeft(StrictVarlenOp):
     """The first row of a slice sees the first key: the alignment of other libraries' causal masks."""
 
-    def forward(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
-        o, lse = super().forward(q, k, v, sequences, scores)
+    def attend(self, q: Any, k: Any, v: Any, sequences: Sequences, scores: Scores) -> Any:
+        o, lse = super().attend(q, k, v, sequences, scores)
         rows, keys = sequences.cu_rows.tolist(), sequences.cu_keys.tolist()
         for a, b, c in zip(rows, rows[1:], keys, strict=False):
             cu = torch.tensor([0, b - a], dtype=torch.int32)
             here, there = slice(a, b), slice(c, c + b - a)
-            o[here], lse[:, here] = super().forward(q[here], k[there], v[there], Sequences(cu, cu, b - a, b - a), scores)
+            o[here], lse[:, here] = super().attend(q[here], k[there], v[there], Sequences(cu, cu, b - a, b - a), scores)
         return o, lse
 
 

@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 from strict_varlen_op import StrictVarlenOp
 
 from hf_distca.errors import KernelError
-from hf_distca.kernels import Kernel, Scores, TaskBatch, reference
+from hf_distca.kernels import Kernel, Scores, TaskBatch, plain_torch
 from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.kernels.reference import ReferenceKernel
+from hf_distca.kernels.plain_torch import ReferenceKernel
 from hf_distca.kernels.varlen import VarlenKernel
 
 KERNELS: dict[str, Callable[[], Kernel]] = {
@@ -160,7 +160,7 @@ def test_pools_that_do_not_fit_are_refused(k: tuple[int, ...], v: tuple[int, ...
 
 @pytest.mark.parametrize("scores", SCORES)
 def test_the_reference_in_small_pieces(scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "_SCORES_PER_CHUNK", 1000)
+    monkeypatch.setattr(plain_torch, "_SCORES_PER_CHUNK", 1000)
     case = "shared keys with gaps"
     check(ReferenceKernel(), CASES[case], torch.float64, SCORES[scores], known_answer(case, "GQA", torch.float64, scores))
 

@@ -11,7 +11,7 @@ from hf_distca.errors import KernelError
 from hf_distca.kernels import Kernel, Scores, TaskBatch, cpu
 from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.kernels.reference import ReferenceKernel
+from hf_distca.kernels.plain_torch import ReferenceKernel
 from hf_distca.kernels.varlen import VarlenKernel
 
 KERNELS: list[Kernel] = [ReferenceKernel(), CpuKernel(), VarlenKernel(StrictVarlenOp())]

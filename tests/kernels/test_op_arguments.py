@@ -17,6 +17,7 @@ from signatures import FLASH_ATTN_3, FLASH_ATTN_4
 from strict_varlen_op import StrictVarlenOp
 
 from hf_distca.kernels import Kernel, Scores, flash
+from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.flash import AtenFlash
 from hf_distca.kernels.varlen import Sequences
 
@@ -51,7 +52,7 @@ def aten_forward(
     assert not return_debug_mask
     left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
     scores = scores_of(scale, left, right, is_causal)
-    return *OP.forward(q, k, v, Sequences(cum_seq_q, cum_seq_k, max_q, max_k), scores), None, None, None
+    return *OP.attend(q, k, v, Sequences(cum_seq_q, cum_seq_k, max_q, max_k), scores), None, None, None
 
 
 def aten_backward(
@@ -78,7 +79,7 @@ def aten_backward(
     assert rng_state.dtype == unused.dtype == torch.uint64
     left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
     scores = scores_of(scale, left, right, is_causal)
-    return OP.backward(grad_out, q, k, v, out, logsumexp, Sequences(cum_seq_q, cum_seq_k, max_q, max_k), scores)
+    return OP.differentiate(grad_out, q, k, v, out, logsumexp, Sequences(cum_seq_q, cum_seq_k, max_q, max_k), scores)
 
 
 def package(version: tuple[int, int, int]) -> dict[str, Callable[..., Any]]:
@@ -102,7 +103,7 @@ def package(version: tuple[int, int, int]) -> dict[str, Callable[..., Any]]:
         return sequences, scores
 
     def forward(*, q: Any, k: Any, v: Any, return_softmax: bool, **options: Any) -> tuple[Any, ...]:
-        o, lse = OP.forward(q, k, v, *shared(options))
+        o, lse = OP.attend(q, k, v, *shared(options))
         return (o, lse, None, None) if version >= (2, 7) else (o, q, k, v, o, lse, None, None)
 
     def backward(
@@ -119,7 +120,7 @@ def package(version: tuple[int, int, int]) -> dict[str, Callable[..., Any]]:
         deterministic: bool,
         **options: Any,
     ) -> None:
-        for dx, value in zip((dq, dk, dv), OP.backward(dout, q, k, v, out, softmax_lse, *shared(options)), strict=True):
+        for dx, value in zip((dq, dk, dv), OP.differentiate(dout, q, k, v, out, softmax_lse, *shared(options)), strict=True):
             dx.copy_(value)
 
     return {"_flash_attn_varlen_forward": forward, "_flash_attn_varlen_backward": backward}
@@ -135,13 +136,13 @@ class Interface3:
     def _flash_attn_forward(self, **options: Any) -> tuple[Any, ...]:
         assert options.keys() <= set(FLASH_ATTN_3["_flash_attn_forward"])
         assert options.pop("num_splits") == 1
-        return *OP.forward(*self._pools(options), sizes(options), self._scores(options, "causal")), None, None
+        return *OP.attend(*self._pools(options), sizes(options), self._scores(options, "causal")), None, None
 
     def _flash_attn_backward(self, **options: Any) -> None:
         assert options.keys() <= set(FLASH_ATTN_3["_flash_attn_backward"])
         assert options.pop("deterministic") is False
         do, *grads, o, lse = (options.pop(name) for name in ("dout", "dq", "dk", "dv", "out", "softmax_lse"))
-        found = OP.backward(do, *self._pools(options), o, lse, sizes(options), self._scores(options, "is_causal"))
+        found = OP.differentiate(do, *self._pools(options), o, lse, sizes(options), self._scores(options, "is_causal"))
         for dx, value in zip(grads, found, strict=True):
             dx.copy_(value)
 
@@ -163,13 +164,13 @@ class Interface4(Interface3):
     def _flash_attn_fwd(self, **options: Any) -> tuple[Any, ...]:
         assert options.keys() <= set(FLASH_ATTN_4["_flash_attn_fwd"])
         assert options.pop("return_lse") is True
-        return *OP.forward(*self._pools(options), sizes(options), self._scores(self._limits(options), "causal")), None, None, None
+        return *OP.attend(*self._pools(options), sizes(options), self._scores(self._limits(options), "causal")), None, None, None
 
     def _flash_attn_bwd(self, **options: Any) -> tuple[Any, ...]:
         assert options.keys() <= set(FLASH_ATTN_4["_flash_attn_bwd"])
         assert options.pop("deterministic") is False
         do, o, lse = (options.pop(name) for name in ("dout", "out", "lse"))
-        return OP.backward(do, *self._pools(options), o, lse, sizes(options), self._scores(self._limits(options), "causal"))
+        return OP.differentiate(do, *self._pools(options), o, lse, sizes(options), self._scores(self._limits(options), "causal"))
 
     @staticmethod
     def _limits(options: dict[str, Any]) -> dict[str, Any]:
@@ -211,10 +212,10 @@ def test_the_installed_torch_takes_these_arguments(window: int | None) -> None:
     q, k = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((10, 4, 64), (20, 2, 64)))
     cu = torch.empty(2, dtype=torch.int32, device="meta")
     sequences, scores = Sequences(cu, cu, 10, 20), Scores(0.1, window)
-    o, lse = AtenFlash().forward(q, k, k, sequences, scores)
+    o, lse = AtenFlash().forward(Operands(q, k, k), sequences, scores)
     assert o.shape == q.shape
-    assert lse.shape == (4, 10)
-    dq, dk, dv = AtenFlash().backward(q, q, k, k, o, lse, sequences, scores)
+    assert lse.shape == (10, 4)
+    dq, dk, dv = AtenFlash().backward(Saved(q, q, o, lse, k, k), sequences, scores)
     assert dq.shape == q.shape
     assert dk.shape == dv.shape == k.shape
 

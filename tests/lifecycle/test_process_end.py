@@ -10,7 +10,8 @@ from unittest.mock import patch
 import numpy as np
 
 import forks
-from hf_distca.runtime import group
+from hf_distca.runtime import watch
+from hf_distca.runtime.group import AttentionGroup
 from ranks import join_world
 
 
@@ -19,7 +20,7 @@ def ends_with_a_late_thread(rank: int, folder: Path) -> None:
 
     The interpreter does not wait for it, and what a late thread of gloo does while the interpreter ends aborts the process.
     """
-    patch.object(group, "_LATE_SECONDS", 1.0).start()  # the end of a fork takes a moment by itself
+    patch.object(watch, "_LATE_SECONDS", 1.0).start()  # the end of a fork takes a moment by itself
     join_world(rank, 2, folder / "store")
     last = threading.Event()
 
@@ -29,7 +30,7 @@ def ends_with_a_late_thread(rank: int, folder: Path) -> None:
         (folder / f"{rank} let go").touch()
 
     threading.Thread(target=let_go, daemon=True).start()
-    group.AttentionGroup.of().gather(np.arange(5), doing="a test")
+    AttentionGroup.of().gather(np.arange(5), doing="a test")
     last.set()
 
 

@@ -73,7 +73,7 @@ def _one_copy_lost(which: int) -> Callable[[Original], Original]:
 
 
 def _no_gradient(original: Original) -> Original:
-    def wrapped(*args: torch.Tensor | None) -> torch.Tensor | None:
+    def wrapped(*args: Any) -> torch.Tensor | None:
         grad = original(*args)
         return None if grad is None else torch.zeros_like(grad)
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from hf_distca import DistCADesyncError
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.exchange import Part, launch
-from hf_distca.runtime.format import Rows
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.messages import Part, launch
+from hf_distca.runtime.row_runs import Rows, Run
 from ranks import RankPool
 
 
@@ -37,8 +37,8 @@ def send_and_return(rank: int, world: int) -> None:
         own = torch.empty_like(ordered)
         own[shuffled] = ordered
         to = (rank for rank, rows in enumerate(send) for _ in range(rows))
-        runs = [(rank, start, 1) for rank, start in zip(to, shuffled.tolist(), strict=True)]
-        parts.append(Part(own, Rows.of(runs, ((rank, rows) for rank, rows in enumerate(receive) if rows))))
+        runs = tuple(Run(rank, start, 1) for rank, start in zip(to, shuffled.tolist(), strict=True))
+        parts.append(Part(own, Rows(runs, {rank: rows for rank, rows in enumerate(receive) if rows})))
     first, second = launch(group.data, parts), launch(group.data, parts)  # two may be under way
     for pending in (first, second):
         received = [torch.cat([part.tensor[:0], *came]) for part, came in zip(parts, pending.sections(), strict=True)]
@@ -124,7 +124,7 @@ def test_uneven_rows_of_several_dtypes_travel_there_and_back(rank_pool: Callable
 
 
 def test_a_group_of_one_needs_no_torch_distributed() -> None:
-    rows = Rows.of([(0, 2, 1), (0, 0, 1)], [(0, 2)])
+    rows = Rows((Run(0, 2, 1), Run(0, 0, 1)), {0: 2})
     tensor = torch.arange(6.0).view(3, 2)
     ((section,),) = launch(None, [Part(tensor, rows)]).sections()
     assert torch.equal(section, tensor[[2, 0]])

@@ -19,13 +19,13 @@ from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.session import current_session
 from hf_distca.kernels import Scores
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
+from hf_distca.measure.timeline import Trace
 from hf_distca.runtime import core_attention as module
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
@@ -92,14 +92,14 @@ def test_a_layer_stays_on_the_gpu(
     monkeypatch.setattr(module, "_apply", tape.apply)
     with fake_cuda(), gpu.installed():
         group = AttentionGroup((0, 1), rank, data=peers)  # type: ignore[arg-type]
-        server = AttentionServer(CUDA_KERNEL, Scores(DIM**-0.5), meter, Tracer(trace, device=CUDA))
+        server = AttentionServer(CUDA_KERNEL, Scores(DIM**-0.5), trace.meter(meter, 0, 1))
         q, k, v = leaves(tokens, dtype)
         sink = torch.empty(HEADS, dtype=torch.float32, device=CUDA)
 
         def layer() -> list[torch.Tensor | None]:
             out = core_attention(Inputs(q, k, v, sink_H=sink), Call(route, group, server))
             after, _, before = tape.backward(torch.empty_like(out))
-            return [out, *before[1:4], after[-1]]
+            return [out, *before[1:4], after[5]]
 
         gpu.launch(1.0)
         # The first call for a plan makes the index tensors.

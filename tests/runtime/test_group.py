@@ -129,7 +129,7 @@ def gives_up(watch: Watch) -> str:
 def test_a_rank_that_waits_for_words_looks_at_one_key() -> None:
     store, ranks = CountedStore(), tuple(range(512))
     watch = Watch(ranks, 3, 5.0, (store.link(),))  # 0.5 s for the words of others
-    assert not watch.anyone_left()
+    assert not watch.follow()
     store.calls.clear()
     assert gives_up(watch).count("is silent") == 511
     assert sum(store.calls.values()) < 30  # 25 looks at 20 ms; asking for each rank took 511 each

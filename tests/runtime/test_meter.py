@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from device_events import Device
+from hf_distca.kernels import Scores, TaskBatch
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.runtime import meter as meters
-from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.call import AttentionServer
+from hf_distca.runtime.meter import Meter, now
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -23,18 +26,22 @@ def run(meter: Meter, device: Device, *seconds: float) -> None:
     """Kernel calls of these lengths, with a second of something else before each."""
     for one in seconds:
         device.launch(1.0)
-        with meter.kernel(CUDA):
-            device.launch(one)
+        time_of(meter, device, "server", one)
+
+
+def time_of(meter: Meter, device: Device, name: str, seconds: float) -> None:
+    begin = now(CUDA)
+    device.launch(seconds)
+    meter.span(name, begin, now(CUDA))
 
 
 def test_seconds_on_the_cpu_are_known_at_once() -> None:
     whole = Meter()
     part = Meter(whole)
-    with part.kernel(CPU):
-        pass
+    begin = now(CPU)
+    part.span("server", begin, now(CPU))
     assert part.finished
     assert part.seconds == whole.seconds > 0
-    assert part.kernel_calls == whole.kernel_calls == 1
 
 
 def test_seconds_are_those_of_finished_calls_and_nobody_waits(device: Device) -> None:
@@ -87,20 +94,11 @@ def test_events_are_bounded_where_the_device_does_not_keep_up(device: Device, mo
     assert whole.seconds == 100 * 0.5
 
 
-def test_a_call_that_raises_is_not_timed(device: Device) -> None:
-    meter = Meter()
-    with pytest.raises(ZeroDivisionError), meter.kernel(CUDA):
-        _ = 1 / 0
-    assert meter.finished
-    assert device.events == 0
-    assert meter.kernel_calls == 1
-
-
 def test_exchanges_are_timed_beside_kernels(device: Device) -> None:
     whole = Meter()
     part = Meter(whole)
-    with part.exchanging(CUDA):
-        device.launch(3.0)
+    for name in ("pack", "dispatch", "wait", "unpack"):
+        time_of(part, device, name, 1.0)
     run(part, device, 2.0)
     assert (part.exchange_seconds, part.finished) == (0.0, False)
     device.finish()
@@ -109,10 +107,25 @@ def test_exchanges_are_timed_beside_kernels(device: Device) -> None:
     assert device.waits == []
 
 
-def test_backward_calls_are_counted_apart() -> None:
-    meter = Meter()
-    with meter.kernel(CPU):
-        pass
-    with meter.kernel(CPU, backward=True):
-        pass
-    assert (meter.kernel_calls, meter.backward_calls) == (2, 1)
+class Kernel:
+    """One that computes nothing, or raises."""
+
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
+        if not len(tasks):
+            raise ZeroDivisionError
+        return Outputs(pools.q_THD, pools.q_THD)
+
+    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
+        return Grads(*pools.operands)
+
+
+def test_kernel_calls_are_counted_by_direction_and_not_timed_if_they_raise() -> None:
+    meter, x = Meter(), torch.empty(1, 1, 1)
+    server = AttentionServer(Kernel(), Scores(1.0), meter)  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        server.run(Operands(x, x, x), TaskBatch((), (), (), ()))
+    assert (meter.kernel_calls, meter.backward_calls, meter.seconds) == (1, 0, 0.0)
+    server.run(Operands(x, x, x), TaskBatch((0,), (1,), (0,), (1,)))
+    server.run(Saved(*[x] * 6), TaskBatch((0,), (1,), (0,), (1,)))
+    assert (meter.kernel_calls, meter.backward_calls) == (3, 1)
+    assert meter.seconds > 0

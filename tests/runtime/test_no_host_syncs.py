@@ -18,14 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_distca.borrowed import without_dispatch_modes
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
+from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
@@ -40,19 +41,20 @@ SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 4)
 class Op:
     """A varlen op of zeros: what it would compute is not the matter."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scores: Scores) -> Any:
-        return torch.zeros_like(q), q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32)
+    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+        q_THD = pools.q_THD
+        return Outputs(torch.zeros_like(q_THD), q_THD.new_zeros(q_THD.shape[:2], dtype=torch.float32))
 
-    def backward(self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, sequences: Sequences, scores: Scores) -> Any:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+        return Grads(*map(torch.zeros_like, pools.operands))
 
 
 class Reading(Op):
     """One that reads the lengths of its sequences, as a careless one would."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scores: Scores) -> Any:
-        assert int(sequences.cu_rows[-1]) == len(q)
-        return super().forward(q, k, v, sequences, scores)
+    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+        assert int(sequences.cu_rows[-1]) == len(pools.q_THD)
+        return super().forward(pools, sequences, scores)
 
 
 def kernel_of(name: str, scores: Scores) -> Kernel:
@@ -93,18 +95,17 @@ def layer(
     plan = Plan.from_tasks(Layout.from_segments(rows, context), [CATask(*task) for task in tasks], scores.window)
     route = Route.build(plan, rank, Waves.of(plan, SHAPE, 8, bound))
     group, meter, module, store = AttentionGroup.of(timeout_seconds=60), Meter(), torch.nn.Identity(), OutputStore()
-    tracer = Tracer(Trace()) if traced else Tracer()
-    server = AttentionServer(kernel_of(name, scores), scores, meter, tracer)
+    server = AttentionServer(kernel_of(name, scores), scores, Trace().meter(meter, 0, 1) if traced else meter)
     keys = sum(length for *_, length in rows[rank])
     before = sum(length for *_, length in rows[rank][: context[rank]])
     q = torch.randn(keys - before, HEADS, DIM, requires_grad=True)
     k, v = (torch.randn(keys - before, KEY_HEADS, DIM, requires_grad=True) for _ in range(2))
     sink = torch.zeros(HEADS, requires_grad=True)
-    given = tuple(torch.randn(before, KEY_HEADS, DIM, requires_grad=True) for _ in range(2)) if before else None
+    given = tuple(torch.randn(before, KEY_HEADS, DIM, requires_grad=True) for _ in range(2)) if before else ()
 
     def attend(*leaves: torch.Tensor) -> torch.Tensor:
-        inputs = Inputs(*leaves, context=given, sink_H=sink)
-        return core_attention(inputs, Call(route, group, server, None if reentrant is None else store.of(module, inputs.tensors)))
+        inputs = Inputs(*leaves, sink, *given)
+        return core_attention(inputs, Call(route, group, server, None if reentrant is None else store.of(module, inputs)))
 
     with NoHostSyncs() as mode:
         out = attend(q, k, v) if reentrant is None else checkpoint(attend, q, k, v, use_reentrant=reentrant)

@@ -14,9 +14,9 @@ from some_relays import some_relays
 from test_core_attention import DIM, HEADS, KEY_HEADS, TILE, VALUE_DIM, random_case, split_case, whole_tasks
 
 from hf_distca.kernels import TaskBatch
-from hf_distca.runtime import format as runtime
-from hf_distca.runtime.keys import PoolRun
+from hf_distca.runtime import row_runs as runtime
 from hf_distca.runtime.route import Route, Wave
+from hf_distca.runtime.row_runs import PoolRun
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
@@ -35,7 +35,7 @@ def test_what_is_sent_is_received(random_: random.Random, world: int) -> None:
             for b, receiver in enumerate(routes):
                 assert getattr(sender.waves[0], rows).send.get(b) == getattr(receiver.waves[0], rows).receive.get(a)
     held = int(plan.layout.query_tokens.sum())
-    assert sum(sum(r.own.query_length) + sum(r.waves[0].arrived.query_length) for r in routes) == held
+    assert sum(sum(r.local_tasks.query_length) + sum(r.waves[0].arrived.query_length) for r in routes) == held
     for wave in (route.waves[0] for route in routes):
         tasks = wave.arrived
         assert all(k >= q >= 1 for q, k in zip(tasks.query_length, tasks.key_length, strict=True))
@@ -63,8 +63,8 @@ def test_a_local_plan_is_one_batch_of_whole_documents_in_token_order(rank: int) 
     route = Route.build(Plan.local(Layout.from_lengths([[5, 1, 7], [3]])), rank)
     assert not route.exchanges
     assert len(route.waves[0].arrived) == 0
-    assert list(route.own.query_length) == [[5, 1, 7], [3]][rank]
-    assert list(route.own.query_start) == list(route.own.key_start)
+    assert list(route.local_tasks.query_length) == [[5, 1, 7], [3]][rank]
+    assert list(route.local_tasks.query_start) == list(route.local_tasks.key_start)
 
 
 Rows = npt.NDArray[np.int64]
@@ -119,7 +119,7 @@ def check_wave(plan: Plan, waves: list[Wave], queries: list[Rows], keys: list[Ro
         back += [] if wave.passing is None else [cut(pool, *run[1:3]) for run in wave.passing.way_back.runs]
         assert np.concatenate([pool[:0], *back]).tolist() == np.concatenate([pool[:0], *got[rank]]).tolist()
         if wave.passing is not None:
-            parts = [cut(pool, *run) for run in wave.passing.rows]
+            parts = [cut(pool, *run[1:]) for run in wave.passing.rows]
             assert np.concatenate([pool[:0], *parts]).tolist() == passed[rank].tolist()
     return computed
 
@@ -166,8 +166,8 @@ def test_every_task_finds_its_keys(random_: random.Random, world: int, kind: int
             )
         for group in range(layout.groups):
             own = queries[rank][group :: layout.groups], keys[rank][group :: layout.groups]
-            check_batch(plan, route.own, *own)
-            for start, rows in zip(route.own.query_start, route.own.query_length, strict=True):
+            check_batch(plan, route.local_tasks, *own)
+            for start, rows in zip(route.local_tasks.query_start, route.local_tasks.query_length, strict=True):
                 computed[rank] += own[0][start : start + rows].tolist()
     whole = [row for rows in queries for row in rows.tolist()]
     assert sorted(row for rows in computed for row in rows) == sorted(whole), "every query is computed once"

@@ -151,7 +151,7 @@ def test_routes_send_what_the_load_says(ping_pong: bool) -> None:
         assert sum(wave.queries.receive.values()) / groups == load.query_tokens[1][rank]
         passed = sum(wave.passing.keys.send.values()) if wave.passing else 0
         assert (sum(wave.keys.send.values()) + passed) / groups == load.key_tokens[0][rank]
-        here = route.own.rows * groups + wave.arrived.rows + (route.local_wave.arrived.rows if route.local_wave else 0)
+        here = route.local_tasks.rows * groups + wave.arrived.rows + (route.local_wave.arrived.rows if route.local_wave else 0)
         rows = plan.end - plan.start
         mine = plan.server == rank
         assert here == (rows * plan.heads * groups)[mine].sum()

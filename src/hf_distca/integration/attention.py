@@ -106,7 +106,7 @@ def distca_attention(
     scores = _scores(query, scaling, work.window, softcap)
     q_THD, k_TKD, v_TKV = (_as_rows(states, dtype, work.keep) for states in (query, key, value))
     context = None if handle.handover is None else handle.handover.context(work.nano, k_TKD, v_TKV)
-    o_THV = session.attend(work, module, Inputs(q_THD, k_TKD, v_TKV, context, sink_H), scores)
+    o_THV = session.attend(work, module, Inputs(q_THD, k_TKD, v_TKV, sink_H, *(context or ())), scores)
     return _as_batch(o_THV, query, work.keep).to(value.dtype), None
 
 
@@ -155,7 +155,7 @@ def _attend_to_cache(module: torch.nn.Module, inputs: Inputs, mask: CachedMask, 
 
     The inputs are as transformers lays them out: (batch, heads, length, width).
     """
-    dense, (query, key, value, _, sink_H) = mask.as_subclass(torch.Tensor), inputs
+    dense, (query, key, value, sink_H, *_) = mask.as_subclass(torch.Tensor), inputs
     if scores.softcap is None and sink_H is None:
         output, _ = sdpa_attention_forward(module, query, key, value, dense, scaling=scores.scale)
         return output

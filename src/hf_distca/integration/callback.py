@@ -19,7 +19,7 @@ from hf_distca.integration.loading import distca_configs, prepare
 from hf_distca.integration.record import Recorder
 from hf_distca.integration.reports import Reading, sum_up, why_given_up, why_nothing_moved, write_trace
 from hf_distca.integration.session import Session, current_session, use_session
-from hf_distca.runtime.trace import Trace
+from hf_distca.measure.timeline import Trace
 
 if TYPE_CHECKING:
     from transformers import Trainer

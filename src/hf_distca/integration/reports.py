@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hf_distca.agreement.history import Tally
 from hf_distca.integration.processes import say
 from hf_distca.integration.session import Session, current_session
-from hf_distca.runtime.trace import Trace
+from hf_distca.measure.timeline import Trace
 
 __all__ = ["Metrics", "Reading", "balance_figures", "metrics", "profile", "sum_up", "summary", "why_nothing_moved", "write_trace"]
 

@@ -31,13 +31,13 @@ from hf_distca.integration.processes import data_parallel_group, find_members, s
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import to_device
 from hf_distca.measure.calibrate import calibrate, fastest
+from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.trace import Trace, Tracer
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
@@ -227,12 +227,12 @@ class Session:
         if group.data is not None:
             group = replace(group, data=group.data.at(place, work.route.forward_exchanges))
         reporting = partial(group.reporting, f"computing {place}")
-        outputs = None if work.outputs is None else work.outputs.of(module, inputs.tensors)
+        outputs = None if work.outputs is None else work.outputs.of(module, inputs)
         q_THD, k_TKD, v_TKV = inputs.q_THD, inputs.k_TKD, inputs.v_TKV
-        tracer = Tracer(self.trace, work.nano, number + 1, q_THD.device)
+        meter = work.meter if self.trace is None else self.trace.meter(work.meter, work.nano, number + 1)
         with reporting():
             kernel = self.kernel(q_THD, (q_THD.shape[-1], v_TKV.shape[-1]), scores, q_THD.shape[1] // k_TKD.shape[1])
-            server = AttentionServer(kernel, scores, work.meter, tracer, reporting)
+            server = AttentionServer(kernel, scores, meter, reporting)
             return core_attention(inputs, Call(work.route, group, server, outputs))
 
     @contextmanager

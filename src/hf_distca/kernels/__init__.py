@@ -13,7 +13,7 @@ from hf_distca.kernels.base import Case, Kernel, Scores, TaskBatch
 from hf_distca.kernels.check import wrong
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, import_error
-from hf_distca.kernels.reference import ReferenceKernel
+from hf_distca.kernels.plain_torch import ReferenceKernel
 
 __all__ = ["Case", "Kernel", "Scores", "TaskBatch", "runnable", "select_kernel", "survey", "why_not"]
 

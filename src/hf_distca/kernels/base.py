@@ -133,6 +133,16 @@ class Outputs(NamedTuple):
     o_THV: torch.Tensor
     lse_TH: torch.Tensor
 
+    @property
+    def query_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each query."""
+        return self
+
+    @property
+    def key_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each key: none."""
+        return ()
+
 
 class Saved(NamedTuple):
     """What a task reads in backward: rows of queries first, then rows of keys."""
@@ -166,6 +176,16 @@ class Grads(NamedTuple):
     dq_THD: torch.Tensor
     dk_TKD: torch.Tensor
     dv_TKV: torch.Tensor
+
+    @property
+    def query_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each query."""
+        return self[:1]
+
+    @property
+    def key_rows(self) -> Sequence[torch.Tensor]:
+        """Those with a row for each key."""
+        return self[1:]
 
 
 class Kernel(Protocol):

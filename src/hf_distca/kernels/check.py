@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from hf_distca.kernels.base import Case, Kernel, Operands, Saved, Scores, TaskBatch
-from hf_distca.kernels.reference import ReferenceKernel
+from hf_distca.kernels.plain_torch import ReferenceKernel
 
 __all__ = ["wrong"]
 

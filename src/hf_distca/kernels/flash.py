@@ -23,18 +23,10 @@ from typing import Any
 import torch
 
 from hf_distca.borrowed import cuda_attention, cuda_attention_backward
-from hf_distca.kernels.base import Case, Scores
+from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores
 from hf_distca.kernels.varlen import Sequences, VarlenKernel, VarlenOp
 
-__all__ = [
-    "CUDA",
-    "FLASH_ATTN",
-    "FLASH_ATTN_3",
-    "FLASH_ATTN_4",
-    "AtenFlash",
-    "import_error",
-    "unsupported_by_flash",
-]
+__all__ = ["CUDA", "FLASH_ATTN", "FLASH_ATTN_3", "FLASH_ATTN_4", "AtenFlash", "import_error", "unsupported_by_flash"]
 
 _MAX_HEAD_DIM = 256
 _HALF = (torch.float16, torch.bfloat16)
@@ -76,41 +68,20 @@ class AtenFlash:
     needs to be kept from forward.
     """
 
-    def forward(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, sequences: Sequences, scores: Scores
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
         """See `VarlenOp.forward`."""
-        o_THD, lse_HT, *_ = cuda_attention()(
-            q_THD,
-            k_TKD,
-            v_TKD,
-            *sequences,
-            dropout_p=0.0,
-            is_causal=True,
-            return_debug_mask=False,
-            scale=scores.scale,
-            **self._window(scores),
-        )
-        return o_THD, lse_HT
+        flags = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False}
+        o_THD, lse_HT, *_ = cuda_attention()(*pools, *sequences, **flags, scale=scores.scale, **self._window(scores))
+        return Outputs(o_THD, lse_HT.T)
 
-    def backward(
-        self,
-        do_THD: torch.Tensor,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        o_THD: torch.Tensor,
-        lse_HT: torch.Tensor,
-        sequences: Sequences,
-        scores: Scores,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
         """See `VarlenOp.backward`."""
+        do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = pools
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
         unused = torch.empty(0, dtype=torch.uint64, device=q_THD.device)
-        window, op = self._window(scores), cuda_attention_backward()
-        tensors = (do_THD, q_THD, k_TKD, v_TKD, o_THD, lse_HT)
-        dq_THD, dk_TKD, dv_TKD = op(*tensors, *sequences, 0.0, True, rng_state, unused, scale=scores.scale, **window)
-        return dq_THD, dk_TKD, dv_TKD
+        tensors = (do_THD, q_THD, k_TKD, v_TKD, o_THD, lse_TH.T.contiguous())
+        options = {"scale": scores.scale, **self._window(scores)}
+        return Grads(*cuda_attention_backward()(*tensors, *sequences, 0.0, True, rng_state, unused, **options))
 
     def _window(self, scores: Scores) -> dict[str, int]:
         """The op counts the keys to the left of a row's own; without these arguments it hides none."""
@@ -148,39 +119,28 @@ class _PackageFlash:
     def __init__(self, package: _Package) -> None:
         self._package = package
 
-    def forward(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, sequences: Sequences, scores: Scores
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
         """See `VarlenOp.forward`."""
         package = self._package
+        tensors = dict(zip("qkv", pools, strict=True))
         function = getattr(_module(package.module), package.forward)
-        results = function(q=q_THD, k=k_TKD, v=v_TKD, **package.forward_options, **self._options(sequences, scores))
+        results = function(**tensors, **package.forward_options, **self._options(sequences, scores))
         # flash-attn before 2.7 gives out, q, k, v, padded out, lse, probabilities, rng state; all others begin with out, lse.
-        return results[0], results[5] if len(results) == 8 else results[1]
+        return Outputs(results[0], (results[5] if len(results) == 8 else results[1]).T)
 
-    def backward(
-        self,
-        do_THD: torch.Tensor,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        o_THD: torch.Tensor,
-        lse_HT: torch.Tensor,
-        sequences: Sequences,
-        scores: Scores,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
         """See `VarlenOp.backward`."""
         package = self._package
-        tensors = {"dout": do_THD, "q": q_THD, "k": k_TKD, "v": v_TKD, "out": o_THD, package.lse: lse_HT}
+        tensors = dict(zip(("dout", "q", "out", package.lse, "k", "v"), pools, strict=True))
+        tensors[package.lse] = pools.lse_TH.T.contiguous()
         options = {**package.backward_options, **self._options(sequences, scores)}
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         function = getattr(_module(package.module), package.backward)
         if not package.in_place:
-            results = function(**tensors, **options)
-            return results[0], results[1], results[2]
-        dq_THD, dk_TKD, dv_TKD = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_TKD, v_TKD))
-        function(**tensors, dq=dq_THD, dk=dk_TKD, dv=dv_TKD, **options)
-        return dq_THD, dk_TKD, dv_TKD
+            return Grads(*function(**tensors, **options)[:3])
+        grads = Grads(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in pools.operands))
+        function(**tensors, **dict(zip(("dq", "dk", "dv"), grads, strict=True)), **options)
+        return grads
 
     def _options(self, sequences: Sequences, scores: Scores) -> dict[str, Any]:
         """The arguments that forward and backward have in common."""

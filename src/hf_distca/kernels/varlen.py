@@ -48,24 +48,12 @@ class VarlenOp(Protocol):
     ``scores.window`` is None or less than the longest sequence of keys; ``scores.softcap`` is one the kernel lets through.
     """
 
-    def forward(
-        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, sequences: Sequences, scores: Scores
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output o_THD in q's dtype and lse_HT in the accumulation dtype."""
+    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+        """Output in q's dtype and log-sum-exp in the accumulation dtype, of any strides."""
         ...
 
-    def backward(
-        self,
-        do_THD: torch.Tensor,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        o_THD: torch.Tensor,
-        lse_HT: torch.Tensor,
-        sequences: Sequences,
-        scores: Scores,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of q, k and v in their dtypes; do, o and lse are contiguous."""
+    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+        """Gradients of q, k and v in their dtypes; do and o are contiguous."""
         ...
 
 
@@ -137,32 +125,30 @@ class VarlenKernel:
             o_THV = q_THD.new_zeros(*q_THD.shape[:2], value_width)
             lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=accumulation_dtype(q_THD.dtype))
         for call in calls:
-            q, k, v = call.rows.take(padded[0]), call.keys.take(padded[1]), call.keys.take(padded[2])
-            o, lse_HT = self._op.forward(q, k, v, call.sequences, call.within(scores))
+            taken = Operands(call.rows.take(padded[0]), call.keys.take(padded[1]), call.keys.take(padded[2]))
+            o, lse = self._op.forward(taken, call.sequences, call.within(scores))
             if whole:
-                return Outputs(o[..., :value_width].contiguous(), lse_HT.T.contiguous())
+                return Outputs(o[..., :value_width].contiguous(), lse.contiguous())
             call.rows.put(o_THV, o[..., :value_width])
-            call.rows.put(lse_TH, lse_HT.T)
+            call.rows.put(lse_TH, lse)
         return Outputs(o_THV, lse_TH)
 
     @torch.no_grad()
     def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
         """See `Kernel.backward`."""
         check_pools(pools.operands, tasks)
-        do_THV, q_THD, o_THV, lse_TH, k_TKD, v_TKV = pools
+        _, q_THD, _, lse_TH, k_TKD, v_TKV = pools
         width = _width(q_THD, v_TKV)
-        do_THD, q_padded, k_padded, v_padded, o_THD = (pad_last(x, width) for x in (do_THV, q_THD, k_TKD, v_TKV, o_THV))
+        padded = Saved(*(x if x is lse_TH else pad_last(x, width) for x in pools))
         calls = self._calls_of(tasks, q_THD.device)
         whole = len(calls) == 1 and calls[0].rows.covers(q_THD) and calls[0].keys.covers(k_TKD)
         if not whole:
             dtype = key_gradient_dtype(tasks, k_TKD.dtype)
             dq_THD, dk_TKD, dv_TKV = q_THD.new_zeros(q_THD.shape), *(x.new_zeros(x.shape, dtype=dtype) for x in (k_TKD, v_TKV))
         for call in calls:
-            do, q, o = (call.rows.take(x) for x in (do_THD, q_padded, o_THD))
-            k, v = (call.keys.take(x) for x in (k_padded, v_padded))
-            lse_HT = call.rows.take(lse_TH).T.contiguous()
-            seen = call.within(scores)
-            grads = self._op.backward(do.contiguous(), q, k, v, o.contiguous(), lse_HT, call.sequences, seen)
+            do, q, o, lse = (call.rows.take(x) for x in padded.query_rows)
+            taken = Saved(do.contiguous(), q, o.contiguous(), lse, *(call.keys.take(x) for x in padded.key_rows))
+            grads = self._op.backward(taken, call.sequences, call.within(scores))
             dq, dk, dv = (dx[..., : x.shape[2]] for dx, x in zip(grads, (q_THD, k_TKD, v_TKV), strict=True))
             if whole:
                 return Grads(dq, dk, dv)

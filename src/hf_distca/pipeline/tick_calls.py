@@ -26,7 +26,6 @@ from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.outputs import LayerOutputs, OutputStore
 from hf_distca.runtime.route import Route
-from hf_distca.runtime.trace import Tracer
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
@@ -248,7 +247,7 @@ class StageAttention:
         # Force a backward even if nothing before the layer is trained, because other stages expect its rows.
         if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in inputs[:3]):
             inputs = inputs._replace(q_THD=inputs.q_THD.detach().requires_grad_())
-        stored = None if micro_batch.outputs is None else micro_batch.outputs.of(module, inputs.tensors)
+        stored = None if micro_batch.outputs is None else micro_batch.outputs.of(module, inputs)
         call = StageCall(self, micro_batch, number, stored)
         if again and call.recalled is None:
             raise UnsupportedError(f"{type(module).__name__} computes attention in backward whose outputs were not kept.")
@@ -261,33 +260,33 @@ class StageAttention:
             return self.group
         return replace(self.group, data=data.at(part.name, 0 if backward else 2 * len(part.route.waves)))
 
-    def server(self, part: CallPart, *, backward: bool) -> AttentionServer:
+    def server(self, part: CallPart) -> AttentionServer:
         """What runs the tasks of a call."""
         shape, scores = part.kind.key.shape, Scores(part.kind.scale, part.window, part.kind.softcap)
         widths = shape.head_dim, shape.value_head_dim
         kernel = self.session.kernel(part.kind.no_rows(self.device).q_THD, widths, scores, shape.ratio)
-        tracer = Tracer(self.session.trace, 0, part.number + 1, self.device)
-        tracer.backward = backward
         reporting = partial(self.group.reporting, f"computing {part.name}")
-        return AttentionServer(kernel, scores, self.session.meter, tracer, reporting)
+        meter, trace = self.session.meter, self.session.trace
+        return AttentionServer(kernel, scores, meter if trace is None else trace.meter(meter, 0, part.number + 1), reporting)
 
     def serve(self, part: CallPart, *, backward: bool) -> None:
         """Take part in a call without rows of this rank's own."""
-        call = Call(part.route, self.channel(part, backward=backward), self.server(part, backward=backward))
+        call = Call(part.route, self.channel(part, backward=backward), self.server(part))
+        call.backward = backward
         # Rows of head groups travel if documents are split by heads.
         q_THD, k_TKD, v_TKV = no_rows = in_groups(part.kind.no_rows(self.device), part.route.groups)
         # Kernels put log-sum-exps out in float32 at least.
         lse_TH = q_THD.new_empty((0, q_THD.shape[1]), dtype=torch.promote_types(q_THD.dtype, torch.float32))
         outputs = Outputs(q_THD.new_empty((0, q_THD.shape[1], v_TKV.shape[2])), lse_TH)
-        saved = Saved(torch.empty_like(outputs.o_THV), q_THD, *outputs, k_TKD, v_TKV)
-        grads = Grads(*(torch.empty_like(tensor) for tensor in no_rows))
+        home: Operands | Saved = no_rows
+        results: Outputs | Grads = outputs
+        if backward:
+            home = Saved(torch.empty_like(outputs.o_THV), q_THD, *outputs, k_TKD, v_TKV)
+            results = Grads(*(torch.empty_like(tensor) for tensor in no_rows))
         with torch.no_grad():
             for wave in part.route.waves:
-                dispatch = call.send_queries_and_keys(wave, saved if backward else no_rows)
-                if backward:
-                    grads = call.collect_grads(wave, *call.run_arrived_backward(wave, saved, grads, dispatch))
-                else:
-                    call.collect_outputs(wave, outputs, call.run_arrived(wave, no_rows, outputs, dispatch))
+                dispatch = call.send_queries_and_keys(wave, home)
+                results = call.collect(wave, *call.run_arrived(wave, home, results, dispatch))
 
 
 # Of work whose calls have their routes from elsewhere.
@@ -299,7 +298,7 @@ class StageCall(Call):
 
     def __init__(self, attention: StageAttention, micro_batch: MicroBatch, number: int, stored: LayerOutputs | None) -> None:
         part = micro_batch.parts[number]
-        super().__init__(part.route, attention.channel(part, backward=False), attention.server(part, backward=False), stored)
+        super().__init__(part.route, attention.channel(part, backward=False), attention.server(part), stored)
         self._attention, self._micro_batch, self._number = attention, micro_batch, number
 
     @property
@@ -311,5 +310,5 @@ class StageCall(Call):
         """Go over to the plan of the tick in which the backward runs."""
         super().begin_backward()
         part = self._micro_batch.backward_part(self._number)
-        self.route, self.server = part.route, self._attention.server(part, backward=True)
+        self.route, self.server = part.route, self._attention.server(part)
         self.group = self._attention.channel(part, backward=True)

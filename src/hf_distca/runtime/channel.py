@@ -26,17 +26,6 @@ from hf_distca.runtime.watch import Watch, patience
 __all__ = ["Channel", "Transfer"]
 
 
-@dataclass
-class _Sum:
-    """A checksum that goes on."""
-
-    value: int = 0
-
-    def add(self, text: str, number: int) -> None:
-        """Take in a text and a number."""
-        self.value = _checksum(text, number, self.value)
-
-
 @dataclass(eq=False)
 class Channel:
     """A communicator as one call of core attention sees it.
@@ -56,7 +45,7 @@ class Channel:
     where: str = "core attention"
     forward_exchanges: int | None = None
     launched: int = 0
-    _sum: _Sum = field(default_factory=_Sum)
+    _sum: list[int] = field(default_factory=lambda: [0])  # the checksum, one for all calls of `at`
 
     @property
     def checksum(self) -> int:
@@ -65,7 +54,7 @@ class Channel:
         Equal on two ranks that launched the same exchanges in the same order. Layers of one micro-batch have messages of equal
         sizes: where they have no tags, nothing else shows that two ranks exchanged those of different layers.
         """
-        return self._sum.value
+        return self._sum[0]
 
     def at(self, where: str, forward_exchanges: int) -> Channel:
         """The channel of a call with this many exchanges in forward."""
@@ -91,11 +80,10 @@ class Channel:
             name: what the exchange is, for errors; by default dispatches and returns take turns.
         """
         doing, tag = self._named(name)
-        self._sum.add(doing, self.launched)
+        self._sum[0] = _checksum(doing, self.launched, self._sum[0])
         self.launched += 1
-        landing = None
-        if self._staged(received):
-            landing, received = received, torch.empty(received.shape, dtype=received.dtype, device="cpu")
+        landing = received if self._staged(received) else None
+        received = received if landing is None else torch.empty_like(received, device="cpu")
         sent = sent.to("cpu", copy=True) if self._staged(sent) else sent
         deadline = time.monotonic() + self.timeout_seconds - patience(self.timeout_seconds)
         transfer = Transfer(self, [], received, sent, doing, tag, deadline, landing)
@@ -111,8 +99,7 @@ class Channel:
 
     def _named(self, name: str | None) -> tuple[str, int]:
         """What is launched next, in words and as a tag."""
-        kind = name or ("dispatch" if self.launched % 2 == 0 else "return")
-        direction = ""
+        kind, direction = name or ("dispatch" if self.launched % 2 == 0 else "return"), ""
         if self.forward_exchanges is not None:
             direction = " in forward" if self.launched < self.forward_exchanges else " in backward"
         doing = f"waiting for the {kind}{direction} of {self.where}"

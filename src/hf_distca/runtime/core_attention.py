@@ -25,7 +25,7 @@ Shape suffixes: T tokens, H query heads, K key/value heads, D head dim, V value 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ from torch.autograd.function import once_differentiable
 
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.runtime.call import Call, Inputs, in_groups, joined_groups
+from hf_distca.runtime.messages import Pending
 from hf_distca.runtime.pingpong import take_turns
-from hf_distca.runtime.route import Wave
 
 __all__ = ["core_attention"]
 
@@ -52,39 +52,38 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
     """
     recalled = int(call.recalled is not None)
     call.server.meter.count(calls=1 - recalled, recalls=recalled)
-    context = inputs.context or (None, None)
     if not call.exchanges:
-        o_THV = _apply(_Unmoved, call, *inputs[:3], *context, inputs.sink_H)
+        o_THV = _apply(_Unmoved, call, *inputs)
         take_turns()  # to the other nano-batch, whose messages have had time to travel
         return o_THV
     # Messages are packed as runs of bytes.
     q_THD, k_TKD, v_TKV = (tensor.contiguous() for tensor in inputs[:3])
-    keys = k_TKD, v_TKV, *context
+    sink_H, inputs = inputs.sink_H, inputs._replace(q_THD=q_THD, k_TKD=k_TKD, v_TKV=v_TKV, sink_H=None)
     # In ping-pong, the other nano-batch computes while these messages travel.
-    anchor = _apply(_Dispatch, call, q_THD, *keys)
+    anchor = _apply(_Dispatch, call, *inputs)
     take_turns()
     anchor = _apply(_Serve, call, anchor)
     take_turns()
     # `_Return` saves these for backward but must not differentiate them: q, k, v get their gradients from `_Dispatch`.
-    detached = (None if tensor is None else tensor.detach() for tensor in (q_THD, *keys))
-    return _apply(_Return, call, anchor, *detached, inputs.sink_H)
+    *rows, _, context_k, context_v = (None if tensor is None else tensor.detach() for tensor in inputs)
+    return _apply(_Return, call, anchor, *rows, sink_H, context_k, context_v)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, q_THD: torch.Tensor, *keys: Any) -> torch.Tensor:
-        inputs = _inputs(q_THD, *keys)
-        ctx.call, ctx.context_tokens = call, _context_tokens(inputs)
+    def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
+        inputs = Inputs(*tensors)
+        ctx.call, ctx.context_tokens = call, inputs.context_tokens
         if call.recalled is None:
             home = inputs.operands
             call.hand_on(home, call.send_queries_and_keys(call.route.waves[0], in_groups(home, call.route.groups)))
-        return q_THD.new_zeros(())
+        return inputs.q_THD.new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
-        grads = call.collect_grads(call.last, *call.take(Grads))
+        grads = call.collect(call.last, *call.take(Grads))
         return None, *_input_gradients(joined_groups(grads, call.route.groups), ctx.context_tokens)
 
 
@@ -92,113 +91,66 @@ class _Serve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: torch.Tensor) -> torch.Tensor:
         ctx.call = call
-        if call.recalled is not None:
-            return anchor.clone()
-        tokens, dispatch = call.take(Operands)
-        home = in_groups(tokens, call.route.groups)
-        dispatch = call.pass_on_keys(home, dispatch)
-        outputs = call.run_local(tokens)
-        returned = None
-        for before, wave in _in_turn(call):
-            if before is not None:
-                call.collect_outputs(before, outputs, returned)
-                dispatch = call.send_queries_and_keys(wave, home)
-            returned = call.run_arrived(wave, home, outputs, dispatch)
-        call.hand_on(outputs, returned)
+        if call.recalled is None:
+            _serve(call, *call.take(Operands))
         return anchor.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
-        tokens, dispatch = call.take(Saved)
-        home = in_groups(tokens, call.route.groups)
-        dispatch = call.pass_on_keys(home, dispatch)
-        grads = call.run_local_backward(tokens)
-        returned = None
-        for before, wave in _in_turn(call):
-            if before is not None:
-                grads = call.collect_grads(before, grads, returned)
-                dispatch = call.send_queries_and_keys(wave, home)
-            grads, returned = call.run_arrived_backward(wave, home, grads, dispatch)
-        call.hand_on(grads, returned)
+        _serve(call, *call.take(Saved))
         return None, torch.zeros_like(anchor)
+
+
+def _serve(call: Call, tokens: Operands | Saved, dispatch: Pending | None) -> None:
+    home = in_groups(tokens, call.route.groups)
+    dispatch = call.pass_on_keys(home, dispatch)
+    results, returned = call.run_local(tokens), None
+    for before, wave in zip((None, *call.route.waves), call.route.waves, strict=False):
+        if before is not None:
+            results = call.collect(before, results, returned)
+            dispatch = call.send_queries_and_keys(wave, home)
+        results, returned = call.run_arrived(wave, home, results, dispatch)
+    call.hand_on(results, returned)
 
 
 class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, _anchor: torch.Tensor, *tensors: Any) -> torch.Tensor:
-        inputs = _inputs(*tensors)
-        if call.recalled is not None:
-            return _save(ctx, call, inputs, call.recall())
-        outputs, returned = call.take(Outputs)
-        call.collect_outputs(call.last, outputs, returned)
-        outputs = joined_groups(outputs, call.route.groups)
-        return _save(ctx, call, inputs, call.finish(_with_sink(*outputs, inputs.sink_H)))
+        return _finish(ctx, call, Inputs(*tensors), lambda: call.collect(call.last, *call.take(Outputs)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
-        call, inputs, outputs = _begin_backward(ctx)
+        call, inputs, saved = _begin_backward(ctx, do_THV)
         # If only sinks are trained, q, k and v need no gradient: `_Serve.backward` never runs, and nobody would take a dispatch.
         if ctx.needs_input_grad[1]:
-            saved = _saved(do_THV, inputs, outputs)
             call.hand_on(saved, call.send_queries_and_keys(call.route.waves[0], in_groups(saved, call.route.groups)))
-        d_sink_H = _sink_gradient(do_THV, *outputs, inputs.sink_H)
-        return None, do_THV.new_zeros(()), *[None] * 5, d_sink_H
+        d_sink_H = _sink_gradient(saved, inputs.sink_H)
+        return None, do_THV.new_zeros(()), None, None, None, d_sink_H, None, None
 
 
 class _Unmoved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> torch.Tensor:
-        inputs = _inputs(*tensors)
-        if call.recalled is not None:
-            return _save(ctx, call, inputs, call.recall())
-        outputs = joined_groups(call.run_local(inputs.operands), call.route.groups)
-        return _save(ctx, call, inputs, call.finish(_with_sink(*outputs, inputs.sink_H)))
+        inputs = Inputs(*tensors)
+        return _finish(ctx, call, inputs, lambda: call.run_local(inputs.operands))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THV: torch.Tensor) -> tuple[_Optional, ...]:
-        call, inputs, outputs = _begin_backward(ctx)
-        grads = joined_groups(call.run_local_backward(_saved(do_THV, inputs, outputs)), call.route.groups)
-        d_sink_H = _sink_gradient(do_THV, *outputs, inputs.sink_H)
-        return None, *_input_gradients(grads, _context_tokens(inputs)), d_sink_H
+        call, inputs, saved = _begin_backward(ctx, do_THV)
+        grads = joined_groups(call.run_local(saved), call.route.groups)
+        return None, *_input_gradients(grads, inputs.context_tokens, _sink_gradient(saved, inputs.sink_H))
 
 
-def _inputs(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKV: torch.Tensor,
-    context_k: _Optional,
-    context_v: _Optional,
-    sink_H: _Optional = None,
-) -> Inputs:
-    """The inputs from single tensors, as autograd functions take them."""
-    context = None if context_k is None or context_v is None else (context_k, context_v)
-    return Inputs(q_THD, k_TKD, v_TKV, context, sink_H)
-
-
-def _context_tokens(inputs: Inputs) -> int | None:
-    return None if inputs.context is None else len(inputs.context[0])
-
-
-def _input_gradients(grads: Grads, context_tokens: int | None) -> tuple[_Optional, ...]:
-    """Gradients in the order of `_inputs`, without that of the sinks."""
-    dq_THD, dk_TKD, dv_TKV = (grad.to(grads.dq_THD.dtype) for grad in grads)
-    if context_tokens is None:
-        return dq_THD, dk_TKD, dv_TKV, None, None
-    return dq_THD, dk_TKD[context_tokens:], dv_TKV[context_tokens:], dk_TKD[:context_tokens], dv_TKV[:context_tokens]
-
-
-def _saved(do_THV: torch.Tensor, inputs: Inputs, outputs: Outputs) -> Saved:
-    q_THD, k_TKD, v_TKV = inputs.operands
-    return Saved(do_THV.contiguous(), q_THD, *outputs, k_TKD, v_TKV)
-
-
-def _in_turn(call: Call) -> Iterator[tuple[Wave | None, Wave]]:
-    """Each wave with the one before it."""
-    return zip((None, *call.route.waves), call.route.waves, strict=False)
+def _input_gradients(grads: Sequence[torch.Tensor], context: int, d_sink_H: _Optional = None) -> tuple[_Optional, ...]:
+    """Gradients of `Inputs` with so many tokens of context."""
+    dq_THD, dk_TKD, dv_TKV = (grad.to(grads[0].dtype) for grad in grads)
+    if not context:
+        return dq_THD, dk_TKD, dv_TKV, d_sink_H, None, None
+    return dq_THD, dk_TKD[context:], dv_TKV[context:], d_sink_H, dk_TKD[:context], dv_TKV[:context]
 
 
 def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tensor:
@@ -206,18 +158,26 @@ def _apply(function: type[torch.autograd.Function], *inputs: Any) -> torch.Tenso
     return result
 
 
-def _save(ctx: Any, call: Call, inputs: Inputs, outputs: Outputs) -> torch.Tensor:
-    """Save for backward. Returns o_THV."""
+def _finish(ctx: Any, call: Call, inputs: Inputs, compute: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor:
+    """Save a call for backward, and its outputs for a recompute; in a recompute that finds them, take those. Returns o_THV."""
+    if call.recalled is None:
+        outputs = _with_sink(*joined_groups(Outputs(*compute()), call.route.groups), inputs.sink_H)
+        if call.stored is not None:
+            call.stored.keep(*outputs)
+    else:
+        outputs, call.recalled = Outputs(*(tensor.detach() for tensor in call.recalled)), None
     ctx.call = call
-    ctx.save_for_backward(*inputs[:3], *(inputs.context or (None, None)), inputs.sink_H, *outputs)
+    ctx.save_for_backward(*inputs, *outputs)
     return outputs.o_THV
 
 
-def _begin_backward(ctx: Any) -> tuple[Call, Inputs, Outputs]:
-    """The call, its inputs and its outputs, the sinks merged in."""
+def _begin_backward(ctx: Any, do_THV: torch.Tensor) -> tuple[Call, Inputs, Saved]:
+    """The call, its inputs, and what tasks read in backward: o and lse with the sinks merged in."""
     *tensors, o_THV, lse_TH = ctx.saved_tensors
     ctx.call.begin_backward()
-    return ctx.call, _inputs(*tensors), Outputs(o_THV, lse_TH)
+    inputs = Inputs(*tensors)
+    q_THD, k_TKD, v_TKV = inputs.operands
+    return ctx.call, inputs, Saved(do_THV.contiguous(), q_THD, o_THV, lse_TH, k_TKD, v_TKV)
 
 
 def _with_sink(o_THV: torch.Tensor, lse_TH: torch.Tensor, sink_H: _Optional) -> Outputs:
@@ -228,11 +188,9 @@ def _with_sink(o_THV: torch.Tensor, lse_TH: torch.Tensor, sink_H: _Optional) -> 
     return Outputs((o_THV * (lse_TH - merged_TH).exp().unsqueeze(-1)).to(o_THV.dtype), merged_TH)
 
 
-def _sink_gradient(
-    do_THV: torch.Tensor, o_THV: torch.Tensor, lse_TH: torch.Tensor, sink_H: torch.Tensor | None
-) -> torch.Tensor | None:
+def _sink_gradient(saved: Saved, sink_H: _Optional) -> _Optional:
     if sink_H is None:
         return None
-    weight_TH = (sink_H.to(lse_TH.dtype) - lse_TH).exp()
-    delta_TH = (do_THV.to(lse_TH.dtype) * o_THV).sum(-1)
+    weight_TH = (sink_H.to(saved.lse_TH.dtype) - saved.lse_TH).exp()
+    delta_TH = (saved.do_THV.to(saved.lse_TH.dtype) * saved.o_THV).sum(-1)
     return -(weight_TH * delta_TH).sum(0).to(sink_H.dtype)

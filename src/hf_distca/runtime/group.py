@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,10 +16,9 @@ import torch.distributed as dist
 from hf_distca.borrowed import timeout_of
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.listener import listen
 from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.members import Members, communicator, least, node_number, ranks_per_node
-from hf_distca.runtime.watch import Watch, patience
+from hf_distca.runtime.watch import Watch, listen, patience
 from hf_distca.schedule.layout import IntArray
 
 __all__ = ["AttentionGroup", "Members"]
@@ -30,10 +27,11 @@ _log = logging.getLogger("hf_distca")
 
 # Numbers of a row that travel in the first step of `gather`, whether a rank has them or not; those beyond need a second.
 _FIRST = 128
-_WIDTH = 1 + _FIRST  # with their number
 
-# How late a thread of gloo may be when the interpreter ends: what one has to do takes it microseconds, once it has a processor.
-_LATE_SECONDS = 0.1
+_UNEQUAL_NODES = (
+    "%d ranks share attention on %d nodes, not equally many on each or not one node after another: links inside a node are taken "
+    "to be as slow as those between nodes."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,22 +80,22 @@ class AttentionGroup:
         one by another of the same ranks.
 
         Args:
-            members: as for `create`.
-            timeout_seconds: how long a rank waits for the others; None for as long as collectives of the world may take. Groups
-                that wait differently are different groups.
+            members, timeout_seconds: as for `create`. Groups that wait differently are different groups.
             size: ranks of a group, where these are cut into several: the first so many, the next, and so on.
 
         Raises:
             ConfigError, DistCADesyncError: as `create`.
         """
-        known = _made.of_this_world()
-        if known.world is None:
+        world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
+        for key in [key for key in _made if key[0] is not world]:  # torch.distributed has stopped or started since
+            del _made[key]
+        if world is None:
             return cls()
-        timeout_seconds = timeout_seconds or timeout_of(known.world).total_seconds()
+        timeout_seconds = timeout_seconds or timeout_of(world).total_seconds()
         who = (members if isinstance(members, Members) else Members.of(members)).subset(size)
-        group = known.groups.get((who, timeout_seconds))
+        group = _made.get((world, who, timeout_seconds))
         if group is None or group.left or not _stands(group):
-            group = known.groups[who, timeout_seconds] = cls.create(who, timeout_seconds=timeout_seconds)
+            group = _made[world, who, timeout_seconds] = cls.create(who, timeout_seconds=timeout_seconds)
         return group
 
     @classmethod
@@ -130,7 +128,8 @@ class AttentionGroup:
         try:
             data = communicator(ranks, who.backend, timeout, "distca-data")
             control = communicator(ranks, "gloo", timeout, "distca-control")
-            nodes = _told(node_number(), len(ranks), control)
+            nodes = torch.empty(len(ranks), dtype=torch.int64, device="cpu")
+            dist.all_to_all_single(nodes, torch.full_like(nodes, node_number()), group=control)
             # A barrier: a rank that fails right after this must not break connections that others are still making.
             least(np.zeros(1, dtype=np.int64), control)
         except RuntimeError as error:
@@ -139,11 +138,10 @@ class AttentionGroup:
                 f"all came ({error}). Every rank must come here, by a training forward, hf_distca.prepare or a "
                 "DistCACallback that all of them have: look at the logs of the other ranks."
             ) from error
-        watch = Watch(ranks, ranks.index(rank), timeout_seconds, (data, control))
-        listen(watch)
-        per_node, channel = ranks_per_node(nodes), Channel(data, watch, timeout_seconds)
+        listen(watch := Watch(ranks, ranks.index(rank), timeout_seconds, (data, control)))
+        per_node, channel = ranks_per_node(nodes.tolist()), Channel(data, watch, timeout_seconds)
         if per_node is None and rank == ranks[0]:
-            _warn_of_nodes(nodes)
+            _log.warning(_UNEQUAL_NODES, len(ranks), len(set(nodes.tolist())))
         return cls(ranks, ranks.index(rank), channel, control, watch, timeout_seconds, per_node)
 
     @property
@@ -165,14 +163,20 @@ class AttentionGroup:
         Raises:
             DistCADesyncError: if not every rank comes in time.
         """
-        if self.control is None or self.watch is None:
+        if self.watch is None:
             return [row]
-        try:
-            rows = self._gather_rows(row, self.control)
-        except RuntimeError as error:
-            raise self.watch.give_up(doing, error) from error
-        self.watch.met = doing
-        return rows
+        with self.watch.together(doing):
+            first, work = self._start_gathering(row)
+            if work is not None:
+                work.wait()
+        counts = first[:, 0].tolist()
+        rows = [part[1 : 1 + count] for part, count in zip(first.numpy(), counts, strict=True)]
+        more = [max(count - _FIRST, 0) for count in counts]
+        if not any(more):
+            return rows
+        rest = torch.tensor(row[_FIRST:], dtype=torch.int64, device="cpu")
+        rests = self.all_to_all(rest.repeat(self.size), [len(rest)] * self.size, more, doing=doing)
+        return [np.concatenate(pair) for pair in zip(rows, np.split(rests.numpy(), np.cumsum(more)[:-1]), strict=True)]
 
     def all_equal(self, numbers: IntArray, *, doing: str) -> bool:
         """Whether every rank has equal numbers, in one collective of twice their size.
@@ -186,11 +190,8 @@ class AttentionGroup:
         """
         if self.control is None or self.watch is None:
             return True
-        try:
+        with self.watch.together(doing):
             smallest = least(np.concatenate([numbers, ~numbers]), self.control)  # ~x = -x - 1 turns the order round
-        except RuntimeError as error:
-            raise self.watch.give_up(doing, error) from error
-        self.watch.met = doing
         return bool((smallest[: len(numbers)] == ~smallest[len(numbers) :]).all())
 
     def gather_async(self, row: IntArray, *, doing: str, agree: Callable[[Sequence[IntArray]], None]) -> Meeting:
@@ -201,11 +202,7 @@ class AttentionGroup:
             doing: what the ranks are doing, for the error if one of them does not come.
             agree: what to do with the rows of all ranks, in a thread of its own; see `Meeting`.
         """
-        sent = torch.tensor([len(row), *row], dtype=torch.int64, device="cpu")
-        if self.control is None:
-            return Meeting(sent[None], None, agree, None, doing)
-        rows, work = self._start_padded(sent, _WIDTH, self.control)
-        return Meeting(rows, work, agree, self.watch, doing)
+        return Meeting(*self._start_gathering(row), agree, self.watch, doing)
 
     def all_to_all(self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str) -> torch.Tensor:
         """Send rows of a CPU tensor to every rank.
@@ -224,11 +221,8 @@ class AttentionGroup:
         if self.control is None or self.watch is None:
             return sent
         received = sent.new_empty((sum(receive), *sent.shape[1:]))
-        try:
+        with self.watch.together(doing):
             dist.all_to_all_single(received, sent.contiguous(), list(receive), list(send), group=self.control)
-        except RuntimeError as error:
-            raise self.watch.give_up(doing, error) from error
-        self.watch.met = doing
         return received
 
     @property
@@ -249,68 +243,20 @@ class AttentionGroup:
         """What every rank says, in rank order; empty for those that say nothing in time. No collective, so at any time."""
         return [text] if self.watch is None else self.watch.gather_text(text)
 
-    def _gather_rows(self, row: IntArray, control: dist.ProcessGroup) -> list[IntArray]:
-        first = self._gather_padded(torch.tensor([len(row), *row[:_FIRST]], dtype=torch.int64, device="cpu"), _WIDTH, control)
-        rows, more = [part[1 : 1 + part[0]] for part in first], np.maximum(first[:, 0] - _FIRST, 0)
-        longest, rest = int(more.max()), torch.tensor(row[_FIRST:], dtype=torch.int64, device="cpu")
-        if not longest:
-            return rows
-        if self.size * longest <= 2 * int(more.sum()):  # of about one length
-            rests = self._gather_padded(rest, longest, control)
-            return [np.concatenate([rows[r], rests[r, :length]]) for r, length in enumerate(more)]
-        for rank in np.flatnonzero(more).tolist():
-            part = rest if rank == self.rank else torch.empty(more[rank], dtype=torch.int64, device="cpu")
-            dist.broadcast(part, group=control, group_src=rank)
-            rows[rank] = np.concatenate([rows[rank], part.numpy()])
-        return rows
-
-    def _gather_padded(self, row: torch.Tensor, width: int, control: dist.ProcessGroup) -> IntArray:
-        """Rows of at most `width` numbers, as (ranks, width)."""
-        rows, work = self._start_padded(row, width, control)
-        work.wait()
-        return rows.numpy()
-
-    def _start_padded(self, row: torch.Tensor, width: int, control: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-        """Start to gather them. Over gloo an all-to-all is one step, an all-gather one a rank."""
-        padded = torch.zeros(width, dtype=torch.int64, device="cpu")
-        padded[: len(row)] = row
-        rows = torch.empty((self.size, width), dtype=torch.int64, device="cpu")
-        work = dist.all_to_all_single(rows.view(-1), padded.repeat(self.size), group=control, async_op=True)
-        return rows, work
+    def _start_gathering(self, row: IntArray) -> tuple[torch.Tensor, dist.Work | None]:
+        """Start to gather the number of rows' numbers and the first of these, as (ranks, 1 + `most_numbers`)."""
+        padded = torch.zeros(1 + _FIRST, dtype=torch.int64, device="cpu")
+        first = torch.tensor([len(row), *row[:_FIRST]], dtype=torch.int64, device="cpu")
+        padded[: len(first)] = first
+        if self.control is None:
+            return padded[None], None
+        rows = torch.empty((self.size, len(padded)), dtype=torch.int64, device="cpu")
+        # Over gloo an all-to-all is one step, an all-gather one a rank.
+        return rows, dist.all_to_all_single(rows.view(-1), padded.repeat(self.size), group=self.control, async_op=True)
 
 
-@dataclass(eq=False)
-class _Made:
-    """The groups that `AttentionGroup.of` made in one world."""
-
-    world: dist.ProcessGroup | None = None
-    groups: dict[tuple[Members, float], AttentionGroup] = field(default_factory=dict)
-
-    def of_this_world(self) -> _Made:
-        """This object, empty if torch.distributed has stopped or started since."""
-        world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
-        if world is not self.world:
-            self.world, self.groups = world, {}
-        return self
-
-
-_made = _Made()
-
-
-def _told(number: int, ranks: int, control: dist.ProcessGroup) -> list[int]:
-    """What each rank says."""
-    told = torch.empty(ranks, dtype=torch.int64, device="cpu")
-    dist.all_to_all_single(told, torch.full((ranks,), number, dtype=torch.int64, device="cpu"), group=control)
-    return [int(number) for number in told]
-
-
-def _warn_of_nodes(nodes: Sequence[int]) -> None:
-    _log.warning(
-        "%d ranks share attention on %d nodes, not equally many on each or not one node after another: links inside a node are "
-        "taken to be as slow as those between nodes.",
-        len(nodes),
-        len(set(nodes)),
-    )
+# The groups that `AttentionGroup.of` made in the world of now.
+_made: dict[tuple[dist.ProcessGroup, Members, float], AttentionGroup] = {}
 
 
 def _stands(group: AttentionGroup) -> bool:
@@ -320,19 +266,7 @@ def _stands(group: AttentionGroup) -> bool:
     try:
         least(np.zeros(1, dtype=np.int64), group.control)
     except RuntimeError as error:
-        if not group.watch.anyone_left():
+        if not group.watch.follow():
             raise group.watch.give_up("making the attention group again", error) from error
-        group.watch.follow()
         return False
     return True
-
-
-@atexit.register
-def _wait_for_threads() -> None:
-    """Let gloo's threads drop the tensors of the last collective, ours or the user's, before the interpreter ends.
-
-    One that does it later aborts the process, under any attention (https://github.com/pytorch/pytorch/issues/190489), and the
-    Trainer's own last collective comes about a millisecond before a script ends that stops after `train()`.
-    """
-    if any(group.control is not None for group in _made.groups.values()):
-        time.sleep(_LATE_SECONDS)

@@ -10,10 +10,9 @@ What moves a checkpoint's own inputs away, such as offloading to the host, moves
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,26 +24,11 @@ __all__ = ["LayerOutputs", "OutputStore"]
 
 
 class _Kept(NamedTuple):
-    """Outputs of a forward.
+    """o_THV and lse_TH of a forward, moved away by hooks if there are any, and the number of changes of o_THV until then."""
 
-    Attributes:
-        unpack: gives o_THV and lse_TH.
-        unchanged: whether o_THV still is what the forward computed.
-    """
-
-    unpack: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    unchanged: Callable[[], bool]
-
-    @classmethod
-    def of(cls, o_THV: torch.Tensor, lse_TH: torch.Tensor, hooks: Hooks | None) -> _Kept:
-        """Moved away by hooks, if there are any."""
-        # Detached: a tensor that is returned to autograd would hold the graph, which holds the handle and so the store.
-        o_THV, lse_TH = o_THV.detach(), lse_TH.detach()
-        if hooks is None:
-            version = _version(o_THV)
-            return cls(lambda: (o_THV, lse_TH), lambda: _version(o_THV) == version)
-        unpack = [partial(hooks.unpack, hooks.pack(tensor)) for tensor in (o_THV, lse_TH)]
-        return cls(lambda: (unpack[0](), unpack[1]()), lambda: True)
+    outputs: tuple[Any, Any]
+    hooks: Hooks | None
+    changes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,12 +38,12 @@ class OutputStore:
     by_layer: dict[int, _Kept] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)
 
-    def of(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> LayerOutputs | None:
+    def of(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor | None]) -> LayerOutputs | None:
         """The place of one attention module with these inputs in the forward that runs; None if no recompute can follow it."""
         saved = SavedTensors.current()
         if torch.is_grad_enabled() and not in_backward():
             # What is saved is dropped only by the hooks of a checkpoint. Reentrant ones run forward without gradients.
-            trained = any(tensor.requires_grad for tensor in inputs)
+            trained = any(tensor is not None and tensor.requires_grad for tensor in inputs)
             if not (trained and saved.recomputed):
                 return None
         return LayerOutputs(weakref.ref(self), id(module), type(module).__name__, saved.beyond_checkpoints)
@@ -89,12 +73,15 @@ class LayerOutputs:
         store = self.store()
         if store is None or not in_backward() or (kept := store.by_layer.get(self.layer)) is None:
             return None
-        if not kept.unchanged():
+        o_THV, lse_TH = kept.outputs
+        if kept.hooks is not None:
+            return kept.hooks.unpack(o_THV), kept.hooks.unpack(lse_TH)
+        if _changes(o_THV) != kept.changes:
             raise UnsupportedError(
                 f"the output of attention in {self.name} was changed in place after the forward, and activation checkpointing "
                 "needs it in backward: change a copy of it, or switch checkpointing off."
             )
-        return kept.unpack()
+        return o_THV, lse_TH
 
     def keep(self, o_THV: torch.Tensor, lse_TH: torch.Tensor) -> None:
         """Remember the outputs of a forward."""
@@ -105,7 +92,11 @@ class LayerOutputs:
             self.drop()
             store.repeated.add(self.layer)
         else:
-            store.by_layer[self.layer] = _Kept.of(o_THV, lse_TH, self.hooks)
+            # Detached: a tensor that is returned to autograd would hold the graph, which holds the handle and so the store.
+            outputs = o_THV.detach(), lse_TH.detach()
+            if self.hooks is not None:
+                outputs = self.hooks.pack(outputs[0]), self.hooks.pack(outputs[1])
+            store.by_layer[self.layer] = _Kept(outputs, self.hooks, _changes(o_THV))
 
     def drop(self) -> None:
         """Forget them: backward has used them."""
@@ -113,6 +104,6 @@ class LayerOutputs:
             store.by_layer.pop(self.layer, None)
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _changes(tensor: torch.Tensor) -> int:
     """Grows with every change in place, of any view. Tensors made in inference mode have none, and no backward either."""
     return 0 if tensor.is_inference() else changes_in_place(tensor)

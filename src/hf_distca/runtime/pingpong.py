@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -27,12 +27,15 @@ T = TypeVar("T")
 class _NanoBatch(greenlet):
     """A nano-batch with what torch keeps per thread, which a switch between greenlets does not change."""
 
-    def __init__(self, run: Callable[[], object], device_type: str) -> None:
-        super().__init__(run)
+    def __init__(self, compute: Callable[[], Any], device_type: str) -> None:
+        super().__init__()
         # Collectors of router logits and the like are found through context variables: both nano-batches see the caller's.
         self.gr_context = contextvars.copy_context()
-        self.device_type = device_type
+        self.compute, self.device_type = compute, device_type
         self.modes = _Modes.current(device_type)
+
+    def run(self) -> None:
+        self.result = self.compute()
 
     def resume(self) -> None:
         """Let the nano-batch run until it takes turns or ends."""
@@ -63,12 +66,7 @@ def run_nano_batches(first: Callable[[], T], second: Callable[[], T], device_typ
         first, second: the nano-batches; they may call `take_turns` any number of times.
         device_type: the device whose autocast state each nano-batch has for itself.
     """
-    results: list[T] = [None, None]  # type: ignore[list-item]
-
-    def store(place: int, run: Callable[[], T]) -> None:
-        results[place] = run()
-
-    both = [_NanoBatch(lambda: store(0, first), device_type), _NanoBatch(lambda: store(1, second), device_type)]
+    both = [_NanoBatch(first, device_type), _NanoBatch(second, device_type)]
     try:
         while not all(nano_batch.dead for nano_batch in both):
             for nano_batch in both:
@@ -78,7 +76,7 @@ def run_nano_batches(first: Callable[[], T], second: Callable[[], T], device_typ
         for nano_batch in both:
             if not nano_batch.dead:
                 nano_batch.end()
-    return results[0], results[1]
+    return both[0].result, both[1].result
 
 
 def take_turns() -> None:

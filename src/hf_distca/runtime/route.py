@@ -11,19 +11,86 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat
+from itertools import accumulate, repeat
 
 import torch
 
 from hf_distca.kernels.base import TaskBatch
-from hf_distca.runtime.exchange import part_of, pieces
-from hf_distca.runtime.format import Formats, Rows, Run
-from hf_distca.runtime.keys import KeyPool, KeyRelay, PoolRun, accumulator
+from hf_distca.runtime.messages import Formats
+from hf_distca.runtime.row_runs import PoolRun, Rows, Run, add_rows, joined, pieces, rows_of
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.share import share_of
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["Route", "Wave"]
+__all__ = ["KeyPool", "KeyRelay", "Route", "Wave"]
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPool:
+    """How received keys and this rank's own make the pool in which every document's prefix is one run.
+
+    Attributes:
+        pieces: what the pool is made of, in its order.
+        way_back: rows of the pool that came from the ranks that hold them, in the order they came, and how many copies come back
+            from each.
+    """
+
+    pieces: tuple[PoolRun, ...]
+    way_back: Rows
+
+    @cached_property
+    def size(self) -> int:
+        """Tokens of the pool."""
+        return sum(piece.rows for piece in self.pieces)
+
+    @cached_property
+    def own(self) -> list[tuple[int, PoolRun]]:
+        """Runs of this rank's own keys: row of the pool, and the run."""
+        starts = accumulate((piece.rows for piece in self.pieces), initial=0)
+        return [(first, piece) for first, piece in zip(starts, self.pieces, strict=False) if piece.section is None]
+
+    def assemble(self, own_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The pool of keys or of values, (size, key/value heads, width), from own rows and the message's sections."""
+        from_each = ((own_TKD if piece.section is None else sections[piece.section], piece) for piece in self.pieces)
+        return joined([rows_of(tensor, *piece[1:]) for tensor, piece in from_each], own_TKD)
+
+    def add_own(self, grad_TKD: torch.Tensor, pool_TKD: torch.Tensor) -> torch.Tensor:
+        """Gradients of this rank's own keys, wide enough for sums, with those of the pool that was made of them added."""
+        return add_rows(grad_TKD, [run for _, run in self.own], (pool_TKD.narrow(0, row, run.rows) for row, run in self.own))
+
+
+@dataclass(frozen=True, eq=False)
+class KeyRelay:
+    """The second hop of keys: what this rank passes on as a relay, and what comes from other relays.
+
+    Attributes:
+        pieces: what is passed on, of sections of the first hop.
+        rows: of the pool, where each piece lies.
+        keys: rows of what is passed on that go to other ranks, and of theirs that come.
+        way_back: rows of the pool that came from relays, in the order they came, and how many copies come back from each.
+    """
+
+    pieces: tuple[PoolRun, ...]
+    rows: tuple[PoolRun, ...]
+    keys: Rows
+    way_back: Rows
+
+    @cached_property
+    def size(self) -> int:
+        """Tokens that are passed on."""
+        return sum(piece.rows for piece in self.pieces)
+
+    def pick(self, sections: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        """What is passed on, of the sections of k or of v; without rows, of the shape of those of `like`."""
+        return joined([rows_of(sections[piece.section], *piece[1:]) for piece in self.pieces if piece.section is not None], like)
+
+    def add_copies(self, pool_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Gradients of a pool with those of the copies that were passed on, rank after rank so that the sum has one order."""
+        if not self.size:
+            return pool_TKD
+        passed = pool_TKD.new_zeros((self.size, *pool_TKD.shape[1:]), dtype=torch.promote_types(pool_TKD.dtype, torch.float32))
+        add_rows(passed, self.keys.runs, pieces(self.keys.runs, sections))
+        return add_rows(pool_TKD, self.rows, pieces(self.rows, [passed]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +128,7 @@ class Wave:
 
     def add_copies(self, grad_TKD: torch.Tensor, sections: Sequence[torch.Tensor]) -> torch.Tensor:
         """Gradients of own keys with those of the copies of other ranks, rank after rank so that the sum has one order."""
-        if not sections:
-            return grad_TKD
-        total = accumulator(grad_TKD)
-        for run, piece in zip(self.keys.runs, pieces(self.keys.runs, sections), strict=True):
-            part_of(total, *run[1:]).add_(piece)
-        return total
+        return add_rows(grad_TKD, self.keys.runs, pieces(self.keys.runs, sections))
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,28 +136,23 @@ class Route:
     """What one rank does to carry out a plan. All of it is on the host.
 
     Attributes:
-        own: tasks that this rank, which is their home, runs on its own tensors.
+        local_tasks: tasks that this rank, which is their home, runs on its own tensors.
         waves: exchanges, at least one, and what is served in each; as many on every rank.
         exchanges: whether any rank moves anything; false means that no rank sends or receives.
         groups: head groups that the tokens of waves are split in, 1 if none.
         local_wave: tasks on head groups that this rank runs on pools of its own rows, for which it waits for nothing.
     """
 
-    own: TaskBatch
+    local_tasks: TaskBatch
     waves: tuple[Wave, ...]
     exchanges: bool
     groups: int = 1
     local_wave: Wave | None = None
 
     @property
-    def passes_on(self) -> bool:
-        """Whether keys travel in two hops, on any rank."""
-        return self.waves[0].passing is not None
-
-    @property
     def forward_exchanges(self) -> int:
         """Exchanges of forward, as many on every rank."""
-        return 2 * len(self.waves) + self.passes_on
+        return 2 * len(self.waves) + (self.waves[0].passing is not None)
 
     @classmethod
     def build(cls, plan: Plan, rank: int, waves: Waves | None = None) -> Route:
@@ -103,68 +160,57 @@ class Route:
         if waves is not None:
             plan = waves.plan
         groups, relayed = plan.layout.groups, plan.relays is not None
-        number = None if waves is None else waves.number
-        numbers = _Numbers(share_of(plan, rank, number), groups)
-        own_tasks, built = numbers.batch(), [numbers.wave(relayed)]
-        local_wave = None
-        if numbers.left:
-            numbers.batch()  # none
-            local_wave = numbers.wave(relayed=False)
-        for wave in range(1, 1 if waves is None else waves.count):
+        number, count = (None, 1) if waves is None else (waves.number, waves.count)
+        built, local_wave = [], None
+        for wave in range(count):
             numbers = _Numbers(share_of(plan, rank, number, wave), groups)
-            numbers.batch()  # the same for every wave
+            local_tasks = numbers.batch()  # the same for every wave
             built.append(numbers.wave(relayed))
-        return cls(own_tasks, tuple(built), plan.moved, groups, local_wave)
+            if numbers.left and not wave:
+                numbers.batch()  # none
+                local_wave = numbers.wave(relayed=False)
+        return cls(local_tasks, tuple(built), plan.moved, groups, local_wave)
 
 
 class _Numbers:
     """What `schedule.share` wrote down, read from its beginning."""
 
     def __init__(self, numbers: list[int], groups: int) -> None:
-        self.numbers, self.groups, self.at = numbers, groups, 0
+        self.numbers, self.groups, self.read = numbers, groups, 0
 
     @property
     def left(self) -> bool:
-        """Whether there is more to read."""
-        return self.at < len(self.numbers)
+        return self.read < len(self.numbers)
 
     def columns(self, width: int) -> list[list[int]]:
         """The columns of the next section."""
-        first = self.at + 1
-        self.at = last = first + width * self.numbers[self.at]
+        first = self.read + 1
+        self.read = last = first + width * self.numbers[self.read]
         return [self.numbers[column:last:width] for column in range(first, first + width)]
 
     def batch(self) -> TaskBatch:
-        """A batch."""
         return TaskBatch(*map(tuple, self.columns(4)))
 
     def wave(self, relayed: bool) -> Wave:
         """A wave, with a second hop if the plan has relays."""
         queries, own_runs = self.rows(self.groups), self.runs(self.groups)
-        keys, pool, back, arrived = self.rows(self.groups), self.pieces(), self.rows(), self.batch()
-        passing = self.passing() if relayed else None
-        return Wave(queries, keys, own_runs, KeyPool(pool, back), arrived, passing)
+        keys, pool, back, arrived = self.rows(self.groups), self.pool(), self.rows(), self.batch()
+        return Wave(queries, keys, own_runs, KeyPool(pool, back), arrived, self.relay() if relayed else None)
 
     def runs(self, step: int = 1) -> tuple[Run, ...]:
         """Runs with rows so far apart."""
-        return tuple(map(Run._make, zip(*self.columns(3), repeat(step))))
+        return tuple(map(Run, *self.columns(3), repeat(step)))
 
     def rows(self, step: int = 1) -> Rows:
         """Runs, and how many rows come from whom."""
         return Rows(self.runs(step), dict(zip(*self.columns(2), strict=True)))
 
-    def pieces(self) -> tuple[PoolRun, ...]:
-        """Pieces of a pool: from a section of the message, or of this rank's own."""
-        rows = zip(*self.columns(3), strict=True)
-        return tuple(
-            [
-                PoolRun(None, start, rows, self.groups) if section < 0 else PoolRun(section, start, rows)
-                for section, start, rows in rows
-            ]
-        )
+    def pool(self) -> tuple[PoolRun, ...]:
+        sections, starts, rows = self.columns(3)
+        steps = [self.groups if section < 0 else 1 for section in sections]
+        return tuple(map(PoolRun, (None if s < 0 else s for s in sections), starts, rows, steps))
 
-    def passing(self) -> KeyRelay:
-        """The second hop."""
-        section, start, rows, place = self.columns(4)
-        pieces = tuple(map(PoolRun._make, zip(section, start, rows, repeat(1))))
-        return KeyRelay(pieces, tuple(zip(place, rows, strict=True)), self.rows(), self.rows())
+    def relay(self) -> KeyRelay:
+        sections, starts, rows, places = self.columns(4)
+        passed = tuple(map(PoolRun, sections, starts, rows))
+        return KeyRelay(passed, tuple(map(PoolRun, repeat(None), places, rows)), self.rows(), self.rows())

@@ -4,7 +4,8 @@ Words travel through the key-value store of a process group, which asks nobody t
 word and breaks its connections, so that ranks which wait for it wake up, read the word and write theirs. A rank that is
 silent has died, hangs or runs something else. Words are text and are only shown.
 
-A rank may wait in somebody else's collective meanwhile: `runtime.listener` shows the first word on the stderr of every rank.
+A rank that waits in somebody else's collective meanwhile, such as DDP's reduction of gradients, is not told of it: it hears later
+that a connection was closed, or nothing until a timeout. So a thread looks for the first word and shows it on this rank's stderr.
 
 gloo does not wake a wait for a message that is half-way when the connection breaks: it lasts until its timeout. So a rank that
 gives up sees the messages under way through before; a rank that dies cannot.
@@ -12,10 +13,14 @@ gives up sees the messages under way through before; a rank that dies cannot.
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from threading import Event, Thread
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -23,10 +28,13 @@ import torch
 import torch.distributed as dist
 
 from hf_distca.errors import DistCADesyncError
-from hf_distca.runtime.listener import show
 
-__all__ = ["Watch", "patience"]
+__all__ = ["Watch", "listen", "patience"]
 
+_LOOK_SECONDS = 0.25  # between two looks at the store; longer where more than `_MANY` ranks look
+_MANY = 512
+# How late a thread of gloo may be when the interpreter ends: what one has to do takes it microseconds, once it has a processor.
+_LATE_SECONDS = 0.1
 _COUNT = "distca words"  # the key that counts them; the only one that ranks look at while they wait
 _LONGEST_WORD = 400  # characters
 _WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
@@ -66,6 +74,19 @@ class Watch:
         self._told = 0
 
     @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """A context for a collective of all ranks.
+
+        Raises:
+            DistCADesyncError: if not all of them come in time.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.give_up(doing, error) from error
+        self.met = doing
+
+    @contextmanager
     def reporting(self, doing: str) -> Iterator[None]:
         """Tell the other ranks of an exception inside, which nobody else would tell them of."""
         try:
@@ -85,16 +106,13 @@ class Watch:
         """Whether this rank has left the group."""
         return self._word is not None
 
-    def anyone_left(self) -> bool:
-        """Whether any rank has left the group, as far as is known now."""
-        try:
-            return self._store.add(_COUNT, 0) > 0
-        except RuntimeError:
-            return True  # the store was on a rank that died
-
-    def follow(self) -> None:
-        """Leave the group because another rank has left it."""
+    def follow(self) -> bool:
+        """Leave the group if another rank has left it, as far as is known now. Returns whether that is so."""
+        with suppress(RuntimeError):  # if the store was on a rank that died
+            if not self._store.add(_COUNT, 0):
+                return False
         self._leave("left because another rank had", self.deadline())
+        return True
 
     def give_up(self, doing: str, error: Exception) -> DistCADesyncError:
         """Leave the group because others did not come. Takes up to `patience` seconds.
@@ -125,7 +143,7 @@ class Watch:
     def fail_with(self, error: DistCADesyncError) -> None:
         """Wake this rank where it waits for others in vain, to raise an error that another thread has found on every rank."""
         self._found = error
-        show(str(error))  # nobody may ask for long: the host may wait for its GPU
+        _show(str(error))  # nobody may ask for long: the host may wait for its GPU
         time.sleep(_WOKEN_SECONDS)  # for messages of ranks that do belong together: a wait for half of one would not wake up
         for link in self._links:
             _break(link)
@@ -142,16 +160,16 @@ class Watch:
     def gather_text(self, text: str) -> list[str]:
         """What every rank says, in rank order, each time that all do; empty for those that say nothing in time. No collective."""
         self._told += 1
-        self._store.set(_said(self._told, self._rank), text)
-        deadline, said = time.monotonic() + self._timeout_seconds - patience(self._timeout_seconds), []
-        for rank in range(len(self.ranks)):
-            said.append("")
+        keys = [f"distca said {self._told} {rank}" for rank in range(len(self.ranks))]
+        self._store.set(keys[self._rank], text)
+        deadline, said = time.monotonic() + self._timeout_seconds - patience(self._timeout_seconds), [""] * len(keys)
+        for rank, key in enumerate(keys):
             with suppress(RuntimeError):
                 # Not `Store.wait`: no other thread could use the store meanwhile.
-                while not self._store.check([_said(self._told, rank)]) and time.monotonic() < deadline:
+                while not self._store.check([key]) and time.monotonic() < deadline:
                     time.sleep(0.02)
-                if self._store.check([_said(self._told, rank)]):
-                    said[-1] = self._store.get(_said(self._told, rank)).decode(errors="replace")
+                if self._store.check([key]):
+                    said[rank] = self._store.get(key).decode(errors="replace")
         return said
 
     def look(self) -> bool:
@@ -159,20 +177,21 @@ class Watch:
         if self.left:
             return False
         try:
-            if not self._store.check([_entry(1)]):
-                return True
-            rank, word = self._store.get(_entry(1)).decode(errors="replace").split(" ", 1)
+            first = self._read(1)
         except RuntimeError:
             return False  # the store has ended
-        if word and int(rank) != self.ranks[self._rank] and not self.left:
-            show(f"rank {rank} has left the attention group of ranks {self.ranks}: it {word}")
+        if first is None:
+            return True
+        rank, word = first
+        if word and rank != self.ranks[self._rank] and not self.left:
+            _show(f"rank {rank} has left the attention group of ranks {self.ranks}: it {word}")
             self._abort()
         return False
 
     def lose(self, doing: str, error: Exception) -> None:
         """Others did not come, which this rank may ask for long after: over NCCL its host waits for its GPU. Wake it."""
         if self._abort():
-            show(f"not all of ranks {self.ranks} came while {doing} ({str(error).partition(chr(10))[0]})")
+            _show(f"not all of ranks {self.ranks} came while {doing} ({str(error).partition(chr(10))[0]})")
 
     def _abort(self) -> bool:
         """Break links over which nothing else ends a wait; over gloo, who leaves does it. Returns whether there are any."""
@@ -203,29 +222,28 @@ class Watch:
 
     def _words(self, deadline: float) -> dict[int, str]:
         """The words of the ranks that have left, this one's among them, by rank; all of them, or those known at the deadline."""
-        words: dict[int, str] = {}
-        known, unread, pause = 0, list[int](), 0.02
+        words: dict[int, tuple[int, str]] = {}
+        pause = 0.02
         while True:
             try:
-                count = self._store.add(_COUNT, 0)
-                unread = [number for number in [*unread, *range(known + 1, count + 1)] if not self._read(number, words)]
+                for number in set(range(1, self._store.add(_COUNT, 0) + 1)) - words.keys():
+                    if (word := self._read(number)) is not None:  # ranks count before they write
+                        words[number] = word
             except RuntimeError:
                 break  # as above
-            known = count
             if len(words) == len(self.ranks) or time.monotonic() >= deadline:
                 break
             time.sleep(pause)
             pause = min(1.5 * pause, 0.25)
-        return words
+        return dict(words.values())
 
-    def _read(self, number: int, words: dict[int, str]) -> bool:
-        """Read the word that is the number-th to be written, if it is there: ranks count before they write."""
+    def _read(self, number: int) -> tuple[int, str] | None:
+        """The word that is the number-th to be written, and its rank; None if it is not there."""
         key = _entry(number)
         if not self._store.check([key]):
-            return False
+            return None
         rank, word = self._store.get(key).decode(errors="replace").split(" ", 1)
-        words[int(rank)] = word
-        return True
+        return int(rank), word
 
 
 def _served_by_a_process(store: Any) -> bool:
@@ -237,10 +255,6 @@ def _served_by_a_process(store: Any) -> bool:
 
 def _entry(number: int) -> str:
     return f"distca word {number}"
-
-
-def _said(time: int, rank: int) -> str:
-    return f"distca said {time} {rank}"
 
 
 def _break(link: dist.ProcessGroup) -> None:
@@ -257,3 +271,51 @@ def _break(link: dist.ProcessGroup) -> None:
         except RuntimeError as error:
             if any(text in str(error) for text in _ALL_CLOSED):
                 return
+
+
+class _Listener:
+    """Asks all watches of a process whether a rank has left, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._watches: WeakSet[Watch] = WeakSet()
+        self._ended = Event()
+        self._process = 0
+
+    def add(self, watch: Watch) -> None:
+        """Look for this one, too."""
+        self._watches.add(watch)
+        if self._process != os.getpid():  # a fork has no threads
+            self._process = os.getpid()
+            Thread(target=self._run, name="distca listener", daemon=True).start()
+
+    def end(self) -> None:
+        """Stop, when the interpreter ends. A rank whose process may hold the store waits until the others have stopped, too.
+
+        Every rank of a group lets gloo's threads drop the tensors of the last collective, ours or the user's: one that does it
+        later aborts the process, under any attention (https://github.com/pytorch/pytorch/issues/190489), and the Trainer's own
+        last collective comes about a millisecond before a script ends that stops after `train()`.
+        """
+        self._ended.set()
+        if self._process == os.getpid():
+            time.sleep(max([_LATE_SECONDS, *(_pause(watch) for watch in tuple(self._watches) if watch.say_farewell())]))
+
+    def _run(self) -> None:
+        while not self._ended.wait(max(map(_pause, tuple(self._watches)), default=_LOOK_SECONDS)):
+            for watch in tuple(self._watches):
+                if not self._ended.is_set() and not watch.look():
+                    self._watches.discard(watch)
+
+
+def _pause(watch: Watch) -> float:
+    return _LOOK_SECONDS * max(1.0, len(watch.ranks) / _MANY)
+
+
+def _show(text: str) -> None:
+    """Write a line to this rank's stderr at once, whatever is set up for logging."""
+    sys.stderr.write(f"hf_distca: {text}\n")
+    sys.stderr.flush()
+
+
+_listener = _Listener()
+listen = _listener.add
+atexit.register(_listener.end)

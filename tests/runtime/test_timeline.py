@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from device_events import Device
-from hf_distca.runtime.trace import Trace, Tracer
+from hf_distca.measure.timeline import Trace
+from hf_distca.runtime.meter import Mark, Meter, now
 
 CUDA = torch.device("cuda")
 
@@ -25,21 +26,22 @@ def device() -> Iterator[Device]:
 def recorded(device: Device) -> Trace:
     """A layer of two halves: server of A, 1 s of its linear layers and 2 s of the next layer's; messages of B behind both."""
     trace = Trace()
-    first, second = (Tracer(trace, half, half, CUDA) for half in (1, 2))
-    with first.span("pack"):
-        device.launch(0.5)
-    left = second.now()
-    with first.span("server"):
-        device.launch(4.0)
-    with first.span("unpack"):
-        device.launch(0.25)
+    first, second = (trace.meter(Meter(), half, half) for half in (1, 2))
+
+    def launched(meter: Meter, name: str, seconds: float) -> Mark:
+        begin = now(CUDA)
+        device.launch(seconds)
+        end = now(CUDA)
+        meter.span(name, begin, end)
+        return end
+
+    left = launched(first, "pack", 0.5)
+    launched(first, "server", 4.0)
+    launched(first, "unpack", 0.25)
     device.launch(1.0)
     trace.border(CUDA)
     device.launch(2.0)
-    waited = second.now()
-    device.launch(0.75)
-    second.since(waited, "wait")
-    second.since(left, "dispatch")
+    second.span("dispatch", left, launched(second, "wait", 0.75))
     return trace
 
 

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Mark", "Span", "Trace", "Tracer"]
+from hf_distca.runtime.meter import Mark, Meter, now
 
-Mark = float | torch.cuda.Event
+__all__ = ["Span", "Trace"]
+
 _PARTS = ("whole layers", "nano-batch 1", "nano-batch 2")
 _EXCHANGES = ("dispatch", "return")
 
@@ -49,48 +47,35 @@ class Span(NamedTuple):
         return self.end - self.start
 
 
-@dataclass(frozen=True)
-class _Open:
-    """A span whose times may still be events of a CUDA stream."""
-
-    name: str
-    start: Mark
-    end: Mark
-    nano: int
-    call: int
-    backward: bool
-
-
 class Trace:
     """Collects the spans of one rank. Times are of the host on the CPU, of the current stream on CUDA."""
 
     def __init__(self) -> None:
-        self._open: list[_Open] = []
+        self._recorded: list[tuple[Mark, Mark, Span]] = []  # with times to come: they may still be events of a CUDA stream
         self._borders: list[Mark] = []
         self._origin: Mark | None = None
 
     def border(self, device: torch.device) -> None:
         """One layer ends and the next one begins, forward or backward."""
-        self._borders.append(self.mark(device))
+        self._borders.append(now(device))
+        self._begin(self._borders[-1])
 
-    def mark(self, device: torch.device) -> Mark:
-        """This moment, on the clock of the device."""
-        mark = _now(device)
-        if self._origin is None:
-            self._origin = mark
-        return mark
+    def meter(self, whole: Meter, nano: int, call: int) -> Meter:
+        """The meter of one call of core attention, whose spans are recorded; `nano` and `call` as in `Span`."""
+        return _CallMeter(whole, self, nano, call)
 
-    def add(self, name: str, start: Mark, end: Mark, *, nano: int, call: int, backward: bool) -> None:
-        """Record a span between two marks."""
-        self._open.append(_Open(name, start, end, nano, call, backward))
+    def record(self, begin: Mark, end: Mark, span: Span) -> None:
+        """Record a span, whose times are not looked at."""
+        self._recorded.append((begin, end, span))
+        self._begin(begin)
+
+    def _begin(self, mark: Mark) -> None:
+        self._origin = mark if self._origin is None else self._origin
 
     @property
     def spans(self) -> list[Span]:
         """All spans in order of their start, ``linear`` ones among them. On CUDA this waits for the device."""
-        spans = [
-            Span(opened.name, self._seconds(opened.start), self._seconds(opened.end), opened.nano, opened.call, opened.backward)
-            for opened in self._open
-        ]
+        spans = [span._replace(start=self._seconds(begin), end=self._seconds(end)) for begin, end, span in self._recorded]
         borders = [self._seconds(mark) for mark in self._borders]
         return sorted([*spans, *_linear(spans, borders)], key=lambda span: (span.start, -span.end))
 
@@ -129,37 +114,17 @@ class Trace:
         return mark - origin
 
 
-class Tracer:
-    """Records the spans of one call of core attention, or nothing without a trace."""
+class _CallMeter(Meter):
+    """The meter of one call of core attention, whose spans a trace records, too."""
 
-    def __init__(self, trace: Trace | None = None, nano: int = 0, call: int = 0, device: torch.device | None = None) -> None:
-        self.trace, self.nano, self.call, self.device = trace, nano, call, device or torch.device("cpu")
-        self.backward = False
+    def __init__(self, whole: Meter, trace: Trace, nano: int, call: int) -> None:
+        super().__init__(whole)
+        self._trace, self._nano, self._call = trace, nano, call
 
-    def now(self) -> Mark | None:
-        """This moment, None if nothing is traced."""
-        return None if self.trace is None else self.trace.mark(self.device)
-
-    def since(self, start: Mark | None, name: str) -> None:
-        """Record what began at `start` and ends now."""
-        if self.trace is not None and start is not None:
-            end = self.trace.mark(self.device)
-            self.trace.add(name, start, end, nano=self.nano, call=self.call, backward=self.backward)
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Record what happens inside."""
-        start = self.now()
-        yield
-        self.since(start, name)
-
-
-def _now(device: torch.device) -> Mark:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+    def span(self, name: str, begin: Mark, end: Mark, *, backward: bool = False) -> None:
+        """As `Meter.span`."""
+        super().span(name, begin, end, backward=backward)
+        self._trace.record(begin, end, Span(name, 0.0, 0.0, self._nano, self._call, backward))
 
 
 def _linear(spans: Sequence[Span], borders: Sequence[float]) -> list[Span]:

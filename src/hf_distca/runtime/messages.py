@@ -1,0 +1,184 @@
+"""Rows of several tensors from every rank to every rank, as one asynchronous exchange.
+
+`launch` packs and starts, `Pending.sections` finishes. The message to one rank holds the rows of each part one after another,
+each part padded to 16 bytes so that float32 and bfloat16 can share it::
+
+    to rank 0: | part 0 rows | part 1 rows | ...   to rank 1: | part 0 rows | part 1 rows | ...
+
+Where everything lies is worked out once for all layers (`Format`). All messages are packed by one operation whatever the number
+of ranks and parts, and nothing here takes time for ranks that neither send nor receive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hf_distca.runtime.channel import Channel, Transfer
+from hf_distca.runtime.meter import Mark
+from hf_distca.runtime.row_runs import Rows, Run
+
+__all__ = ["Format", "Formats", "Part", "Pending", "launch", "pack"]
+
+_ALIGNMENT = 16
+# What bytes are copied as: a GPU copies eight at a time about as fast as one.
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class Part(NamedTuple):
+    """One tensor of a message, (rows, ...), and where its rows go. It must be contiguous."""
+
+    tensor: torch.Tensor
+    rows: Rows
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return math.prod(self.tensor.shape[1:]) * self.tensor.element_size()
+
+
+class _Piece(NamedTuple):
+    """Bytes of a message: of a part, or zeros if `part` is None; `times` times `size` of them, `stride` apart."""
+
+    part: int | None
+    start: int
+    size: int
+    times: int = 1
+    stride: int = 0
+
+    @classmethod
+    def of(cls, part: int, run: Run, row_bytes: int) -> _Piece:
+        """The rows of a run."""
+        if run.step == 1:
+            return cls(part, run.start * row_bytes, run.rows * row_bytes)
+        return cls(part, run.start * row_bytes, row_bytes, run.rows, run.step * row_bytes)
+
+    def cut(self, flat: torch.Tensor) -> torch.Tensor:
+        """These bytes of a part that is given as bytes: a view, if they follow each other."""
+        if self.times == 1:
+            return flat.narrow(0, self.start, self.size)
+        rows = flat.narrow(0, self.start, (self.times - 1) * self.stride + self.size)
+        offsets = (rows.storage_offset(), self.stride, self.size)
+        word = next(dtype for dtype in _WORDS if not any(offset % dtype.itemsize for offset in offsets))
+        words = rows.view(word)
+        size, stride = self.size // word.itemsize, self.stride // word.itemsize
+        return words.as_strided((self.times, size), (stride, 1), words.storage_offset()).contiguous().view(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Format:
+    """Where everything lies in the messages of an exchange; in bytes unless said otherwise.
+
+    Attributes:
+        pieces: what is sent, in its order.
+        sections: of each part, where the rows of each rank that sends any begin among what is received, and how many there are.
+        send, receive: size of the message to and from each rank that has one, in the order of ranks.
+        payload: size of all that is sent, without padding.
+    """
+
+    pieces: list[_Piece]
+    sections: list[list[tuple[int, int]]]
+    send: dict[int, int]
+    receive: dict[int, int]
+    payload: int
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Rows, int]]) -> Format:
+        """Of parts given by their rows and the bytes of a row."""
+        form = cls([], [[] for _ in parts], {}, {}, sum(sum(rows.send.values()) * row_bytes for rows, row_bytes in parts))
+        for rank in sorted({rank for rows, _ in parts for rank in rows.send}):
+            form.send[rank] = 0
+            for number, (rows, row_bytes) in enumerate(parts):
+                form.pieces.extend(_Piece.of(number, run, row_bytes) for run in rows.runs_by_rank.get(rank, []))
+                size = rows.send.get(rank, 0) * row_bytes
+                if padding := -size % _ALIGNMENT:
+                    form.pieces.append(_Piece(None, 0, padding))
+                form.send[rank] += size + padding
+        offset = 0
+        for rank in sorted({rank for rows, _ in parts for rank in rows.receive}):
+            begin = offset
+            for section, (rows, row_bytes) in zip(form.sections, parts, strict=True):
+                if count := rows.receive.get(rank, 0):
+                    section.append((offset, count))
+                    offset -= -count * row_bytes // _ALIGNMENT * _ALIGNMENT
+            form.receive[rank] = offset - begin
+        return form
+
+
+Formats = dict[tuple[tuple[Rows, int], ...], Format]
+
+
+class Pending:
+    """An exchange under way. Holds what it sends and receives until it is waited for, and nothing afterwards.
+
+    Attributes:
+        sent_bytes: bytes sent to other ranks, without padding.
+        device: where its messages are.
+        before: sections of an earlier exchange whose last parts are those of this one, which go in front of its own.
+        launched: when it began, for who measures how long it travels.
+    """
+
+    def __init__(self, parts: Sequence[Part], form: Format, transfer: Transfer | None, received: torch.Tensor) -> None:
+        self.sent_bytes, self.device = form.payload, received.device
+        self.before: list[list[torch.Tensor]] = []
+        self.launched: Mark = 0.0
+        # Dtypes and row shapes are all that is needed of the parts: what was packed may go.
+        self._kinds = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
+        self._sections, self._transfer, self._received = form.sections, transfer, received
+
+    def sections(self) -> list[list[torch.Tensor]]:
+        """The received rows of each part as views of one message, rank after rank without those that sent none. Once only.
+
+        On CUDA only the current stream waits, not the host.
+        """
+        if self._transfer is not None:
+            self._transfer.wait()
+        came = [_views(self._received, *kind, sections) for kind, sections in zip(self._kinds, self._sections, strict=True)]
+        before, self.before = self.before, []
+        del self._transfer, self._received
+        alone = len(before) - len(came) if before else 0
+        return before[:alone] + [first + second for first, second in zip(before[alone:], came, strict=True)] if before else came
+
+
+def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | None = None, name: str | None = None) -> Pending:
+    """Start an exchange. Every rank of the channel must launch the same exchanges in the same order; None is a group of one.
+
+    The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive nothing.
+
+    Args:
+        channel: where the messages travel.
+        parts: what travels.
+        formats: formats made before for parts with these rows; a new one is added.
+        name: what the exchange is, for errors.
+    """
+    formats = {} if formats is None else formats
+    kinds = tuple((part.rows, part.row_bytes) for part in parts)
+    if (form := formats.get(kinds)) is None:
+        form = formats[kinds] = Format.of(kinds)
+    sent = pack([part.tensor for part in parts], form.pieces)
+    if channel is None:
+        return Pending(parts, form, None, sent)
+    received = sent.new_empty(sum(form.receive.values()))
+    return Pending(parts, form, channel.start(received, sent, form.receive, form.send, name), received)
+
+
+def pack(tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece]) -> torch.Tensor:
+    """The messages, one after another, uint8."""
+    if not pieces:
+        return tensors[0].new_empty(0, dtype=torch.uint8)
+    flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+    padding = flat[0].new_zeros(_ALIGNMENT) if any(piece.part is None for piece in pieces) else flat[0]
+    return torch.cat([piece.cut(padding if piece.part is None else flat[piece.part]) for piece in pieces])
+
+
+def _views(
+    message: torch.Tensor, dtype: torch.dtype, row: tuple[int, ...], sections: Sequence[tuple[int, int]]
+) -> list[torch.Tensor]:
+    """Sections of a message, given by first byte and number of rows, as tensors."""
+    typed = message.view(dtype)
+    strides = [math.prod(row[place:]) for place in range(len(row) + 1)]
+    return [typed.as_strided((rows, *row), strides, start // dtype.itemsize) for start, rows in sections]
