@@ -10,7 +10,7 @@ window, which the published planner does not know. Ends with 1 if any placement 
 
 "serial" and "overlapped" are plans for the built-in cuda figures, exchanges after and behind compute: the slowest rank by the
 mean compute of all. Bytes are those of all ranks and of the busiest sender, by the published planner's at tolerance 0.05.
-"serial, 4 GB/s" is a tenth of the built-in network. Where the published planner's results are known, these have limits, too.
+"4 GB/s" is a tenth of the built-in network. Where the published planner's results are known, these have limits, too.
 `--others` adds each placement's documents in other orders, cut and placed as the given ones are. `--dealt` adds what planning
 takes where the same documents were dealt, and `--copies` lets it be so many times as many ranks and documents; with peak memory.
 """
@@ -48,11 +48,11 @@ from machine import describe
 LIMIT = 1.02
 # With a window, ranks are so even that the plan of one placement gains less than the smallest gain, 0.02, and is not made.
 WINDOW_LIMIT = 1.03
-# Exchanges after compute, behind it, and after it over a slow network.
-KINDS = ("serial", "overlapped", "serial, 4 GB/s")
+# Exchanges after compute and behind it, over a fast and a slow network.
+KINDS = ("serial", "overlapped", "serial, 4 GB/s", "overlapped, 4 GB/s")
 # Of the placements that the published planner's results are known of, without others.
 LIMITS = {
-    "serial": {"median": 1.168, "nine_in_ten": 1.42, "worst": 1.43},
+    "serial": {"median": 1.14, "nine_in_ten": 1.42, "worst": 1.43},
     "overlapped": {"median": 1.02, "nine_in_ten": 1.02, "worst": 1.03},
     "serial, 4 GB/s": {"median": 2.3, "nine_in_ten": 7.7, "worst": 8.1},
     "bytes by the published planner's": {"median": 0.58, "nine_in_ten": 0.8, "worst": 0.96},
@@ -90,9 +90,9 @@ def measure(path: Path, config: DistCAConfig, repeats: int, window: int | None) 
 
 def slowest(layout: Layout, kind: str) -> dict[str, Any]:
     """The slowest rank by the mean compute, bytes, and processor seconds of a plan and of one rank's route."""
-    overlapped, cost = kind == "overlapped", CostModel.analytic(LLAMA_3_8B, device_type="cuda")
+    overlapped, cost = kind.startswith("overlapped"), CostModel.analytic(LLAMA_3_8B, device_type="cuda")
     config = DistCAConfig(ping_pong=overlapped)
-    if kind == "serial, 4 GB/s":
+    if kind.endswith("4 GB/s"):
         cost = replace(cost, exchange_bytes_per_second=4e9)
     plan, seconds = processor_seconds(layout, cost, config)
     load = PlanLoad(plan, cost, overlapped=overlapped)

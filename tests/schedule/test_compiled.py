@@ -19,7 +19,7 @@ if sys.argv[1] == "interpreted":
     sys.modules["numba"] = None
 from dataclasses import replace
 from hf_distca.config import DistCAConfig
-from hf_distca.schedule import compiled
+from hf_distca.schedule import moves
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal
@@ -28,7 +28,7 @@ from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.share import share_of
 from hf_distca.schedule.waves import Waves
 
-assert (compiled.numba is None) == (sys.argv[1] == "interpreted")
+assert (moves.numba is None) == (sys.argv[1] == "interpreted")
 shape = AttentionShape(32, 8, 128, 128, 2)
 cost = CostModel.analytic(shape, device_type="cuda")
 layout = Layout.from_lengths([[2**17], [2**16, 2**16], [2**15] * 4, *[[4096] * 32] * 13])
@@ -102,54 +102,66 @@ def run_in(folder: Path, code: str, **environment: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=folder, env=inherited | environment, capture_output=True, text=True, timeout=120)
 
 
+# Calls the loop of moves without any ranks, so that it returns what there is in the end.
+CALL = """
+import numpy as np
+import moves
+price = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1, 1, 2**62)
+rows, seconds = np.zeros(0, np.int64), np.zeros(0)
+price = __import__("collections").namedtuple("Price", "task row key pair query_bytes key_bytes kernel_tile tile window")(*price)
+pieces = moves.QueryPieces(rows, rows, rows, seconds, np.zeros(1, np.int64))
+loads = moves.Loads(seconds, seconds, np.zeros(5), np.zeros(5), 0.0, 0.0, 0)
+ledger = moves.Ledger(np.zeros((0, 4), np.int64), np.zeros((0, 3), np.int64), rows)
+for _ in range(2):
+    print(moves.make_moves(pieces, moves.Prices(price, price), loads, ledger, rows))
+"""
+
+
 @pytest.fixture
-def loops(tmp_path: Path) -> Path:
-    """A folder with a compiled function that calls one of another file, all of them last changed long ago."""
+def loop(tmp_path: Path) -> Path:
+    """A folder with the loop of moves, last changed long ago."""
     folder = tmp_path / "schedule"
     folder.mkdir()
-    (folder / "compiled.py").write_text((Path(hf_distca.__file__).parent / "schedule" / "compiled.py").read_text())
-    (folder / "inner.py").write_text("from compiled import compiled\n\n@compiled\ndef inner(x):\n    return x + 1\n")
-    (folder / "outer.py").write_text(
-        "from compiled import entry\nfrom inner import inner\n\n@entry\ndef outer(x):\n    return inner(x)\n"
-    )
-    for source in folder.glob("*.py"):
-        os.utime(source, (LONG_AGO, LONG_AGO))
+    source = folder / "moves.py"
+    source.write_text((Path(hf_distca.__file__).parent / "schedule" / "moves.py").read_text())
+    os.utime(source, (LONG_AGO, LONG_AGO))
     return folder
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_what_was_compiled_of_other_sources_is_not_used(tmp_path: Path, loops: Path, elsewhere: bool) -> None:
-    """A change in another file of the same size and time counts, as `cp -p` and unpacked archives make it."""
+def test_what_was_compiled_of_other_sources_is_not_used(tmp_path: Path, loop: Path, elsewhere: bool) -> None:
+    """A change of the same size and time counts, as `cp -p` and unpacked archives make it."""
     pytest.importorskip("numba")
     environment = {"NUMBA_CACHE_DIR": str(tmp_path / "kept")} if elsewhere else {}
 
-    def called() -> str:
-        run = run_in(loops, "from outer import outer; print(outer(1))", **environment)
+    def called() -> list[str]:
+        run = run_in(loop, CALL, **environment)
         assert run.returncode == 0, run.stderr
-        return run.stdout.strip()
+        return run.stdout.split()
 
-    assert called() == "2"
+    source = loop / "moves.py"
+    source.write_text(source.read_text().replace("    return count\n", "    return count + 1\n"))
+    os.utime(source, (LONG_AGO, LONG_AGO))
+    assert called() == ["1", "1"]
     assert list(tmp_path.rglob("*.nbi"))
-    inner = loops / "inner.py"
-    inner.write_text(inner.read_text().replace("x + 1", "x + 9"))
-    os.utime(inner, (LONG_AGO, LONG_AGO))
-    assert called() == "10"
+    source.write_text(source.read_text().replace("    return count + 1\n", "    return count + 9\n"))
+    os.utime(source, (LONG_AGO, LONG_AGO))
+    assert called() == ["9", "9"]
 
 
-def test_a_cache_that_cannot_be_written_is_said_once(tmp_path: Path, loops: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_said_once(tmp_path: Path, loop: Path) -> None:
     pytest.importorskip("numba")
     taken = tmp_path / "file"
     taken.touch()
-    (loops / "__pycache__").touch()
+    (loop / "__pycache__").touch()
     folders = {name: str(taken / "cache") for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME")}
-    code = "from outer import outer; import compiled; compiled.entry(lambda x: x); print(outer(1), outer(2))"
-    run = run_in(loops, code, **folders)
-    assert run.stdout.strip() == "2 3", run.stderr
+    run = run_in(loop, CALL, **folders)
+    assert run.stdout.split() == ["0", "0"], run.stderr
     assert run.stderr.count("NUMBA_CACHE_DIR") == 1
 
 
 def test_plans_are_made_where_numba_compiles_nothing() -> None:
     pytest.importorskip("numba")
-    code = "import hf_distca.schedule.balance, hf_distca.schedule.compiled as c; print(c.numba)"
+    code = "import hf_distca.schedule.balance, hf_distca.schedule.moves as m; print(m.numba)"
     run = run_in(Path(hf_distca.__file__).parents[1], code, NUMBA_DISABLE_JIT="1")
     assert run.stdout.strip() == "None", run.stderr

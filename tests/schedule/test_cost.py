@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, causal_pairs, rank_seconds
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, Price, causal_pairs, rank_seconds
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.prices import Price
+from hf_distca.schedule.moves import slice_seconds
 
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
 MODELS = [CostModel.pairs(SHAPE), CostModel.analytic(SHAPE, device_type="cpu"), CostModel.analytic(SHAPE, device_type="cuda")]
@@ -95,7 +95,8 @@ def test_more_rows_and_more_keys_never_cost_less(model: CostModel, start: int, r
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 @given(start=st.integers(0, 10**6), rows=st.integers(1, 10**5))
 def test_scalar_prices_agree_with_the_model(model: CostModel, start: int, rows: int) -> None:
-    assert Price.of(model, 128).seconds(start, start + rows) == pytest.approx(model.seconds(rows, start + rows)[0], rel=1e-12)
+    seconds = slice_seconds(Price.of(model, 128), 1.0, start, start + rows)
+    assert seconds == pytest.approx(model.seconds(rows, start + rows)[0], rel=1e-12)
 
 
 def test_slivers_are_slow() -> None:

@@ -51,7 +51,7 @@ def test_one_long_document_is_not_sent_to_everyone(ranks: int, longest: int, slo
     # With relays nobody sends its keys much more than once, and they may go to more.
     relayed = summarize(balance(layout, CUDA, DistCAConfig()), CUDA)
     assert relayed.slowest_seconds_after < 0.8 * summary.slowest_seconds_after
-    assert relayed.moved_tasks > 64
+    assert relayed.moved_tasks >= 2 * summary.moved_tasks
     assert relayed.max_sent_key_tokens < 2 * longest
 
 

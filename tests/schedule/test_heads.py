@@ -14,13 +14,12 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError, PlanError
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.cost import AttentionShape, CostModel, Price
 from hf_distca.schedule.deal import deal
 from hf_distca.schedule.heads import Heads
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, imbalance
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.prices import Price
 
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
@@ -173,4 +172,4 @@ def test_a_document_that_outweighs_all_others_is_dealt_by_tokens() -> None:
     load = PlanLoad(balance(layout, CUDA, SPLIT), CUDA, overlapped=True)
     assert load.slowest_seconds <= 1.05 * mean
     alone = PlanLoad(balance(layout, CUDA, WHOLE), CUDA, overlapped=True)
-    assert alone.slowest_seconds > 1.3 * mean
+    assert alone.slowest_seconds > 1.05 * load.slowest_seconds

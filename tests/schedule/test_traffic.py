@@ -16,7 +16,7 @@ from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import CATask, Plan
-from hf_distca.schedule.relief import relieve
+from hf_distca.schedule.relays import relieve
 
 
 def check_tokens(plan: Plan) -> None:

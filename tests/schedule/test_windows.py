@@ -15,12 +15,11 @@ from test_scheduler import CONFIGS, LONG, MODELS, PAIRS, SHAPE, check_plan, plac
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.cost import CostModel, KernelCost
+from hf_distca.schedule.cost import CostModel, KernelCost, Price
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, summarize
+from hf_distca.schedule.moves import slice_seconds, tail_start
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.prices import Price
-from hf_distca.schedule.slices import slice_of, start_for
 
 WINDOWS = st.one_of(st.integers(1, 300), st.sampled_from([512, 1000, 4096]), st.integers(1, 20_000))
 # Kernel tiles of one row: seconds rise with every row, so that closed forms can be checked to the row.
@@ -31,17 +30,8 @@ SMOOTH = CostModel(SHAPE, KernelCost(1e-5, 1e12, 1e13), KernelCost(2e-5, 1e12, 1
 @given(start=st.integers(0, 10**6), rows=st.integers(1, 10**5), window=st.integers(1, 10**5))
 def test_scalar_prices_agree_with_the_model(model: CostModel, start: int, rows: int, window: int) -> None:
     cost = replace(model, window=window)
-    seconds = Price.of(cost, 128).seconds(start, start + rows)
+    seconds = slice_seconds(Price.of(cost, 128), 1.0, start, start + rows)
     assert seconds == pytest.approx(cost.seconds(rows, start + rows)[0], rel=1e-12)
-
-
-@pytest.mark.parametrize("model", [PAIRS, SMOOTH], ids=lambda model: model.name)
-@given(end=st.integers(1, 10**5), rows=st.integers(1, 10**5), window=st.integers(2, 10**5))
-def test_the_start_of_a_slice_of_so_many_seconds(model: CostModel, end: int, rows: int, window: int) -> None:
-    price = Price.of(replace(model, window=window), 128)
-    start = max(end - rows, 0)
-    found = max(start_for(price, end, price.seconds(start, end)), 0.0)
-    assert found == pytest.approx(start, abs=0.01)
 
 
 @given(
@@ -52,16 +42,18 @@ def test_the_start_of_a_slice_of_so_many_seconds(model: CostModel, end: int, row
     room=st.floats(1, 1.3),
     model=st.sampled_from([*MODELS, SMOOTH]),
 )
-def test_slices_lie_in_their_segment_on_tiles(
+def test_tails_begin_on_tiles_and_take_what_is_wanted(
     start: int, rows: int, window: int, part: float, room: float, model: CostModel
 ) -> None:
     price, end = Price.of(replace(model, window=window), 128), start + rows
-    want = price.seconds(start, end) * part
-    x, y = slice_of(price, start, end, want, want * room, 0)
-    assert start <= x < y <= end
+    want = slice_seconds(price, 1.0, start, end) * part
+    x = tail_start(price, 1.0, start, end, want, want * room)
+    assert start <= x < end
     assert x == start or x % 128 == 0
-    assert y == end or y % 128 == 0
-    assert price.seconds(x, y) <= want * room * (1 + 1e-9) or y - x <= 256
+    assert slice_seconds(price, 1.0, x, end) <= want * room * (1 + 1e-9) or end - x <= 128
+    # No other tile comes nearer.
+    before = max((x - 1) // 128 * 128, start)
+    assert model.tile > 1 or part > 1 or slice_seconds(price, 1.0, before, end) >= want * (1 - 1e-9) or x == start
 
 
 @settings(max_examples=150)

@@ -18,17 +18,21 @@ import itertools
 import json
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.moves import task_counts
 
-__all__ = ["AttentionShape", "CostModel", "KernelCost", "causal_pairs", "rank_seconds"]
+__all__ = ["ALL_KEYS", "AttentionShape", "CostModel", "KernelCost", "Price", "causal_pairs", "rank_seconds"]
 
 FloatArray = npt.NDArray[np.float64]
+
+# The window of layers in which a row sees all keys before it.
+ALL_KEYS = 2**62
 
 
 def causal_pairs(rows: npt.ArrayLike, keys: npt.ArrayLike, window: int | None = None) -> FloatArray:
@@ -36,13 +40,8 @@ def causal_pairs(rows: npt.ArrayLike, keys: npt.ArrayLike, window: int | None = 
 
     The last row sees `keys` keys, its own position included, or the last `window` of them.
     """
-    n, m = np.asarray(rows, dtype=np.float64), np.asarray(keys, dtype=np.float64)
-    if window is None:
-        return np.asarray(n * (m - (n - 1) / 2))
-    # Rows that see a whole window, and those before them, which see all there is.
-    full = np.clip(m - window, 0, n)
-    rest = n - full
-    return np.asarray(full * window + rest * (m - full - (rest - 1) / 2))
+    n, m = np.broadcast_arrays(rows, keys)
+    return np.asarray(task_counts(n, m, 1, ALL_KEYS if window is None else window)[2], dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +238,9 @@ class CostModel:
         `heads` is the part of the heads that each computes, as in the methods below.
         """
         n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
-        pairs = causal_pairs(n, m, self.window)
-        read = m if self.window is None else np.minimum(m, n + (self.window - 1))
-        tiled = -(-n // self.tile) * self.tile
+        tiled, read, pairs = task_counts(n, m, self.tile, ALL_KEYS if self.window is None else self.window)
         moved = tiled * (self.shape.query_bytes + self.shape.output_bytes) + read * self.shape.key_value_bytes
-        flops = self.shape.pair_flops * pairs * (tiled / np.maximum(n, 1))
-        return np.stack([np.ones(len(n)), moved * heads, flops * heads], axis=1)
+        return np.stack([np.ones(len(n)), moved * heads, self.shape.pair_flops * pairs * heads], axis=1)
 
     def seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Forward plus backward seconds of each task."""
@@ -260,16 +256,62 @@ class CostModel:
 
     def parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """The three parts that add up to `seconds`: of the task, of bytes and of flops, shape (tasks, 3)."""
-        one, other = self.forward, self.backward
-        task = one.task_seconds + other.task_seconds
-        byte = 1 / one.bytes_per_second + 2.0 / other.bytes_per_second
-        flop = 1 / one.flops_per_second + 2.5 / other.flops_per_second
-        return np.asarray(self.counts(rows, keys, heads) * np.array([task, byte, flop]))
+        return np.asarray(self.counts(rows, keys, heads) * np.array(self.rates))
+
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        """Seconds of a task, of a byte and of a flop; backward has twice the bytes and 2.5 times the flops of forward."""
+        forward, backward = self.forward, self.backward
+        byte = 1 / forward.bytes_per_second + 2.0 / backward.bytes_per_second
+        flop = 1 / forward.flops_per_second + 2.5 / backward.flops_per_second
+        return forward.task_seconds + backward.task_seconds, byte, flop
 
     def transfer_seconds(self, query_tokens: npt.ArrayLike, key_tokens: npt.ArrayLike) -> FloatArray:
         """Seconds on the wire of moved tokens, forward and backward together, without the fixed part."""
         moved = np.asarray(query_tokens) * self.shape.moved_query_bytes + np.asarray(key_tokens) * self.shape.moved_key_bytes
         return np.asarray(moved / self.exchange_bytes_per_second, dtype=np.float64)
+
+
+class Price(NamedTuple):
+    """A cost model as numbers, for the loop that prices one slice after another (`schedule.moves`).
+
+    Attributes:
+        task, row, key, pair: seconds of a task, query row, key and query-key pair, forward and backward.
+        query_bytes, key_bytes: exchanged for a moved query and key token.
+        kernel_tile, tile: query rows of a kernel tile, and of those that documents are cut at multiples of.
+        window: keys that a row sees, `ALL_KEYS` if it sees all.
+    """
+
+    task: float
+    row: float
+    key: float
+    pair: float
+    query_bytes: float
+    key_bytes: float
+    kernel_tile: int
+    tile: int
+    window: int
+
+    @classmethod
+    def of(cls, cost: CostModel, tile: int) -> Self:
+        """Prices of a cost model for documents cut at multiples of `tile`."""
+        shape, (task, byte, flop) = cost.shape, cost.rates
+        return cls(
+            task=float(task),
+            row=float(byte * (shape.query_bytes + shape.output_bytes)),
+            key=float(byte * shape.key_value_bytes),
+            pair=float(flop * shape.pair_flops),
+            query_bytes=float(shape.moved_query_bytes),
+            key_bytes=float(shape.moved_key_bytes),
+            kernel_tile=cost.tile,
+            tile=tile,
+            window=ALL_KEYS if cost.window is None else cost.window,
+        )
+
+    def with_exchange(self, bytes_per_second: float) -> Self:
+        """The prices of a server that receives what it computes, one after the other."""
+        row, key = self.query_bytes / bytes_per_second, self.key_bytes / bytes_per_second
+        return self._replace(row=self.row + row, key=self.key + key)
 
 
 def _finite(value: Any) -> Any:

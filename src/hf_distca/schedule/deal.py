@@ -17,12 +17,10 @@ from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
-from hf_distca.schedule.dealer import Dealer
-from hf_distca.schedule.fill import pour
+from hf_distca.schedule.dealer import Dealer, Served, pour
 from hf_distca.schedule.layout import IntArray, Layout, as_integers
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.schedule.served import Served
 
 __all__ = ["deal", "deal_nano_batches", "in_order"]
 
@@ -67,7 +65,7 @@ def deal(
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, tile, ranks_per_node)
     cost = _seen_by(cost, length)
-    return _dealt(np.arange(len(length)), length, tokens, cost, tile, ranks_per_node, overlapped=overlapped)
+    return _dealt(length, np.ones(len(length), dtype=np.bool_), tokens, cost, tile, ranks_per_node, overlapped=overlapped)
 
 
 def deal_nano_batches(
@@ -92,12 +90,11 @@ def deal_nano_batches(
     cost = _seen_by(cost, length)
     first = _half(length, cost, ranks, sum(count // 2 for count in tokens))
     here = _halves(tokens, int(length[first].sum()))
-    there = [both - one for both, one in zip(tokens, here, strict=True)]
-    one, two = (
-        _dealt(np.flatnonzero(half), length[half], tokens, cost, tile, ranks_per_node, overlapped=True)
-        for half, tokens in ((first, here), (~first, there))
+    there = [both - half for both, half in zip(tokens, here, strict=True)]
+    return (
+        _dealt(length, first, here, cost, tile, ranks_per_node, overlapped=True),
+        _dealt(length, ~first, there, cost, tile, ranks_per_node, overlapped=True),
     )
-    return one, two
 
 
 def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence[int]) -> Layout:
@@ -106,7 +103,8 @@ def in_order(lengths: npt.ArrayLike, ranks: int, tokens_per_rank: int | Sequence
     Args and raises: as `deal`.
     """
     length, tokens = _checked(lengths, ranks, tokens_per_rank, 1, None)
-    rank, document, start, size = np.array(pour(range(len(length)), length.tolist(), tokens), dtype=np.int64).reshape(-1, 4).T
+    pieces = pour(range(len(length)), length.tolist(), tokens)
+    rank, document, start, size = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
     return Layout(document, start, size, np.searchsorted(rank, np.arange(ranks + 1)))
 
 
@@ -117,8 +115,8 @@ def _seen_by(cost: CostModel, length: IntArray) -> CostModel:
 
 
 def _dealt(
-    document: IntArray,
     length: IntArray,
+    among: npt.NDArray[np.bool_],
     tokens: list[int],
     cost: CostModel,
     tile: int,
@@ -127,21 +125,24 @@ def _dealt(
     overlapped: bool,
 ) -> Layout:
     """The layout of some documents: all by tokens and attention, or those that servers compute by their tokens alone."""
+    document = np.flatnonzero(among)
+    per_node = len(tokens) if ranks_per_node is None else ranks_per_node
 
-    def layout(rest: npt.NDArray[np.bool_], left: list[int], rows: Sequence[tuple[int, int, int, int]] = ()) -> Layout:
-        return Dealer(document[rest], length[rest], left, cost, tile, ranks_per_node, overlapped=overlapped).layout(rows)
+    def layout(served: Served) -> Layout:
+        dealt = Dealer(length[document], served, cost, tile, per_node, overlapped=overlapped).layout()
+        return Layout(document[dealt.document], dealt.start, dealt.length, dealt.offsets)
 
-    one = layout(np.ones(len(length), dtype=np.bool_), tokens)
-    served = Served.of(document, length, tokens, cost, tile, overlapped=overlapped)
-    if not served.rows:
-        return one
+    dealt = layout(Served(np.ones(len(document), dtype=np.bool_), [], tokens))
+    served = Served.of(length[document], tokens, cost, tile, overlapped=overlapped)
+    if not served.pieces:
+        return dealt
     config, ranks = DistCAConfig(tile=tile, ping_pong=overlapped), Ranks(per_node=ranks_per_node)
 
     def end(dealt: Layout) -> float:
         return PlanLoad(balance(dealt, cost, config, ranks), cost, overlapped=overlapped, ranks=ranks).slowest_seconds
 
     # Which of them ends earlier depends on what servers can be found, and so on the whole plan.
-    return min(one, layout(served.rest, served.tokens, served.rows), key=end)
+    return min(dealt, layout(served), key=end)
 
 
 def _halves(tokens: list[int], total: int) -> list[int]:
@@ -185,15 +186,15 @@ def _half(length: IntArray, cost: CostModel, ranks: int, tokens: int) -> npt.NDA
 def _change(coins: list[int], amount: int) -> list[int]:
     """Which coins come nearest to an amount together."""
     # Bit n of a number: whether the coins so far can make n.
-    made = [1]
+    sums = [1]
     for coin in coins:
-        made.append(made[-1] | made[-1] << coin)
-    total = _nearest_bit(made[-1], amount)
+        sums.append(sums[-1] | sums[-1] << coin)
+    total = _nearest_bit(sums[-1], amount)
     taken = []
-    for at in range(len(coins) - 1, -1, -1):
-        if not made[at] >> total & 1:
-            taken.append(at)
-            total -= coins[at]
+    for coin_index in range(len(coins) - 1, -1, -1):
+        if not sums[coin_index] >> total & 1:
+            taken.append(coin_index)
+            total -= coins[coin_index]
     return taken
 
 
@@ -224,8 +225,8 @@ def _checked(
         raise ConfigError(f"ranks_per_node={ranks_per_node} must divide ranks={ranks}.")
     length = as_integers(lengths, "document lengths")
     if len(length) and length.min() < 1:
-        at = int(np.flatnonzero(length < 1)[0])
-        raise LayoutError(f"document {at} has length {length[at]}: every document must have at least 1 token.")
+        document = int(np.flatnonzero(length < 1)[0])
+        raise LayoutError(f"document {document} has length {length[document]}: every document must have at least 1 token.")
     if length.max(initial=0) > _LONGEST:
         raise LayoutError(f"document {int(length.argmax())} has {length.max()} tokens: the limit is 2**32.")
     tokens = list(tokens_per_rank) if isinstance(tokens_per_rank, Sequence) else [tokens_per_rank] * ranks

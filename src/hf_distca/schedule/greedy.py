@@ -1,156 +1,207 @@
-"""The greedy behind `balance`.
+"""The greedy behind `balance`: levels for ranks to end at, the moves that bring them there, and the plan that these make.
 
-Every rank has a *level* that it should end at: ranks above the tolerated band come down to it, ranks below come up to it,
-ranks inside are left alone. The heaviest rank gives first, to the emptiest server, always the slice with the fewest bytes
-exchanged per second of work moved. Since the emptiest servers take the largest slices, the heaviest rank, which is the
-busiest sender, sends its keys to as few servers as can be.
-
-Every rank computes the plan for itself, so everything here is plain IEEE double arithmetic in a fixed order. This module says
-where the moves start from, and makes a plan of those that are kept; the moves themselves are in `schedule.moves`, and what comes
-of them is weighed in the same call (`schedule.trial`).
+Ranks above the tolerated band come down to their level, ranks below come up to it, ranks inside are left alone. The moves
+themselves are in `schedule.moves`. Every rank computes the plan for itself, so sums are made in a fixed order.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import NamedTuple, Self
 
 import numpy as np
 
-from hf_distca.schedule.begin import Costs, Goal, Room
-from hf_distca.schedule.compiled import Ints, array, column, room
-from hf_distca.schedule.cost import FloatArray
-from hf_distca.schedule.heads import WHOLE, Heads
-from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.levels import Levels
-from hf_distca.schedule.plan import Plan, Relays
-from hf_distca.schedule.prices import Price
+from hf_distca.schedule.cost import ALL_KEYS, FloatArray, Price
+from hf_distca.schedule.heads import Heads
+from hf_distca.schedule.layout import IntArray, Layout, repeated
+from hf_distca.schedule.moves import END, PIECE, SERVER, START, Ledger, Loads, Prices, QueryPieces, make_moves
+from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
-from hf_distca.schedule.state import Fit
-from hf_distca.schedule.tasks import PLAN
-from hf_distca.schedule.trial import Made, try_moves
-from hf_distca.schedule.weigh import Scale
+from hf_distca.schedule.waves import TransientBytes
 
-__all__ = ["Greedy", "Tried"]
+__all__ = ["Bound", "Greedy", "Levels"]
 
-# Moves that there is room for at first: so many for each rank, and so many more. Most plans need one or two for each rank.
-_MOVES = (4, 64)
-_NO_BOUND = Fit(0, 0, 0)
+# Levels are set inside the tolerated band, because slices end on tiles and seldom move exactly what was wanted.
+_INNER_BAND = 0.7
 
 
-@dataclass(eq=False)
-class Tried:
-    """Tasks that the greedy made, before they are a plan, and what they weigh; all 0 if they were not weighed.
+class Bound(NamedTuple):
+    """Transient bytes that a tile of moved rows may take with its keys, and those of a row and of a key."""
+
+    most: float
+    row: float
+    key: float
+
+    @classmethod
+    def of(cls, most: int | None, transient: TransientBytes) -> Self:
+        """None for no bound."""
+        return cls(math.inf if most is None else float(most), float(transient.query), float(transient.key))
+
+    def last_ends(self, price: Price, groups: int) -> tuple[int, int]:
+        """Where rows of a head group, and of all heads, end at most for a tile of them to fit with its keys."""
+
+        def last_end(most: float) -> int:
+            if most == math.inf or self.row * price.tile + self.key * (price.window + price.tile) <= most:
+                return ALL_KEYS
+            return int(max((most - self.row * price.tile) / self.key, 0.0)) // price.tile * price.tile
+
+        return last_end(self.most * groups), last_end(self.most)
+
+
+class Levels(NamedTuple):
+    """Seconds of a rank: the edges of the tolerated band around the mean, and where ranks outside it should end.
+
+    Ranks above `cap` come down to `high`, and those below `floor` come up to `low`. Slices go to ranks below the mean.
+    """
+
+    floor: float
+    low: float
+    mean: float
+    high: float
+    cap: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], ranks: Ranks, tolerance: float) -> Self:
+        """What one side sheds the other takes: the side with more to do stops inside its edge, the other goes further.
+
+        Args:
+            seconds: what each rank takes for its work.
+            ranks: what they are like; what a rank sheds is work of so many seconds times its speed.
+            tolerance: half the width of the band, as a part of the mean.
+        """
+        mean, pairs = ranks.level(seconds), list(zip(seconds, ranks.each(len(seconds)), strict=True))
+        low, high = mean * (1 - tolerance * _INNER_BAND), mean * (1 + tolerance * _INNER_BAND)
+        surplus = math.fsum((taken - high) * speed for taken, speed in pairs if taken > high)
+        deficit = math.fsum((low - taken) * speed for taken, speed in pairs if taken < low)
+        if surplus >= deficit:
+            low = min(_filled(pairs, surplus), mean)
+        else:
+            high = max(-_filled([(-taken, speed) for taken, speed in pairs], deficit), mean)
+        return cls(mean * (1 - tolerance), low, mean, high, mean * (1 + tolerance))
+
+
+def _filled(pairs: list[tuple[float, float]], amount: float) -> float:
+    """The level that `amount` poured over the lowest ranks reaches, given as (seconds, speed)."""
+    total = width = level = 0.0
+    ordered = sorted(pairs)
+    for count, (taken, speed) in enumerate(ordered, 1):
+        total += taken * speed
+        width += speed
+        level = (amount + total) / width
+        if count == len(ordered) or level <= ordered[count][0]:
+            break
+    return level
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Makes plans for a layout.
 
     Attributes:
-        layout: the layout of the run.
-        split: of each of its documents, whether it is split by heads, and in how many groups.
-        window: of the plan.
-        made: columns of tasks and of runs that are passed on, and seconds of ranks.
-        tasks, runs: how many there are.
-        slowest_seconds: when the slowest rank ends.
-        longest_compute: seconds of the rank that computes longest.
+        layout: of all ranks.
+        heads: documents that may be split by heads.
+        ranks: what they are like, with nodes only if these make a difference.
+        bound: on transient bytes.
+        window: of the plans.
     """
 
     layout: Layout
-    split: tuple[Any, int]
+    heads: Heads
+    ranks: Ranks
+    bound: Bound
     window: int | None
-    made: Made
-    tasks: int
-    runs: int
-    slowest_seconds: float
-    longest_compute: float
 
-    @cached_property
-    def plan(self) -> Plan:
-        """These tasks as a plan, which is checked like any other."""
-        apart, groups = array(self.split[0], bool), self.split[1]
-        layout = self.layout.split(apart, groups) if apart.any() else self.layout
-        # Copies: what they were made in is much larger.
-        document, start, end, home, server = array(self.made.tasks).reshape(PLAN, -1)[:5, : self.tasks].copy()
-        plan = Plan(layout, document, start, end, home, server, self.window)
-        if not self.runs:
-            return plan
-        return plan.with_relays(Relays(*array(self.made.passed).reshape(4, -1)[:, : self.runs].copy()))
-
-    @property
-    def compute_seconds(self) -> FloatArray:
-        """Seconds that each rank computes."""
-        return array(self.made.seconds, float)[: self.layout.world_size]
-
-    @property
-    def exchange_seconds(self) -> FloatArray:
-        """Seconds that each rank exchanges: see `PlanLoad.exchange_seconds`."""
-        return array(self.made.seconds, float)[self.layout.world_size : 2 * self.layout.world_size]
-
-
-class Greedy:
-    """Runs of the greedy for one layout. With `fit`, slices are only moved as far as they fit a server.
-
-    Documents of `heads` are split if a slice of some of their heads is moved. What comes of a run is weighed by `scale`.
-    """
-
-    def __init__(
-        self, layout: Layout, price: Price, ranks: Ranks, scale: Scale, fit: Fit | None = None, heads: Heads = WHOLE
-    ) -> None:
-        self.layout, self.price, self.ranks, self.scale, self.fit = layout, price, ranks, scale, fit or _NO_BOUND
-        self._speeds = ranks.each(layout.world_size)
-        self._speed = column(np.array(self._speeds, dtype=np.float64))
-        # Numbers of a document and its head groups: the d-th document becomes d * parts.
-        self._groups, documents = heads.groups, len(layout.documents)
-        self._parts = 1 if heads.groups == 1 else heads.groups + 1
-        apart = np.zeros(documents, dtype=np.bool_) if self._parts == 1 else heads.documents
-        self._apart = column(apart)
-        # Of a document that may be split, each head group counts.
-        self._segments = len(layout.place) + (heads.groups - 1) * int(np.count_nonzero(apart[layout.place]))
-        self._moves = 0
-        self._room: Room | None = None
-        self._scratch: Ints | None = None
-
-    def splitting(self, heads: Heads) -> Greedy:
-        """The same greedy, which may split these documents by heads."""
-        return Greedy(self.layout, self.price, self.ranks, self.scale, self.fit, heads)
-
-    def still(self, least: float) -> Tried:
-        """Nothing moves, but keys are passed on if that gains this part of the seconds of the slowest rank."""
-        seconds = np.zeros(self.layout.world_size)
-        goal = Goal(column(seconds), self._speed, Levels.still(), 0.0, 0.0, False)
-        return self._tried(goal, self.price, self.scale._replace(least=float(least)), 0)
-
-    def run(self, seconds: list[float], tolerance: float, cap: float | None = None, exchanged: Price | None = None) -> Tried:
-        """Even out seconds of ranks to a tolerance.
-
-        Seconds of ranks and levels are what a rank takes; those of slices and of what is still to move are of a rank of speed 1.
+    def even_out(self, prices: Prices, seconds: FloatArray, levels: Levels) -> Plan:
+        """The plan that evens out what ranks take.
 
         Args:
-            seconds: what each rank takes; of compute, or with `exchanged` of compute and exchange.
-            tolerance: half the width of the tolerated band, as a part of the mean.
-            cap: if given, ranks above that many seconds come down to it, and `tolerance` is not read.
-            exchanged: prices that have what a server receives in them.
+            prices: of slices.
+            seconds: what each rank takes if nothing moves; shape (ranks,).
+            levels: what they should end at; see `Levels.of`.
         """
-        speeds, mean = self._speeds, self.ranks.level(seconds)
-        levels = Levels.of(seconds, speeds, mean, tolerance) if cap is None else Levels.below(cap)
-        high = levels.high
-        surplus = math.fsum((work - high) * speed for work, speed in zip(seconds, speeds, strict=True) if work > high)
-        goal = Goal(column(np.array(seconds)), self._speed, levels, surplus, self.ranks.work(seconds), cap is None)
-        each, more = _MOVES
-        return self._tried(goal, exchanged or self.price, self.scale, each * len(seconds) + more)
+        ranks, world_size = self.ranks, len(seconds)
+        speeds = ranks.each(world_size)
+        pairs = zip(seconds.tolist(), speeds, strict=True)
+        surplus = math.fsum((taken - levels.high) * speed for taken, speed in pairs if taken > levels.high)
+        work = float(ranks.work(seconds.tolist()))
+        segment, before = _pieces(self.layout, self.heads)
+        movable = np.minimum(before.end, np.where(before.heads < 1, *self.bound.last_ends(prices.served, self.heads.groups)))
+        order, room = np.argsort(-seconds, kind="stable"), 16 * world_size + 64
+        while True:
+            pieces = before._replace(start=before.start.copy(), end=movable.copy())
+            loads = Loads(
+                seconds.copy(), np.array(speeds), np.array(levels), np.array(levels), float(surplus), work, ranks.per_node or 0
+            )
+            ledger = _ledger(self.layout, segment, before, room)
+            count = make_moves(pieces, prices, loads, ledger, order)
+            if count >= 0:
+                break
+            room *= 4
+        moves = ledger.moves[:count]
+        index = np.arange(len(segment))
+        rows = _Rows(
+            np.concatenate([moves[:, PIECE], index, index]),
+            np.concatenate([moves[:, START], pieces.start, np.maximum(movable, before.start)]),
+            np.concatenate([moves[:, END], pieces.end, before.end]),
+            np.concatenate([moves[:, SERVER], *[self.layout.rank[segment]] * 2]),
+        )
+        return self._plan(segment, before, rows)
 
-    def _tried(self, goal: Goal, price: Price, scale: Scale, moves: int) -> Tried:
-        layout, ranks, per_node = self.layout, self.layout.world_size, self.ranks.per_node or 0
-        near = per_node if self.price.near < 1 and per_node < ranks else 0
-        costs = Costs(price, self.price, self.fit, self._groups, price is not self.price, near)
-        found = -1
-        while found < 0:
-            if self._moves < moves or self._room is None:
-                documents = len(layout.documents) * self._parts
-                self._room, self._moves = Room.of(moves, self._segments, documents, ranks), moves
-            made = Made.of(self._moves, self._segments, ranks, self._scratch)
-            self._scratch, split = made.scratch, room(len(layout.documents), bool)
-            apart = (self._apart, split)
-            found, runs, slowest, compute = try_moves(layout.columns, costs, goal, self._room, scale, apart, made)
-            moves = 4 * self._moves
-        window = self.price.window or None
-        return Tried(layout, (split, self._groups), window, made, found, runs, slowest, compute)
+    def _plan(self, segment: IntArray, pieces: QueryPieces, rows: _Rows) -> Plan:
+        """The plan of rows of pieces, each on a segment. Neighbours on one server are one task."""
+        layout, parts = self.layout, self.heads.groups + 1 if self.heads.groups > 1 else 1
+        home, place, group = layout.rank[segment], layout.place[segment], pieces.number % parts
+        # A document of which no group is moved is not split.
+        apart = np.zeros(len(layout.documents), dtype=np.bool_)
+        apart[place[rows.piece[(rows.server != home[rows.piece]) & (group[rows.piece] > 0)]]] = True
+        taken = (rows.start < rows.end) & (apart[place] | (group <= 1))[rows.piece]
+        piece, start, end, server = (column[taken] for column in rows)
+        number = layout.documents[place[piece]]
+        if apart.any():
+            number = number * parts + np.where(apart[place[piece]], group[piece], 0)
+        order = np.lexsort((start, number))
+        piece, start, end, server, number = (column[order] for column in (piece, start, end, server, number))
+        joins = (piece[1:] == piece[:-1]) & (server[1:] == server[:-1])
+        begin = np.flatnonzero(np.append(True, ~joins)[: len(piece)])
+        last = np.append(begin[1:], len(piece))[: len(begin)] - 1
+        split = layout.split(apart, self.heads.groups) if apart.any() else layout
+        return Plan(split, number[begin], start[begin], end[last], home[piece[begin]], server[begin], self.window)
+
+
+class _Rows(NamedTuple):
+    """Rows [start, end) of pieces, and the server that computes them."""
+
+    piece: IntArray
+    start: IntArray
+    end: IntArray
+    server: IntArray
+
+
+def _pieces(layout: Layout, heads: Heads) -> tuple[IntArray, QueryPieces]:
+    """The segment of each piece, and the pieces that ranks compute before anything moves, deepest first."""
+    rows = np.flatnonzero(layout.queries)
+    rows = rows[np.lexsort((layout.place[rows], -layout.end[rows], layout.rank[rows]))]
+    parts = heads.groups + 1 if heads.groups > 1 else 1
+    apart = heads.documents[layout.place[rows]] if heads.groups > 1 else np.zeros(len(rows), dtype=np.bool_)
+    index, group = repeated(apart, heads.groups)
+    segment = rows[index]
+    offsets = np.searchsorted(layout.rank[segment], np.arange(layout.world_size + 1))
+    part = np.where(group > 0, 1.0 / heads.groups, 1.0)
+    return segment, QueryPieces(layout.place[segment] * parts + group, layout.start[segment], layout.end[segment], part, offsets)
+
+
+def _ledger(layout: Layout, segment: IntArray, pieces: QueryPieces, room: int) -> Ledger:
+    """A ledger with room for so many moves. Homes of documents that lie on several ranks hold their keys, the deepest first."""
+    chained = np.flatnonzero(layout.spans[layout.place[segment]])
+    chained = chained[np.lexsort((pieces.end[chained], pieces.number[chained]))]
+    number, count = pieces.number[chained], len(chained)
+    same = np.append(False, number[1:] == number[:-1])[:count]
+    holders = np.empty((count + room, 3), dtype=np.int64)
+    holders[:count] = np.column_stack(
+        [layout.rank[segment[chained]], pieces.end[chained], np.where(same, np.arange(count) - 1, -1)]
+    )
+    last = np.full(int(pieces.number.max(initial=0)) + 1, -1)
+    last[number] = np.arange(count)
+    return Ledger(np.empty((room, 4), dtype=np.int64), holders, last)

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.cost import CostModel, FloatArray
+from hf_distca.schedule.cost import CostModel, FloatArray, Price
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.prices import Price
 
 __all__ = ["WHOLE", "Heads", "possible_groups"]
 

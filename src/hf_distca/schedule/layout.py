@@ -16,8 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import DistCAError, LayoutError
-from hf_distca.schedule.compiled import handed
-from hf_distca.schedule.index import Segments
 
 __all__ = [
     "BoolArray",
@@ -262,20 +260,6 @@ class Layout:
         """Number of ranks."""
         return len(self.offsets) - 1
 
-    @property
-    def by_end(self) -> IntArray:
-        """The segments in order of rank; of a rank its context first, then by where they end in their documents."""
-        return np.lexsort((self.document, self.end, self.queries, self.rank))
-
-    @property
-    def columns(self) -> Segments:
-        """All of it as compiled functions take it."""
-        return handed(
-            Segments(
-                *(np.ascontiguousarray(getattr(self, {"order": "by_document"}.get(name, name))) for name in Segments._fields)
-            )
-        )
-
     @cached_property
     def context_tokens(self) -> IntArray:
         """Tokens of context on each rank: its first query row has the key with this index."""
@@ -369,7 +353,7 @@ def as_integers(values: object, what: str, shape: tuple[int, ...] = (-1,), error
         raise error(f"{expected}, got rows of different lengths: {_shown(values)}.") from ragged
     if not array.size:
         return np.zeros([max(n, 0) for n in shape], dtype=np.int64)
-    fits = array.ndim == len(shape) and all(n in (-1, found) for n, found in zip(shape, array.shape, strict=True))
+    fits = array.ndim == len(shape) and all(n in (-1, size) for n, size in zip(shape, array.shape, strict=True))
     if not fits or array.dtype.kind not in "iu":
         raise error(f"{expected}, got shape {array.shape} of {array.dtype}: {_shown(values)}.")
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
@@ -393,8 +377,8 @@ def documents_from_positions(positions: npt.ArrayLike) -> list[tuple[int, int]]:
     if not position.size:
         return []
     if position.min() < 0:
-        at = int(position.argmin())
-        raise LayoutError(f"position id {int(position[at])} at token {at} is negative: positions start at 0.")
+        token = int(position.argmin())
+        raise LayoutError(f"position id {int(position[token])} at token {token} is negative: positions start at 0.")
     position = as_integers(position, "position ids")
     first = np.flatnonzero(np.concatenate([[True], np.diff(position) != 1]))
     length = np.diff(np.append(first, position.size))
@@ -433,8 +417,8 @@ def _chain(runs: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, in
         while (rank, row) not in numbers and runs[rank][row][0]:
             path.append((rank, row))
             rank, row = ends[runs[rank][row][0]][0]
-        found = numbers.setdefault((rank, row), len(numbers))
-        numbers.update(dict.fromkeys(path, found))
-        return found
+        document = numbers.setdefault((rank, row), len(numbers))
+        numbers.update(dict.fromkeys(path, document))
+        return document
 
     return [[(number(rank, row), *run) for row, run in enumerate(rank_runs)] for rank, rank_runs in enumerate(runs)]

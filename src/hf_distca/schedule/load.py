@@ -1,28 +1,76 @@
-"""What a plan does, in figures: work and traffic of every rank, and a short summary of both."""
+"""What ranks do under a plan: seconds that they compute and exchange, and tokens and bytes that they send and receive.
+
+Inside a node, every rank has a link to the others; to other nodes, it has one of its own or shares one with ranks of its node
+(`CostModel.ranks_per_link`). These are different wires that carry at the same time: what a rank sends takes the longer of both,
+and so does what it receives.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
-from hf_distca.schedule.ends import EXCHANGES_PER_LAYER, RELAY_EXCHANGES, Ends, Link
-from hf_distca.schedule.layout import IntArray, Layout
-from hf_distca.schedule.nodes import NodeBytes, wire_seconds
-from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
+from hf_distca.schedule.layout import IntArray, KeyTransfers
+from hf_distca.schedule.plan import Plan, Relays
 from hf_distca.schedule.ranks import ALIKE, Ranks
-from hf_distca.schedule.relays import senders, sent_key_tokens
-from hf_distca.schedule.tally import Tally
+from hf_distca.schedule.relays import senders
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["PlanLoad", "PlanSummary", "imbalance", "summarize"]
+__all__ = ["NodeBytes", "PlanLoad", "PlanSummary", "imbalance", "summarize", "wire_seconds"]
 
-# What a `PlanLoad` keeps and relays do not change.
-_UNRELATED = {"pairs", "compute_seconds", "tally", "wave_transfers"}
+# Dispatch and return, forward and backward: what a rank that exchanges anything waits for at least.
+_EXCHANGES_PER_LAYER = 4
+# With relays: dispatch a second time, forward and backward, and gradients of keys to relays.
+_RELAY_EXCHANGES = 3
+
+
+class NodeBytes(NamedTuple):
+    """Bytes that each rank sends and receives; arrays of shape (ranks,)."""
+
+    sent_inside: FloatArray
+    sent_between: FloatArray
+    received_inside: FloatArray
+    received_between: FloatArray
+
+    @classmethod
+    def of(cls, messages: tuple[IntArray, IntArray, FloatArray], count: int, per_node: int) -> NodeBytes:
+        """Sums of messages.
+
+        Args:
+            messages: (source, server, bytes) of each; none goes from a rank to itself.
+            count: number of ranks.
+            per_node: ranks of a node.
+        """
+        source, server, amount = messages
+        inside = source // per_node == server // per_node
+
+        def summed(rank: IntArray) -> tuple[FloatArray, FloatArray]:
+            near, far = (np.bincount(rank[some], weights=amount[some], minlength=count) for some in (inside, ~inside))
+            return near.astype(np.float64), far.astype(np.float64)
+
+        return cls(*summed(source), *summed(server))
+
+
+def wire_seconds(moved: NodeBytes, cost: CostModel, ranks: Ranks) -> tuple[FloatArray, FloatArray]:
+    """Seconds that each rank sends and receives, without the fixed part of exchanges; arrays of shape (ranks,)."""
+    inside = cost.node_bytes_per_second or cost.exchange_bytes_per_second
+    sent = np.maximum(moved.sent_inside / inside, _between_seconds(moved.sent_between, cost, ranks))
+    received = np.maximum(moved.received_inside / inside, _between_seconds(moved.received_between, cost, ranks))
+    return sent, received
+
+
+def _between_seconds(amount: FloatArray, cost: CostModel, ranks: Ranks) -> FloatArray:
+    """Seconds that each rank's link to other nodes is busy with the bytes of all ranks that share it."""
+    per_node = ranks.per_node or len(amount)
+    shared = min(cost.ranks_per_link, per_node)
+    place = np.arange(len(amount))
+    link = place // per_node * -(-per_node // shared) + place % per_node // shared
+    return np.asarray((np.bincount(link, weights=amount) / (np.bincount(link) * cost.exchange_bytes_per_second))[link])
 
 
 @dataclass(frozen=True)
@@ -50,22 +98,12 @@ class PlanLoad:
         if self.cost.window != self.plan.window:
             object.__setattr__(self, "cost", replace(self.cost, window=self.plan.window))
 
-    def with_relays(self, relays: Relays, sent: FloatArray) -> PlanLoad:
-        """That of the plan with relays, without counting again what these do not change.
-
-        Args:
-            relays: keys that are passed on.
-            sent: K/V tokens that each rank sends then.
-        """
+    def with_relays(self, relays: Relays) -> PlanLoad:
+        """That of the plan with relays, without counting again what these do not change."""
         load = PlanLoad(self.plan.with_relays(relays), self.cost, self.waves, self.overlapped, self.ranks)
-        vars(load).update({name: vars(self)[name] for name in _UNRELATED & vars(self).keys()})
-        vars(load)["key_tokens"] = np.array((sent, self.key_tokens[1]))
+        kept = {"compute_seconds", "query_tokens", "needed_keys"}
+        vars(load).update({name: value for name, value in vars(self).items() if name in kept})
         return load
-
-    @property
-    def in_nodes(self) -> bool:
-        """Whether exchanges inside nodes take another time than those between them."""
-        return self.ranks.in_nodes(self.cost)
 
     def _sum(self, rank: IntArray, weights: npt.NDArray[Any]) -> FloatArray:
         # bincount of nothing counts in integers, whatever the weights are.
@@ -80,51 +118,46 @@ class PlanLoad:
     @cached_property
     def compute_seconds(self) -> FloatArray:
         """Forward plus backward seconds that each rank takes for its tasks."""
-        return self.ranks.taken(self.tally.seconds)
-
-    @property
-    def longest_compute(self) -> float:
-        """Seconds of the rank that computes longest."""
-        return float(self.compute_seconds.max(initial=0.0))
-
-    @property
-    def query_tokens(self) -> FloatArray:
-        """Query tokens that each rank sends and receives, shape (2, ranks); of some of the heads they count in part."""
-        return self.tally.queries
+        plan = self.plan
+        return self.ranks.taken(self._sum(plan.server, self.cost.seconds(plan.end - plan.start, plan.end, plan.heads)))
 
     @cached_property
-    def tally(self) -> Tally:
-        """What ranks that are all alike compute, and what they exchange without waves, relays and a window."""
-        return Tally.of(self.plan, self.cost)
+    def query_tokens(self) -> FloatArray:
+        """Query tokens that each rank sends and receives, shape (2, ranks); of some of the heads they count in part."""
+        plan = self.plan
+        away = np.flatnonzero(plan.home != plan.server)
+        rows = ((plan.end - plan.start) * plan.heads)[away]
+        return np.array([self._sum(plan.home[away], rows), self._sum(plan.server[away], rows)])
+
+    @cached_property
+    def needed_keys(self) -> KeyTransfers:
+        """The keys that each server needs, once in each wave; of documents that nobody exchanges, none."""
+        if self.waves is None or self.waves.bytes is None:
+            return self.plan.key_transfers(among=self.plan.exchanged)
+        plan, number = self.waves.plan, self.waves.number
+        tasks = np.flatnonzero(number >= 0)
+        server = number[tasks] * plan.layout.world_size + plan.server[tasks]
+        order = np.argsort(server, kind="stable")
+        tasks = tasks[order]
+        columns = plan.document[tasks], plan.start[tasks], plan.end[tasks]
+        keys = plan.layout.needed_keys(server[order], *columns, window=plan.window)
+        return keys._replace(server=keys.server % plan.layout.world_size)
+
+    @cached_property
+    def sent_keys(self) -> KeyTransfers:
+        """The keys that travel, with the rank that sends them as `source`, in the first hop or in the second."""
+        return senders(self.needed_keys, self.plan.relays)
+
+    @cached_property
+    def key_messages(self) -> FloatArray:
+        """Tokens of each row of `sent_keys`; of some of the heads they count in part."""
+        layout = self.plan.layout if self.waves is None else self.waves.plan.layout
+        return np.asarray((self.sent_keys.end - self.sent_keys.start) * layout.heads_of(self.sent_keys.document))
 
     @cached_property
     def key_tokens(self) -> FloatArray:
         """K/V tokens that each rank sends and receives, each token once per destination: shape (2, ranks)."""
-        relays = self.plan.relays
-        if relays is None and self.plan.window is None and not self._in_waves:
-            return self.tally.keys
-        layout, sides = self._key_layout, []
-        for keys in self.wave_transfers:
-            came = keys.source != keys.server
-            received = self._sum(keys.server[came], ((keys.end - keys.start) * layout.heads_of(keys.document))[came])
-            sides.append(np.array((sent_key_tokens(keys, relays, layout), received)))
-        return np.asarray(np.sum(sides, axis=0))
-
-    @property
-    def _key_layout(self) -> Layout:
-        """The layout in which the documents of `wave_transfers` are numbered."""
-        return self.plan.layout if self.waves is None else self.waves.plan.layout
-
-    @property
-    def _in_waves(self) -> bool:
-        return self.waves is not None and self.waves.bytes is not None
-
-    @cached_property
-    def wave_transfers(self) -> list[KeyTransfers]:
-        """What keys servers need, wave by wave; of documents that nobody exchanges, none."""
-        if self.waves is None or not self._in_waves:
-            return [self.plan.key_transfers(among=self.plan.exchanged)]
-        return [self.waves.plan.key_transfers(among=self.waves.number == wave) for wave in range(self.waves.count)]
+        return np.array([self._sum(rank, self.key_messages) for rank in (self.sent_keys.source, self.sent_keys.server)])
 
     @cached_property
     def exchange_bytes(self) -> FloatArray:
@@ -135,47 +168,35 @@ class PlanLoad:
     @cached_property
     def node_bytes(self) -> NodeBytes:
         """The same bytes, inside nodes and between them; all between, if nodes are not told apart."""
-        plan, shape = self.plan, self.cost.shape
+        plan, shape, sent = self.plan, self.cost.shape, self.sent_keys
         away = np.flatnonzero(plan.home != plan.server)
         rows = ((plan.end - plan.start) * plan.heads)[away]
-        runs = [(plan.home[away], plan.server[away], rows * shape.moved_query_bytes)]
-        for keys in self.wave_transfers:
-            sent = senders(keys, plan.relays)
-            tokens = (sent.end - sent.start) * self._key_layout.heads_of(sent.document)
-            runs.append((sent.source, sent.server, tokens * shape.moved_key_bytes))
-        source, server, amount = (np.concatenate(columns) for columns in zip(*runs, strict=True))
+        source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
+        amount = np.concatenate([rows * shape.moved_query_bytes, self.key_messages * shape.moved_key_bytes])
         return NodeBytes.of((source, server, amount), plan.layout.world_size, self.ranks.per_node or 1)
 
     @cached_property
-    def _ends(self) -> Ends:
-        """When ranks end."""
-        if not self.plan.moved:
-            nothing, compute = np.zeros((3, self.plan.layout.world_size)), self.compute_seconds
-            return Ends(nothing[:2], nothing[2], float(compute.max(initial=0.0)))
-        exchanges = EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count)
-        exchanges += RELAY_EXCHANGES if self.plan.relays is not None else 0
-        if not self.in_nodes:
-            link = Link.of(self.cost, exchanges, self.overlapped)
-            return Ends.of(self.compute_seconds, self.query_tokens, self.key_tokens, link)
-        wire = np.array(wire_seconds(self.node_bytes, self.cost, self.ranks))
-        compute, exchange = self.compute_seconds, wire.max(axis=0) + exchanges * self.cost.exchange_seconds
-        ends = np.maximum(compute, exchange) if self.overlapped else compute + exchange
-        return Ends(wire, exchange, float(ends.max(initial=0.0)))
-
-    @property
     def wire_seconds(self) -> FloatArray:
         """Seconds that each rank sends and receives, without the fixed part of exchanges: shape (2, ranks)."""
-        return self._ends.wire
+        if not self.plan.moved:
+            return np.zeros((2, self.plan.layout.world_size))
+        if self.ranks.in_nodes(self.cost):
+            return np.array(wire_seconds(self.node_bytes, self.cost, self.ranks))
+        return np.asarray(self.exchange_bytes / self.cost.exchange_bytes_per_second)
 
-    @property
+    @cached_property
     def exchange_seconds(self) -> FloatArray:
         """Seconds that each rank exchanges: the busier of its two roles, plus the fixed part of every exchange."""
-        return self._ends.exchange
+        exchanges = _EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count)
+        exchanges += _RELAY_EXCHANGES if self.plan.relays is not None else 0
+        return np.asarray(self.wire_seconds.max(axis=0) + exchanges * self.cost.exchange_seconds * self.plan.moved)
 
-    @property
+    @cached_property
     def slowest_seconds(self) -> float:
         """Estimated seconds of the slowest rank: compute plus exchange, or plus what of the exchange is longer, if overlapped."""
-        return self._ends.slowest
+        compute, exchange = self.compute_seconds, self.exchange_seconds
+        ends = np.maximum(compute, exchange) if self.overlapped else compute + exchange
+        return float(ends.max(initial=0.0))
 
 
 def imbalance(values: FloatArray) -> float:

@@ -1,360 +1,415 @@
-"""The moves of the greedy, one after another; see `schedule.greedy`. All of it is compiled."""
+"""The moves of the greedy: the one loop of the scheduler that is compiled.
+
+Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest rank gives first, until it is at its level:
+
+1. Choose a server: the emptiest, or one that the surplus fills just so.
+2. For every piece that the rank still computes, find the tail, rows [x, end), that takes about what the server wants.
+3. Move the tail that exchanges the fewest bytes per second moved. Keys that a server needs anyway, for its own rows of the
+   document or for a slice that it got before, cost nothing; so servers that have such keys are looked at too.
+
+Moving adds work, because a server reads keys that the home reads too: the levels of all ranks rise with it.
+
+All ranks make the same moves: this is IEEE double arithmetic in the order in which it is written. numba compiles the loop when it
+is first called, and keeps the machine code beside the source or in the user's cache, under a name that a hash of this file is
+part of. Where numba cannot be imported, or is told to compile nothing, the loop runs as it is written, and makes the same moves.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hf_distca.schedule.compiled import Ints, compiled, inlined
-from hf_distca.schedule.free import change, drop, nearest, server_for, settle
-from hf_distca.schedule.pieces import (
-    add_piece,
-    earlier,
-    find_pieces,
-    forget,
-    furthest_of,
-    least,
-    next_pieces,
-    take_out,
-)
-from hf_distca.schedule.slices import keys, seconds, slice_of
-from hf_distca.schedule.sorting import DOWN, sort
-from hf_distca.schedule.state import (
-    ABLE,
-    ALL,
-    CAP,
-    END,
-    FLOOR,
-    FREE,
-    GROWN,
-    HIGH,
-    HOLDERS,
-    KEYS,
-    KNOWN,
-    LAST,
-    LOOKED,
-    LOOKS,
-    LOW,
-    MOVES,
-    NEXT,
-    NUMBER,
-    PIECES,
-    RANK,
-    SEGMENT,
-    SHED,
-    START,
-    SURPLUS,
-    UNASKED,
-    Fit,
-    Holders,
-    Move,
-    Pieces,
-    Servers,
-    State,
-    hold,
-    holder_of,
-)
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["make_moves"]
+if TYPE_CHECKING:
+    from hf_distca.schedule.cost import Price  # which counts with `task_counts`
 
-# Servers that already hold keys of a document and are looked at for each of its pieces.
-_MOST_HOLDERS = 8
-# How much more or less than the last one a server may want for what slices cost to be remembered.
-_ALIKE = 0.3
-# Ranks that a rank below the band asks for work.
-_DONORS = 8
-# Ranks in a row that no donor has anything for, after which no other asks: with thousands of ranks asking takes long.
-_FAILURES = 4
+__all__ = [
+    "CAP",
+    "END",
+    "FLOOR",
+    "HIGH",
+    "LOW",
+    "MEAN",
+    "PIECE",
+    "SERVER",
+    "START",
+    "Ledger",
+    "Loads",
+    "QueryPieces",
+    "Prices",
+    "make_moves",
+    "slice_seconds",
+    "tail_start",
+    "task_counts",
+]
+
+_log = logging.getLogger("hf_distca")
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Places in `Loads.levels`: the edges of the tolerated band, and where ranks outside it should end.
+FLOOR, LOW, MEAN, HIGH, CAP = range(5)
+# Columns of `Ledger.moves`: a piece, rows [start, end) of its document, and the server that gets them.
+PIECE, START, END, SERVER = range(4)
+# Columns of `Ledger.holders`: a rank that needs the first keys of a document anyway, how many, and the row of the holder before.
+RANK, KEYS, BEFORE = range(3)
+# Pieces of a rank that are looked at for a move, once one of them can be moved. The first are those deepest in their documents,
+# which exchange the fewest bytes for a second of work.
+_LOOKED_AT = 64
+# Holders of a document's keys that are looked at for each of its pieces.
+_HOLDERS = 8
+# Part of what the server that was asked should get which they have to lack.
+_LEAST = 0.25
 
 
-@compiled
-def make_moves(state: State, ranks: Ints, scratch: Ints, fills_all: bool) -> bool:
-    """All moves, from the state before the first of them.
+class QueryPieces(NamedTuple):
+    """Rows that their homes still compute, in order of ranks; a document that may be split has a piece for each head group.
+
+    Attributes:
+        number: of the document or head group, from 0.
+        start, end: rows of the document. Moves take them from the end.
+        heads: part of the heads.
+        offsets: ``ranks + 1`` numbers; the pieces of rank r are rows ``offsets[r]`` to ``offsets[r + 1]``.
+    """
+
+    number: IntArray
+    start: IntArray
+    end: IntArray
+    heads: FloatArray
+    offsets: IntArray
+
+
+class Loads(NamedTuple):
+    """What ranks have to do, and where they should end.
+
+    Attributes:
+        seconds, speed: what each rank takes, and how fast it is.
+        begin, levels: seconds at places `FLOOR` to `CAP`, before the first move and now.
+        surplus, work: seconds of work to be moved, and of all work.
+        per_node: ranks of a node; 0 where nodes make no difference.
+    """
+
+    seconds: FloatArray
+    speed: FloatArray
+    begin: FloatArray
+    levels: FloatArray
+    surplus: float
+    work: float
+    per_node: int
+
+
+class Ledger(NamedTuple):
+    """What was moved, and who has which keys.
+
+    Attributes:
+        moves: room for rows of `PIECE` to `SERVER`.
+        holders: rows of `RANK` to `BEFORE`, and behind them room for one for each move. The last of a rank and document counts.
+        last: of each document the last row of `holders`, or -1.
+    """
+
+    moves: IntArray
+    holders: IntArray
+    last: IntArray
+
+
+class Prices(NamedTuple):
+    """What a slice costs its server, and what its home is rid of."""
+
+    served: Price
+    kept: Price
+
+
+class _Wish(NamedTuple):
+    """What a source should give to a server, in seconds of work.
+
+    Attributes:
+        surplus, over: what the source wants to shed, and may shed at most.
+        lack, room: what the server should get, and may get at most.
+    """
+
+    surplus: float
+    over: float
+    lack: float
+    room: float
+    least: float
+
+
+class _Slice(NamedTuple):
+    """Rows [start, end) of a piece, the seconds that its home sheds and its server gets, and bytes exchanged per second shed."""
+
+    start: int
+    end: int
+    shed: float
+    added: float
+    ratio: float
+
+
+class _Move(NamedTuple):
+    """A piece, the server that gets its tail, and the first keys of the document that the server needs then."""
+
+    piece: int
+    server: int
+    keys: int
+
+
+def _numba() -> Any:
+    try:
+        module = import_module("numba")
+    except ImportError:
+        return None
+    return None if module.config.DISABLE_JIT else module
+
+
+numba = _numba()
+
+
+def _compiled(function: F, *, keep: bool = False) -> F:
+    """A function as machine code, which calls only such functions. Divisions by zero are what numpy makes of them."""
+    if numba is None:
+        return function
+    if keep:
+        # numba names what it keeps by this, and otherwise looks at times of files, which copies may share.
+        function.__qualname__ += f"-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
+    try:
+        # Without the GIL, so that plans can be made beside training. The arrays outlive the call, so nothing counts references.
+        compiled: F = numba.njit(cache=keep, error_model="numpy", nogil=True, _nrt=False)(function)
+    except RuntimeError:
+        _log.warning(
+            "numba finds no folder that it can write to, so every process compiles the moves of the scheduler again, in a few "
+            "seconds: set NUMBA_CACHE_DIR to a folder that can be written."
+        )
+        return _compiled(function)
+    return compiled
+
+
+def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any, Any]:
+    """Query rows in whole kernel tiles, keys that are read, and query-key pairs in whole tiles, of tasks; numbers or arrays.
 
     Args:
-        state: what moves read and change.
-        ranks, scratch: room for two numbers of each rank.
-        fills_all: whether ranks that are too low take from others, after those that are too high have given.
-
-    Returns:
-        Whether the columns of the state were long enough for all moves.
+        rows: query rows.
+        keys: position after the last of them, which sees as many keys, or the last `window` of them.
+        tile: rows of a kernel tile.
+        window: keys that a row sees, its own included; 2**62 for all.
     """
-    work = state.servers.work
-    sort(ranks, scratch, work, work, DOWN)
-    if not _unload(state, ranks):
-        return False
-    if not fills_all:
-        return True
-    sort(ranks, scratch, work, work, DOWN)
-    return _lift(state, ranks)
+    tiled = -(-rows // tile) * tile
+    # Rows that see a whole window, and those before them, which see all there is.
+    full = np.minimum(np.maximum(keys - window, 0), rows)
+    rest = rows - full
+    pairs = 1.0 * full * window + rest * (keys - full - (rest - 1) / 2)
+    return tiled, np.minimum(keys, rows + (window - 1)), pairs * (tiled / np.maximum(rows, 1))
 
 
-@compiled
-def _unload(state: State, order: Ints) -> bool:
-    """Ranks above the band, in this order, give slices away until they are at their level.
+_task_counts = _compiled(task_counts)
 
-    Returns:
-        Whether the columns of the state were long enough for all moves.
+
+@_compiled
+def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
+    """Seconds of query rows [start, end) of a document, 0 if there are none."""
+    if start >= end:
+        return 0.0
+    tiled, read, pairs = _task_counts(end - start, end, price.kernel_tile, price.window)
+    seconds: float = price.task + heads * (price.row * tiled + price.key * read + price.pair * pairs)
+    return seconds
+
+
+@_compiled
+def tail_start(price: Price, heads: float, start: int, end: int, want: float, most: float) -> int:
+    """Where the tail of rows [start, end) begins that comes nearest to `want` seconds; never above `most`, but for one tile."""
+    tile = price.tile
+    low, high = start // tile + 1, (end - 1) // tile  # of the tiles that may begin it, the first that takes no more than `want`
+    if low > high:
+        return start
+    last = high
+    while low < high:
+        middle = (low + high) // 2
+        if slice_seconds(price, heads, middle * tile, end) > want:
+            low = middle + 1
+        else:
+            high = middle
+    before = max((low - 1) * tile, start)
+    more = slice_seconds(price, heads, before, end)
+    if more <= most and more - want < want - slice_seconds(price, heads, low * tile, end):
+        return before
+    while low < last and slice_seconds(price, heads, low * tile, end) > most:
+        low += 1
+    return low * tile
+
+
+@_compiled
+def _emptiest(loads: Loads, first: int, end: int, surplus: float, most: float) -> int:
+    """Of ranks [first, end) below `most` seconds the emptiest, or one that the surplus fills just so; -1 if there is none."""
+    work, speed, level = loads.seconds, loads.speed, loads.levels
+    emptiest, fits = -1, -1
+    for rank in range(first, end):
+        if work[rank] < most:
+            if emptiest < 0 or work[rank] < work[emptiest]:
+                emptiest = rank
+            after = work[rank] + surplus / speed[rank]
+            if level[FLOOR] <= after <= level[CAP] and (fits < 0 or work[rank] < work[fits]):
+                fits = rank
+    if fits >= 0 and (level[LOW] - work[emptiest]) * speed[emptiest] > surplus:
+        return fits
+    return emptiest
+
+
+@_compiled
+def _server_for(loads: Loads, source: int, surplus: float) -> int:
+    """The emptiest rank below the mean, or one that the surplus fills just so; -1 if there is none.
+
+    A server in the node of the source is as good if it is below the floor, and has room for half as much.
     """
-    servers = state.servers
-    work, level = servers.work, servers.level
-    for source in order:
-        if work[source] <= level[CAP]:
-            break
-        while work[source] > level[CAP] and servers.counts[FREE] > 0:
-            surplus = (work[source] - level[HIGH]) * servers.speed[source]
-            move = _nothing()
-            # A tile of rows may be more than the tolerated band is wide. Then a source too low, which `lift` mends, or a server
-            # too high, but lower than the source was, is better than leaving the source as it is.
-            for leeway in (0.0, 0.5):
-                server = servers.free[0] if leeway else server_for(servers, surplus)
-                move = _cheapest(state, source, server, surplus, leeway)
-                if move.piece >= 0:
-                    break
-            if move.piece < 0:
-                break
-            if not _apply(state, move):
-                return False
-    return True
+    work, speed, level = loads.seconds, loads.speed, loads.levels
+    ranks, per_node = len(work), loads.per_node if loads.per_node > 0 else len(work)
+    first = source // per_node * per_node
+    emptiest = _emptiest(loads, 0, ranks, surplus, level[MEAN])
+    if emptiest < 0 or per_node == ranks:
+        return emptiest
+    near = _emptiest(loads, first, first + per_node, surplus, level[FLOOR])
+    wanted = min(surplus, (level[LOW] - work[emptiest]) * speed[emptiest])
+    return near if near >= 0 and (level[LOW] - work[near]) * speed[near] >= 0.5 * wanted else emptiest
 
 
-@compiled
-def _lift(state: State, heaviest: Ints) -> bool:
-    """Ranks that are still too low take from the heaviest, whichever of those gives for the fewest bytes.
+@_compiled
+def _slice(prices: Prices, heads: float, rows: tuple[int, int], held: int, wish: _Wish) -> _Slice:
+    """The tail of rows [start, end) that fulfils a wish of a server with the first `held` keys, or else their head.
 
-    Args:
-        state: after `_unload`.
-        heaviest: all ranks in that order. It is kept up to date.
-
-    Returns:
-        Whether the columns of the state were long enough for all moves.
+    The ratio is inf if neither does. A tile at the end may be more than is wanted; one at the start takes less.
     """
-    servers, per_node = state.servers, state.prices.per_node
-    work, speed, level, count = servers.work, servers.speed, servers.level, servers.counts
-    donors, failed = min(_DONORS, len(heaviest)), 0
-    while count[FREE] > 0 and work[servers.free[0]] < level[FLOOR] and failed < _FAILURES:
-        server, best = servers.free[0], _nothing()
-        for at in range(donors + per_node):
-            # The heaviest, and then those of the server's node.
-            donor = heaviest[at] if at < donors else server // per_node * per_node + at - donors
-            if work[donor] <= level[LOW]:
-                continue
-            want = min((work[donor] - level[FLOOR]) * speed[donor], (level[LOW] - work[server]) * speed[server])
-            move = _cheapest(state, donor, server, want, 0.0)
-            if move.piece < 0:
-                continue
-            if best.piece < 0 or (move.bytes_per_second, donor) < (best.bytes_per_second, best.source):
-                best = move
-        if best.piece < 0:
-            failed += 1
-            drop(servers, server)
-            continue
-        failed = 0
-        if not _apply(state, best):
-            return False
-        settle(work, heaviest, best.source)
-        settle(work, heaviest, best.server)
-    return True
-
-
-@compiled
-def _nothing() -> Move:
-    return Move(math.inf, -1, -1, -1, 0, 0, 0.0, 0.0)
-
-
-@inlined
-def _cheaper(p: Pieces, one: Move, other: Move) -> bool:
-    """Whether a move exchanges fewer bytes per second moved; if they are equal, the order of servers and of rows decides."""
-    if one.piece < 0 or other.piece < 0:
-        return one.piece >= 0
-    if one.bytes_per_second != other.bytes_per_second:
-        return one.bytes_per_second < other.bytes_per_second
-    if one.server != other.server or one.piece == other.piece:
-        return (one.server, one.start, one.end) < (other.server, other.start, other.end)
-    return earlier(p, one.piece, other.piece)
-
-
-@compiled
-def _cheapest(state: State, source: int, server: int, surplus: float, leeway: float) -> Move:
-    """The cheapest slice for `server`, or for one that holds keys of a document already.
-
-    With `leeway` it may bring the server up to that part of what both have, and the source below the band; without, the one not
-    above it and the other not below.
-    """
-    p, prices, holders, servers = state.pieces, state.prices, state.holders, state.servers
-    if p.first[source] == UNASKED:
-        find_pieces(state, source)
-    want = min(surplus, servers.level[LOW] - servers.work[server])
-    if not p.want[source] * (1 - _ALIKE) <= want <= p.want[source] * (1 + _ALIKE):
-        p.want[source] = want
-        forget(p, prices, source)
-    servers.counts[LOOKS] += 1
-    looks, near = servers.counts[LOOKS], nearest(servers, prices.per_node, source, server)
-    best, following = _nothing(), -1
-    last_start, last_end, last_document = -1, -1, -1
-    while True:
-        piece, following = (following, -1) if following >= 0 else next_pieces(p, source, looks)
-        # No slice of the pieces behind moves a second for fewer bytes, or did when somebody looked.
-        if piece < 0 or (best.piece >= 0 and p.ratio[piece] >= best.bytes_per_second):
-            return best
-        p.rows[piece, LOOKED] = looks
-        number = p.rows[piece, NUMBER]
-        if prices.parts > 1 and not holders.numbers[number, KNOWN]:
-            # Groups of heads of the same rows, which follow each other, are as good as each other.
-            document = number // prices.parts
-            if last_end == p.rows[piece, END] and last_start == p.rows[piece, START] and last_document == document:
-                continue
-            last_start, last_end, last_document = p.rows[piece, START], p.rows[piece, END], document
-        # The server, one in the node of the source, and some, not too many, that hold keys of the document already.
-        found, rank, holder = _nothing(), server, -1
-        for turn in range(2 + _MOST_HOLDERS):
-            if turn == 1:
-                rank = near
-            elif turn > 1:
-                holder = _next_able(holders, servers, number, holder)
-                if holder >= 0 and holders.rows[holder, RANK] == server:
-                    holder = _next_able(holders, servers, number, holder)
-                if holder < 0:
-                    break
-                rank = holders.rows[holder, RANK]
-            if rank >= 0:
-                move = _slice(state, source, piece, rank, surplus, leeway)
-                if _cheaper(p, move, found):
-                    found = move
-        p.ratio[piece] = found.bytes_per_second
-        if _cheaper(p, found, best):
-            best = found
-
-
-@inlined
-def _next_able(holders: Holders, servers: Servers, number: int, before: int) -> int:
-    """Of those that hold keys of a document, the next row whose rank may take work, after the one before; -1 if there is none.
-
-    Whoever has enough stays that way, and is left out from now on.
-    """
-    at: int = holders.numbers[number, ABLE] - 1 if before < 0 else holders.rows[before, NEXT]
-    while at >= 0 and servers.work[holders.rows[at, RANK]] >= servers.level[FLOOR]:
-        at = holders.rows[at, NEXT]
-    if before < 0:
-        holders.numbers[number, ABLE] = at + 1
-    else:
-        holders.rows[before, NEXT] = at
-    if at < 0:
-        holders.numbers[number, LAST] = before + 1
-    return at
-
-
-@inlined
-def _slice(state: State, source: int, piece: int, server: int, surplus: float, leeway: float) -> Move:
-    """The cheapest slice of a piece for a server."""
-    p, prices, holders, servers = state.pieces, state.prices, state.holders, state.servers
-    start, end, number = p.rows[piece, START], p.rows[piece, END], p.rows[piece, NUMBER]
-    grouped = number % prices.parts > 0
-    price, own = (prices.group_price, prices.group_own) if grouped else (prices.price, prices.own)
-    level, work, speed = servers.level, servers.work[server], servers.speed[server]
-    top = max(level[CAP], leeway * (servers.work[source] + work))
-    room = (top - work) * speed
-    whole, all_own = seconds(price, start, end), seconds(own, start, end)
-    over = above = (servers.work[source] - level[FLOOR]) * servers.speed[source]
-    if prices.exchanged:
-        # The server's seconds are more than those that the source is rid of.
-        rid = all_own - (price.row - own.row) * (end - start)
-        if rid <= 0:
-            return _nothing()
-        surplus, above = surplus * whole / rid, above * whole / rid
-    want = min(surplus, (level[LOW] - work) * speed if work < level[FLOOR] else room)
+    (start, end), served, kept = rows, prices.served, prices.kept
+    # What a server receives it does not compute meanwhile; its home sends it, and is rid of so much less.
+    send = (served.row - kept.row) * heads
+    whole, whole_kept = slice_seconds(served, heads, start, end), slice_seconds(kept, heads, start, end)
+    rid = whole_kept - send * (end - start)
+    scale = whole / rid if rid > 0 else 0.0
+    most, want = min(wish.over * scale, wish.room), min(min(wish.surplus * scale, wish.room), wish.lack)
+    x, y, ratio = start, end, math.inf
     if want <= 0:
-        return _nothing()  # levels fell since it was said to have room
-    holder = holder_of(holders, number, server)
-    held = holders.rows[holder, KEYS] if holder >= 0 else 0
-    most = room if leeway else min(above, room)
-    if whole <= want or (whole <= most and whole <= 1.1 * want):
-        x, y = start, end
-    else:
-        x, y = slice_of(price, start, end, want, most, held)
-    x, y = _fitting(prices.group_fit if grouped else prices.fit, price.window, price.tile, start, x, y)
-    if y <= x:
-        return _nothing()
-    needed = keys(price, x, y, held)
-    added = seconds(price, x, y) - (price.key - own.key) * (y - needed)
-    shed = all_own - seconds(own, start, x) - seconds(own, y, end) - (price.row - own.row) * (y - x)
-    if not 0 < shed <= (room if leeway else over) or added > room:
-        return _nothing()
-    if x == start and y == end and holders.numbers[number, KNOWN]:
-        needed -= _saved(state, source, piece)
-    ratio = (price.query_bytes * (y - x) + price.key_bytes * needed) / shed
-    if prices.per_node and source // prices.per_node == server // prices.per_node:
-        ratio *= price.near
-    return Move(ratio, source, server, piece, x, y, shed, added)
+        return _Slice(x, y, 0.0, 0.0, ratio)
+    if whole > want and whole > min(most, 1.1 * want):
+        x = tail_start(served, heads, start, end, want, most)
+    shed = added = 0.0
+    for _ in range(2):
+        shed = whole_kept - slice_seconds(kept, heads, start, x) - slice_seconds(kept, heads, y, end) - send * (y - x)
+        needed = max(y - max(held, x - (served.window - 1)), 0)
+        added = slice_seconds(served, heads, x, y) - (served.key - kept.key) * heads * (y - needed)
+        if 0 < shed <= wish.over and added <= wish.room:
+            ratio = heads * (served.query_bytes * (y - x) + served.key_bytes * needed) / shed
+            break
+        if x == start or want < wish.least:
+            break
+        x, y = start, tail_start(served, heads, start, end, whole - want, math.inf)
+    return _Slice(x, y, shed, added, ratio)
 
 
-@compiled
-def _saved(state: State, source: int, piece: int) -> int:
-    """K/V tokens that the source no longer needs from others once the whole piece is gone."""
-    segments, holders = state.segments, state.holders
-    number: int = state.pieces.rows[piece, NUMBER]
-    end: int = state.pieces.rows[piece, END]
-    holder = holder_of(holders, number, source)
-    if holder >= 0 and holders.rows[holder, KEYS] > end:
-        return 0
-    rest = furthest_of(state.pieces, source, number, piece)
-    saved = end - rest
-    for segment in range(segments.offsets[source], segments.offsets[source + 1]):
-        if segments.place[segment] == number // state.prices.parts:
-            saved -= max(0, min(segments.end[segment], end) - max(segments.start[segment], rest))
-    return saved
+@_compiled
+def _best_move(
+    pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, asked: tuple[int, int, float, float]
+) -> tuple[_Move, _Slice]:
+    """The move with the fewest bytes per second; its piece is -1 if there is none.
 
-
-@compiled
-def _apply(state: State, move: Move) -> bool:
-    """Carry out a move; false if there is no room for it."""
-    p, holders, servers, prices = state.pieces, state.holders, state.servers, state.prices
-    count, level, total, source = servers.counts, servers.level, servers.total, move.source
-    if count[MOVES] == len(state.moves) or count[PIECES] + 2 > len(p.rows) or count[HOLDERS] == len(holders.rows):
-        return False
-    start, end = p.rows[move.piece, START], p.rows[move.piece, END]
-    number, segment = p.rows[move.piece, NUMBER], p.rows[move.piece, SEGMENT]
-    take_out(p, source, move.piece)
-    for first, last in ((start, move.start), (move.end, end)):
-        if first < last:
-            rest = add_piece(p, count, source, (first, last, number, segment))
-            p.ratio[rest] = least(prices, number, last)
-    if prices.price.window == 0:
-        hold(holders, count, number, move.server, move.end)
-        holder = holder_of(holders, number, source)
-        if holder >= 0:
-            holders.rows[holder, KEYS] = furthest_of(p, source, number, move.piece)
-    row = count[MOVES]
-    count[MOVES] += 1
-    for place, value in enumerate((segment, number, move.start, move.end, source, move.server)):
-        state.moves[row, place] = value
-    # A server reads keys that the home reads too, and starts a task more: moving adds work. The levels rise to where they will
-    # be when all surplus is moved at the same rate.
-    total[SHED] += move.shed
-    total[GROWN] += move.added - move.shed
-    scale = 1 + total[GROWN] / total[SHED] * max(total[SURPLUS], total[SHED]) / total[ALL]
-    for place in range(len(level)):
-        level[place] = scale * servers.base[place]
-    change(servers, source, -move.shed)
-    change(servers, move.server, move.added)
-    return True
-
-
-@compiled
-def _fitting(fit: Fit, window: int, tile: int, start: int, x: int, y: int) -> tuple[int, int]:
-    """The part of [x, y), in a piece that begins at `start`, that fits a server; empty if no tile of rows does.
-
-    Rows and keys at half of the bound each is the most work. Further back, keys leave less for rows.
+    `asked` are the source, a server, the seconds that the source should come down to, and a leeway: the part of what both have
+    that the server may come up to, while the source may end below the band. A server that has keys of a document may get a slice
+    of it in place of the one that was asked.
     """
-    bound, query, key = fit.bound, fit.query, fit.key
-    first = 0 if window == 0 else max(0, x - window + 1)
-    if bound == 0 or query * (y - x) + key * (y - first) <= bound:
-        return x, y
-    if window == 0:
-        half = bound // (2 * key) // tile * tile
-        if max(half, start + tile) < y:
-            y = max(half, (start // tile + 1) * tile)
-        rows = (bound - key * y) // query
-    else:
-        rows = max((bound - key * (window - 1)) // (query + key), (bound - key * y) // query)
-    x = max(start, -(-(y - rows) // tile) * tile)
-    return (x, y) if rows > 0 and x < y else (start, start)
+    source, asked_server, aim, leeway = asked
+    work, speed, level, holders = loads.seconds, loads.speed, loads.levels, ledger.holders
+    move, best = _Move(-1, -1, 0), _Slice(0, 0, 0.0, 0.0, math.inf)
+    looked_at = 0
+    # Holders that lack much less than the server that was asked would get slivers, in very many moves.
+    least = _LEAST * min((work[source] - aim) * speed[source], (level[LOW] - work[asked_server]) * speed[asked_server])
+    for piece in range(pieces.offsets[source], pieces.offsets[source + 1]):
+        start, end, last = pieces.start[piece], pieces.end[piece], ledger.last[pieces.number[piece]]
+        if start >= end:
+            continue
+        if looked_at >= _LOOKED_AT and move.piece >= 0:
+            break
+        looked_at += 1
+        row = last
+        while row >= 0 and holders[row, RANK] != asked_server:
+            row = holders[row, BEFORE]
+        server, held = asked_server, holders[row, KEYS] if row >= 0 else 0
+        row, tried = last, 0
+        while True:
+            room = (max(level[CAP], leeway * (work[source] + work[server])) - work[server]) * speed[server]
+            over = room if leeway > 0 else (work[source] - level[FLOOR]) * speed[source]
+            lack = (level[LOW] - work[server]) * speed[server] if work[server] < level[FLOOR] else math.inf
+            wish = _Wish((work[source] - aim) * speed[source], over, lack, room, level[CAP] - level[HIGH])
+            cut = _slice(prices, pieces.heads[piece], (start, end), held, wish)
+            if cut.ratio < best.ratio:
+                move, best = _Move(piece, server, max(held, cut.end)), cut
+            server = -1
+            while row >= 0 and server < 0:
+                rank, held, row = holders[row, RANK], holders[row, KEYS], holders[row, BEFORE]
+                lack = (level[LOW] - work[rank]) * speed[rank]
+                if rank != asked_server and rank != source and work[rank] < level[FLOOR] and lack >= least:
+                    server = rank
+            if server < 0 or tried == _HOLDERS:
+                break
+            tried += 1
+    return move, best
+
+
+def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, order: IntArray) -> int:
+    """Make all moves.
+
+    Args:
+        pieces: of the layout; they shrink.
+        prices: of slices.
+        loads: what ranks have to do; brought up to date.
+        ledger: without moves, with the homes of pieces of documents that lie on several ranks as holders.
+        order: ranks, those that take longest first.
+
+    Returns:
+        How many there are; -1 if the ledger has no room for them.
+    """
+    work, speed, level, moves, holders = loads.seconds, loads.speed, loads.levels, ledger.moves, ledger.holders
+    shed, grown, count = 0.0, 0.0, 0
+    # First ranks above the band give, and then, while others are below it, those that have more than these should.
+    for above, until in ((CAP, HIGH), (LOW, FLOOR)):
+        for source in order:
+            leeway = 0.0
+            while work[source] > level[above]:
+                surplus = (work[source] - level[HIGH]) * speed[source] if above == CAP and leeway == 0 else math.inf
+                server = _server_for(loads, source, surplus)
+                if server < 0 or (above == LOW and work[server] >= level[FLOOR]):
+                    break
+                move, cut = _best_move(pieces, prices, loads, ledger, (source, server, level[until], leeway))
+                if move.piece < 0 or (above == LOW and cut.added > 2.0 * cut.shed):
+                    # A tile of rows may be more than the tolerated band is wide. Then a source below it, or a server above it
+                    # but lower than the source was, is better than leaving the source as it is.
+                    if above == LOW or leeway > 0:
+                        break
+                    leeway = 0.5
+                    continue
+                if count == len(moves):
+                    return -1
+                row, number = len(holders) - len(moves) + count, pieces.number[move.piece]
+                moves[count, PIECE], moves[count, SERVER] = move.piece, move.server
+                moves[count, START], moves[count, END] = cut.start, cut.end
+                holders[row, RANK], holders[row, KEYS], holders[row, BEFORE] = move.server, move.keys, ledger.last[number]
+                ledger.last[number] = row
+                if cut.end < pieces.end[move.piece]:
+                    pieces.start[move.piece] = cut.end
+                else:
+                    pieces.end[move.piece] = cut.start
+                leeway, count = 0.0, count + 1
+                work[source] -= cut.shed / speed[source]
+                work[move.server] += cut.added / speed[move.server]
+                # Levels rise to where they will be when all surplus is moved at the same rate.
+                shed, grown = shed + cut.shed, grown + cut.added - cut.shed
+                rise = 1 + grown / shed * max(loads.surplus, shed) / loads.work
+                for place in range(len(level)):
+                    level[place] = loads.begin[place] * rise
+    return count
+
+
+make_moves = _compiled(_make_moves, keep=True)

@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import PlanError
-from hf_distca.schedule.compiled import handed
-from hf_distca.schedule.index import Tasks
 from hf_distca.schedule.layout import IntArray, KeyTransfers, Layout, as_integers, repeated
 
 __all__ = ["CATask", "KeyTransfers", "Plan", "Relays"]
@@ -123,11 +121,6 @@ class Plan:
         if wrong.any():
             raise PlanError(f"{self.tasks[int(wrong.argmax())]} {what}.")
 
-    @property
-    def columns(self) -> Tasks:
-        """All tasks as compiled functions take them."""
-        return handed(Tasks(*(getattr(self, name) for name in Tasks._fields)))
-
     @classmethod
     def local(cls, layout: Layout, window: int | None = None) -> Plan:
         """The plan that moves nothing: every rank computes its own segments."""
@@ -215,8 +208,8 @@ class Plan:
         except ValueError as error:
             raise PlanError(f"the text is not JSON: {error}.") from error
         if not isinstance(data, dict) or (missing := {"tasks", "rank_segments"} - data.keys()):
-            found = f"missing: {sorted(missing)}" if isinstance(data, dict) else f"found: {type(data).__name__}"
-            raise PlanError(f"a plan in JSON is an object with the keys 'tasks' and 'rank_segments', {found}.")
+            problem = f"missing: {sorted(missing)}" if isinstance(data, dict) else f"found: {type(data).__name__}"
+            raise PlanError(f"a plan in JSON is an object with the keys 'tasks' and 'rank_segments', {problem}.")
         window = data.get("window")
         if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
             raise PlanError(f"the window of a plan in JSON is a whole number or null, found: {window!r}.")

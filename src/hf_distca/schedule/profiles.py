@@ -113,7 +113,7 @@ class Profile:
         def distance(rates: KernelRates) -> tuple[float, float]:
             widths = (rates.head_dim, shape.head_dim), (rates.value_head_dim, shape.value_head_dim)
             elements = abs(math.log(rates.element_bytes / shape.element_bytes))
-            return elements, sum(abs(math.log(one / other)) for one, other in widths)
+            return elements, sum(abs(math.log(width / other)) for width, other in widths)
 
         return min(self.kernels, key=distance)
 

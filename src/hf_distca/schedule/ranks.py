@@ -76,7 +76,7 @@ class Ranks:
         # fsum: what plain `sum` rounds to depends on the version of Python.
         if self.speeds is None:
             return math.fsum(taken)
-        return math.fsum(one * speed for one, speed in zip(taken, self.each(len(taken)), strict=True))
+        return math.fsum(seconds * speed for seconds, speed in zip(taken, self.each(len(taken)), strict=True))
 
     def level(self, taken: Sequence[float]) -> float:
         """What every rank would take if the same work were spread by speed: the mean if all are equally fast."""

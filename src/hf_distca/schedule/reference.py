@@ -16,19 +16,21 @@ slice. The rows at the end of a long document see the most keys, so its *tail* t
 1. Weigh the plan that moves nothing: `PlanLoad` says how many seconds each rank computes and exchanges, and when the last ends.
 2. `head_groups`: long documents of ranks with work to give away are split by heads, for a server of some of the heads needs the
    keys of these alone.
-3. `Levels` (`schedule.levels`): ranks below `low` are filled up to it, ranks above `cap` come down to `high`.
-4. `even_out`: the heaviest rank gives slices away until it is below the cap, then the next one does. A slice goes to the emptiest
-   rank, or to one that it fills just so (`server_for`), or to one that has keys of the document. Of all tails that the rank could
-   cut off its pieces (`tail`), it gives the one that sheds a second for the fewest bytes.
+3. `Levels` (`schedule.greedy`): ranks below `floor` come up to `low`, ranks above `cap` come down to `high`.
+4. `even_out`: the heaviest rank gives slices away until it is below the cap, then the next one does; then, while ranks are below
+   the floor, those above `low` do (`filling`). A slice goes to the emptiest rank, or to one that it fills just so (`server_for`),
+   or to one that has keys of the document. Of all tails that the rank could cut off its pieces (`tail`), it gives the one that
+   sheds a second for the fewest bytes.
 5. `relieve` (`schedule.relays`): keys that several servers need leave their holder once, and servers pass them on.
 6. `reference_plan` takes steps 3 to 5 twice, to even out compute alone, and compute and exchange together. The plan whose last
    rank ends first is taken; if it gains less than `min_gain`, nothing moves.
 
-Left out are sliding windows, nodes, ranks of unequal speed, and a bound of transient bytes.
+Left out are sliding windows, nodes, ranks of unequal speed, a bound of transient bytes, and heads of pieces where no tail fits.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -38,17 +40,19 @@ import numpy as np
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.greedy import Levels
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.levels import Levels
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import CATask, Plan
-from hf_distca.schedule.relief import relieve
+from hf_distca.schedule.ranks import ALIKE
+from hf_distca.schedule.relays import relieve
 
 __all__ = ["reference_plan"]
 
 _TYPICAL_SHARE = 0.25  # of the mean seconds of a rank: what a server typically lacks
 _USUAL_GROUPS, _LONG_TRAVEL = 4, 0.4  # head groups that are enough where keys travel less than this part of the mean seconds
 _FINEST, _FINEST_WITH_EXCHANGE = 0.002, 0.02  # tolerances below which tiles are too coarse
+_LEAST = 0.25  # part of what a server should get that ranks with keys of the document have to lack
 _HOLDERS = 8  # ranks that have keys of a document and are looked at
 
 
@@ -152,8 +156,8 @@ class Evening:
 
     def __init__(self, pieces: list[QueryPiece], work: list[float], tolerance: float, served: Formula, cost: CostModel) -> None:
         self.pieces, self.work, self.served, self.kept, self.shape = pieces, list(work), served, Formula.of(cost), cost.shape
-        self.total, self.shed, self.grown = math.fsum(work), 0.0, 0.0
-        self.levels = self.base = Levels.of(work, [1.0] * len(work), self.total / len(work), tolerance)
+        self.total, self.shed, self.grown, self.filling = math.fsum(work), 0.0, 0.0, False
+        self.levels = self.base = Levels.of(work, ALIKE, tolerance)
         self.surplus = math.fsum(max(seconds - self.base.high, 0.0) for seconds in work)
         # By document and group: how many keys ranks have there anyway, in the order in which they came by them.
         self.held: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
@@ -163,9 +167,10 @@ class Evening:
     def even_out(self, tile: int) -> list[QueryPiece]:
         """The pieces after all moves, cut at multiples of a tile."""
         moved = []
-        for source in sorted(range(len(self.work)), key=lambda rank: -self.work[rank]):
+        order = sorted(range(len(self.work)), key=lambda rank: -self.work[rank])
+        for self.filling, source in itertools.product((False, True), order):
             mine = [piece for piece in self.pieces if piece.home == source]
-            while self.work[source] > self.levels.cap and (move := self.next_move(source, mine, tile)):
+            while move := self.next_move(source, mine, tile):
                 piece, server = move.piece, move.server
                 moved.append(replace(piece, start=move.start, server=server))
                 held = self.held[piece.document, piece.group]
@@ -182,19 +187,25 @@ class Evening:
     def next_move(self, source: int, pieces: list[QueryPiece], tile: int) -> TailMove | None:
         """The move with the fewest bytes for a second. If none fits the levels, a server may get up to half of what both have."""
         work, levels = self.work, self.levels
-        surplus = work[source] - levels.high
-        for leeway, wanted in ((0.0, surplus), (0.5, math.inf)):
-            best = self.server_for(wanted)
-            if best is None:
+        above, aim = (levels.low, levels.floor) if self.filling else (levels.cap, levels.high)
+        if work[source] <= above:
+            return None
+        for leeway, surplus in ((0.0, math.inf),) if self.filling else ((0.0, work[source] - aim), (0.5, math.inf)):
+            best = self.server_for(surplus)
+            if best is None or (self.filling and work[best] >= levels.floor):
                 return None
+            # Holders of keys that lack much less would get slivers, in very many moves.
+            least = _LEAST * min(work[source] - aim, levels.low - work[best])
             moves = []
             for piece in pieces:
                 holders = reversed(self.held[piece.document, piece.group])
                 near = [rank for rank in holders if rank not in (best, source) and work[rank] < levels.floor]
+                near = [rank for rank in near if levels.low - work[rank] >= least]
                 tails = (self.tail(piece, server, leeway, tile) for server in (best, *near[:_HOLDERS]) if piece.start < piece.end)
                 moves += [move for move in tails if move is not None]
             if moves:
-                return min(moves, key=lambda move: move.bytes / move.shed)
+                move = min(moves, key=lambda move: move.bytes / move.shed)
+                return None if self.filling and move.added > 2 * move.shed else move
         return None
 
     def server_for(self, surplus: float) -> int | None:
@@ -219,7 +230,8 @@ class Evening:
         if rid <= 0:
             return None
         scale = whole / rid  # for each second less at home the server gets so many more
-        wanted = min((home - levels.high) * scale, room, levels.low - filled if filled < levels.floor else math.inf)
+        aim = levels.floor if self.filling else levels.high
+        wanted = min((home - aim) * scale, room, levels.low - filled if filled < levels.floor else math.inf)
         most = room if leeway else min(over * scale, room)
         if wanted <= 0:
             return None

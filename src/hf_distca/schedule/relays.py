@@ -12,91 +12,39 @@ relay.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_distca.schedule.cost import FloatArray
-from hf_distca.schedule.layout import IntArray, Layout
-from hf_distca.schedule.plan import KeyTransfers, Relays
+from hf_distca.schedule.layout import IntArray, KeyTransfers, Layout
+from hf_distca.schedule.plan import Relays
 
-__all__ = ["Sends", "only", "senders", "sent_key_tokens"]
+if TYPE_CHECKING:
+    from hf_distca.schedule.load import PlanLoad
 
+__all__ = ["relieve", "routed", "senders"]
 
-class Sends:
-    """How often the keys of some documents are sent if nobody passes them on.
-
-    Args:
-        rows: what servers need from other ranks, of these documents alone.
-        documents: their numbers, in order.
-        width: more than any document position.
-    """
-
-    def __init__(self, rows: KeyTransfers, documents: IntArray, width: int) -> None:
-        self.width = width
-        base = np.searchsorted(documents, rows.document) * width
-        self._edges = [np.sort(base + edge) for edge in (rows.start, rows.end)]
-        self._totals = [np.concatenate([[0], np.cumsum(edges % width)]) for edges in self._edges]
-        self._bounds = np.searchsorted(self._edges[0], np.arange(len(documents) + 1) * width)
-
-    def below(self, place: IntArray, position: IntArray) -> IntArray:
-        """Tokens of the documents at these places that are sent from before these positions, as often as they are sent."""
-        first, last, sums = self._bounds[place], self._bounds[place + 1], []
-        for edges, totals in zip(self._edges, self._totals, strict=True):
-            at = np.clip(np.searchsorted(edges, place * self.width + position), first, last)
-            sums.append(totals[at] - totals[first] + (last - at) * position)
-        return np.asarray(sums[1] - sums[0], dtype=np.int64)
+Array = TypeVar("Array", IntArray, FloatArray)
 
 
-def senders(rows: KeyTransfers, relays: Relays | None) -> KeyTransfers:
+def senders(keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:
     """What servers need from other ranks, with the rank that sends it as `source`: a relay, or one that holds it."""
-    rows = only(rows, rows.source != rows.server)
+    rows, relay = routed(_only(keys, keys.source != keys.server), relays)
+    return rows._replace(source=np.where((relay < 0) | (relay == rows.server), rows.source, relay))
+
+
+def routed(keys: KeyTransfers, relays: Relays | None) -> tuple[KeyTransfers, IntArray]:
+    """Rows cut where the runs of relays begin and end, and the relay of each; -1 for keys without one."""
     if relays is None:
-        return rows
-    spread = np.isin(rows.document, relays.document)
-    cut, relay = _cut(only(rows, spread), relays)
-    direct = (relay < 0) | (relay == cut.server)
-    return _joined([only(rows, ~spread), cut._replace(source=np.where(direct, cut.source, relay))])
+        return keys, np.full(len(keys.document), -1)
+    spread = np.isin(keys.document, relays.document)
+    cut, relay = _cut(_only(keys, spread), relays)
+    return _joined([_only(keys, ~spread), cut]), np.concatenate([np.full(int((~spread).sum()), -1), relay])
 
 
-def sent_key_tokens(transfers: KeyTransfers, relays: Relays | None, layout: Layout) -> FloatArray:
-    """K/V tokens that every rank sends, those of some of the heads counted in part: shape (ranks,)."""
-    rows = only(transfers, transfers.source != transfers.server)
-    ranks = layout.world_size
-    if relays is None:
-        return _tokens(rows.source, (rows.end - rows.start) * layout.heads_of(rows.document), ranks)
-    spread = np.isin(rows.document, relays.document)
-    plain, rows = only(rows, ~spread), only(rows, spread)
-    sent = _tokens(plain.source, (plain.end - plain.start) * layout.heads_of(plain.document), ranks)
-    # Between two cuts of runs and of segments, all keys have one relay and one rank that holds them.
-    documents = np.unique(relays.document)
-    width = layout.longest + 1
-    held = np.flatnonzero(np.isin(layout.document, documents))
-    held = held[np.lexsort((layout.start[held], layout.document[held]))]
-    of_segment = np.searchsorted(documents, layout.document[held]) * width
-    of_run = np.searchsorted(documents, relays.document) * width
-    begin = np.unique(np.concatenate([of_segment + layout.start[held], of_run + relays.start, of_run + relays.end]))
-    end = np.concatenate([begin[1:], [len(documents) * width]])
-    segment = np.searchsorted(of_segment + layout.start[held], begin, side="right") - 1
-    source, last = layout.rank[held][segment], (of_segment + layout.end[held])[segment]
-    inside = begin < last
-    begin, end, source = begin[inside], np.minimum(end, last)[inside], source[inside]
-    run = np.searchsorted(of_run + relays.start, begin, side="right") - 1
-    relay = np.where(begin < (of_run + relays.end)[run], relays.relay[run], source)
-    sends, place = Sends(rows, documents, width), begin // width
-    heads = layout.heads_of(documents)[place]
-    times = heads * (sends.below(place, end - place * width) - sends.below(place, begin - place * width))
-    passed = relay != source
-    once = np.where(passed, heads * (end - begin), times)
-    return sent + _tokens(source, once, ranks) + _tokens(relay[passed], (times - once)[passed], ranks)
-
-
-def _tokens(rank: IntArray, tokens: FloatArray, ranks: int) -> FloatArray:
-    return np.bincount(rank, weights=tokens, minlength=ranks).astype(np.float64)
-
-
-def only(rows: KeyTransfers, which: npt.NDArray[Any] | slice) -> KeyTransfers:
+def _only(rows: KeyTransfers, which: npt.NDArray[Any] | slice) -> KeyTransfers:
     """Some of the rows."""
     return KeyTransfers(*(column[which] for column in rows))
 
@@ -129,4 +77,136 @@ def _without_relay(rows: KeyTransfers, relays: Relays) -> KeyTransfers:
 
 def _clipped(rows: KeyTransfers, start: IntArray, end: IntArray) -> KeyTransfers:
     start, end = np.maximum(rows.start, start), np.minimum(rows.end, end)
-    return only(rows._replace(start=start, end=end), start < end)
+    return _only(rows._replace(start=start, end=end), start < end)
+
+
+def relieve(load: PlanLoad, least: float = 0.0) -> PlanLoad:
+    """The load of the plan with relays, or as it is if they gain nothing.
+
+    A rank is *late* if it ends after all that relays cannot change: what ranks compute and receive, or, where exchanges are
+    hidden behind compute, what they receive. Documents that late ranks send to several servers get relays.
+
+    Args:
+        load: of a plan without relays. One with a window is left as it is, for what a server needs is a window of keys then,
+            which few share; and so is one in waves.
+        least: part of the seconds of the slowest rank that relays have to gain.
+    """
+    plan, waves, slowest = load.plan, load.waves, load.slowest_seconds
+    if plan.window is not None or not plan.moved or (waves is not None and waves.count > 1):
+        return load
+    beside = np.zeros(plan.layout.world_size) if load.overlapped else load.compute_seconds
+    unchanged = float((beside + load.wire_seconds[1]).max())
+    if unchanged >= slowest * (1 - least):
+        return load
+    relays = _relays(load, beside, unchanged)
+    if relays is None:
+        return load
+    relieved = load.with_relays(relays)
+    gain = slowest - relieved.slowest_seconds
+    return relieved if gain > 0 and gain >= least * slowest else load
+
+
+def _relays(load: PlanLoad, beside: FloatArray, unchanged: float) -> Relays | None:
+    """Relays of documents that late ranks send, if any of these has several servers.
+
+    Each passes on in proportion to the seconds that it has left before `unchanged`.
+    """
+    layout, keys = load.plan.layout, load.needed_keys
+    away = _only(keys, keys.source != keys.server)
+    seconds = beside + load.wire_seconds[0]
+    late = np.unique(away.document[seconds[away.source] > unchanged])
+    away, keys = (_only(rows, np.isin(rows.document, late)) for rows in (away, keys))
+    if not len(away.document):
+        return None
+    needs = _KeyReaches.of(keys)
+    # Seconds that each rank has left to pass keys on, once its own leave it but once; shared by all documents it may do it for.
+    key_seconds = float(load.cost.transfer_seconds(0, 1))
+    left = unchanged - seconds + key_seconds * _again(away, layout)
+    candidates = np.bincount(needs.server, minlength=layout.world_size)
+    weight = np.maximum(left, 0.0)[needs.server] / candidates[needs.server]
+    total = np.bincount(needs.place, weights=weight)[needs.place]
+    weight = np.where(needs.servers > 1, np.where(total > 0, weight, 1.0), 0.0)
+    return needs.relays(weight)
+
+
+class _KeyReaches(NamedTuple):
+    """Servers and the keys [0, reach) of documents that they need, in order of document and reach.
+
+    Attributes:
+        document, server, reach: one row for each document and server.
+        place: of the document among those that there are.
+        servers: how many the document has.
+        passed: how often the keys before `reach` are sent beyond the first time; which grows evenly from one reach to the next.
+    """
+
+    document: IntArray
+    server: IntArray
+    reach: IntArray
+    place: IntArray
+    servers: IntArray
+    passed: IntArray
+
+    @classmethod
+    def of(cls, keys: KeyTransfers) -> Self:
+        """From the keys that servers need, in order of server, document and start."""
+        # What a server needs of a document ends with its last row.
+        ends = np.append((keys.server[1:] != keys.server[:-1]) | (keys.document[1:] != keys.document[:-1]), True)
+        document, server, reach = keys.document[ends], keys.server[ends], keys.end[ends]
+        order = np.lexsort((server, reach, document))
+        document, server, reach = document[order], server[order], reach[order]
+        place = np.unique(document, return_inverse=True)[1]
+        last = np.searchsorted(place, place, side="right") - 1
+        count = np.bincount(place)[place]
+        times = np.maximum(last - np.arange(len(place)), 0)
+        passed = _summed(place, times * (reach - _before(place, reach)))
+        return cls(document, server, reach, place, count, passed)
+
+    def relays(self, weight: FloatArray) -> Relays | None:
+        """Relays that pass on in proportion to these weights, as far as each has the keys; those of weight 0 nothing."""
+        able = np.flatnonzero(weight > 0)
+        if not len(able):
+            return None
+        place, reach = self.place[able], self.reach[able]
+        parts = _summed(place, weight[able])
+        last = np.searchsorted(place, place, side="right") - 1
+        # Where the last keys end that two servers need and one of these has.
+        second = self.reach[np.searchsorted(self.place, place, side="right") - 2]
+        end = np.minimum(second, reach[last])
+        # The positions before which so much is passed on: both grow from 0 in each document.
+        width, most = int(self.reach.max()) + 1, float(self.passed.max()) + 1
+        start = np.unique(self.place)
+        rows = np.argsort(np.concatenate([start, self.place]), kind="stable")
+        position = np.concatenate([start * width, self.place * width + self.reach])[rows]
+        passed = np.concatenate([start * most, self.place * most + self.passed])[rows]
+        wanted = (np.interp(place * width + end, position, passed) - place * most) * (parts / parts[last])
+        position_of_wanted = np.interp(place * most + wanted, passed, position) - place * width
+        stop = np.where(
+            last == np.arange(len(place)), end, np.minimum(np.minimum((position_of_wanted + 0.5).astype(np.int64), reach), end)
+        )
+        stop = np.maximum(stop, _before(place, stop))
+        begin = _before(place, stop)
+        runs = stop > begin
+        return Relays(self.document[able][runs], begin[runs], stop[runs], self.server[able][runs]) if runs.any() else None
+
+
+def _before(place: IntArray, values: IntArray) -> IntArray:
+    """The value of the row before, 0 in the first row of a document."""
+    same = np.append(False, place[1:] == place[:-1])
+    return np.where(same, np.append(0, values[:-1]), 0)
+
+
+def _summed(place: IntArray, values: Array) -> Array:
+    """Sums of the rows of a document up to each of its rows."""
+    sums = np.cumsum(values)
+    return sums - (sums - values)[np.searchsorted(place, place)]
+
+
+def _again(away: KeyTransfers, layout: Layout) -> FloatArray:
+    """K/V tokens that each rank sends beyond the first time; those of some of the heads count in part."""
+    tokens, sent = away.end - away.start, len(away.document)
+    order = np.lexsort((-tokens, away.start, away.document))
+    first = np.append(True, (np.diff(away.document[order]) != 0) | (np.diff(away.start[order]) != 0))[:sent]
+    again = np.ones(sent, dtype=np.bool_)
+    again[order[first]] = False
+    weights = (tokens * layout.heads_of(away.document))[again]
+    return np.bincount(away.source[again], weights=weights, minlength=layout.world_size).astype(np.float64)

@@ -88,8 +88,8 @@ class Waves:
         """
         if bound is None:
             return cls(plan, np.zeros_like(plan.start))
-        each = TransientBytes.of(shape)
-        least = each.query + each.key
+        transient = TransientBytes.of(shape)
+        least = transient.query + transient.key
         if bound < least:
             raise ConfigError(
                 f"max_transient_bytes={bound} is less than the {least} bytes that one query row and one key take in a layer of "
@@ -97,8 +97,8 @@ class Waves:
             )
         if not plan.moved:
             return cls(plan, np.zeros_like(plan.start))
-        plan = _by_heads(plan, each, possible_groups(shape.key_value_heads, head_groups), bound)
-        fitting = Fitting(each, each.of_group(plan.layout.groups), plan.window, tile, bound)
+        plan = _by_heads(plan, transient, possible_groups(shape.key_value_heads, head_groups), bound)
+        fitting = Fitting(transient, transient.of_group(plan.layout.groups), plan.window, tile, bound)
         travels = _travels(plan)
         units = _Units.of(plan, travels, fitting)
         wave, loads = _first_fit(_Needs.of(plan, units, fitting), plan.layout.world_size, bound)
@@ -111,7 +111,7 @@ class Waves:
         return cls(cut, np.where(_travels(cut), number, -1), max(len(loads), 1), loads.max(axis=0, initial=0))
 
 
-def _by_heads(plan: Plan, each: TransientBytes, possible: list[int], bound: int) -> Plan:
+def _by_heads(plan: Plan, transient: TransientBytes, possible: list[int], bound: int) -> Plan:
     """The plan with documents split by heads of which a server would need more than the bound."""
     layout = plan.layout
     tasks = np.flatnonzero(_travels(plan) & (plan.heads == 1))
@@ -123,7 +123,7 @@ def _by_heads(plan: Plan, each: TransientBytes, possible: list[int], bound: int)
     last = np.zeros(len(unit), dtype=np.int64)
     np.maximum.at(last, of, plan.end[tasks])
     rows = np.bincount(of, weights=plan.end[tasks] - plan.start[tasks])
-    most = each.query * rows + each.key * last
+    most = transient.query * rows + transient.key * last
     large = most > bound
     if layout.groups > 1:
         possible = [layout.groups]
@@ -241,11 +241,11 @@ class _Needs(NamedTuple):
     def of(cls, plan: Plan, units: _Units, fitting: Fitting) -> Self:
         """Servers hold rows and keys; homes hold the rows that they send, holders the keys."""
         ranks = plan.layout.world_size
-        each = np.array([fitting.group, fitting.all_heads])
+        transient = np.array([fitting.group, fitting.all_heads])
         rows = units.end - units.start
-        query, _, sent_query, _ = each[(plan.layout.heads_of(units.document) == 1).astype(np.int64)].T
+        query, _, sent_query, _ = transient[(plan.layout.heads_of(units.document) == 1).astype(np.int64)].T
         keys = plan.layout.needed_keys(units.unit, units.document, units.start, units.end, plan.window)
-        _, key, _, sent_key = each[(plan.layout.heads_of(keys.document) == 1).astype(np.int64)].T
+        _, key, _, sent_key = transient[(plan.layout.heads_of(keys.document) == 1).astype(np.int64)].T
         tokens = keys.end - keys.start
         server = np.zeros(int(units.unit.max(initial=-1)) + 1, dtype=np.int64)
         server[units.unit] = units.server
@@ -300,5 +300,5 @@ def _travels(plan: Plan) -> npt.NDArray[np.bool_]:
     position = np.searchsorted(documents, document) * place + start
     base = np.searchsorted(documents, plan.document) * place
     first = np.zeros_like(plan.start) if plan.window is None else np.maximum(plan.start - plan.window + 1, 0)
-    runs = [run[np.searchsorted(position, base + at, side="right") - 1] for at in (first, plan.start)]
+    runs = [run[np.searchsorted(position, base + seen, side="right") - 1] for seen in (first, plan.start)]
     return np.asarray((plan.home != plan.server) | (runs[0] != runs[1]), dtype=np.bool_)

@@ -11,11 +11,9 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
-from hf_distca.schedule.load import PlanLoad
-from hf_distca.schedule.nodes import NodeBytes, wire_seconds
+from hf_distca.schedule.load import NodeBytes, PlanLoad, wire_seconds
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
-from hf_distca.schedule.relays import senders
 from hf_distca.schedule.waves import TransientBytes
 from hf_distca.simulate.beside_attention import Directions, layer_seconds, tensor_seconds
 from hf_distca.simulate.setting import Setting
@@ -141,8 +139,8 @@ def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
     pairs = float(load.pairs.sum())
     if not plan.moved:
         return _Moves(attention, attention, nothing, nothing, nothing[0], pairs)
-    queries, keys, transfers = load.query_tokens, load.key_tokens, load.wave_transfers[0]
-    away, sent = plan.home != plan.server, senders(transfers, plan.relays)
+    queries, keys, transfers, sent = load.query_tokens, load.key_tokens, load.needed_keys, load.sent_keys
+    away = plan.home != plan.server
     source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
     query_tokens = (rows * plan.heads)[away]
     key_tokens = (sent.end - sent.start) * plan.layout.heads_of(sent.document)

@@ -1,0 +1,51 @@
+"""docs/scheduler.md: its example, and the names and files that it mentions."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.load import PlanLoad
+from hf_distca.schedule.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "scheduler.md").read_text(encoding="utf-8")
+SOURCES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "src" / "hf_distca" / "schedule").glob("*.py")}
+
+
+def rows_of_table(heading: str) -> list[list[str]]:
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| ")][1:]
+
+
+def test_the_example_is_what_the_planner_does() -> None:
+    names: dict[str, Any] = {}
+    exec(PAGE.split("```python\n")[1].split("```")[0], names)
+    plan, cost = names["plan"], CostModel.analytic(names["shape"])
+    before, after = PlanLoad(Plan.local(names["layout"]), cost), PlanLoad(plan, cost)
+    rows = {task.server: f"[{task.start}, {task.end})" for task in plan.tasks if task.document == 0}
+    columns = (before.compute_seconds, after.compute_seconds, after.exchange_seconds)
+    milliseconds = [[f"{1e3 * seconds[rank]:.0f} ms" for seconds in columns] for rank in range(3)]
+    expected = [[str(rank), first, rows[rank], *rest] for rank, (first, *rest) in enumerate(milliseconds)]
+    assert rows_of_table("An example") == expected
+    text = " ".join(PAGE.split())
+    assert f"the slowest rank from {1e3 * before.slowest_seconds:.0f} to {1e3 * after.slowest_seconds:.0f} ms" in text
+    relayed, direct = (float(load.exchange_bytes[0, 0]) / 1e9 for load in (after, PlanLoad(plan.with_relays(None), cost)))
+    assert f"rank 0 exchanges {relayed:.2f} GB as a home instead of {direct:.2f}" in text
+
+
+def test_every_name_is_in_the_sources() -> None:
+    text = "".join(SOURCES.values())
+    for row in rows_of_table("From notation to names"):
+        for name in re.findall(r"`([\w.]+)`", " ".join(row)):
+            if name not in SOURCES:
+                assert all(re.search(rf"\b{word}\b", text) for word in name.split(".")), name
+
+
+def test_every_file_is_there() -> None:
+    files = set(re.findall(r"`(?:[\w/]+/)?(\w+\.py)`", PAGE))
+    assert {"reference.py", "moves.py"} <= files
+    for name in files:
+        assert name in SOURCES or any((ROOT / folder / name).exists() for folder in ("benchmarks", "tests/schedule")), name
