@@ -149,7 +149,7 @@ def _placement(layouts: tuple[Layout, ...]) -> dict[str, Any]:
 @contextmanager
 def _said_if_long() -> Iterator[None]:
     """Say on a terminal what a command is at, once that has taken more than a second."""
-    said = "planning; the first time after an installation the scheduler's loops are compiled, which takes up to a minute ..."
+    said = "planning; the first time after an installation the loop of the scheduler is compiled, which takes some seconds ..."
     timer = Timer(_LONG_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     if sys.stderr.isatty():
