@@ -34,7 +34,7 @@ types: $(VENV)/.installed-dev ## strict types of src/
 docs: $(VENV)/.installed-dev ## build the pages, if there are any to build; warnings are errors
 	$(if $(wildcard mkdocs.yml),mkdocs build --strict)
 
-loops: $(VENV)/.installed-dev ## compile the scheduler's loops, which else the processes of the tests do beside each other
+loops: $(VENV)/.installed-dev ## compile the scheduler's loop, which else the processes of the tests do beside each other
 	pytest -n 0 -q tests/schedule/test_compiled.py
 
 launch: $(VENV)/.installed-dev ## the example in interpreters of its own, as users start it; tests start it as forks

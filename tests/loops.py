@@ -1,4 +1,4 @@
-"""Imported for what it does: it plans, which loads the scheduler's compiled loops, a quarter of a second in every process."""
+"""Imported for what it does: it plans, which loads the scheduler's compiled loop."""
 
 from __future__ import annotations
 

@@ -2,9 +2,11 @@
 
 1. Weigh the plan that moves nothing; if no plan can gain enough, that is it.
 2. Choose the documents that may be split by heads (`schedule.heads`).
-3. Even out compute, and, unless exchanges are hidden behind it, compute and exchange together (`schedule.greedy`).
-4. Let servers pass keys on where that makes the slowest rank earlier (`schedule.relays`).
-5. Weigh the plans (`schedule.load`), and take the one whose slowest rank ends first, if it gains enough.
+3. Set levels that ranks should end at (`schedule.greedy`).
+4. Even out: slices move until ranks are at their levels (`schedule.moves`).
+5. Let servers pass keys on where that makes the slowest rank earlier (`schedule.relays`).
+6. Do 3 to 5 for compute alone and, unless exchanges are hidden behind it, for compute and exchange together. Weigh the plans
+   (`schedule.load`), and take the one whose slowest rank ends first, if it gains enough.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """The moves of the greedy: the one loop of the scheduler that is compiled.
 
-Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest rank gives first, until it is at its level:
+Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest rank gives first, until it is at its level. A
+move is steps 4.1 to 4.3 of docs/scheduler.md:
 
-1. Choose a server: the emptiest, or one that the surplus fills just so.
-2. For every piece that the rank still computes, find the tail, rows [x, end), that takes about what the server wants.
-3. Move the tail that exchanges the fewest bytes per second moved. Keys that a server needs anyway, for its own rows of the
+1. Choose a server: the emptiest, one that the surplus fills just so, or one of the same node with half as much room.
+2. For every piece that the rank still computes, find the tail, rows [x, end), that takes about what the server wants; or the
+   head, where no tail fits.
+3. Move the slice that exchanges the fewest bytes per second moved. Keys that a server needs anyway, for its own rows of the
    document or for a slice that it got before, cost nothing; so servers that have such keys are looked at too.
 
 Moving adds work, because a server reads keys that the home reads too: the levels of all ranks rise with it.
@@ -67,7 +69,7 @@ RANK, KEYS, BEFORE = range(3)
 _LOOKED_AT = 64
 # Holders of a document's keys that are looked at for each of its pieces.
 _HOLDERS = 8
-# Part of what the server that was asked should get which they have to lack.
+# What they have to lack at least, as a part of what the server that was asked should get.
 _LEAST = 0.25
 
 
@@ -76,7 +78,7 @@ class QueryPieces(NamedTuple):
 
     Attributes:
         number: of the document or head group, from 0.
-        start, end: rows of the document. Moves take them from the end.
+        start, end: rows of the document. Moves take them from the end, or from the start.
         heads: part of the heads.
         offsets: ``ranks + 1`` numbers; the pieces of rank r are rows ``offsets[r]`` to ``offsets[r + 1]``.
     """
@@ -134,6 +136,7 @@ class _Wish(NamedTuple):
     Attributes:
         surplus, over: what the source wants to shed, and may shed at most.
         lack, room: what the server should get, and may get at most.
+        least: what a head has to take. It can be as small as anyone likes, and so can what servers lack.
     """
 
     surplus: float
@@ -154,7 +157,7 @@ class _Slice(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """A piece, the server that gets its tail, and the first keys of the document that the server needs then."""
+    """A piece, the server that gets a slice of it, and how many first keys of the document the server needs then."""
 
     piece: int
     server: int

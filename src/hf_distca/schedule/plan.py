@@ -55,7 +55,7 @@ class Plan:
         document, start, end, home, server: the columns of `CATask`.
         window: keys that a query position sees, its own included, in the layers that the plan is for; None if it sees all.
         relays: keys that are passed on; None if every server gets all from the ranks that hold them. Not in the JSON, for they
-            follow from the rest and from a cost model (`schedule.relief`).
+            follow from the rest and from a cost model (`schedule.relays`).
         place: of each task, the place of its document among those of the layout.
         moved: whether anything is exchanged: a query is moved, or the keys of a document do not lie in one run. A window that
             ends at every border between runs would need no exchange, and is not looked for.

@@ -25,7 +25,7 @@ slice. The rows at the end of a long document see the most keys, so its *tail* t
 6. `reference_plan` takes steps 3 to 5 twice, to even out compute alone, and compute and exchange together. The plan whose last
    rank ends first is taken; if it gains less than `min_gain`, nothing moves.
 
-Left out are sliding windows, nodes, ranks of unequal speed, a bound of transient bytes, and heads of pieces where no tail fits.
+Left out are windows, nodes, unequal speeds, a bound of transient bytes, heads of pieces, and the further plans of `balance`.
 """
 
 from __future__ import annotations
@@ -195,12 +195,11 @@ class Evening:
             if best is None or (self.filling and work[best] >= levels.floor):
                 return None
             # Holders of keys that lack much less would get slivers, in very many moves.
-            least = _LEAST * min(work[source] - aim, levels.low - work[best])
+            enough = min(levels.floor, levels.low - _LEAST * min(work[source] - aim, levels.low - work[best]))
             moves = []
             for piece in pieces:
                 holders = reversed(self.held[piece.document, piece.group])
-                near = [rank for rank in holders if rank not in (best, source) and work[rank] < levels.floor]
-                near = [rank for rank in near if levels.low - work[rank] >= least]
+                near = [rank for rank in holders if rank not in (best, source) and work[rank] < enough]
                 tails = (self.tail(piece, server, leeway, tile) for server in (best, *near[:_HOLDERS]) if piece.start < piece.end)
                 moves += [move for move in tails if move is not None]
             if moves:
@@ -227,9 +226,7 @@ class Evening:
         send, receive = heads * (served.row - kept.row), heads * (served.key - kept.key)  # seconds of a row and of a key
         whole, all_kept = served.seconds(heads, piece.start, end), kept.seconds(heads, piece.start, end)
         rid = all_kept - send * (end - piece.start)
-        if rid <= 0:
-            return None
-        scale = whole / rid  # for each second less at home the server gets so many more
+        scale = whole / rid if rid > 0 else 0.0  # for each second less at home the server gets so many more
         aim = levels.floor if self.filling else levels.high
         wanted = min((home - aim) * scale, room, levels.low - filled if filled < levels.floor else math.inf)
         most = room if leeway else min(over * scale, room)
