@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,10 @@ def draw(arguments: argparse.Namespace) -> None:
     for path, row in zip(paths, axes, strict=True):
         for direction, axis in zip(("forward", "backward"), row, strict=True):
             spans = [span for span in spans_of(path, arguments.call) if span["direction"] == direction and span["lane"] in lanes]
+            if not spans:
+                sys.exit(
+                    f"{path}: no nano-batches in call {arguments.call}, {direction}: the plan moved nothing, try more tokens."
+                )
             origin = min(span["ts"] for span in spans)
             for span in spans:
                 lane = lanes.index(span["lane"])

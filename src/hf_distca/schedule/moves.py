@@ -310,6 +310,8 @@ def _slice(prices: Prices, heads: float, rows: tuple[int, int], held: int, wish:
         if x == start or want < wish.least:
             break
         x, y = start, tail_start(served, heads, start, end, whole - want, math.inf)
+        if slice_seconds(kept, heads, start, y) > wish.over:
+            y = max((y - 1) // served.tile * served.tile, start)
     return _Slice(x, y, shed, added, ratio)
 
 
