@@ -116,7 +116,8 @@ class _Tries:
         same = Prices(price, price)
         levels = Levels.of(seconds.tolist(), self.ranks, max(config.tolerance, _FINEST))
         bound = Bound.of(config.max_transient_bytes, TransientBytes.of(cost.shape))
-        in_nodes = self.ranks.in_nodes(cost) and cost.near < 1 and self.ranks.per_node != 1
+        two_rates = self.ranks.in_nodes(cost)
+        in_nodes = two_rates and cost.near < 1 and self.ranks.per_node != 1
         alone = replace(self.ranks, per_node=None)
         loads = []
         for ranks in (self.ranks, alone) if in_nodes else (alone,):
@@ -125,9 +126,10 @@ class _Tries:
             loads.append(load)
             hidden = config.ping_pong and load.exchange_seconds.max() <= load.compute_seconds.max()
             if not free and not hidden:
-                exchange = replace(self.unmoved, ranks=ranks).exchange_seconds
+                # Only where nodes have a rate of their own does it matter whether the ranks know of them.
+                unmoved = replace(self.unmoved, ranks=ranks) if two_rates and ranks != self.ranks else self.unmoved
                 for part in _HIDDEN if config.ping_pong else (1.0,):
-                    both = seconds + part * exchange
+                    both = seconds + part * unmoved.exchange_seconds
                     exchanged = Prices(price.with_exchange(cost.exchange_bytes_per_second / part), price)
                     levels_of_both = Levels.of(both.tolist(), self.ranks, max(config.tolerance, _FINEST_OF_BOTH))
                     loads.append(self.weighed(greedy.even_out(exchanged, both, levels_of_both)))

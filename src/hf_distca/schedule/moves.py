@@ -33,12 +33,7 @@ if TYPE_CHECKING:
     from hf_distca.schedule.cost import Price  # which counts with `task_counts`
 
 __all__ = [
-    "CAP",
     "END",
-    "FLOOR",
-    "HIGH",
-    "LOW",
-    "MEAN",
     "PIECE",
     "SERVER",
     "START",
