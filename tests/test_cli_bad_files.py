@@ -104,6 +104,31 @@ def test_records_with_other_tallies(tmp_path: Path) -> None:
     one_line(run("report", ranks, "--json"), "figures by rank")
 
 
+def test_more_micro_batches_moved_than_there_were(tmp_path: Path) -> None:
+    folder = record(tmp_path, lambda row: row["tally"].update(micro_batches=0, moved=1))
+    one_line(run("report", folder, "--json"), "work was moved in 1 of its 0 micro-batches")
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\0b"], ids=ascii)
+def test_a_folder_of_timelines_whose_name_no_folder_has(name: str, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (write_record(tmp_path, some_rows()) / RECORD_NAME).read_text().splitlines()]
+    lines = (json.dumps({**row, "traces": name} if row["row"] == "run" else row) for row in rows)
+    (tmp_path / RECORD_NAME).write_text("".join(line + "\n" for line in lines))
+    write_trace(tmp_path, 0, 0.2, 0.1)
+    result = run("report", tmp_path, "--json")
+    assert result.exit_code == 0, result.exception
+    assert [trace["rank"] for trace in json.loads(result.stdout)["hidden"]] == [0]
+
+
+def test_a_timeline_that_lasts_too_long(tmp_path: Path) -> None:
+    write_trace(write_record(tmp_path, some_rows()), 0, 0.2, 0.1)
+    trace = json.loads((tmp_path / "rank_0.json").read_text())
+    for span in trace["traceEvents"]:
+        span["dur"] = 10**400
+    as_file(tmp_path / "rank_0.json", trace)
+    one_line(run("report", tmp_path, "--json"), "is no timeline of hf_distca")
+
+
 def test_a_table_whose_names_are_no_text(tmp_path: Path) -> None:
     file = tmp_path / "data.parquet"
     pq.write_table(pa.table({"input_ids": [[1, 2, 3]]}), file)

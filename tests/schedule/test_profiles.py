@@ -77,6 +77,15 @@ def test_what_is_no_profile_is_refused(change: dict[str, object]) -> None:
         Profile.from_json(json.dumps({**json.loads(PROFILE.to_json()), **change}))
 
 
+@pytest.mark.parametrize("name", ["name", "device", "processor", "date", "made_by", "versions", "kernel", "errors"])
+@pytest.mark.parametrize("value", [None, 5, [1], True, {"a": []}], ids=repr)
+def test_a_field_of_another_type_is_refused(name: str, value: object) -> None:
+    data = json.loads(PROFILE.to_json())
+    (data if name in data else data["kernels"][0])[name] = value
+    with pytest.raises(ConfigError, match="is no profile"):
+        Profile.from_json(json.dumps(data))
+
+
 @pytest.mark.parametrize("rates", [{"task_seconds": -1.0}, {"bytes_per_second": 0.0}, {"flops_per_second": -2.0}])
 def test_rates_that_no_kernel_has_are_refused(rates: dict[str, float]) -> None:
     data = json.loads(PROFILE.to_json())

@@ -137,7 +137,7 @@ def _read_log(path: Path) -> list[tuple[int, dict[str, float]]]:
 
 def _read_traces(path: Path, runs: list[RunRow]) -> Iterator[RankTrace]:
     """Of the folder that the newest run names, or else of the one with timelines in the run's folder."""
-    named = [path / run.traces for run in runs[-1:] if run.traces is not None]
+    named = [path / run.traces for run in runs[-1:] if run.traces is not None and run.traces.isprintable()]
     for folder in (*named, path, *sorted(inner for inner in path.iterdir() if inner.is_dir())):
         # A record from elsewhere may name any folder of this machine.
         files = sorted(folder.glob("rank_*.json")) if folder.resolve().is_relative_to(path.resolve()) else []
@@ -157,6 +157,6 @@ def _read_trace(path: Path) -> Iterator[RankTrace]:
         travelled = sum(float(span["dur"]) for span in spans if span["name"] in _EXCHANGES)
         waited = sum(float(span["dur"]) for span in spans if span["name"] == "wait")
         rank = int(path.stem.removeprefix("rank_"))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise ReportError(f"{path} is no timeline of hf_distca: {error!r}. Move the file away.") from error
     yield RankTrace(rank, travelled / 1e6, waited / 1e6, 1 - waited / travelled if travelled > 0 else None)

@@ -210,6 +210,8 @@ def _row_of(kind: type[Row], data: dict[str, Any]) -> Row:
         raise ValueError("its step is below 0, or its tally is not of numbers")
     if absent := _TALLY - values.get("tally", dict.fromkeys(_TALLY)).keys():
         raise ValueError(f"its tally has no {', '.join(sorted(absent))}")
+    if (tally := values.get("tally")) and not 0 <= tally["moved"] <= tally["micro_batches"]:
+        raise ValueError(f"work was moved in {tally['moved']} of its {tally['micro_batches']} micro-batches")
     if not all(isinstance(kernel, str) for kernel in values.get("kernels", ())):
         raise TypeError("its kernels are not names")
     return kind(**values)

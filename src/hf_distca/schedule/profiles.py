@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -164,6 +164,8 @@ class Profile:
             for link in ("inside", "between"):
                 data[link] = None if data.get(link) is None else _exchange_rates(data[link])
             profile = cls(**data)
+            texts = (profile.name, profile.device, profile.processor, profile.date, profile.made_by, *profile.versions.values())
+            _check_types(str, texts)
             if not 1 <= _whole(profile.tile) < _MOST:
                 raise ValueError(f"a tile of {profile.tile} rows: it must be from 1 to 2**31")
             return profile
@@ -208,6 +210,8 @@ def _finite(value: Any) -> Any:
 def _kernel_rates(row: dict[str, Any]) -> KernelRates:
     costs = {name: KernelCost(**{key: _rate(value) for key, value in row[name].items()}) for name in ("forward", "backward")}
     rates = KernelRates(**{**row, **costs})
+    _check_types(str, [rates.kernel])
+    _check_types((int, float), rates.errors.values())
     for cost in costs.values():
         if not (0 <= cost.task_seconds <= _MOST_SECONDS and min(cost.bytes_per_second, cost.flops_per_second) >= _LEAST_RATE):
             raise ValueError(f"{cost}: seconds must be from 0 to 1e6, rates positive, at least 1 a second")
@@ -218,9 +222,16 @@ def _kernel_rates(row: dict[str, Any]) -> KernelRates:
 
 def _exchange_rates(row: dict[str, Any]) -> ExchangeRates:
     rates = ExchangeRates(**{**row, "bytes_per_second": _rate(row["bytes_per_second"])})
+    _check_types((int, float), rates.errors.values())
     if not (rates.bytes_per_second >= _LEAST_RATE and 0 <= rates.seconds <= _MOST_SECONDS):
         raise ValueError(f"{rates}: seconds must be from 0 to 1e6, a rate at least 1 a second")
     return rates
+
+
+def _check_types(kind: type | tuple[type, ...], values: Iterable[object]) -> None:
+    for value in values:
+        if not isinstance(value, kind):
+            raise TypeError(f"{value!r} is a {type(value).__name__}, where {kind} is asked for")
 
 
 def _rate(value: Any) -> float:
