@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -163,7 +164,10 @@ def test_a_group_of_one_has_no_exchanges() -> None:
 
 def listening() -> set[str]:
     """Addresses that this process listens on, as /proc/net has them."""
-    own = {str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_socket()}
+    own: set[str] = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # other threads close theirs
+            own.add(str(path.readlink()))
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
 

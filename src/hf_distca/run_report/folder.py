@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hf_distca.errors import ReportError
 from hf_distca.input_files import read_file
-from hf_distca.run_report.rows import RECORD_NAME, Row, RunRow, StepsRow, is_number, read_row
+from hf_distca.run_report.rows import RECORD_NAME, Row, RunRow, StepsRow, is_number, read_json, read_row
 
 __all__ = ["PREFIX", "RankTrace", "RunFolder"]
 
@@ -113,15 +112,8 @@ def _newest_state(path: Path) -> Path | None:
     return max(states, key=lambda state: int(numbers[state]), default=None)
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(read_file(path))
-    except ValueError as error:
-        raise ReportError(f"{path} is not JSON: {error}. Move the file away to get a page without it.") from error
-
-
 def _read_log(path: Path) -> list[tuple[int, dict[str, float]]]:
-    state = _json(path)
+    state = read_json(read_file(path), str(path))
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
         raise ReportError(f"{path} is no state of a Trainer: it has no list 'log_history'. Move the file away.")
@@ -148,7 +140,7 @@ def _read_traces(path: Path, runs: list[RunRow]) -> Iterator[RankTrace]:
 
 
 def _read_trace(path: Path) -> Iterator[RankTrace]:
-    data = _json(path)
+    data = read_json(read_file(path), str(path))
     events = data.get("traceEvents") if isinstance(data, dict) else None
     if not isinstance(events, list):  # of somebody else
         return

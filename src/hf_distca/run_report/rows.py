@@ -28,6 +28,7 @@ __all__ = [
     "StepsRow",
     "WarningRow",
     "is_number",
+    "read_json",
     "read_row",
     "write_row",
 ]
@@ -182,10 +183,7 @@ def read_row(line: str, name: str) -> Row | None:
     Raises:
         ReportError: if it is no row.
     """
-    try:
-        data = json.loads(line)
-    except ValueError as error:
-        raise ReportError(f"{name} is not JSON: {error}. Move the file away to get a page without it.") from error
+    data = read_json(line, name)
     if not isinstance(data, dict) or not isinstance(data.get("row"), str):
         raise ReportError(f"{name} is no row of a record: it must be an object with the key 'row'.")
     kind = _KINDS.get(data.pop("row"))
@@ -193,6 +191,14 @@ def read_row(line: str, name: str) -> Row | None:
         return None if kind is None else _row_of(kind, data)
     except (TypeError, ValueError, AttributeError) as error:
         raise ReportError(f"{name} is no row of a record: {error}.") from error
+
+
+def read_json(text: str | bytes, name: str) -> Any:
+    """What a text says in JSON; an error names it by `name`."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ReportError(f"{name} is not JSON: {error}. Move the file away to get a page without it.") from error
 
 
 def _row_of(kind: type[Row], data: dict[str, Any]) -> Row:

@@ -11,7 +11,7 @@ import numpy as np
 from hf_distca.agreement.history import Tally
 from hf_distca.errors import LayoutError, PlanError, ReportError
 from hf_distca.run_report.folder import PREFIX, RankTrace, RunFolder
-from hf_distca.run_report.rows import PerRank, PlanRow, RunRow, StepsRow, WarningRow
+from hf_distca.run_report.rows import RECORD_NAME, PerRank, PlanRow, RunRow, StepsRow, WarningRow
 
 __all__ = ["Figures", "PlanPiece", "PlanFigures", "collect"]
 
@@ -242,7 +242,7 @@ def _missing(folder: RunFolder) -> list[str]:
     if not folder.rows_of(StepsRow):
         absent.append(
             "Figures by rank, plans, settings, versions and warnings: the folder has the Trainer's log alone. "
-            "hf_distca.DistCACallback() of this version keeps them, in distca_run.jsonl, unless record=False."
+            f"hf_distca.DistCACallback() of this version keeps them, in {RECORD_NAME}, unless record=False."
         )
     if not folder.traces:
         absent.append(

@@ -27,7 +27,17 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.moves import task_counts
 
-__all__ = ["ALL_KEYS", "AttentionShape", "CostModel", "KernelCost", "Price", "causal_pairs", "rank_seconds"]
+__all__ = [
+    "ALL_KEYS",
+    "AttentionShape",
+    "CostModel",
+    "KernelCost",
+    "Price",
+    "causal_pairs",
+    "rank_seconds",
+    "rate_or_infinity",
+    "without_infinities",
+]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -113,6 +123,14 @@ class KernelCost:
     task_seconds: float
     bytes_per_second: float
     flops_per_second: float
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> KernelCost:
+        """The coefficients by name, None for an infinite one."""
+        cost = cls(**{name: rate_or_infinity(value) for name, value in data.items()})
+        if not (0 <= cost.task_seconds < math.inf and cost.bytes_per_second > 0 and cost.flops_per_second > 0):
+            raise ValueError(f"{cost}: seconds must be finite and not negative, rates positive")
+        return cost
 
     @classmethod
     def fit(cls, counts: FloatArray, seconds: FloatArray) -> KernelCost:
@@ -207,7 +225,7 @@ class CostModel:
 
     def to_json(self) -> str:
         """The model as JSON, with the names of its attributes as keys. Infinite rates, which cost nothing, are null."""
-        return json.dumps(_finite(asdict(self)), indent=1)
+        return json.dumps(without_infinities(asdict(self)), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
@@ -219,8 +237,8 @@ class CostModel:
         try:
             data: Any = json.loads(text)
             shape = AttentionShape(**data.pop("shape"))
-            forward, backward = (_kernel_cost(data.pop(direction)) for direction in ("forward", "backward"))
-            data["exchange_bytes_per_second"] = _rate(data["exchange_bytes_per_second"])
+            forward, backward = (KernelCost.from_json(data.pop(direction)) for direction in ("forward", "backward"))
+            data["exchange_bytes_per_second"] = rate_or_infinity(data["exchange_bytes_per_second"])
             model = cls(shape, forward, backward, **data)
             numbers = (model.exchange_bytes_per_second, model.exchange_seconds, model.tile)
             if not (min(numbers) >= 0 and model.exchange_bytes_per_second > 0 and model.tile >= 1):
@@ -314,22 +332,18 @@ class Price(NamedTuple):
         return self._replace(row=self.row + row, key=self.key + key)
 
 
-def _finite(value: Any) -> Any:
-    """A nested dictionary with null for what JSON has no number for."""
+def without_infinities(value: Any) -> Any:
+    """Nested containers with None for what JSON has no number for: infinite rates, which cost nothing."""
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: without_infinities(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_infinities(entry) for entry in value]
     return None if isinstance(value, float) and math.isinf(value) else value
 
 
-def _rate(value: Any) -> float:
+def rate_or_infinity(value: Any) -> float:
+    """A rate as JSON has it, where None stands for infinity."""
     return math.inf if value is None else float(value)
-
-
-def _kernel_cost(data: dict[str, Any]) -> KernelCost:
-    cost = KernelCost(**{name: _rate(value) for name, value in data.items()})
-    if not (0 <= cost.task_seconds < math.inf and cost.bytes_per_second > 0 and cost.flops_per_second > 0):
-        raise ValueError(f"{cost}: seconds must be finite and not negative, rates positive")
-    return cost
 
 
 def rank_seconds(layout: Layout, cost: CostModel) -> FloatArray:

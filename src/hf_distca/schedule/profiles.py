@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from hf_distca.errors import ConfigError
 from hf_distca.input_files import read_file
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, rate_or_infinity, without_infinities
 
 __all__ = ["ExchangeRates", "KernelRates", "Profile"]
 
@@ -147,7 +147,7 @@ class Profile:
 
     def to_json(self) -> str:
         """The profile as JSON, with the names of its attributes as keys. Infinite rates, which cost nothing, are null."""
-        return json.dumps({"format": _FORMAT, **_finite(asdict(self))}, indent=1)
+        return json.dumps({"format": _FORMAT, **without_infinities(asdict(self))}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
@@ -164,9 +164,10 @@ class Profile:
             for link in ("inside", "between"):
                 data[link] = None if data.get(link) is None else _exchange_rates(data[link])
             profile = cls(**data)
-            texts = (profile.name, profile.device, profile.processor, profile.date, profile.made_by, *profile.versions.values())
-            _check_types(str, texts)
-            if not 1 <= _whole(profile.tile) < _MOST:
+            names = (profile.name, profile.device, profile.processor, *(rates.kernel for rates in profile.kernels))
+            if not all(isinstance(text, str) for text in (*names, profile.date, profile.made_by, *profile.versions.values())):
+                raise TypeError("its names, date, versions and command must be texts")
+            if type(profile.tile) is not int or not 1 <= profile.tile < _MOST:
                 raise ValueError(f"a tile of {profile.tile} rows: it must be from 1 to 2**31")
             return profile
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -198,47 +199,19 @@ class Profile:
         return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
 
 
-def _finite(value: Any) -> Any:
-    """Nested containers with null for what JSON has no number for."""
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and math.isinf(value) else value
-
-
 def _kernel_rates(row: dict[str, Any]) -> KernelRates:
-    costs = {name: KernelCost(**{key: _rate(value) for key, value in row[name].items()}) for name in ("forward", "backward")}
+    costs = {direction: KernelCost.from_json(row[direction]) for direction in ("forward", "backward")}
     rates = KernelRates(**{**row, **costs})
-    _check_types(str, [rates.kernel])
-    _check_types((int, float), rates.errors.values())
     for cost in costs.values():
         if not (0 <= cost.task_seconds <= _MOST_SECONDS and min(cost.bytes_per_second, cost.flops_per_second) >= _LEAST_RATE):
             raise ValueError(f"{cost}: seconds must be from 0 to 1e6, rates positive, at least 1 a second")
-    if not all(1 <= _whole(size) < _MOST for size in (rates.element_bytes, rates.head_dim, rates.value_head_dim)):
+    if not all(type(size) is int and 1 <= size < _MOST for size in (rates.element_bytes, rates.head_dim, rates.value_head_dim)):
         raise ValueError(f"{rates}: bytes and widths must be from 1 to 2**31")
     return rates
 
 
 def _exchange_rates(row: dict[str, Any]) -> ExchangeRates:
-    rates = ExchangeRates(**{**row, "bytes_per_second": _rate(row["bytes_per_second"])})
-    _check_types((int, float), rates.errors.values())
+    rates = ExchangeRates(**{**row, "bytes_per_second": rate_or_infinity(row["bytes_per_second"])})
     if not (rates.bytes_per_second >= _LEAST_RATE and 0 <= rates.seconds <= _MOST_SECONDS):
         raise ValueError(f"{rates}: seconds must be from 0 to 1e6, a rate at least 1 a second")
     return rates
-
-
-def _check_types(kind: type | tuple[type, ...], values: Iterable[object]) -> None:
-    for value in values:
-        if not isinstance(value, kind):
-            raise TypeError(f"{value!r} is a {type(value).__name__}, where {kind} is asked for")
-
-
-def _rate(value: Any) -> float:
-    return math.inf if value is None else float(value)
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is no whole number")
-    return value
