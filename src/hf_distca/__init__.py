@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hf_distca.config import DistCAConfig
     from hf_distca.data.collator import PackingCollator
     from hf_distca.integration.callback import DistCACallback
+    from hf_distca.integration.deal_trainer import deal
     from hf_distca.integration.document_shares import document_shares
     from hf_distca.integration.loading import prepare, stand_in
     from hf_distca.integration.mixin import DistCATrainerMixin, plan_ahead
@@ -51,6 +52,7 @@ __all__ = [
     "balance_figures",
     "balancing",
     "configure",
+    "deal",
     "document_shares",
     "metrics",
     "pipeline",
@@ -67,6 +69,7 @@ _MODULES = {
     "config": ("DistCAConfig",),
     "data.collator": ("PackingCollator",),
     "integration.callback": ("DistCACallback",),
+    "integration.deal_trainer": ("deal",),
     "integration.document_shares": ("document_shares",),
     "integration.loading": ("prepare", "stand_in"),
     "integration.mixin": ("DistCATrainerMixin", "plan_ahead"),

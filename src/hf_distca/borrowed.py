@@ -33,6 +33,7 @@ __all__ = [
     "MASK_CHUNKS",
     "MASK_UNION",
     "TorchDispatchMode",
+    "accelerate_started",
     "allow_saved_tensor_hooks",
     "changed_flash_attention",
     "changes_in_place",
@@ -55,7 +56,7 @@ __all__ = [
     "pop_saved_tensor_hooks",
     "push_dispatch_mode",
     "push_saved_tensor_hooks",
-    "accelerate_started",
+    "set_batch_size",
     "timeout_of",
     "top_saved_tensor_hooks",
     "why_saved_tensor_hooks_are_forbidden",
@@ -253,3 +254,8 @@ def let_names_pass(names: frozenset[str]) -> None:
 
         PreTrainedModel._check_and_adjust_attn_implementation = check  # type: ignore[method-assign]
     _passing.update(names)
+
+
+def set_batch_size(trainer: Any, rows: int) -> None:
+    """Rows of a batch of this process, which the Trainer reads from its arguments only when it is made."""
+    trainer._train_batch_size = rows

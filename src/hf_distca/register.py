@@ -16,7 +16,7 @@ from types import ModuleType
 
 from hf_distca.errors import UnsupportedError
 
-__all__ = ["STAND_INS", "check_stand_in", "register", "when_models_load"]
+__all__ = ["STAND_INS", "check_stand_in", "register", "when_imported", "when_models_load"]
 
 STAND_INS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa")
 _MODELS = "transformers.modeling_utils"
@@ -24,26 +24,32 @@ _MODELS = "transformers.modeling_utils"
 
 def when_models_load(act: Callable[[], None]) -> None:
     """Do something now if transformers has imported what all models share, else right after it does."""
-    if _MODELS in sys.modules:
+    when_imported(_MODELS, act)
+
+
+def when_imported(name: str, act: Callable[[], None]) -> None:
+    """Do something now if the module `name` is imported, else right after its first import."""
+    if name in sys.modules:
         act()
         return
-    waiting = next((finder for finder in sys.meta_path if isinstance(finder, _AfterModels)), None)
+    waiting = next((finder for finder in sys.meta_path if isinstance(finder, _AfterImport) and finder.name == name), None)
     if waiting is None:
-        waiting = _AfterModels()
+        waiting = _AfterImport(name)
         sys.meta_path.insert(0, waiting)
     waiting.acts.append(act)
 
 
-class _AfterModels(MetaPathFinder):
+class _AfterImport(MetaPathFinder):
     """Finds no module by itself; it adds calls to the end of one import, and then is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.acts: list[Callable[[], None]] = []
         self._looking = False
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """What the other finders find."""
-        if fullname != _MODELS or self._looking:
+        if fullname != self.name or self._looking:
             return None
         self._looking = True
         try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from shutil import which
 from typing import Literal, NamedTuple, NoReturn, cast
 
-from hf_distca.register import when_models_load
+from hf_distca.register import when_imported, when_models_load
 
 __all__ = ["Options", "begin", "find_command", "find_module", "run_command", "run_module"]
 
@@ -32,11 +32,13 @@ class Options(NamedTuple):
         attn_implementation: "distca" for models that are loaded without naming one, None to leave that to transformers.
         summary: whether to print the balance at the end.
         instead_of: the attention that distca stands in for, None for none.
+        tokens_per_rank: with which every Trainer deals its documents, as `hf_distca.deal` does; None for as they are.
     """
 
     attn_implementation: Literal["distca"] | None = None
     summary: bool = True
     instead_of: str | None = None
+    tokens_per_rank: int | None = None
 
     def search_path(self) -> list[str]:
         """What goes in front of ``PYTHONPATH``: the folder, and a name in it for each option, which `read` looks for."""
@@ -49,7 +51,8 @@ class Options(NamedTuple):
         names = [os.path.basename(path) for path in search_path if os.path.dirname(path) == _CHILD_START]  # noqa: PTH119, PTH120
         values = dict(name.split("=", 1) for name in reversed(names) if "=" in name)
         attention = cast("Literal['distca'] | None", values.get("attn_implementation"))
-        return cls(attention, "summary" not in values, values.get("instead_of"))
+        tokens = values.get("tokens_per_rank")
+        return cls(attention, "summary" not in values, values.get("instead_of"), None if tokens is None else int(tokens))
 
 
 def begin(options: Options) -> None:
@@ -58,6 +61,8 @@ def begin(options: Options) -> None:
         when_models_load(_make_default)
     if options.instead_of is not None:
         when_models_load(partial(_stand_in, options.instead_of))
+    if options.tokens_per_rank is not None:
+        when_imported("transformers.trainer", partial(_deal, options.tokens_per_rank))
     if options.summary:
         import atexit
 
@@ -170,6 +175,12 @@ def _stand_in(name: str) -> None:
     from hf_distca.integration.loading import stand_in
 
     stand_in(name)
+
+
+def _deal(tokens_per_rank: int) -> None:
+    from hf_distca.integration.deal_trainer import deal_before_training
+
+    deal_before_training(tokens_per_rank)
 
 
 def _make_default() -> None:

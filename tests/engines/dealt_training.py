@@ -136,9 +136,13 @@ def _model(case: Case, folder: Path) -> PreTrainedModel:
 def _shares(case: Case, model: Any, folder: Path) -> Any:
     from datasets import load_from_disk
 
-    # A step has the same documents however many micro-batches it is divided into.
-    tokens = TOKENS // case.ranks // case.accumulation
-    return hf_distca.document_shares(load_from_disk(str(folder / "tokens")), tokens, model=model.config, ranks=case.ranks)
+    documents = load_from_disk(str(folder / "tokens"))
+    return hf_distca.document_shares(documents, _tokens_per_rank(case), model=model.config, ranks=case.ranks)
+
+
+def _tokens_per_rank(case: Case) -> int:
+    """A step has the same documents however many micro-batches it is divided into."""
+    return TOKENS // case.ranks // case.accumulation
 
 
 def _trainer(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]:
@@ -147,7 +151,6 @@ def _trainer(case: Case, folder: Path, output: str) -> tuple[list[float], Any, A
         "output_dir": output,
         "max_steps": case.steps,
         "learning_rate": 1e-3,
-        "train_sampling_strategy": "sequential",
         "gradient_accumulation_steps": case.accumulation,
         "gradient_checkpointing": case.checkpointing,
         "dataloader_num_workers": case.workers,
@@ -174,27 +177,21 @@ def _trainer(case: Case, folder: Path, output: str) -> tuple[list[float], Any, A
 
 
 def _made(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
+    from datasets import load_from_disk
+
     kinds: tuple[Any, Any] = Trainer, TrainingArguments
     more: dict[str, Any] = {}
     if case.client == "TRL":
         from trl import SFTConfig, SFTTrainer
 
         kinds = SFTTrainer, SFTConfig
-        options |= {"packing": False, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
-        options |= {"bf16": False, "lr_scheduler_type": "linear"}  # TRL has defaults of its own
+        options |= {"max_length": None, "bf16": False, "lr_scheduler_type": "linear"}  # TRL has defaults of its own
         more = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
     arguments = kinds[1](**options)
     model = _model(case, folder)
-    trainer = kinds[0](
-        model=model,
-        args=arguments,
-        train_dataset=_shares(case, model, folder),
-        data_collator=hf_distca.PackingCollator(),
-        callbacks=[hf_distca.DistCACallback()],
-        **more,
-    )
+    trainer = kinds[0](model=model, args=arguments, train_dataset=load_from_disk(str(folder / "tokens")), **more)
     trainer.remove_callback(PrinterCallback)
-    return trainer
+    return hf_distca.deal(trainer, _tokens_per_rank(case))
 
 
 def _loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]:

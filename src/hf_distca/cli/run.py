@@ -26,6 +26,14 @@ def run(
             metavar="NAME", help="Attention that distca stands in for, for scripts with a closed list.", show_default=False
         ),
     ] = None,
+    tokens_per_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Deal the documents of a Trainer, so many tokens to each rank.",
+            show_default=False,
+        ),
+    ] = None,
     summary: Annotated[bool, typer.Option(help="Print the balance at the end.")] = True,
 ) -> None:
     """Run a training script or command that does not import hf_distca, with "distca" registered.
@@ -38,7 +46,7 @@ def run(
     from hf_distca.register import check_stand_in
     from hf_distca.run import Options, find_command, find_module, run_command, run_module
 
-    options = Options(attn_implementation, summary, instead_of)
+    options = Options(attn_implementation, summary, instead_of, tokens_per_rank)
     path = None
     try:
         if instead_of is not None:

@@ -16,7 +16,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["COLUMNS", "IGNORED_LABEL", "MASKS", "PackingCollator", "check_columns", "flat", "targets_of"]
+__all__ = ["COLUMNS", "IGNORED_LABEL", "MASKS", "PackingCollator", "check_columns", "documents_of", "flat", "targets_of"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -118,7 +118,7 @@ class PackingCollator:
         """
         if any(map(_is_share, features)):
             return _batch_of_share(features)
-        documents = [document for feature in features for document in _documents(feature) if len(document[0])]
+        documents = [document for feature in features for document in documents_of(feature) if len(document[0])]
         if not documents:
             raise LayoutError(f"{len(features)} features hold no tokens: drop empty documents before batching.")
         ids, labels = (np.concatenate(parts) for parts in zip(*documents, strict=True))
@@ -143,8 +143,8 @@ def _batch_of_share(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: row[None] if isinstance(row, torch.Tensor) else row for name, row in share.items()}
 
 
-def _documents(feature: Mapping[str, Any]) -> list[tuple[IntArray, IntArray]]:
-    """The (tokens, labels) of a feature's documents."""
+def documents_of(feature: Mapping[str, Any]) -> list[tuple[IntArray, IntArray]]:
+    """The (tokens, labels) of a feature's documents, int64, as `PackingCollator` reads it."""
     if not isinstance(feature, Mapping):
         raise LayoutError(f"a feature is of {type(feature)}; it must be a mapping with 'input_ids' or 'documents'.")
     if "documents" in feature:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hf_distca.agreement.dealt import Dealt
     from hf_distca.integration.callers import MaskCall
 
-__all__ = ["check_loader", "check_sharing", "check_step"]
+__all__ = ["check_dealing", "check_loader", "check_sharing", "check_step"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -86,6 +86,21 @@ def check_sharing(trainer: Trainer, ranks: int) -> None:
     whole = "leave shares_tokens out"
     wrong = *_wrong_loss(trainer.args, trainer, ranks), *_wrong_model(trainer.model, ranks, whole, f"To keep them whole, {whole}")
     _refuse(f"shares_tokens = True, which deals what {ranks} ranks have drawn among them", wrong)
+
+
+def check_dealing(trainer: Trainer, ranks: int, evaluating: bool) -> None:
+    """Refuse a Trainer that would not train on documents dealt to `ranks` ranks, or evaluate on them, as one process would.
+
+    Raises:
+        UnsupportedError: says what was seen, and what to set.
+    """
+    whole = "Train without hf_distca.deal, which keeps documents whole"
+    wrong = (
+        *_wrong_loss(trainer.args, trainer, ranks),
+        *_wrong_model(trainer.model, ranks, "train without hf_distca.deal", whole),
+        *(_wrong_evaluation(trainer) if evaluating and ranks > 1 else ()),
+    )
+    _refuse(f"hf_distca.deal for {ranks} {'ranks' if ranks > 1 else 'rank'}", wrong)
 
 
 def _refuse(what: str, wrong: Sequence[str]) -> None:

@@ -1,0 +1,192 @@
+"""`deal`: documents of any length, dealt to ranks, for a Trainer that is already built."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import torch
+from transformers import Trainer
+from transformers.integrations.deepspeed import propagate_args_to_deepspeed
+
+from hf_distca.borrowed import set_batch_size
+from hf_distca.data.collator import PackingCollator, documents_of
+from hf_distca.data.global_batches import Fill, Longer
+from hf_distca.data.reading import document_lengths
+from hf_distca.data.shares import Shares
+from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.integration.callback import DistCACallback
+from hf_distca.integration.checks import check_dealing
+from hf_distca.integration.document_shares import document_shares, shares_of
+from hf_distca.integration.processes import say
+from hf_distca.integration.session import current_session
+from hf_distca.schedule.layout import IntArray
+
+__all__ = ["deal", "deal_before_training"]
+
+_log = logging.getLogger("hf_distca")
+_PACKED = {"seq_lengths", "position_ids"}  # columns that say which documents a row has
+
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
+
+
+def deal(
+    trainer: AnyTrainer, tokens_per_rank: int, *, evaluation: bool = False, fill: Fill = "cut", longer: Longer = "cut"
+) -> AnyTrainer:
+    """Deal the documents of a Trainer to its ranks, so that they may be longer than one rank holds.
+
+    Call it between the Trainer and its ``train()``, on every rank, with the same arguments. All ranks together then train on
+    global batches of ``ranks * tokens_per_rank`` tokens, as `document_shares` describes them. Model, seed, dtype, accumulation,
+    epochs and workers are the Trainer's. It changes what must be changed: the data set, the collator, batches of one share, read
+    in order; and it adds `DistCACallback` if there is none. The settings are those of the callback, or of
+    `hf_distca.configure`.
+
+    Documents are rows with ``input_ids``. What they say about targets holds: ``labels``, ``completion_mask`` and
+    ``assistant_masks``. Rows that were packed already, which have ``seq_lengths`` or ``position_ids``, are taken apart again.
+
+    Args:
+        trainer: of transformers, TRL's `SFTTrainer`, or a subclass.
+        tokens_per_rank: tokens of each rank in a micro-batch. It takes the place of the batch size.
+        evaluation: whether to deal the evaluation set, too: in its own order, and with all ranks evaluating together.
+        fill: ``"cut"`` to fill global batches to the token, ``"whole"`` for whole documents and some padding.
+        longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused (``"refuse"``).
+
+    Returns:
+        The same Trainer.
+
+    Raises:
+        ConfigError: if an argument is out of its range, there is nothing to deal, or it is dealt already.
+        UnsupportedError: if this Trainer would train on something else than one process does, with what to set instead.
+        LayoutError: if rows are no documents.
+    """
+    _check_kind(trainer)
+    args, rows = trainer.args, trainer.train_dataset
+    if rows is None or shares_of(rows) is not None:
+        raise ConfigError(
+            f"the train_dataset of this {type(trainer).__name__} is {'dealt already' if rows is not None else None}: give "
+            "hf_distca.deal a Trainer with documents, once."
+        )
+    config = _callback_of(trainer, evaluation).config or current_session().config
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    make = partial(document_shares, tokens_per_rank=tokens_per_rank, model=trainer.model, dtype=dtype, config=config)
+    documents = _documents(trainer, rows)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    known: dict[str, Any] = {}  # of a stream, nothing is known
+    if hasattr(documents, "__len__"):
+        known = {"seed": seed, "lengths": document_lengths(documents, quiet=not trainer.is_world_process_zero())}
+    dataset = make(documents, fill=fill, longer=longer, **known)
+    shares = shares_of(dataset)
+    assert shares is not None
+    check_dealing(trainer, shares.dealing.ranks, evaluation)
+    if evaluation:
+        make_whole, sets = partial(make, seed=None, fill="whole", longer=longer), trainer.eval_dataset
+        whole = {name: make_whole(_documents(trainer, rows)) for name, rows in sets.items()} if isinstance(sets, dict) else None
+        trainer.eval_dataset = make_whole(_documents(trainer, sets)) if whole is None else whole
+        args.per_device_eval_batch_size = 1
+    _read_shares(trainer, dataset)
+    if isinstance(shares, Shares) and trainer.is_world_process_zero():
+        _say(known["lengths"], shares, args.gradient_accumulation_steps)
+        _warn_if_cut(int(known["lengths"].max()), args)
+    return trainer
+
+
+def deal_before_training(tokens_per_rank: int) -> None:
+    """Have every Trainer of this process deal its documents when its training begins, if they are not dealt then."""
+    train = Trainer.train
+
+    @wraps(train)
+    def deal_and_train(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if shares_of(trainer.train_dataset) is None:
+            deal(trainer, tokens_per_rank)
+        return train(trainer, *args, **kwargs)
+
+    Trainer.train = deal_and_train  # type: ignore[method-assign, assignment]
+
+
+def _check_kind(trainer: Trainer) -> None:
+    """Refuse TRL's Trainers of other methods by name."""
+    bases = type(trainer).__mro__
+    of_trl = [base.__name__ for base in bases if base.__module__.partition(".")[0] == "trl"]
+    if of_trl and "SFTTrainer" not in of_trl:
+        raise UnsupportedError(
+            f"{of_trl[0]} trains on pairs, prompts or rewards rather than on documents, and a share is of documents. Train it "
+            'without hf_distca.deal: attn_implementation="distca" balances its batches as they are.'
+        )
+
+
+def _callback_of(trainer: Trainer, evaluation: bool) -> DistCACallback:
+    """The Trainer's callback, with its settings in force."""
+    callbacks = trainer.callback_handler.callbacks
+    callback = next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
+    if callback is None:
+        callback = DistCACallback()
+        trainer.add_callback(callback)
+    if evaluation:
+        callback.config = replace(callback.config or current_session().config, balance_evaluation=True)
+    callback.on_init_end(trainer.args, trainer.state, trainer.control)
+    return callback
+
+
+def _documents(trainer: Trainer, rows: Any) -> Any:
+    """Rows of one document each."""
+    if rows is None:
+        raise ConfigError(
+            f"evaluation=True, and this {type(trainer).__name__} has no eval_dataset: give it one, or leave it out."
+        )
+    names = getattr(rows, "column_names", None) or []
+    if not _PACKED & set(names):
+        return rows
+    with trainer.args.main_process_first(desc="taking packed rows apart"):
+        return rows.map(_take_apart, batched=True, remove_columns=list(names))
+
+
+def _take_apart(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The documents of a batch of packed rows, as a batch of rows."""
+    pairs = [
+        pair
+        for values in zip(*rows.values(), strict=True)
+        for pair in documents_of({name: value for name, value in zip(rows, values, strict=True) if value is not None})
+    ]
+    return {"input_ids": [tokens for tokens, _ in pairs], "labels": [labels for _, labels in pairs]}
+
+
+def _read_shares(trainer: Trainer, shares: Any) -> None:
+    """Make the Trainer read shares: one in each batch, in their order, and each rank for itself."""
+    args = trainer.args
+    trainer.train_dataset, trainer.data_collator = shares, PackingCollator()
+    args.per_device_train_batch_size = 1
+    set_batch_size(trainer, 1)
+    args.train_sampling_strategy = "sequential"
+    args.dataloader_in_order = True
+    loading = trainer.accelerator.dataloader_config
+    loading.split_batches = loading.dispatch_batches = False
+    if not hasattr(shares, "__len__"):
+        args.remove_unused_columns = False
+    if trainer.is_deepspeed_enabled:  # it was told of the batch size before
+        propagate_args_to_deepspeed(trainer.accelerator, args, auto_find_batch_size=True)  # type: ignore[no-untyped-call]
+
+
+def _say(lengths: IntArray, shares: Shares, accumulation: int) -> None:
+    dealing = shares.dealing
+    longer, spanning = int((lengths > dealing.tokens).sum()), int((lengths > dealing.tokens_per_rank).sum())
+    together = "" if accumulation == 1 else f", {accumulation} in each optimizer step"
+    say(
+        f"distca deals {len(lengths):,} documents of {lengths.sum():,} tokens, the longest of {lengths.max():,}, to "
+        f"{dealing.ranks} {'ranks' if dealing.ranks > 1 else 'rank'} with {dealing.tokens_per_rank:,} tokens each.\n"
+        f"An epoch has {len(shares.batches):,} global batches of {dealing.tokens:,} tokens{together}.\n"
+        f"Documents longer than a rank holds: {spanning:,}. Longer than a global batch, and therefore cut: {longer:,}."
+    )
+
+
+def _warn_if_cut(longest: int, args: Any) -> None:
+    limit = getattr(args, "max_length", None)
+    if limit is not None and longest == limit:
+        _log.warning(
+            "no document is longer than max_length=%d of %s: longer ones were cut before they were dealt. Set max_length=None "
+            "(and packing=False) to train on whole documents.",
+            limit,
+            type(args).__name__,
+        )

@@ -1,0 +1,243 @@
+"""`hf_distca.deal`: one line for a Trainer that is built, compared with one process under transformers' own attention."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, IterableDataset, disable_progress_bars
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+
+import hf_distca
+from pages import ROOT, words_of
+from ranks import RankPool
+from tiny_runs import COMMON, VOCABULARY, documents, losses, settings, tiny_llama
+
+LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
+TOKENS = 96  # of a global batch, on any number of ranks: two documents are longer
+STEPS = 6
+
+
+class Subclass(Trainer):
+    pass
+
+
+def rows(**columns: Any) -> Dataset:
+    return Dataset.from_dict({"input_ids": documents(*LENGTHS), **columns})
+
+
+def masks() -> list[list[int]]:
+    """The second half of each document is a target."""
+    return [[0] * (length // 2) + [1] * (length - length // 2) for length in LENGTHS]
+
+
+def packed() -> Dataset:
+    """The same documents, two in a row."""
+    ids = documents(*LENGTHS)
+    pairs = [(number, number + 1) for number in range(0, len(ids), 2)]
+    return Dataset.from_dict(
+        {
+            "input_ids": [ids[first] + ids[second] for first, second in pairs],
+            "seq_lengths": [[LENGTHS[first], LENGTHS[second]] for first, second in pairs],
+            "completion_mask": [masks()[first] + masks()[second] for first, second in pairs],
+        }
+    )
+
+
+def stream() -> IterableDataset:
+    return rows().to_iterable_dataset()
+
+
+# How a Trainer is made: its class, its data, changes of its arguments, and of what `deal` is told.
+CASES: dict[str, tuple[type[Trainer], Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
+    "plain": (Trainer, rows, {"seed": 3}, {}),
+    "larger batches before": (Trainer, rows, {"per_device_train_batch_size": 8, "data_seed": 5}, {}),
+    "targets of masks": (Trainer, lambda: rows(completion_mask=masks()), {}, {}),
+    "packed rows": (Trainer, packed, {}, {}),
+    "subclass, accumulation, whole documents": (Subclass, rows, {"gradient_accumulation_steps": 2}, {"fill": "whole"}),
+    "stream": (Trainer, stream, {"max_steps": 3}, {}),
+    "evaluation": (Trainer, rows, {"eval_strategy": "steps", "eval_steps": 2}, {"evaluation": True}),
+}
+
+
+def make(kind: type[Trainer], implementation: str, data: Any, changes: dict[str, Any]) -> Trainer:
+    disable_progress_bars()
+    arguments = {**COMMON, "output_dir": tempfile.gettempdir(), "max_steps": STEPS, "learning_rate": 1e-2, **changes}
+    return kind(tiny_llama(implementation), TrainingArguments(**arguments), train_dataset=data, eval_dataset=rows())
+
+
+def train(rank: int, ranks: int, implementation: str, name: str) -> list[float]:
+    hf_distca.configure(settings(cost_model="analytic"))
+    kind, data, changes, told = CASES[name]
+    trainer = make(kind, implementation, data(), changes)
+    assert hf_distca.deal(trainer, TOKENS // ranks, **told) is trainer
+    trainer.train()
+    return losses(trainer)
+
+
+@cache
+def one_process(name: str) -> list[float]:
+    return train(0, 1, "sdpa", name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_line_trains_as_one_process_does(rank_pool: Callable[[int], RankPool], name: str) -> None:
+    expected = one_process(name)
+    assert len(expected) >= 2 * min(STEPS, CASES[name][2].get("max_steps", STEPS))
+    assert rank_pool(2)(train, 2, "distca", name)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_masks_and_packing_change_nothing_but_what_they_should() -> None:
+    assert one_process("targets of masks") != pytest.approx(one_process("plain"), rel=1e-3)
+    assert one_process("packed rows") == pytest.approx(one_process("targets of masks"), rel=1e-6)
+
+
+def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = make(Trainer, "distca", rows(), {"gradient_accumulation_steps": 2})
+    hf_distca.deal(trainer, TOKENS)
+    said = [line for line in capfd.readouterr().err.splitlines() if "." in line][-3:]
+    assert said == [
+        "distca deals 10 documents of 642 tokens, the longest of 200, to 1 rank with 96 tokens each.",
+        "An epoch has 6 global batches of 96 tokens, 2 in each optimizer step.",
+        "Documents longer than a rank holds: 2. Longer than a global batch, and therefore cut: 2.",
+    ]
+    assert sum(isinstance(callback, hf_distca.DistCACallback) for callback in trainer.callback_handler.callbacks) == 1
+    with pytest.raises(hf_distca.ConfigError, match="dealt already"):
+        hf_distca.deal(trainer, TOKENS)
+
+
+def refuse(rank: int, changes: dict[str, Any]) -> str:
+    trainer = make(Trainer, "distca", rows(), changes)
+    trainer.compute_metrics = lambda prediction: {}
+    with pytest.raises(hf_distca.UnsupportedError) as refused:
+        hf_distca.deal(trainer, TOKENS // 2, evaluation=True)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, "hf_distca.deal for 2 ranks, and label_smoothing_factor=0.1"),
+        ({"average_tokens_across_devices": False}, "Set average_tokens_across_devices=True"),
+        ({}, 'label_names=["shift_labels"]'),
+    ],
+    ids=["smoothing", "average", "metrics"],
+)
+def test_what_it_would_compute_wrongly_is_refused_at_once(
+    rank_pool: Callable[[int], RankPool], changes: dict[str, Any], message: str
+) -> None:
+    for refused in rank_pool(2)(refuse, changes):
+        assert message in refused
+
+
+def test_nothing_to_deal() -> None:
+    with pytest.raises(hf_distca.ConfigError, match="train_dataset of this Trainer is None"):
+        hf_distca.deal(make(Trainer, "distca", None, {}), TOKENS)
+    trainer = make(Trainer, "distca", rows(), {})
+    trainer.eval_dataset = None
+    with pytest.raises(hf_distca.ConfigError, match="has no eval_dataset"):
+        hf_distca.deal(trainer, TOKENS, evaluation=True)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="0", eos_token="1")
+
+
+def texts() -> Dataset:
+    """Prompts and completions in words."""
+    halves = [(ids[: len(ids) // 2], ids[len(ids) // 2 :]) for ids in documents(*LENGTHS) if len(ids) > 1]
+    words = [(" ".join(map(str, prompt)), " ".join(map(str, completion))) for prompt, completion in halves]
+    return Dataset.from_dict({"prompt": [prompt for prompt, _ in words], "completion": [completion for _, completion in words]})
+
+
+# What `SFTConfig` says, and the data.
+TRL: dict[str, tuple[dict[str, Any], Callable[[], Dataset]]] = {
+    "prompt and completion": ({"max_length": None}, texts),
+    "packing": ({"max_length": 64, "packing": True}, texts),
+    "LoRA": ({"max_length": None}, texts),
+}
+
+
+def train_trl(rank: int, ranks: int, implementation: str, name: str) -> list[float]:
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    warnings.simplefilter("ignore", FutureWarning)  # TRL's own, of transformers' names
+    disable_progress_bars()
+    changes, data = TRL[name]
+    arguments = {**COMMON, "output_dir": tempfile.mkdtemp(), "max_steps": 4, "learning_rate": 1e-2, "bf16": False, **changes}
+    trainer = SFTTrainer(
+        tiny_llama(implementation),
+        SFTConfig(**arguments),
+        train_dataset=data(),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if name == "LoRA" else None,
+    )
+    hf_distca.deal(trainer, TOKENS // ranks).train()
+    return losses(trainer)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
+@pytest.mark.parametrize("name", TRL)
+def test_trl(rank_pool: Callable[[int], RankPool], name: str) -> None:
+    expected = train_trl(0, 1, "sdpa", name)
+    assert rank_pool(2)(train_trl, 2, "distca", name)[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
+def test_trl_trainers_of_other_methods_are_refused_by_name() -> None:
+    from trl import DPOConfig, DPOTrainer
+
+    pairs = Dataset.from_dict({"prompt": ["2 3"] * 2, "chosen": ["4 5"] * 2, "rejected": ["6"] * 2})
+    args = DPOConfig(**{**COMMON, "output_dir": tempfile.mkdtemp(), "bf16": False})
+    trainer = DPOTrainer(tiny_llama("distca"), tiny_llama("sdpa"), args=args, train_dataset=pairs, processing_class=tokenizer())
+    with pytest.raises(hf_distca.UnsupportedError, match="DPOTrainer trains on pairs, prompts or rewards"):
+        hf_distca.deal(trainer, TOKENS)
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {folders}
+from test_deal import COMMON, STEPS, rows, tiny_llama, losses
+from transformers import Trainer, TrainingArguments
+
+args = TrainingArguments(**{{**COMMON, "output_dir": {folder!r}, "max_steps": STEPS, "learning_rate": 1e-2, "seed": 3}})
+trainer = Trainer(tiny_llama(None), args, train_dataset=rows())
+trainer.train()
+if trainer.is_world_process_zero():
+    print("LOSSES", losses(trainer))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_script_without_a_changed_line(tmp_path: Path) -> None:
+    script, here = tmp_path / "train.py", Path(__file__).parent
+    script.write_text(SCRIPT.format(folders=[str(here), str(here.parent)], folder=str(tmp_path)))
+    config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
+    words = words_of("hf-distca run --attn-implementation distca --tokens-per-rank 16384 accelerate launch train.py")
+    program, *words = [str(TOKENS // 2) if word == "16384" else word for word in words]
+    folder = Path(sys.executable).parent
+    done = subprocess.run(
+        [str(folder / program), *words[:-1], "--config_file", config, words[-1]],
+        env=os.environ | {"PATH": os.pathsep.join([str(folder), os.environ["PATH"]])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "to 2 ranks with 48 tokens each" in done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("LOSSES"))
+    found = [float(number) for number in line.removeprefix("LOSSES [").removesuffix("]").split(",")]
+    assert found == pytest.approx(one_process("plain"), rel=1e-5)
