@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+import hf_distca
 from hf_distca.runtime.pingpong import run_nano_batches, take_turns
+from ranks import RankPool
+from tiny_runs import rows, settings, tiny_llama
 
 
 def inner(x: torch.Tensor, traced: list[bool]) -> torch.Tensor:
@@ -35,3 +40,18 @@ def test_attention_is_not_compiled_after_a_turn() -> None:
     x = torch.ones(4)
     assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
     assert traced == [False] * 4
+
+
+def two_forwards(rank: int) -> list[float]:
+    """The loss of a compiled model and of the same model; the group waits as long as that of the world does."""
+    hf_distca.configure(settings(ping_pong=True, timeout_seconds=None))
+    model = tiny_llama("distca")
+    torch._dynamo.reset()
+    batch = hf_distca.PackingCollator()(rows(2)[rank : rank + 1])
+    compiled = torch.compile(model, backend="eager")(**batch, use_cache=False)  # it makes the group
+    return [compiled.loss.item(), model(**batch, use_cache=False).loss.item()]
+
+
+def test_the_group_is_made_by_a_compiled_layer(rank_pool: Callable[[int], RankPool]) -> None:
+    for compiled, plain in rank_pool(2)(two_forwards):
+        assert compiled == pytest.approx(plain, rel=1e-6)

@@ -233,6 +233,7 @@ def _run(whole: Callable[..., Any], cut: NanoBatches, args: Any, kwargs: Any) ->
     return output
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at arguments and groups, and computes nothing
 def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> NanoBatches | None:
     """How to cut this call of a layer; None to run it whole."""
     flat = list(_flat((args, kwargs)))
