@@ -150,6 +150,7 @@ def _trainer(case: Case, folder: Path, output: str) -> tuple[list[float], Any, A
         **COMMON,
         "output_dir": output,
         "max_steps": case.steps,
+        "seed": 0,  # as document_shares has it, by which the loop shuffles
         "learning_rate": 1e-3,
         "gradient_accumulation_steps": case.accumulation,
         "gradient_checkpointing": case.checkpointing,
