@@ -272,12 +272,12 @@ def test_what_children_begin_with_lies_in_the_package(tmp_path: Path) -> None:
     child = "import os, sys, hf_distca.run as r; print(sys.was_customized, r.Options.read(sys.path), os.environ['PYTHONPATH'])"
     executable(tmp_path / "starts.sh", f'exec {sys.executable} -c "{child}"')
     before = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
-    options = ["--attn-implementation", "distca", "--no-summary", "--instead-of", "sdpa"]
+    options = ["--attn-implementation", "distca", "--no-summary", "--instead-of", "sdpa", "--tokens-per-rank", "64"]
     done = distca_run(*options, "./starts.sh", folder=tmp_path, TMPDIR=str(tmp_path / "none"), PYTHONPATH=before)
     package = Path(hf_distca.__file__).parent
     customized, begun = done.stdout.split(maxsplit=1)[0], done.stdout.partition(" ")[2]
     assert customized == "True", done.stderr
-    assert begun.startswith("Options(attn_implementation='distca', summary=False, instead_of='sdpa')")
+    assert begun.startswith("Options(attn_implementation='distca', summary=False, instead_of='sdpa', tokens_per_rank=64)")
     added = begun.split()[-1].removesuffix(before).rstrip(os.pathsep).split(os.pathsep)
     assert all(Path(path).is_relative_to(package) for path in added), added
 

@@ -82,9 +82,10 @@ def deal(
     assert shares is not None
     check_dealing(trainer, shares.dealing.ranks, evaluation)
     if evaluation:
-        make_whole, sets = partial(make, seed=None, fill="whole", longer=longer), trainer.eval_dataset
-        whole = {name: make_whole(_documents(trainer, rows)) for name, rows in sets.items()} if isinstance(sets, dict) else None
-        trainer.eval_dataset = make_whole(_documents(trainer, sets)) if whole is None else whole
+        make_whole = partial(make, seed=None, fill="whole", longer=longer)
+        given = trainer.eval_dataset
+        named = {name: make_whole(_documents(trainer, rows)) for name, rows in given.items()} if isinstance(given, dict) else None
+        trainer.eval_dataset = named or make_whole(_documents(trainer, given))
         args.per_device_eval_batch_size = 1
     _read_shares(trainer, dataset)
     if isinstance(shares, Shares) and trainer.is_world_process_zero():

@@ -208,7 +208,7 @@ def test_trl_trainers_of_other_methods_are_refused_by_name() -> None:
 SCRIPT = """
 import sys
 sys.path[:0] = {folders}
-from test_deal import COMMON, STEPS, rows, tiny_llama, losses
+from test_deal_trainer import COMMON, STEPS, rows, tiny_llama, losses
 from transformers import Trainer, TrainingArguments
 
 args = TrainingArguments(**{{**COMMON, "output_dir": {folder!r}, "max_steps": STEPS, "learning_rate": 1e-2, "seed": 3}})
