@@ -131,3 +131,13 @@ def test_messages_over_nccl_have_a_stream_of_high_priority(backend: str, monkeyp
         assert options is None
     else:
         assert (options.is_high_priority_stream, options._timeout) == (True, timedelta(seconds=9))
+
+
+def test_a_trainer_takes_another_batch_size_after_it_was_made(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    args = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=4, use_cpu=True, report_to=[])
+    trainer = Trainer(model, args, train_dataset=[{"input_ids": [1, 2]}] * 8)
+    borrowed.set_batch_size(trainer, 1)
+    assert len(trainer.get_train_dataloader()) == 8

@@ -148,6 +148,14 @@ def test_nothing_to_deal() -> None:
         hf_distca.deal(trainer, TOKENS, evaluation=True)
 
 
+def test_evaluation_sets_with_names_are_dealt_each() -> None:
+    trainer = make(Trainer, "distca", rows(), {})
+    trainer.eval_dataset = {"first": rows(), "second": rows(completion_mask=masks())}
+    hf_distca.deal(trainer, TOKENS, evaluation=True)
+    assert [name for name in trainer.evaluate() if name.endswith("_loss")] == ["eval_first_loss", "eval_second_loss"]
+    assert trainer.args.per_device_eval_batch_size == 1
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     words = models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0")
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="0", eos_token="1")

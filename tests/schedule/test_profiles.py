@@ -77,7 +77,7 @@ def test_what_is_no_profile_is_refused(change: dict[str, object]) -> None:
         Profile.from_json(json.dumps({**json.loads(PROFILE.to_json()), **change}))
 
 
-@pytest.mark.parametrize("name", ["name", "device", "processor", "date", "made_by", "versions", "kernel"])
+@pytest.mark.parametrize("name", ["name", "device", "processor", "date", "made_by", "versions", "kernel", "errors"])
 @pytest.mark.parametrize("value", [None, 5, [1], True, {"a": []}], ids=repr)
 def test_a_field_of_another_type_is_refused(name: str, value: object) -> None:
     data = json.loads(PROFILE.to_json())

@@ -28,11 +28,7 @@ def run(
     ] = None,
     tokens_per_rank: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Deal the documents of a Trainer, so many tokens to each rank.",
-            show_default=False,
-        ),
+        typer.Option(min=1, help="Deal the documents of a Trainer, so many tokens to each rank.", show_default=False),
     ] = None,
     summary: Annotated[bool, typer.Option(help="Print the balance at the end.")] = True,
 ) -> None:

@@ -100,7 +100,7 @@ def check_dealing(trainer: Trainer, ranks: int, evaluating: bool) -> None:
         *_wrong_model(trainer.model, ranks, "train without hf_distca.deal", whole),
         *(_wrong_evaluation(trainer) if evaluating and ranks > 1 else ()),
     )
-    _refuse(f"hf_distca.deal for {ranks} {'ranks' if ranks > 1 else 'rank'}", wrong)
+    _refuse(f"hf_distca.deal for {ranks} ranks", wrong)
 
 
 def _refuse(what: str, wrong: Sequence[str]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import Trainer
@@ -17,6 +17,7 @@ from hf_distca.data.collator import PackingCollator, documents_of
 from hf_distca.data.global_batches import Fill, Longer
 from hf_distca.data.reading import document_lengths
 from hf_distca.data.shares import Shares
+from hf_distca.data.streaming import StreamedShares
 from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.integration.callback import DistCACallback
 from hf_distca.integration.checks import check_dealing
@@ -78,20 +79,25 @@ def deal(
     if hasattr(documents, "__len__"):
         known = {"seed": seed, "lengths": document_lengths(documents, quiet=not trainer.is_world_process_zero())}
     dataset = make(documents, fill=fill, longer=longer, **known)
-    shares = shares_of(dataset)
-    assert shares is not None
+    shares = cast("Shares | StreamedShares", shares_of(dataset))
     check_dealing(trainer, shares.dealing.ranks, evaluation)
     if evaluation:
-        make_whole = partial(make, seed=None, fill="whole", longer=longer)
-        given = trainer.eval_dataset
-        named = {name: make_whole(_documents(trainer, rows)) for name, rows in given.items()} if isinstance(given, dict) else None
-        trainer.eval_dataset = named or make_whole(_documents(trainer, given))
-        args.per_device_eval_batch_size = 1
+        _deal_evaluation(trainer, partial(make, seed=None, fill="whole", longer=longer))
     _read_shares(trainer, dataset)
     if isinstance(shares, Shares) and trainer.is_world_process_zero():
         _say(known["lengths"], shares, args.gradient_accumulation_steps)
         _warn_if_cut(int(known["lengths"].max()), args)
     return trainer
+
+
+def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> None:
+    """Deal the evaluation set, or each one of several that have names."""
+    given = trainer.eval_dataset
+    if isinstance(given, dict):
+        trainer.eval_dataset = {name: make(_documents(trainer, rows)) for name, rows in given.items()}
+    else:
+        trainer.eval_dataset = make(_documents(trainer, given))
+    trainer.args.per_device_eval_batch_size = 1
 
 
 def deal_before_training(tokens_per_rank: int) -> None:
@@ -109,8 +115,7 @@ def deal_before_training(tokens_per_rank: int) -> None:
 
 def _check_kind(trainer: Trainer) -> None:
     """Refuse TRL's Trainers of other methods by name."""
-    bases = type(trainer).__mro__
-    of_trl = [base.__name__ for base in bases if base.__module__.partition(".")[0] == "trl"]
+    of_trl = [base.__name__ for base in type(trainer).__mro__ if base.__module__.partition(".")[0] == "trl"]
     if of_trl and "SFTTrainer" not in of_trl:
         raise UnsupportedError(
             f"{of_trl[0]} trains on pairs, prompts or rewards rather than on documents, and a share is of documents. Train it "
@@ -134,9 +139,7 @@ def _callback_of(trainer: Trainer, evaluation: bool) -> DistCACallback:
 def _documents(trainer: Trainer, rows: Any) -> Any:
     """Rows of one document each."""
     if rows is None:
-        raise ConfigError(
-            f"evaluation=True, and this {type(trainer).__name__} has no eval_dataset: give it one, or leave it out."
-        )
+        raise ConfigError(f"evaluation=True, and this {type(trainer).__name__} has no eval_dataset: give it one.")
     names = getattr(rows, "column_names", None) or []
     if not _PACKED & set(names):
         return rows
@@ -146,11 +149,8 @@ def _documents(trainer: Trainer, rows: Any) -> Any:
 
 def _take_apart(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """The documents of a batch of packed rows, as a batch of rows."""
-    pairs = [
-        pair
-        for values in zip(*rows.values(), strict=True)
-        for pair in documents_of({name: value for name, value in zip(rows, values, strict=True) if value is not None})
-    ]
+    features = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+    pairs = [pair for feature in features for pair in documents_of(feature)]
     return {"input_ids": [tokens for tokens, _ in pairs], "labels": [labels for _, labels in pairs]}
 
 

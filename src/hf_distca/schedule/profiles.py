@@ -167,6 +167,10 @@ class Profile:
             names = (profile.name, profile.device, profile.processor, *(rates.kernel for rates in profile.kernels))
             if not all(isinstance(text, str) for text in (*names, profile.date, profile.made_by, *profile.versions.values())):
                 raise TypeError("its names, date, versions and command must be texts")
+            links = [link for link in (profile.inside, profile.between) if link is not None]
+            errors = [rates.errors for rates in profile.kernels] + [rates.errors for rates in links]
+            if not all(isinstance(error, int | float) for by_name in errors for error in by_name.values()):
+                raise TypeError("its errors must be numbers")
             if type(profile.tile) is not int or not 1 <= profile.tile < _MOST:
                 raise ValueError(f"a tile of {profile.tile} rows: it must be from 1 to 2**31")
             return profile
@@ -200,9 +204,8 @@ class Profile:
 
 
 def _kernel_rates(row: dict[str, Any]) -> KernelRates:
-    costs = {direction: KernelCost.from_json(row[direction]) for direction in ("forward", "backward")}
-    rates = KernelRates(**{**row, **costs})
-    for cost in costs.values():
+    rates = KernelRates(**{**row, **{name: KernelCost.from_json(row[name]) for name in ("forward", "backward")}})
+    for cost in (rates.forward, rates.backward):
         if not (0 <= cost.task_seconds <= _MOST_SECONDS and min(cost.bytes_per_second, cost.flops_per_second) >= _LEAST_RATE):
             raise ValueError(f"{cost}: seconds must be from 0 to 1e6, rates positive, at least 1 a second")
     if not all(type(size) is int and 1 <= size < _MOST for size in (rates.element_bytes, rates.head_dim, rates.value_head_dim)):
