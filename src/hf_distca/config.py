@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from numbers import Real
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import yaml
 
 from hf_distca.errors import ConfigError
+from hf_distca.input_files import read_file
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.profiles import Profile
 
-__all__ = ["CostSource", "DistCAConfig", "KernelName"]
+__all__ = ["CostSource", "DistCAConfig", "KernelName", "is_built_in", "parse_values", "read_values", "split_settings"]
 
 KernelName = Literal["auto", "reference", "cpu", "cuda", "flash_attn", "flash_attn_3", "flash_attn_4"]
-CostSource = Literal["analytic", "calibrated"]
+_BUILT_IN_COSTS = ("analytic", "calibrated")
+if TYPE_CHECKING:
+    CostSource = str | Path | CostModel | Profile
+else:  # what can be written on a command line: HfArgumentParser, which reads this, takes a union for its other members
+    CostSource = str
 # Ranks of a group from which on a larger one gains next to nothing on documents with a long tail, while planning takes longer by
 # each of them; ranks that are too few for it; and what whole nodes have a multiple of, where they have 1, 2, 4 or 8 ranks.
 _MOST_RANKS, _FEWEST_RANKS, _WHOLE_NODES = 512, 256, 8
 _LONGEST_TIMEOUT = 366 * 86400.0  # seconds; what torch adds to it must fit in its clock
 
 # What numbers each field takes: their type, their range, and how an error says it.
-_NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+_Range = tuple[type, Callable[[Any], bool], str]
+_NUMBERS: dict[str, _Range] = {
     "tolerance": (Real, lambda value: 0 <= value < 1, "in [0, 1): it is a fraction of the mean, 0.01 is usual"),
     "min_gain": (Real, lambda value: 0 <= value < 1, "in [0, 1): it is a fraction of the slowest rank's seconds"),
     "tile": (int, lambda value: value >= 1, "at least 1; flash-attention kernels use 128"),
@@ -34,6 +45,7 @@ _NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
         f"in (0, {_LONGEST_TIMEOUT:g}], a year, or None for that of torch.distributed",
     ),
 }
+_TOKENS_PER_RANK: _Range = (int, lambda value: value >= 1, "at least 1, the tokens of a rank in a micro-batch")
 _OPTIONAL = ("max_transient_bytes", "group_size", "timeout_seconds")
 
 
@@ -55,8 +67,9 @@ class DistCAConfig:
             slice together.
         kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
         cost_model: ``"analytic"`` for built-in figures of the device type; ``"calibrated"`` to time the kernel on rank 0,
-            on batches of tasks, before the first plan (a few seconds on a CPU); a `Profile`, shipped or measured by
-            ``hf-distca profile``; or a `CostModel` of your own, whose shape is replaced by that of the layer at hand.
+            on batches of tasks, before the first plan (a few seconds on a CPU); the name of a shipped `Profile`, or the path
+            of one that ``hf-distca profile`` measured, which is read at once, or the `Profile` itself; or a `CostModel` of your
+            own, whose shape is replaced by that of the layer at hand.
         measured_rates: correct the cost model by what ranks measure while they train, give slower ranks less, and move less or
             nothing where exchanges turn out to take longer than they gain. Off, plans depend on the documents alone, as they
             do with a `CostModel` of your own, which is taken as it is.
@@ -89,7 +102,7 @@ class DistCAConfig:
     tile: int = 128
     head_groups: int = 8
     kernel: KernelName = "auto"
-    cost_model: CostSource | CostModel | Profile = "analytic"
+    cost_model: CostSource = "analytic"
     measured_rates: bool = True
     documents_span_ranks: bool = False
     balance_evaluation: bool = False
@@ -102,17 +115,26 @@ class DistCAConfig:
         for name in ("balance", "measured_rates", "documents_span_ranks", "balance_evaluation", "ping_pong"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
-        for name, (kind, in_range, expected) in _NUMBERS.items():
-            value: object = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            if isinstance(value, bool) or not isinstance(value, kind):
-                raise ConfigError(f"{name}={value!r} must be a {'whole number' if kind is int else 'number'}.")
-            if not in_range(value):
-                raise ConfigError(f"{name}={value} must be {expected}.")
-        _check_choice("kernel", self.kernel, get_args(KernelName))
-        if not isinstance(self.cost_model, CostModel | Profile):
-            _check_choice("cost_model", self.cost_model, get_args(CostSource))
+        for name, numbers in _NUMBERS.items():
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                _check_number(name, getattr(self, name), numbers)
+        if self.kernel not in get_args(KernelName):
+            raise ConfigError(f"kernel={self.kernel!r} must be one of {', '.join(map(repr, get_args(KernelName)))}.")
+        if not isinstance(self.cost_model, CostModel | Profile) and self.cost_model not in _BUILT_IN_COSTS:
+            object.__setattr__(self, "cost_model", _load_profile(self.cost_model))
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> DistCAConfig:
+        """The settings in a YAML or JSON file, which has names of fields and their values.
+
+        Args:
+            path: of the file; JSON if it ends in ``.json``, else YAML. A path of a profile in it starts from the current folder.
+
+        Raises:
+            ConfigError: in one line that begins with the file's name, if it cannot be read, a name is none of a field, in which
+                case the nearest one is named, or a value is out of range.
+        """
+        return cls(**split_settings(read_values(path), str(path), others=())[0])
 
     def group_ranks(self, ranks: int) -> int:
         """How many of `ranks` ranks, which could all share attention, do so in one group.
@@ -128,6 +150,81 @@ class DistCAConfig:
         return next((size for size in sizes if ranks % size == 0), ranks)
 
 
-def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{field}={value!r} must be one of {', '.join(map(repr, choices))}.")
+def read_values(path: str | Path) -> Any:
+    """What is in a YAML or JSON file; None if it is empty.
+
+    Raises:
+        ConfigError: in one line that begins with the file's name, if it cannot be read.
+    """
+    try:
+        text = read_file(Path(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}.") from error
+    return parse_values(text, str(path))
+
+
+def parse_values(text: str | bytes, source: str) -> Any:
+    """What a text says: JSON if the name of its source ends in ``.json``, else YAML.
+
+    Raises:
+        ConfigError: in one line that begins with `source`, if it is neither.
+    """
+    try:
+        return json.loads(text) if source.endswith(".json") else yaml.safe_load(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{source}: {' '.join(str(error).split())}") from error
+
+
+def split_settings(
+    values: Any, source: str, others: tuple[str, ...] = ("tokens_per_rank",)
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of `DistCAConfig` among names and values that a user wrote, and the values of `others`, which may stand beside them.
+
+    Args:
+        values: by name; None for none.
+        source: where they were written: a file, or a key in one. Errors begin with it.
+        others: names besides those of fields.
+
+    Raises:
+        ConfigError: in one line, if a name is neither, in which case the nearest one is named, or a field or ``tokens_per_rank``
+            is out of its range.
+    """
+    known, values = (*(field.name for field in fields(DistCAConfig)), *others), {} if values is None else values
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{source}: {values!r:.60} should be names and values of settings, such as `ping_pong: true`.")
+    for name in values:
+        if name not in known:
+            nearest = get_close_matches(str(name), known, 1, 0.0)[0]
+            raise ConfigError(f"{source}: there is no setting {name!r}; the nearest is {nearest!r}.")
+    settings = {name: value for name, value in values.items() if name not in others}
+    try:
+        if values.get("tokens_per_rank") is not None:
+            _check_number("tokens_per_rank", values["tokens_per_rank"], _TOKENS_PER_RANK)
+        DistCAConfig(**settings)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    return settings, {name: values[name] for name in others if name in values}
+
+
+def _check_number(name: str, value: Any, numbers: _Range) -> None:
+    kind, in_range, expected = numbers
+    if isinstance(value, bool) or not isinstance(value, kind):
+        text = " YAML takes 1e-2 for text: write 0.01 or 1.0e-2." if isinstance(value, str) else ""
+        raise ConfigError(f"{name}={value!r} must be a {'whole number' if kind is int else 'number'}.{text}")
+    if not in_range(value):
+        raise ConfigError(f"{name}={value} must be {expected}.")
+
+
+def is_built_in(source: object) -> bool:
+    """Whether a `cost_model` is known by its name, rather than by the path of a file."""
+    return source in (*_BUILT_IN_COSTS, *Profile.shipped())
+
+
+def _load_profile(source: Any) -> Profile:
+    expected = f"must be one of {', '.join(map(repr, _BUILT_IN_COSTS))}, a profile or a CostModel"
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"cost_model={source!r} {expected}.")
+    try:
+        return Profile.load(source)
+    except ConfigError as error:
+        raise ConfigError(f"cost_model={str(source)!r} {expected}: {error}") from error
