@@ -8,18 +8,21 @@ folder is part of the installed package, so that a process that outlives the run
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Literal, NamedTuple, NoReturn, cast
+from typing import Any, Literal, NamedTuple, NoReturn
+from urllib.parse import quote, unquote
 
-from hf_distca.register import when_imported, when_models_load
+from hf_distca.errors import ConfigError, DistCAError
+from hf_distca.register import check_stand_in, when_imported, when_models_load
 
-__all__ = ["Options", "begin", "find_command", "find_module", "run_command", "run_module"]
+__all__ = ["Options", "begin", "find_command", "find_module", "read_options", "run_command", "run_module"]
 
 _PYTHONPATH = "PYTHONPATH"
 _CHILD_START = str(Path(__file__).parent / "cli" / "child_start")
@@ -33,30 +36,80 @@ class Options(NamedTuple):
         summary: whether to print the balance at the end.
         instead_of: the attention that distca stands in for, None for none.
         tokens_per_rank: with which every Trainer deals its documents, as `hf_distca.deal` does; None for as they are.
+        settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None to leave that to the script.
     """
 
     attn_implementation: Literal["distca"] | None = None
     summary: bool = True
     instead_of: str | None = None
     tokens_per_rank: int | None = None
+    settings: Mapping[str, Any] | None = None
 
     def search_path(self) -> list[str]:
-        """What goes in front of ``PYTHONPATH``: the folder, and a name in it for each option, which `read` looks for."""
-        names = [f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults[name]]
-        return [_CHILD_START, *(os.path.join(_CHILD_START, name) for name in names)]  # noqa: PTH118
+        """What goes in front of ``PYTHONPATH``: the folder, and a name in it that holds the options, which `read` looks for."""
+        changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        return [_CHILD_START, os.path.join(_CHILD_START, quote(json.dumps(changed), safe=""))]  # noqa: PTH118
 
     @classmethod
     def read(cls, search_path: Sequence[str]) -> Options:
-        """The options in a search path that began with those of `search_path`; the first one of a name counts."""
+        """The options in a search path that began with those of `search_path`; the first value of a name counts."""
         names = [os.path.basename(path) for path in search_path if os.path.dirname(path) == _CHILD_START]  # noqa: PTH119, PTH120
-        values = dict(name.split("=", 1) for name in reversed(names) if "=" in name)
-        attention = cast("Literal['distca'] | None", values.get("attn_implementation"))
-        tokens = values.get("tokens_per_rank")
-        return cls(attention, "summary" not in values, values.get("instead_of"), None if tokens is None else int(tokens))
+        values: dict[str, Any] = {}
+        for name in reversed(names):
+            values |= json.loads(unquote(name))
+        return cls(**values)
+
+    def check(self) -> Options:
+        """The options, if they are some that a script can be run with.
+
+        Raises:
+            ConfigError, UnsupportedError: if they are not.
+        """
+        if self.attn_implementation not in (None, "distca"):
+            raise ConfigError(f"attn_implementation={self.attn_implementation!r} must be 'distca'.")
+        if not isinstance(self.summary, bool):
+            raise ConfigError(f"summary={self.summary!r} must be True or False.")
+        if self.instead_of is not None:
+            check_stand_in(self.instead_of)
+        return self
+
+
+def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Options:
+    """The options of a run, and settings with them.
+
+    Args:
+        file: YAML or JSON, with fields of `Options` and of `DistCAConfig`; None for no file.
+        changes: ``NAME=VALUE`` for the same names, which count more than the file.
+        given: fields of `Options`, which count most; None for those that are not given.
+
+    Raises:
+        ConfigError: in one line that says where it stands, if a name or value is wrong.
+        UnsupportedError: if distca stands in for no such attention.
+    """
+    options, settings = dict[str, Any](), dict[str, Any]()
+    if file is not None or changes:
+        from hf_distca.config import is_built_in, parse_values, read_values, split_settings
+
+        sources = {} if file is None else {str(file): read_values(file)}
+        sources["--set"] = parse_values("\n".join(change.replace("=", ": ", 1) for change in changes), "--set")
+        names = tuple(name for name in Options._fields if name != "settings")
+        for source, values in sources.items():
+            written, beside = split_settings(values, source, names)
+            try:
+                Options(**beside).check()
+            except DistCAError as error:
+                raise ConfigError(f"{source}: {error}") from error
+            options, settings = options | beside, settings | written
+        if not is_built_in(settings.get("cost_model", "analytic")):  # children may run in other folders
+            settings["cost_model"] = str(Path(settings["cost_model"]).absolute())
+    options |= {name: value for name, value in given.items() if value is not None}
+    return Options(**options, settings=settings or None).check()
 
 
 def begin(options: Options) -> None:
     """Set up this process."""
+    if options.settings is not None:
+        when_models_load(partial(_configure, options.settings))
     if options.attn_implementation is not None:
         when_models_load(_make_default)
     if options.instead_of is not None:
@@ -169,6 +222,13 @@ def _become(path: Path, arguments: Sequence[str], options: Options) -> NoReturn:
 
 def _python_path(options: Options) -> str:
     return os.pathsep.join([*options.search_path(), *filter(None, [os.environ.get(_PYTHONPATH)])])
+
+
+def _configure(settings: Mapping[str, Any]) -> None:
+    from hf_distca.config import DistCAConfig
+    from hf_distca.integration.session import configure
+
+    configure(DistCAConfig(**settings))
 
 
 def _stand_in(name: str) -> None:

@@ -7,8 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +20,7 @@ import hf_distca
 import scripts
 from hf_distca.cli import app
 from hf_distca.run import find_command, main
+from hf_distca.schedule.profiles import Profile
 from pages import ROOT, words_of
 
 SCRIPT = """
@@ -41,6 +45,10 @@ if __name__ == "__main__":
     trainer.train()
     seen = {"argv": sys.argv, "attention": trainer.model.config._attn_implementation, "world": arguments.world_size}
     seen["customized"] = hasattr(sys, "was_customized")
+    seen["tokens"] = [len(row["input_ids"]) for row in trainer.train_dataset]
+    if "hf_distca.integration.session" in sys.modules:
+        config = sys.modules["hf_distca.integration.session"].current_session().config
+        seen["settings"] = [config.balance, config.tolerance, getattr(config.cost_model, "name", None)]
     if arguments.process_index == 0:
         write(options.output, {**seen, "loss": trainer.state.log_history[-1]["train_loss"]})
 """
@@ -97,11 +105,14 @@ def test_under_a_launcher(script: Path, tmp_path: Path) -> None:
 def test_what_a_command_starts_afresh_runs_under_distca(script: Path, tmp_path: Path) -> None:
     """Real interpreters: ours, the command's, accelerate's launcher, two ranks. The script has no attention given."""
     starter = Path(__file__).with_name("starts_accelerate.py")
+    (tmp_path / "distca.yaml").write_text("tolerance: 0.1\ntokens_per_rank: 4\ncost_model: profile.json\n")
+    (tmp_path / "profile.json").write_text(Profile.load("xeon_1_thread").to_json())
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text("import sys\nsys.was_customized = True\n")
     program, *ours = words_of("hf-distca run --attn-implementation distca accelerate launch train.py")[:-3]
+    ours += words_of("hf-distca run --config distca.yaml accelerate launch train.py")[2:-3]
     command = [*ours, str(starter), config, str(script), "--output", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
@@ -115,8 +126,64 @@ def test_what_a_command_starts_afresh_runs_under_distca(script: Path, tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert (seen["world"], seen["attention"], seen["customized"]) == (2, "distca", True)
+    assert (seen["settings"], set(seen["tokens"])) == ([True, 0.1, "xeon_1_thread"], {4})
     assert done.stderr.count("micro-batches on 2 ranks") == 1, done.stderr
     assert "in kernel cpu" in done.stderr
+
+
+def test_a_file_has_settings_and_options_and_the_command_line_overrides_it(script: Path, tmp_path: Path) -> None:
+    """On two ranks of accelerate's, each of which reads the file."""
+    command = words_of("hf-distca run --config distca.yaml --set balance=false --tokens-per-rank 8192 accelerate launch train.py")
+    _, _, *ours, launcher, verb, _ = command
+    (script.parent / "distca.yaml").write_text("attn_implementation: distca\ntokens_per_rank: 3\ntolerance: 0.1\nbalance: true\n")
+    ours[ours.index("8192")] = "4"
+    config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
+    launch = [launcher, verb, "--config_file", config, "-m", "hf_distca.run"]
+    said = scripts.run([*launch, *ours, script.name, "--output", str(tmp_path)], script.parent)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert (seen["world"], seen["attention"]) == (2, "distca")
+    assert (seen["settings"], set(seen["tokens"])) == ([False, 0.1, None], {4})
+    assert "distca deals 4 documents of 32 tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("written", "words", "said"),
+    [
+        ("pingpong: true", [], "distca.yaml: there is no setting 'pingpong'; the nearest is 'ping_pong'."),
+        ("token_per_rank: 8", [], "distca.yaml: there is no setting 'token_per_rank'; the nearest is 'tokens_per_rank'."),
+        ("tokens_per_rank: many", [], "distca.yaml: tokens_per_rank='many' must be a whole number."),
+        ("attn_implementation: sdpa", [], "distca.yaml: attn_implementation='sdpa' must be 'distca'."),
+        ("instead_of: flex_attention", [], "distca.yaml: distca cannot stand in for 'flex_attention'"),
+        ("summary: 3", [], "distca.yaml: summary=3 must be True or False."),
+        ("tile: 8", ["--set", "tile=0"], "--set: tile=0 must be at least 1"),
+        ("tile: 8", ["--set", "tile"], "--set: 'tile' should be names and values"),
+        ("tile: 0", ["--set", "tile=8"], "distca.yaml: tile=0 must be at least 1"),
+        ("tile: 8", ["--tokens-per-rank", "0"], "--tokens-per-rank"),
+        (None, [], "distca.yaml: No such file or directory."),
+    ],
+)
+def test_wrong_settings_are_said_in_one_line_before_anything_starts(
+    written: str | None, words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("raise SystemExit('this has started')")
+    if written is not None:
+        Path("distca.yaml").write_text(written)
+    done = CliRunner().invoke(app, ["run", "--config", "distca.yaml", *words, "train.py"])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+    assert said in done.stderr
+
+
+def test_the_script_may_set_what_it_likes_itself(tmp_path: Path) -> None:
+    (tmp_path / "distca.yaml").write_text("tolerance: 0.1")
+    (tmp_path / "train.py").write_text(
+        "import hf_distca, transformers.modeling_utils\n"
+        "from hf_distca.integration.session import current_session\n"
+        "print(current_session().config.tolerance)\n"
+        "print(hf_distca.configure(hf_distca.DistCAConfig(tile=8)).tolerance)\n"
+    )
+    said = scripts.run([*words_of("python -m hf_distca.run"), "--config", "distca.yaml", "train.py"], tmp_path)
+    assert said.splitlines()[-2:] == ["0.1", "0.01"]
 
 
 @pytest.mark.parametrize("given", [[], ["--attn_implementation", "eager"]])
@@ -237,11 +304,16 @@ def test_a_module(tmp_path: Path) -> None:
         assert done.stdout.strip() == f"__main__ ['{package / file}', '-m', '--help']", done.stderr
 
 
-def test_an_error_of_the_script_is_told_by_the_script(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("open('no such file')")
+@pytest.mark.parametrize(
+    "wrong", ["open('no such file')", "raise EOFError('no more')", "raise BrokenPipeError(32, 'nobody reads')"]
+)
+def test_an_error_of_the_script_is_told_by_the_script(wrong: str, tmp_path: Path) -> None:
+    """Also one that stands for something else where command lines are parsed."""
+    (tmp_path / "script.py").write_text(wrong)
     done = distca_run("script.py", folder=tmp_path)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
+    assert wrong in done.stderr
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
@@ -264,6 +336,67 @@ def test_a_signal_ends_the_command_too(stop: signal.Signals, tmp_path: Path) -> 
     assert not list(temporary.iterdir())
 
 
+@pytest.mark.parametrize("module", [False, True])
+def test_an_interrupt_is_the_scripts(module: bool, tmp_path: Path) -> None:
+    """It can clean up, and what it leaves alone ends it."""
+    (tmp_path / "script.py").write_text(
+        "import time\ntry:\n    print('begun', flush=True)\n    time.sleep(100)\nfinally:\n    print('cleaned up', flush=True)\n"
+    )
+    words = ["-m", "script"] if module else ["script.py"]
+    heeding = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    command = [str(Path(sys.executable).with_name("hf-distca")), "run", *words]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, preexec_fn=heeding, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        said, error = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGINT  # as a shell says it
+    assert said == "cleaned up\n"
+    assert "time.sleep(100)" in error
+
+
+SLEEPER = """
+import os, time
+from pathlib import Path
+
+if __name__ == "__main__":
+    Path(os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(100)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_no_rank_of_a_launcher_behind(stop: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SLEEPER)
+    program, *ours = words_of("hf-distca run --config distca.yaml accelerate launch train.py")
+    (tmp_path / "distca.yaml").write_text("tile: 64")
+    ours[-1:-1] = ["--config_file", str(ROOT / "configs/accelerate/cpu_2_processes.yaml")]
+    heeding = partial(signal.signal, stop, signal.default_int_handler if stop == signal.SIGINT else signal.SIG_DFL)
+    command = [str(Path(sys.executable).with_name(program)), *ours]
+    ranks = [tmp_path / "0", tmp_path / "1"]
+    with subprocess.Popen(command, cwd=tmp_path, preexec_fn=heeding, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_for(lambda: all(rank.is_file() and rank.read_text() for rank in ranks), 90)
+            process.send_signal(stop)
+            assert process.wait(30) != 0
+            wait_for(lambda: not any(Path("/proc", rank.read_text()).exists() for rank in ranks), 10)
+        finally:
+            process.kill()
+            for rank in ranks:
+                if rank.is_file() and Path("/proc", rank.read_text() or "none").exists():
+                    os.kill(int(rank.read_text()), signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_what_children_begin_with_lies_in_the_package(tmp_path: Path) -> None:
     """Processes that outlive the run keep it in PYTHONPATH: it has to lie where nobody else can put something."""
     hidden = tmp_path / "hidden"
@@ -273,11 +406,14 @@ def test_what_children_begin_with_lies_in_the_package(tmp_path: Path) -> None:
     executable(tmp_path / "starts.sh", f'exec {sys.executable} -c "{child}"')
     before = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
     options = ["--attn-implementation", "distca", "--no-summary", "--instead-of", "sdpa", "--tokens-per-rank", "64"]
+    options += ["--set", "tile=64"]
     done = distca_run(*options, "./starts.sh", folder=tmp_path, TMPDIR=str(tmp_path / "none"), PYTHONPATH=before)
     package = Path(hf_distca.__file__).parent
     customized, begun = done.stdout.split(maxsplit=1)[0], done.stdout.partition(" ")[2]
     assert customized == "True", done.stderr
-    assert begun.startswith("Options(attn_implementation='distca', summary=False, instead_of='sdpa', tokens_per_rank=64)")
+    assert begun.startswith(
+        "Options(attn_implementation='distca', summary=False, instead_of='sdpa', tokens_per_rank=64, settings={'tile': 64})"
+    )
     added = begun.split()[-1].removesuffix(before).rstrip(os.pathsep).split(os.pathsep)
     assert all(Path(path).is_relative_to(package) for path in added), added
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from signal import SIGINT
 from typing import Annotated, Literal
 
 import typer
@@ -17,6 +20,12 @@ def run(
     ],
     arguments: Annotated[list[str] | None, typer.Argument(help="What it gets as its arguments.", show_default=False)] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module, as for `python -m`.")] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML or JSON file of settings and of these options.", show_default=False)
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting, before that of the file.")
+    ] = None,
     attn_implementation: Annotated[
         Literal["distca"] | None, typer.Option(help="Attention of models that are loaded without naming one.", show_default=False)
     ] = None,
@@ -30,7 +39,7 @@ def run(
         int | None,
         typer.Option(min=1, help="Deal the documents of a Trainer, so many tokens to each rank.", show_default=False),
     ] = None,
-    summary: Annotated[bool, typer.Option(help="Print the balance at the end.")] = True,
+    summary: Annotated[bool | None, typer.Option(help="Print the balance at the end.", show_default="summary")] = None,
 ) -> None:
     """Run a training script or command that does not import hf_distca, with "distca" registered.
 
@@ -38,22 +47,23 @@ def run(
     llamafactory-cli start one. Options of hf-distca stand before the script. Under a launcher of your own:
     accelerate launch -m hf_distca.run train.py --attn_implementation distca
     """
-    from hf_distca.errors import UnsupportedError
-    from hf_distca.register import check_stand_in
-    from hf_distca.run import Options, find_command, find_module, run_command, run_module
+    from hf_distca.errors import DistCAError
+    from hf_distca.run import find_command, find_module, read_options, run_command, run_module
 
-    options = Options(attn_implementation, summary, instead_of, tokens_per_rank)
-    path = None
+    path, given = None, {"attn_implementation": attn_implementation, "instead_of": instead_of}
     try:
-        if instead_of is not None:
-            check_stand_in(instead_of)
+        options = read_options(config, changes or [], **given, tokens_per_rank=tokens_per_rank, summary=summary)
         if module:
             find_module(script)
         else:
             path = find_command(script)
-    except (FileNotFoundError, UnsupportedError) as error:
+    except (DistCAError, FileNotFoundError) as error:
         fail(str(error))
-    if path is None:
-        run_module(script, arguments or [], options)
-    else:
-        run_command(path, arguments or [], options)
+    try:
+        if path is None:
+            run_module(script, arguments or [], options)
+        else:
+            run_command(path, arguments or [], options)
+    except (EOFError, KeyboardInterrupt, OSError) as error:  # of the script: typer ends in silence at some of them
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise SystemExit(128 + SIGINT if isinstance(error, KeyboardInterrupt) else 1) from None
