@@ -52,7 +52,7 @@ def profile(
 
     Under torchrun or accelerate launch, the ranks that were started exchange, inside a node and between nodes; with --ranks,
     processes on this machine do; else kernels alone are timed, and exchanges are estimated by built-in figures. Give the
-    file to --cost-model of plan and deal, and Profile.load(FILE) to DistCAConfig(cost_model=...).
+    file to --cost-model of plan and deal, and to DistCAConfig(cost_model=...).
     """
     with errors_in_one_line():
         from hf_distca.measure import machine_profile
