@@ -10,9 +10,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from datasets import Dataset
+from transformers import Trainer, TrainingArguments
 
 import forks
-from hf_distca import UnsupportedError
+import hf_distca
+from hf_distca import ConfigError, UnsupportedError
+from ranks import RankPool
+from tiny_runs import COMMON, documents, losses, tiny_llama
 
 
 def plugin() -> Any:
@@ -31,7 +36,6 @@ def train_under_its_name(result: Path) -> None:
     found = plugin()
     found.register(config)
     from hf_distca.integration.loading import distca_configs
-    from tiny_runs import tiny_llama
 
     model = tiny_llama(config["attn_implementation"])
     (callback,) = found.add_callbacks_pre_trainer(config, model)
@@ -51,11 +55,71 @@ def test_axolotl_trains_packed_samples_with_distca_under_a_name_that_it_takes(tm
         ({"attn_implementation": "eager"}, "attn_implementation: eager is not distca's"),
         ({}, "attn_implementation: None is not distca's"),
         ({"attn_implementation": "distca", "context_parallel_size": 2}, "context_parallel_size cuts sequences over ranks"),
+        ({"sample_packing": True, "distca": {"tokens_per_rank": 64}}, "sample_packing: true .* leave one of them out"),
     ],
 )
 def test_axolotl_is_told_what_distca_does_not_do(config: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedError, match=said):
         plugin().register(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"pingpong": True}, "distca: there is no setting 'pingpong'; the nearest is 'ping_pong'."),
+        ({"tokens_per_rank": 0}, "distca: tokens_per_rank=0 must be at least 1"),
+        (True, "distca: True should be names and values of settings"),
+    ],
+)
+def test_settings_in_axolotls_configuration_are_checked(settings: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plugin().register({"attn_implementation": "distca", "distca": settings})
+
+
+def test_axolotl_keeps_the_key_of_the_settings() -> None:
+    """It makes its own configuration class of those that plugins name."""
+    module, _, name = plugin().get_input_args().rpartition(".")
+    values = getattr(import_module(module), name)(distca={"ping_pong": True, "tokens_per_rank": 16384}).model_dump()
+    assert values == {"distca": {"ping_pong": True, "tokens_per_rank": 16384}}
+
+
+class LikeAxolotls(Trainer):
+    """Leaves out, as axolotl's does, what a loss over all ranks needs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+
+def train_dealt(rank: int, ranks: int, folder: str) -> tuple[list[float], hf_distca.DistCAConfig]:
+    """As axolotl calls its plugins, with the arguments that it gives a Trainer."""
+    config: dict[str, Any] = {"attn_implementation": "distca", "distca": {"tokens_per_rank": 96 // ranks, "tile": 8}}
+    found = plugin()
+    found.register(config)
+    model = tiny_llama(config["attn_implementation"])
+    of_axolotl = {"average_tokens_across_devices": False, "max_steps": 50, "num_train_epochs": 2, "learning_rate": 1e-2}
+    arguments = TrainingArguments(**{**COMMON, "output_dir": folder, **of_axolotl})
+    data = Dataset.from_dict({"input_ids": documents(200, 7, 33, 90, 64, 12, 150)})
+    callbacks = found.add_callbacks_pre_trainer(config, model)
+    trainer = LikeAxolotls(model, arguments, train_dataset=data, callbacks=callbacks)
+    found.post_trainer_create(config, trainer)
+    trainer.train()
+    return losses(trainer), callbacks[0].config
+
+
+def test_axolotl_deals_documents_with_the_settings_of_its_configuration(tmp_path: Path) -> None:
+    """On two ranks, one of whose documents is longer than a rank, as on one; for epochs, not the steps that axolotl counted."""
+    results = []
+    for ranks in (1, 2):
+        pool = RankPool(ranks)
+        try:
+            results.append(pool(train_dealt, ranks, str(tmp_path))[0])
+        finally:
+            pool.close()
+    (alone, config), (together, _) = results
+    assert len(alone) == 2 * 2 * 5
+    assert together == pytest.approx(alone, rel=1e-5)
+    assert config == hf_distca.DistCAConfig(tile=8)
 
 
 def load_as_verl_does(result: Path) -> None:

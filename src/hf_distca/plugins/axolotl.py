@@ -5,30 +5,57 @@ from __future__ import annotations
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel
+from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_distca.config import DistCAConfig, split_settings
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callback import DistCACallback
+from hf_distca.integration.deal_trainer import deal
 from hf_distca.integration.loading import STAND_INS, stand_in
 
-__all__ = ["DistCAPlugin"]
+__all__ = ["DistCAInput", "DistCAPlugin"]
 
 _FLASH = tuple(name for name in STAND_INS if name != "sdpa")
+
+
+class DistCAInput(BaseModel):
+    """The key that axolotl's configuration has with the plugin.
+
+    Attributes:
+        distca: fields of `DistCAConfig`, and ``tokens_per_rank``.
+    """
+
+    distca: dict[str, Any] | None = None
 
 
 class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is not installed
     """Makes distca the attention of axolotl's models, sample packing included, and logs the balance.
 
     Names of attention, and which of them sample packing works with, are closed lists in axolotl: distca stands in there for
-    flash_attention_2, and for the versions that axolotl puts in its place by itself.
+    flash_attention_2, and for the versions that axolotl puts in its place by itself. With ``distca: {tokens_per_rank: ...}``, it
+    deals the training set.
     """
+
+    def get_input_args(self) -> str:
+        """Where axolotl finds the key that the plugin adds."""
+        return f"{__name__}.{DistCAInput.__name__}"
 
     def register(self, cfg: dict[str, Any]) -> None:
         """Take the configuration before axolotl checks it.
 
         Raises:
+            ConfigError: if a name or value under ``distca`` is wrong.
             UnsupportedError: if it names an attention that distca does not stand in for, or a sequence is cut over ranks.
         """
+        settings, beside = split_settings(cfg.get("distca"), "distca")
+        self.config, self.tokens_per_rank = DistCAConfig(**settings), beside.get("tokens_per_rank")
+        if self.tokens_per_rank is not None and cfg.get("sample_packing"):
+            raise UnsupportedError(
+                "sample_packing: true packs samples of up to sequence_len tokens, and distca: {tokens_per_rank: "
+                f"{self.tokens_per_rank}}} fills ranks with documents of any length: leave one of them out."
+            )
         if (cfg.get("context_parallel_size") or 1) > 1:
             raise UnsupportedError(
                 "context_parallel_size cuts sequences over ranks, and distca would take the parts for documents: make "
@@ -45,5 +72,20 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is n
                 stand_in(name)
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[DistCACallback]:
-        """The callback that prepares the model and logs the balance."""
-        return [DistCACallback()]
+        """The callback that sets distca up, prepares the model and logs the balance."""
+        return [DistCACallback(self.config)]
+
+    def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
+        """Deal the training set, with ``tokens_per_rank``.
+
+        Raises:
+            UnsupportedError: as `hf_distca.deal`.
+        """
+        if self.tokens_per_rank is None:
+            return
+        # axolotl averages the loss rank by rank, and counts the steps of an epoch as its own batches would make them.
+        trainer.args.average_tokens_across_devices = True
+        trainer.model_accepts_loss_kwargs = getattr(trainer.accelerator.unwrap_model(trainer.model), "accepts_loss_kwargs", True)
+        if cfg.get("max_steps") is None:
+            trainer.args.max_steps = -1
+        deal(trainer, self.tokens_per_rank)
