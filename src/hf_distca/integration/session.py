@@ -328,8 +328,7 @@ def configure(
     if config is not None and not isinstance(config, DistCAConfig):
         raise ConfigError(f"configure() got {config!r}: give it a DistCAConfig, such as DistCAConfig(tolerance=0.02).")
     if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
-        given = f"configure() got group={group!r}: "
-        raise ConfigError(f"{given}give it a process group (torch.distributed.new_group) or a device mesh, or leave it out.")
+        raise ConfigError(f"configure() got group={group!r}: give it a process group (torch.distributed.new_group) or a mesh.")
     if instead_of is not None:
         from hf_distca.integration.loading import stand_in
 
