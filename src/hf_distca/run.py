@@ -108,12 +108,10 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
 
 def begin(options: Options) -> None:
     """Set up this process."""
-    if options.settings is not None:
-        when_models_load(partial(_configure, options.settings))
+    if options.settings is not None or options.instead_of is not None:
+        when_models_load(partial(_configure, options))
     if options.attn_implementation is not None:
         when_models_load(_make_default)
-    if options.instead_of is not None:
-        when_models_load(partial(_stand_in, options.instead_of))
     if options.tokens_per_rank is not None:
         when_imported("transformers.trainer", partial(_deal, options.tokens_per_rank))
     if options.summary:
@@ -224,17 +222,11 @@ def _python_path(options: Options) -> str:
     return os.pathsep.join([*options.search_path(), *filter(None, [os.environ.get(_PYTHONPATH)])])
 
 
-def _configure(settings: Mapping[str, Any]) -> None:
+def _configure(options: Options) -> None:
     from hf_distca.config import DistCAConfig
     from hf_distca.integration.session import configure
 
-    configure(DistCAConfig(**settings))
-
-
-def _stand_in(name: str) -> None:
-    from hf_distca.integration.loading import stand_in
-
-    stand_in(name)
+    configure(DistCAConfig(**(options.settings or {})), instead_of=options.instead_of)
 
 
 def _deal(tokens_per_rank: int) -> None:
