@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from signal import SIGINT
 from typing import Annotated, Literal
@@ -14,30 +15,25 @@ from hf_distca.cli.files import fail
 __all__ = ["run"]
 
 
+_option = partial(typer.Option, show_default=False)
+
+
 def run(
-    script: Annotated[
-        str, typer.Argument(help="A Python script, a command such as `trl`, or with -m a module.", show_default=False)
-    ],
+    script: Annotated[str, typer.Argument(help="A Python script, a command such as `trl`, or with -m a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="What it gets as its arguments.", show_default=False)] = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module, as for `python -m`.")] = False,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML or JSON file of settings and of these options.", show_default=False)
-    ] = None,
+    module: Annotated[bool, _option("-m", "--module", help="SCRIPT is the name of a module, as for `python -m`.")] = False,
+    config: Annotated[Path | None, _option(help="YAML or JSON file of settings and of these options.")] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting, before that of the file.")
+        list[str] | None, _option("--set", metavar="NAME=VALUE", help="A value instead of that in the file.")
     ] = None,
     attn_implementation: Annotated[
-        Literal["distca"] | None, typer.Option(help="Attention of models that are loaded without naming one.", show_default=False)
+        Literal["distca"] | None, _option(help="Attention of models that are loaded without naming one.")
     ] = None,
     instead_of: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Attention that distca stands in for, for scripts with a closed list.", show_default=False
-        ),
+        str | None, _option(metavar="NAME", help="Attention that models ask for and distca stands in for.")
     ] = None,
     tokens_per_rank: Annotated[
-        int | None,
-        typer.Option(min=1, help="Deal the documents of a Trainer, so many tokens to each rank.", show_default=False),
+        int | None, _option(min=1, help="Deal documents of a Trainer, so many tokens to each rank.")
     ] = None,
     summary: Annotated[bool | None, typer.Option(help="Print the balance at the end.", show_default="summary")] = None,
 ) -> None:
