@@ -14,7 +14,6 @@ from hf_distca.cli.files import fail
 
 __all__ = ["run"]
 
-
 _option = partial(typer.Option, show_default=False)
 
 
@@ -23,18 +22,12 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(help="What it gets as its arguments.", show_default=False)] = None,
     module: Annotated[bool, _option("-m", "--module", help="SCRIPT is the name of a module, as for `python -m`.")] = False,
     config: Annotated[Path | None, _option(help="YAML or JSON file of settings and of these options.")] = None,
-    changes: Annotated[
-        list[str] | None, _option("--set", metavar="NAME=VALUE", help="A value instead of that in the file.")
-    ] = None,
+    changes: Annotated[list[str] | None, _option("--set", metavar="NAME=VALUE", help="A value that overrides the file.")] = None,
     attn_implementation: Annotated[
         Literal["distca"] | None, _option(help="Attention of models that are loaded without naming one.")
     ] = None,
-    instead_of: Annotated[
-        str | None, _option(metavar="NAME", help="Attention that models ask for and distca stands in for.")
-    ] = None,
-    tokens_per_rank: Annotated[
-        int | None, _option(min=1, help="Deal documents of a Trainer, so many tokens to each rank.")
-    ] = None,
+    instead_of: Annotated[str | None, _option(metavar="NAME", help="Attention that distca stands in for.")] = None,
+    tokens_per_rank: Annotated[int | None, _option(min=1, help="Deal documents, so many tokens to each rank.")] = None,
     summary: Annotated[bool | None, typer.Option(help="Print the balance at the end.", show_default="summary")] = None,
 ) -> None:
     """Run a training script or command that does not import hf_distca, with "distca" registered.
