@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.metadata import version
@@ -28,13 +29,16 @@ __all__ = [
     "Announcement",
     "Announcements",
     "Common",
+    "Facts",
     "Figures",
     "PlanKey",
     "Request",
     "Stated",
     "agree",
     "check_equal",
+    "different_facts",
     "fingerprint",
+    "fingerprint_of",
     "layout_of",
     "room_for_figures",
 ]
@@ -48,6 +52,8 @@ _REQUEST = 4
 # What a rank measured of a plan: kernel nanoseconds, sent bytes, nanoseconds of exchanging, calls; `Measured.figures` says more.
 Figures = tuple[int, int, int, int]
 FIGURES = 4
+Facts = Mapping[str, str]  # what ranks must have in common: names and values
+_LONGEST_VALUE = 80  # characters of a fact in an error
 
 
 class Common(NamedTuple):
@@ -213,7 +219,10 @@ def agree(announced: Announcements, common: Common, group: AttentionGroup, place
     some = np.any(header[:, [_REQUESTS, _DEALT]] > 0, axis=1).astype(np.int64)  # a rank without has no costs to compare either
     check_equal(group, some, "batches to plan (0: none)", place, "give every rank as many micro-batches a step")
     if (header[:, _SETTINGS] != header[0, _SETTINGS]).any():
-        raise _settings_differ(common, group, place)
+        raise DistCADesyncError(
+            f"ranks have different settings (DistCAConfig, attention heads and widths, version) in {place}: "
+            f"{different_facts(group, _by_name(common))}; give every rank the same ones."
+        )
     shares = "give every rank its share of one data set"
     check_equal(group, header[:, _DEALT], "ways of loading batches (numbers that come with a share)", place, shares)
     stated = announced.stated()
@@ -276,29 +285,32 @@ def layout_of(stated: Stated) -> Layout:
 @lru_cache
 def fingerprint(common: Common) -> int:
     """A number that differs where what ranks must have in common does."""
-    return int.from_bytes(hashlib.sha256(_by_name(common).encode()).digest()[:7], "big")
+    return fingerprint_of(_by_name(common))
 
 
-def _by_name(common: Common) -> str:
-    """What ranks must have in common, as JSON of names and values."""
+def fingerprint_of(facts: Facts) -> int:
+    """A number of 60 bits that differs where facts do."""
+    return int(hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:15], 16)
+
+
+def _by_name(common: Common) -> Facts:
     values: dict[str, list[str]] = {"hf-distca": [version("hf-distca")]}
     for part in (common.config, *(part for cost in common.costs for part in (cost.shape, cost))):
         for name in (field.name for field in fields(part) if field.name not in ("shape", "name")):
             values.setdefault(name, []).append(repr(getattr(part, name)))
     values["dtype"] = list(common.dtypes)
-    return json.dumps({name: ", ".join(dict.fromkeys(parts)) for name, parts in values.items()})
+    return {name: ", ".join(dict.fromkeys(parts)) for name, parts in values.items()}
 
 
-def _settings_differ(common: Common, group: AttentionGroup, place: str) -> DistCADesyncError:
-    text = _by_name(common)
-    settings = [json.loads(said or "{}") for said in group.gather_text(text)]
-    different = [name for name in json.loads(text) if len({str(theirs.get(name)) for theirs in settings}) > 1]
-    by_name = "; ".join(
-        f"{name} is "
-        + ", ".join(f"{theirs.get(name)} on rank {rank}" for rank, theirs in zip(group.ranks, settings, strict=True))
-        for name in different
-    )
-    return DistCADesyncError(
-        f"ranks have different settings (DistCAConfig, attention heads and widths, version) in {place}: {by_name}; "
-        "give every rank the same ones."
-    )
+def different_facts(group: AttentionGroup, facts: Facts) -> str:
+    """The facts that differ between ranks, each value with the ranks that have it; all ranks tell theirs in one exchange."""
+    told: list[Facts] = [json.loads(text or "{}") for text in group.gather_text(json.dumps(facts))]
+    names = dict.fromkeys(name for rank_facts in told for name in rank_facts)
+    by_name = []
+    for name in names:
+        having: dict[str, list[str]] = {}
+        for rank, rank_facts in zip(group.ranks, told, strict=True):
+            having.setdefault(rank_facts.get(name, "unknown"), []).append(str(rank))
+        values = [f"{textwrap.shorten(v, _LONGEST_VALUE, placeholder=' ...')} on rank {', '.join(r)}" for v, r in having.items()]
+        by_name += [f"{name} is {', '.join(values)}"] if len(values) > 1 else []
+    return "; ".join(by_name)

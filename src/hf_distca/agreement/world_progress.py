@@ -61,19 +61,10 @@ class Costs(dict[Kind, CostModel]):
         self.dtypes: dict[Kind, str] = {}
         self._queue: deque[tuple[int, Sequence[Planned]]] = deque()
 
-    def of(self, key: PlanKey, *, trial: bool = False) -> CostModel:
-        """The cost model that a plan is made with, corrected by what was measured; `trial` as for `Rates.cost`."""
+    def of(self, key: PlanKey) -> CostModel:
+        """The cost model that a plan is made with now, corrected by what was measured."""
         kind = key.shape, key.device
-        return replace(self.rates.cost(kind, self[kind], trial=trial), window=key.window)
-
-    def of_plans(self, keys: Sequence[PlanKey]) -> list[CostModel]:
-        """Those that plans of these keys are made with now; those of a trial for the first micro-batch among them."""
-        trials = {kind for kind in dict.fromkeys((key.shape, key.device) for key in keys) if self.rates.begin_trial(kind)}
-        costs, seen = [], set[PlanKey]()
-        for key in keys:
-            costs.append(self.of(key, trial=(key.shape, key.device) in trials and key not in seen))
-            seen.add(key)
-        return costs
+        return replace(self.rates.cost(kind, self[kind]), window=key.window)
 
     def ranks(self, count: int, per_node: int | None = None) -> Ranks:
         """What the ranks of a group of so many are like, as far as it was measured."""

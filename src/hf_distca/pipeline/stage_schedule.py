@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from hf_distca.agreement.announce import Facts, fingerprint_of
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.errors import ConfigError, DistCAError, LayoutError
 from hf_distca.integration.session import current_session
 from hf_distca.pipeline.borrowed_pipelining import OneStageSchedule
 from hf_distca.pipeline.stage_ranks import (
-    Facts,
     StepRow,
     check_copies,
     check_settings,
@@ -30,7 +30,6 @@ from hf_distca.pipeline.stage_ranks import (
     check_steps,
     checksum,
     find_ranks,
-    fingerprint,
 )
 from hf_distca.pipeline.stages import Stage
 from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, StageAttention, TickCalls
@@ -205,7 +204,7 @@ class Schedule(OneStageSchedule):
             order = ticks(pipeline.depth, self.micro_batches, backward=self.trains)
             plans = TickPlans(order, pipeline, of_all, costs, self._session.config, name)
             facts, tied = {**self._facts(), **batch}, checksum(self.stage.unwrapped.tied_weight)
-            row = np.array(StepRow(way, fingerprint(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
+            row = np.array(StepRow(way, fingerprint_of(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
 
             def check(rows: Sequence[IntArray]) -> None:
                 check_steps(group, rows, facts, pipeline.copies, place)
