@@ -15,7 +15,7 @@ from hf_distca.schedule.layout import IntArray, as_integers, lengths_from_cu_seq
 if TYPE_CHECKING:
     from hf_distca.agreement.dealt import Dealt
 
-__all__ = ["Documents", "PackedDocuments", "PlansAhead", "TokenBatch"]
+__all__ = ["Documents", "PackedDocuments", "PlansAhead", "TokenBatch", "unknown_documents"]
 
 
 class PlansAhead:
@@ -148,7 +148,7 @@ class Documents:
                 "only where each lies on one rank."
             )
         lengths = [min(size, length - start) for length in self.rows[:, 2].tolist() for start in range(0, length, size)]
-        return replace(self, rows=_runs(np.array(lengths, dtype=np.int64)))
+        return replace(self, rows=unknown_documents(np.array(lengths, dtype=np.int64)))
 
     def cut(self, index: int) -> tuple[Documents, Documents]:
         """The documents before and from this index among batch * sequence; those that span ranks only between two runs."""
@@ -161,10 +161,10 @@ class Documents:
         rest = before < length
         context = before[rest & (before > 0)]  # of the document that the cut goes through, if there is one
         starts = np.concatenate([np.zeros_like(context), before[rest]])
-        second = _runs(np.concatenate([context, (length - before)[rest]]), starts)
+        second = unknown_documents(np.concatenate([context, (length - before)[rest]]), starts)
         keeps = (None, None) if self.keep is None else (self.keep[:tokens], self.keep[tokens:] - index)
         return (
-            replace(self, rows=_runs(before[before > 0]), keep=keeps[0]),
+            replace(self, rows=unknown_documents(before[before > 0]), keep=keeps[0]),
             replace(self, rows=second, keep=keeps[1], context=int(context.sum())),
         )
 
@@ -174,8 +174,8 @@ class Documents:
         return self.rows if self.spans else self.rows[:, 2]
 
 
-def _runs(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
-    """Rows as in `Documents` of runs whose documents are not known."""
+def unknown_documents(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
+    """Rows as in `Documents`, of runs of tokens whose documents are not known."""
     return np.stack([np.full_like(lengths, -1), np.zeros_like(lengths) if starts is None else starts, lengths], axis=1)
 
 
@@ -266,7 +266,7 @@ class TokenBatch:
         joined = ((step == 1) | (step == gap)) & (np.diff(row) == 0)
         begin = np.flatnonzero(np.concatenate([[True], ~joined])) if len(token) else np.zeros(0, np.int64)
         lengths = np.diff(np.append(begin, len(token)))
-        return Documents(_runs(lengths, position[begin] if span_ranks else None), span_ranks, keep)
+        return Documents(unknown_documents(lengths, position[begin] if span_ranks else None), span_ranks, keep)
 
     def _on_host(self) -> tuple[IntArray, IntArray | None]:
         """Flat positions and validity of every token, copied from the device in one go."""

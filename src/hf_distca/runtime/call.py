@@ -136,11 +136,6 @@ class Call:
         """Whether any rank moves anything, forward or backward."""
         return self.route.exchanges
 
-    @property
-    def last(self) -> Wave:
-        """The last wave."""
-        return self.route.waves[-1]
-
     def hand_on(self, tensors: Operands | Outputs | Saved | Grads, pending: Pending | None) -> None:
         """Hold this rank's own tensors and the exchange under way for the next autograd function."""
         self._handed = tensors, pending
@@ -176,13 +171,13 @@ class Call:
             home: in rows of head groups.
             dispatch: as `send_queries_and_keys` returned it.
         """
-        passing = self.last.passing
+        passing = self.route.waves[-1].passing
         if passing is None or dispatch is None:
             return dispatch
         came = self._arrived(dispatch, "dispatch")
         keys = zip(came[-_KEY_PARTS:], home.key_rows, strict=True)
         parts = [Part(passing.pick(sections, like), passing.keys) for sections, like in keys]
-        second = self._launch(self.last, parts, "relays' dispatch", dispatches=1)
+        second = self._launch(self.route.waves[-1], parts, "relays' dispatch", dispatches=1)
         second.before = came
         return second
 
