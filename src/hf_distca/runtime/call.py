@@ -18,11 +18,10 @@ import torch
 
 from hf_distca.kernels.base import Grads, Kernel, Operands, Outputs, Saved, Scores, TaskBatch
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.messages import Part, Pending, launch
+from hf_distca.runtime.messages import Part, Pending, joined, launch, put_rows, rows_of
 from hf_distca.runtime.meter import Mark, Meter, now
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import KeyRelay, Route, Wave
-from hf_distca.runtime.row_runs import joined, put_rows, rows_of
 
 __all__ = ["AttentionServer", "Call", "Inputs", "in_groups", "joined_groups"]
 
