@@ -63,10 +63,6 @@ class Scale:
     max_length: Annotated[int | None, typer.Option(help="Documents are cut off at this length.")] = None
     batches: Annotated[int, typer.Option(help="Global batches to predict; figures are means.")] = 10
     seed: Annotated[int, typer.Option(help="Seed of the drawn documents.")] = 0
-    jobs: Annotated[
-        int | None,
-        typer.Option(help="Processes that predict, where more than one pay.", show_default="one for each core"),
-    ] = None
 
     def setting(self) -> Setting:
         """The setting that options describe; options out of their ranges are refused."""
@@ -107,12 +103,10 @@ class Scale:
         from tqdm import tqdm
 
         from hf_distca.simulate.predict import simulate
-        from hf_distca.simulate.workers import cores
 
-        jobs = cores() if self.jobs is None else self.jobs
         total = max(self.batches, 0) * len(names)
         with tqdm(total=total, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:
-            return simulate(setting, documents, names, batches=self.batches, seed=self.seed, jobs=jobs, told=bar.update)
+            return simulate(setting, documents, names, batches=self.batches, seed=self.seed, told=bar.update)
 
 
 def _with_defaults(path: Path, kind: str) -> dict[str, object] | None:
