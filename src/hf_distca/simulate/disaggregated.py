@@ -98,8 +98,8 @@ def in_groups(
 ) -> list[Candidate]:
     """hf-distca: ranks of a large attention group share attention in smaller ones, each with documents of its own.
 
-    `place` says where documents of a micro-batch lie, as `given` does; `share` divides a micro-batch among so many groups, with so
-    many tokens each.
+    `place` says where documents of a micro-batch lie, as `given` does; `share` divides a micro-batch among so many groups, with
+    so many tokens each.
     """
     if ping_pong and setting.stages > 1:
         return []  # hf_distca.pipeline refuses it
