@@ -224,12 +224,10 @@ class Dealing:
         """
         if self.placement == "in order":
             return (in_order(lengths, self.ranks, self.tokens_per_rank),)
-        cost = next(iter(self.costs.values()))
+        what = lengths, self.ranks, self.tokens_per_rank, next(iter(self.costs.values()))
         if self.config.ping_pong:
-            return deal_nano_batches(
-                lengths, self.ranks, self.tokens_per_rank, cost, tile=self.config.tile, ranks_per_node=self.ranks_per_node
-            )
-        return (deal(lengths, self.ranks, self.tokens_per_rank, cost, tile=self.config.tile, ranks_per_node=self.ranks_per_node),)
+            return deal_nano_batches(*what, tile=self.config.tile, ranks_per_node=self.ranks_per_node)
+        return (deal(*what, tile=self.config.tile, ranks_per_node=self.ranks_per_node),)
 
     def share(self, lengths: IntArray, batch: tuple[int, int], rank: int, names: IntArray | None = None) -> PackedDocuments:
         """A rank's share of a global batch: its runs of tokens, with the layout and plans of all ranks.

@@ -53,13 +53,14 @@ class Costs(dict[Kind, CostModel]):
     Attributes:
         rates: what the measurements make of them.
         dtypes: of q, k and v that attention computes with now, by name.
+        queue: plans to learn from, with the number of the announcement that told their figures.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.rates = Rates()
         self.dtypes: dict[Kind, str] = {}
-        self._queue: deque[tuple[int, Sequence[Planned]]] = deque()
+        self.queue: deque[tuple[int, Sequence[Planned]]] = deque()
 
     def of(self, key: PlanKey) -> CostModel:
         """The cost model that a plan is made with now, corrected by what was measured."""
@@ -71,18 +72,14 @@ class Costs(dict[Kind, CostModel]):
         speeds = self.rates.ranks.speeds
         return Ranks(speeds if speeds is not None and len(speeds) == count else None, per_node)
 
-    def queue(self, number: int, plans: Sequence[Planned]) -> None:
-        """Take in plans whose figures the announcement of this number told, until `apply` learns from them."""
-        self._queue.append((number, plans))
-
     def apply(self, before: int, config: DistCAConfig) -> list[str]:
         """Correct rates by what announcements before this number told, and say in words what has changed.
 
         A rank may know of later ones that others do not know of yet; all must correct at one micro-batch.
         """
         changes: list[str] = []
-        while self._queue and self._queue[0][0] < before:
-            _, plans = self._queue.popleft()
+        while self.queue and self.queue[0][0] < before:
+            _, plans = self.queue.popleft()
             # What a user's own model says is meant as it is.
             if config.measured_rates and not isinstance(config.cost_model, CostModel):
                 changes += self._learn(plans, config)
@@ -150,13 +147,12 @@ class Progress:
         """As `Planner.announce`, under these settings."""
         self.drain(at_most=0)  # in the order in which micro-batches ran
         self._learn(self._met, config)
-        keys = [key for _, key in requests]
-        common, plans = self._common(keys, group, config), take_measured(self._unannounced, keys)
-        announcement = replace(self._announcement(group, common, plans), requests=requests)
-        announced = Announcements.read(group.gather(announcement.row(), doing=f"planning {place}"))
+        common, plans, announcement = self._announcement([key for _, key in requests], group, config)
+        row = replace(announcement, requests=requests).row()
+        announced = Announcements.read(group.gather(row, doing=f"planning {place}"))
         stated = agree(announced, common, group, place)
         self._unannounced[:0] = self._take_figures(plans, announced.measured)
-        self.costs.queue(self._met, plans)
+        self.costs.queue.append((self._met, plans))
         self._learn(self._met + 1, config)
         return stated
 
@@ -170,16 +166,13 @@ class Progress:
         self.drain(at_most=_MEETINGS)
         self._learn(self._met - _MEETINGS, config)
         self._met += 1
-        common, plans = self._common(keys, group, config), take_measured(self._unannounced, keys)
-        room = room_for_figures(group.most_numbers, dealt)  # what does not fit is announced later; on all ranks the same
-        self._unannounced[:0] = plans[room:]
-        announcement = replace(self._announcement(group, common, plans[:room]), dealt=dealt)
+        common, plans, announcement = self._announcement(keys, group, config, dealt)
 
         def compare(rows: Sequence[IntArray]) -> None:
             agree(Announcements.read(rows), common, group, place)
 
         meeting = group.gather_async(announcement.row(), doing=f"comparing shares of {place}", agree=compare)
-        self._meetings.append((meeting, plans[:room]))
+        self._meetings.append((meeting, plans))
 
     def drain(self, at_most: int) -> None:
         """Take what ranks measured from the meetings that are over; wait for them until at most so many are left."""
@@ -191,7 +184,7 @@ class Progress:
                 self._meetings.appendleft((meeting, plans))
                 return
             unfinished = self._take_figures(plans, Announcements.read(meeting.rows).measured)
-            self.costs.queue(self._met - len(self._meetings) - 1, plans)
+            self.costs.queue.append((self._met - len(self._meetings) - 1, plans))
             for planned in unfinished:
                 self._history.drop(planned.number)  # ranks are here at different times: they cannot announce it again together
 
@@ -208,18 +201,22 @@ class Progress:
         if all(len(other) == len(row) for other in rows):
             self._take_figures(plans, np.stack(rows).reshape(len(rows), -1, FIGURES))
 
-    def _common(self, keys: Sequence[PlanKey], group: AttentionGroup, config: DistCAConfig) -> Common:
-        """What ranks must have in common for plans of these keys, in an announcement that begins with it."""
+    def _announcement(
+        self, keys: Sequence[PlanKey], group: AttentionGroup, config: DistCAConfig, dealt: Sequence[int] = ()
+    ) -> tuple[Common, list[Planned], Announcement]:
+        """What ranks must have in common for plans of these keys, the measured plans, and the announcement of both."""
         self._rank = group.rank
         self._announced += 1
         kinds = dict.fromkeys((key.shape, key.device) for key in keys)
         dtypes = tuple(self.costs.dtypes[kind] for kind in kinds if kind in self.costs.dtypes)
-        return Common(config, tuple(dict.fromkeys(self.costs.of(key) for key in keys)), dtypes)
-
-    def _announcement(self, group: AttentionGroup, common: Common, plans: Sequence[Planned]) -> Announcement:
+        common = Common(config, tuple(dict.fromkeys(self.costs.of(key) for key in keys)), dtypes)
+        plans = take_measured(self._unannounced, keys)
+        if dealt:  # what does not fit is announced later; on all ranks the same
+            room = room_for_figures(group.most_numbers, dealt)
+            self._unannounced[:0], plans = plans[room:], plans[:room]
         exchanges = self._meter.dispatches + self._meter.returns - self._exchanges_before
         figures = [planned.own_figures for planned in plans]
-        return Announcement(self._announced, fingerprint(common), exchanges, group.checksum, figures)
+        return common, plans, Announcement(self._announced, fingerprint(common), exchanges, group.checksum, figures, dealt=dealt)
 
     def _take_figures(self, plans: Sequence[Planned], figures: IntArray) -> list[Planned]:
         """Take in the (ranks, plans, 4) figures of all ranks. Returns the plans with a kernel that still runs on some rank."""
