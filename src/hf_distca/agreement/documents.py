@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +15,7 @@ from hf_distca.schedule.layout import IntArray, as_integers, lengths_from_cu_seq
 if TYPE_CHECKING:
     from hf_distca.agreement.dealt import Dealt
 
-__all__ = ["Documents", "PackedDocuments", "PlansAhead", "TokenBatch", "unknown_documents"]
-
-
-class PlansAhead:
-    """Plans for a batch that were made before its forward, each to be taken once.
-
-    No dictionary and no dataclass: engines that move batches to a device copy those, with all that they hold.
-    """
-
-    def __init__(self, plans: Mapping[Any, Any] | None = None) -> None:
-        self._plans = dict(plans or {})
-
-    def take(self, kind: Any) -> Any:
-        """The plan of a kind, None if there is none."""
-        return self._plans.pop(kind, None)
+__all__ = ["Documents", "PackedDocuments", "TokenBatch", "unknown_documents"]
 
 
 class _Explained(type):
@@ -48,13 +34,14 @@ class PackedDocuments(metaclass=_Explained):
     """The documents of one rank's micro-batch as a host-side object, so that no rank has to read a device tensor.
 
     A collator puts it into the batch under the key ``distca_documents``; Trainer, accelerate and the model pass it on. It is no
-    dataclass: FSDP with mixed precision rebuilds those for every layer.
+    dataclass: FSDP with mixed precision rebuilds those for every layer, and engines that move batches to a device copy them, with
+    all that they hold.
 
     Args:
         lengths: tokens of each document (or of each part of one) in token order.
         starts: first document position of each, if documents span ranks; else None.
         documents: a number of each document that is the same on all ranks, if documents span ranks; else None.
-        ahead: plans that `plan_ahead` made.
+        ahead: plans that `plan_ahead` made, by their keys; each is taken out once.
         dealt: the whole global batch of which this is a rank's share.
 
     Raises:
@@ -68,18 +55,18 @@ class PackedDocuments(metaclass=_Explained):
         lengths: Sequence[int],
         starts: Sequence[int] | None = None,
         documents: Sequence[int] | None = None,
-        ahead: PlansAhead | None = None,
+        ahead: dict[Any, Any] | None = None,
         dealt: Dealt | None = None,
     ) -> None:
         self.lengths = _counts(lengths, "lengths")
         self.starts = None if starts is None else _counts(starts, "starts")
         self.documents = None if documents is None else _counts(documents, "documents")
-        self.ahead, self.dealt = ahead or PlansAhead(), dealt
+        self.ahead, self.dealt = {} if ahead is None else ahead, dealt
         spans = (self.starts, self.documents)
         if (self.starts is None) != (self.documents is None) or any(s is not None and len(s) != len(self.lengths) for s in spans):
             raise LayoutError(f"{self}: give starts and documents for each of the lengths, or neither.")
 
-    def planned(self, ahead: PlansAhead) -> PackedDocuments:
+    def planned(self, ahead: dict[Any, Any]) -> PackedDocuments:
         """The same documents with these plans."""
         return PackedDocuments(self.lengths, self.starts, self.documents, ahead, self.dealt)
 
@@ -135,7 +122,7 @@ class Documents:
     spans: bool = False
     keep: IntArray | None = None
     context: int = 0
-    ahead: PlansAhead = field(default_factory=PlansAhead)
+    ahead: dict[Any, Any] = field(default_factory=dict)
     dealt: Dealt | None = None
 
     def in_chunks(self, size: int | None) -> Documents:

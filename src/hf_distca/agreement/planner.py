@@ -114,7 +114,7 @@ class Planner:
         Raises:
             LayoutError: if a share is not for this rank of this group.
         """
-        plans: list[Planned | None] = [documents.ahead.take(key) for documents, key in requests]
+        plans: list[Planned | None] = [documents.ahead.pop(key, None) for documents, key in requests]
         ahead = [planned for planned in plans if planned is not None and planned.config == self.config]
         if len(ahead) == len(requests):
             return ahead
