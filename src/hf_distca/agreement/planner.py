@@ -215,9 +215,9 @@ class Planner:
 
     def _jobs(self, keys: Iterable[PlanKey], size: int, per_node: int | None) -> list[PlanJob]:
         """What plans of these keys are made with now, for a group of this size."""
-        ranks = self.costs.ranks(size, per_node)
+        ranks, costs = self.costs.ranks(size, per_node), [(key, self.costs.of(key)) for key in keys]
         # Layers that are left whole hide nothing, whatever the settings are.
-        return [PlanJob(key, self.costs.of(key), replace(self.config, ping_pong=key.nano > 0), ranks) for key in keys]
+        return [PlanJob(k, cost, replace(self.config, ping_pong=k.nano > 0), ranks.seen_by(cost)) for k, cost in costs]
 
 
 def _compare(plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:
