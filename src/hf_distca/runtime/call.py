@@ -166,9 +166,7 @@ class Call:
     def pass_on_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
         """Where keys are relayed, wait for the dispatch and send those on that this rank is the relay of.
 
-        Args:
-            home: in rows of head groups.
-            dispatch: as `send_queries_and_keys` returned it.
+        `home` is in rows of head groups.
         """
         passing = self.route.waves[-1].passing
         if passing is None or dispatch is None:

@@ -79,15 +79,12 @@ class AttentionGroup:
     ) -> AttentionGroup:
         """The group of these ranks, as `create` makes it; the one made before, if no rank has left it.
 
-        Every member asks at the same point, as for `create`. Communicators cost threads and connections, and torch cannot replace
-        one by another of the same ranks.
+        Every member asks at the same point, as for `create`, with the same errors. Communicators cost threads and connections,
+        and torch cannot replace one by another of the same ranks.
 
         Args:
             members, timeout_seconds: as for `create`. Groups that wait differently are different groups.
             size: ranks of a group, where these are cut into several: the first so many, the next, and so on.
-
-        Raises:
-            ConfigError, DistCADesyncError: as `create`.
         """
         world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
         for key in [key for key in _made if key[0] is not world]:  # torch.distributed has stopped or started since
@@ -192,16 +189,7 @@ class AttentionGroup:
         return Meeting(*self._start_gathering(row), agree, self.watch, doing)
 
     def all_to_all(self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str) -> torch.Tensor:
-        """Send rows of a CPU tensor to every rank.
-
-        Args:
-            sent: rows for rank 0, then those for rank 1, and so on.
-            send, receive: rows to and from each rank.
-            doing: for errors.
-
-        Returns:
-            The rows from rank 0, then those from rank 1, and so on.
-        """
+        """Send rows of a CPU tensor to every rank, so many to each and from each. Both tensors have them in rank order."""
         if self.control is None or self.watch is None:
             return sent
         received = sent.new_empty((sum(receive), *sent.shape[1:]))

@@ -254,13 +254,8 @@ class Pending:
 def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | None = None, name: str | None = None) -> Pending:
     """Start an exchange. Every rank of the channel must launch the same exchanges in the same order; None is a group of one.
 
-    The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive nothing.
-
-    Args:
-        channel: where the messages travel.
-        parts: what travels.
-        formats: formats made before for parts with these rows; a new one is added.
-        name: what the exchange is, for errors.
+    The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive nothing. A format that is not
+    among `formats`, made before for parts with these rows, is added; `name` says what the exchange is, for errors.
     """
     formats = {} if formats is None else formats
     kinds = tuple((part.rows, part.row_bytes) for part in parts)

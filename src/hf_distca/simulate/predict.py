@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,6 @@ __all__ = ["Prediction", "best_alternative", "best_of", "ideal_seconds", "predic
 
 # A strategy that skips more than this part of the attention trains on other documents: it is shown, and not compared.
 _SKIPPED = 0.01
-_MEANS = (
-    *("step_seconds", "idle_share", "exposed_share", "hidden_seconds", "exposed_seconds"),
-    *("weight_exposed_seconds", "attention_share"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +153,16 @@ def simulate(
 def _mean(steps: list[Prediction]) -> Prediction:
     degrees = [step.degree for step in steps]
     total = sum(step.tokens_per_second * step.step_seconds for step in steps)
-    means: dict[str, Any] = {name: float(np.mean([getattr(step, name) for step in steps])) for name in _MEANS}
-    return replace(
-        steps[0],
-        **means,
-        peak_bytes=max(step.peak_bytes for step in steps),
-        fits=all(step.fits for step in steps),
-        most_tokens=max(step.most_tokens for step in steps),
-        degree=max(set(degrees), key=degrees.count),
-        tokens_per_second=total / sum(step.step_seconds for step in steps),
-    )
+    names = [field.name for field in fields(Prediction) if field.type == "float"]
+    means: dict[str, Any] = {name: float(np.mean([getattr(step, name) for step in steps])) for name in names}
+    others = {
+        "peak_bytes": max(step.peak_bytes for step in steps),
+        "fits": all(step.fits for step in steps),
+        "most_tokens": max(step.most_tokens for step in steps),
+        "degree": max(set(degrees), key=degrees.count),
+        "tokens_per_second": total / sum(step.step_seconds for step in steps),
+    }
+    return replace(steps[0], **{**means, **others})
 
 
 def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
