@@ -57,13 +57,7 @@ _LONGEST_VALUE = 80  # characters of a fact in an error
 
 
 class Common(NamedTuple):
-    """What ranks must have in common.
-
-    Attributes:
-        config: the settings.
-        costs: the cost models that they plan with.
-        dtypes: of what they send. Messages are bytes, and dtypes of one size look the same in them.
-    """
+    """What ranks must have in common: settings, cost models, and dtypes, as those of one size look the same in messages."""
 
     config: DistCAConfig
     costs: tuple[CostModel, ...]

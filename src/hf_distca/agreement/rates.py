@@ -26,7 +26,7 @@ from hf_distca.agreement.planned import Observation
 from hf_distca.schedule.cost import CostModel, FloatArray, KernelCost
 from hf_distca.schedule.ranks import ALIKE, Ranks
 
-__all__ = ["Correction", "Rates", "kernel_factors"]
+__all__ = ["Correction", "Rates"]
 
 _WARM_UP = 2  # micro-batches that make buffers and caches
 _ENOUGH = 4  # micro-batches for a change
@@ -91,11 +91,7 @@ class _Fitted:
 
 
 class Rates:
-    """Corrections by attention shape, and what the ranks are like.
-
-    Attributes:
-        ranks: their speeds.
-    """
+    """Corrections by attention shape, and the speeds of the `ranks`."""
 
     def __init__(self) -> None:
         self.ranks: Ranks = ALIKE
@@ -212,18 +208,13 @@ def _speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> 
 
 
 def _factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
-    parts = np.concatenate([sample.parts / speeds[:, None] for sample in samples])
-    return kernel_factors(parts, np.concatenate([sample.kernel for sample in samples]))
+    """(3,) factors >= 0 on the seconds of tasks, bytes and flops, on ranks of these speeds.
 
-
-def kernel_factors(parts: FloatArray, taken: FloatArray, pull: float = _PULL) -> FloatArray:
-    """(3,) factors >= 0 on the parts: least squares on relative errors, with a pull of each towards the common factor.
-
-    Args:
-        parts: (measurements, 3) seconds of tasks, bytes and flops by a cost model.
-        taken: (measurements,) seconds measured; those of 0 or less are left out.
-        pull: per measurement. A part whose share of all seconds is below the square root of it hardly has a factor of its own.
+    They are least squares on relative errors, with a pull of each towards the common factor. A part whose share of all seconds is
+    below the square root of the pull hardly has a factor of its own.
     """
+    parts = np.concatenate([sample.parts / speeds[:, None] for sample in samples])
+    taken = np.concatenate([sample.kernel for sample in samples])
     use = (taken > 0) & (parts.sum(axis=1) > 0)
     if not use.any():
         return np.ones(3)
@@ -231,8 +222,8 @@ def kernel_factors(parts: FloatArray, taken: FloatArray, pull: float = _PULL) ->
     common = float(np.median(1 / scaled.sum(axis=1)))
     scaled = scaled * common  # factors are about 1 from here on
     rows = len(scaled)
-    products = [[_sum(scaled[:, i] * scaled[:, j]) + pull * rows * (i == j) for j in range(3)] for i in range(3)]
-    wanted = [_sum(scaled[:, i]) + pull * rows for i in range(3)]
+    products = [[_sum(scaled[:, i] * scaled[:, j]) + _PULL * rows * (i == j) for j in range(3)] for i in range(3)]
+    wanted = [_sum(scaled[:, i]) + _PULL * rows for i in range(3)]
     factors = [1.0, 1.0, 1.0]
     for _ in range(100):
         for i in range(3):

@@ -53,14 +53,12 @@ class Costs(dict[Kind, CostModel]):
     Attributes:
         rates: what the measurements make of them.
         dtypes: of q, k and v that attention computes with now, by name.
-        queue: plans to learn from, with the number of the announcement that told their figures.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.rates = Rates()
         self.dtypes: dict[Kind, str] = {}
-        self.queue: deque[tuple[int, Sequence[Planned]]] = deque()
 
     def of(self, key: PlanKey) -> CostModel:
         """The cost model that a plan is made with now, corrected by what was measured."""
@@ -72,22 +70,11 @@ class Costs(dict[Kind, CostModel]):
         speeds = self.rates.ranks.speeds
         return Ranks(speeds if speeds is not None and len(speeds) == count else None, per_node)
 
-    def apply(self, before: int, config: DistCAConfig) -> list[str]:
-        """Correct rates by what announcements before this number told, and say in words what has changed.
-
-        A rank may know of later ones that others do not know of yet; all must correct at one micro-batch.
-        """
+    def learn(self, plans: Sequence[Planned], config: DistCAConfig) -> list[str]:
+        """Correct rates by what was measured of each micro-batch and kind of layer, and say in words what has changed."""
         changes: list[str] = []
-        while self.queue and self.queue[0][0] < before:
-            _, plans = self.queue.popleft()
-            # What a user's own model says is meant as it is.
-            if config.measured_rates and not isinstance(config.cost_model, CostModel):
-                changes += self._learn(plans, config)
-        return changes
-
-    def _learn(self, plans: Sequence[Planned], config: DistCAConfig) -> list[str]:
-        """Learn from each micro-batch and kind of layer, in order of first use."""
-        changes: list[str] = []
+        if not config.measured_rates or isinstance(config.cost_model, CostModel):  # a user's own model is meant as it is
+            return changes
         together: dict[tuple[int, PlanKey], list[Planned]] = {}
         for plan in plans:
             together.setdefault((plan.number, plan.key._replace(nano=0)), []).append(plan)
@@ -124,6 +111,7 @@ class Progress:
         self._rank = self._announced = self._met = self._flushed = 0
         self._used: set[PlanKey] = set()  # in this micro-batch
         self._unannounced: list[Planned] = []  # in the order of use; the same plans on all ranks
+        self._measured: deque[tuple[int, Sequence[Planned]]] = deque()  # with the numbers of the announcements that told figures
         self._meetings: deque[tuple[Meeting, list[Planned]]] = deque()  # with the plans whose measurements they tell
 
     def number_of(self, keys: Iterable[PlanKey]) -> int:
@@ -152,7 +140,7 @@ class Progress:
         announced = Announcements.read(group.gather(row, doing=f"planning {place}"))
         stated = agree(announced, common, group, place)
         self._unannounced[:0] = self._take_figures(plans, announced.measured)
-        self.costs.queue.append((self._met, plans))
+        self._measured.append((self._met, plans))
         self._learn(self._met + 1, config)
         return stated
 
@@ -184,7 +172,7 @@ class Progress:
                 self._meetings.appendleft((meeting, plans))
                 return
             unfinished = self._take_figures(plans, Announcements.read(meeting.rows).measured)
-            self.costs.queue.append((self._met - len(self._meetings) - 1, plans))
+            self._measured.append((self._met - len(self._meetings) - 1, plans))
             for planned in unfinished:
                 self._history.drop(planned.number)  # ranks are here at different times: they cannot announce it again together
 
@@ -226,7 +214,11 @@ class Progress:
         return [planned for planned in plans if not planned.is_measured]
 
     def _learn(self, before: int, config: DistCAConfig) -> None:
-        """Correct rates by what meetings told before this one, and say so."""
-        for change in self.costs.apply(before, config):
-            if self._rank == 0:
-                _log.info("measured up to micro-batch %d: %s; plans are made accordingly", self.number, change)
+        """Correct rates by what announcements before this number told, and say so.
+
+        A rank may know of later ones that others do not know of yet; all must correct at one micro-batch.
+        """
+        while self._measured and self._measured[0][0] < before:
+            for change in self.costs.learn(self._measured.popleft()[1], config):
+                if self._rank == 0:
+                    _log.info("measured up to micro-batch %d: %s; plans are made accordingly", self.number, change)

@@ -114,11 +114,7 @@ class GlobalBatches:
         return {**self.__dict__, "_epoch": None}  # it is made faster than it travels
 
     def pieces(self, epoch: int, number: int) -> Pieces:
-        """What makes a global batch.
-
-        Raises:
-            IndexError: if there is no such batch.
-        """
+        """What makes a global batch; an `IndexError` if there is no such batch."""
         if not 0 <= number < len(self):
             raise IndexError(f"global batch {number} of {len(self)}")
         if self._epoch is None or self._epoch[0] != epoch:

@@ -229,11 +229,7 @@ def _in_order(documents: Any, values: Any) -> Any:
 
 
 def length_of(document: Any, column: str, number: int) -> int:
-    """Tokens of document number `number`, a row with the column or the tokens themselves; 0 of a missing one.
-
-    Raises:
-        LayoutError: if it is no such document.
-    """
+    """Tokens of a document, a row with the column or the tokens themselves; 0 of a missing one. `number` is for errors."""
     if hasattr(document, "keys"):
         if column not in document:
             raise LayoutError(f"document {number} has no {column!r}, only {', '.join(map(repr, document))}.")
