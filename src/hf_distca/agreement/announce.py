@@ -26,6 +26,7 @@ from hf_distca.schedule.layout import IntArray, Layout
 
 __all__ = [
     "FIGURES",
+    "HEADER",
     "Announcement",
     "Announcements",
     "Common",
@@ -36,18 +37,17 @@ __all__ = [
     "Stated",
     "agree",
     "check_equal",
-    "different_facts",
+    "check_facts",
     "fingerprint",
     "fingerprint_of",
     "layout_of",
-    "room_for_figures",
 ]
 
 # A row holds these numbers, the figures of each measured plan, and then each plan that is asked for: (spans, nano-batch,
 # whether there is context, documents) and its documents. A document is its length, or its row where documents span ranks. Of
 # shares of dealt batches, only what tells whether they belong together: numbers of the batch, the rank, and digests of its plans.
 _COUNT, _SETTINGS, _EXCHANGES, _CHECKSUM, _REQUESTS, _MEASURED, _DEALT = range(7)
-_HEADER = 7
+HEADER = 7
 _REQUEST = 4
 # What a rank measured of a plan: kernel nanoseconds, sent bytes, nanoseconds of exchanging, calls; `Measured.figures` says more.
 Figures = tuple[int, int, int, int]
@@ -93,10 +93,8 @@ class Announcement:
     Attributes:
         count: announcements so far.
         settings: fingerprint of what ranks must have in common.
-        exchanges: dispatches and returns so far.
-        checksum: of the layers that they were for.
-        figures: of measured plans.
-        requests: the plans that are asked for.
+        exchanges, checksum: dispatches and returns so far, and a checksum of the layers that they were for.
+        figures, requests: of measured plans, and which plans are asked for.
         dealt: of a share: epoch and number of the global batch, rank, and digests of its documents and of each plan.
     """
 
@@ -162,26 +160,26 @@ class Announcements:
         numbers = np.concatenate(rows)
         sizes = np.fromiter(map(len, rows), np.int64, len(rows))
         offsets = np.cumsum(sizes) - sizes
-        return cls(numbers[offsets[:, None] + np.arange(_HEADER)], numbers, offsets)
+        return cls(numbers[offsets[:, None] + np.arange(HEADER)], numbers, offsets)
 
     @property
     def measured(self) -> IntArray:
         """(ranks, measured plans, 4) figures. Ranks must have announced equally many."""
         plans = int(self.header[0, _MEASURED])
-        columns = self.offsets[:, None] + np.arange(_HEADER, _HEADER + FIGURES * plans)
+        columns = self.offsets[:, None] + np.arange(HEADER, HEADER + FIGURES * plans)
         measured: IntArray = self.numbers[columns].reshape(len(self.offsets), plans, FIGURES)
         return measured
 
     @property
     def dealt(self) -> IntArray:
         """(ranks, numbers) that tell whether shares belong together. Ranks must have announced equally many."""
-        first = self.offsets + _HEADER + FIGURES * self.header[:, _MEASURED]
+        first = self.offsets + HEADER + FIGURES * self.header[:, _MEASURED]
         dealt: IntArray = self.numbers[first[:, None] + np.arange(int(self.header[0, _DEALT]))]
         return dealt
 
     def stated(self) -> list[Stated]:
         """The documents for each plan that all ranks ask for."""
-        begin = self.offsets + _HEADER + FIGURES * self.header[:, _MEASURED] + self.header[:, _DEALT]
+        begin = self.offsets + HEADER + FIGURES * self.header[:, _MEASURED] + self.header[:, _DEALT]
         requests = []
         for _ in range(int(self.header[:, _REQUESTS].min())):
             spans, nano, context, count = self.numbers[begin[:, None] + np.arange(_REQUEST)].T
@@ -192,11 +190,6 @@ class Announcements:
             requests.append(Stated(spans, nano, context, count, numbers.reshape(-1, 3) if spans.all() else numbers))
             begin = begin + sizes
         return requests
-
-
-def room_for_figures(numbers: int, dealt: Sequence[int]) -> int:
-    """How many measured plans fit into an announcement of a share of so many numbers."""
-    return (numbers - _HEADER - len(dealt)) // FIGURES
 
 
 def agree(announced: Announcements, common: Common, group: AttentionGroup, place: str) -> list[Stated]:
@@ -212,11 +205,8 @@ def agree(announced: Announcements, common: Common, group: AttentionGroup, place
     check_equal(group, header[:, _COUNT], "numbers of plans asked for", place, forwards)
     some = np.any(header[:, [_REQUESTS, _DEALT]] > 0, axis=1).astype(np.int64)  # a rank without has no costs to compare either
     check_equal(group, some, "batches to plan (0: none)", place, "give every rank as many micro-batches a step")
-    if (header[:, _SETTINGS] != header[0, _SETTINGS]).any():
-        raise DistCADesyncError(
-            f"ranks have different settings (DistCAConfig, attention heads and widths, version) in {place}: "
-            f"{different_facts(group, _by_name(common))}; give every rank the same ones."
-        )
+    settings = f"ranks have different settings (DistCAConfig, attention heads and widths, version) in {place}"
+    check_facts(group, header[:, _SETTINGS], _facts_of(common), settings, "; give every rank the same ones.")
     shares = "give every rank its share of one data set"
     check_equal(group, header[:, _DEALT], "ways of loading batches (numbers that come with a share)", place, shares)
     stated = announced.stated()
@@ -279,7 +269,7 @@ def layout_of(stated: Stated) -> Layout:
 @lru_cache
 def fingerprint(common: Common) -> int:
     """A number that differs where what ranks must have in common does."""
-    return fingerprint_of(_by_name(common))
+    return fingerprint_of(_facts_of(common))
 
 
 def fingerprint_of(facts: Facts) -> int:
@@ -287,7 +277,8 @@ def fingerprint_of(facts: Facts) -> int:
     return int(hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:15], 16)
 
 
-def _by_name(common: Common) -> Facts:
+@lru_cache
+def _facts_of(common: Common) -> Facts:
     values: dict[str, list[str]] = {"hf-distca": [version("hf-distca")]}
     for part in (common.config, *(part for cost in common.costs for part in (cost.shape, cost))):
         for name in (field.name for field in fields(part) if field.name not in ("shape", "name")):
@@ -296,8 +287,14 @@ def _by_name(common: Common) -> Facts:
     return {name: ", ".join(dict.fromkeys(parts)) for name, parts in values.items()}
 
 
-def different_facts(group: AttentionGroup, facts: Facts) -> str:
-    """The facts that differ between ranks, each value with the ranks that have it; all ranks tell theirs in one exchange."""
+def check_facts(group: AttentionGroup, fingerprints: IntArray, facts: Facts, what: str, remedy: str) -> None:
+    """Compare facts by their fingerprints, one of each rank. Only where these differ, ranks tell theirs, in one exchange.
+
+    Raises:
+        DistCADesyncError: if facts differ; names each of them, and each value with the ranks that have it.
+    """
+    if (fingerprints == fingerprints[0]).all():
+        return
     told: list[Facts] = [json.loads(text or "{}") for text in group.gather_text(json.dumps(facts))]
     names = dict.fromkeys(name for rank_facts in told for name in rank_facts)
     by_name = []
@@ -307,4 +304,4 @@ def different_facts(group: AttentionGroup, facts: Facts) -> str:
             having.setdefault(rank_facts.get(name, "unknown"), []).append(str(rank))
         values = [f"{textwrap.shorten(v, _LONGEST_VALUE, placeholder=' ...')} on rank {', '.join(r)}" for v, r in having.items()]
         by_name += [f"{name} is {', '.join(values)}"] if len(values) > 1 else []
-    return "; ".join(by_name)
+    raise DistCADesyncError(f"{what}: {'; '.join(by_name)}{remedy}")

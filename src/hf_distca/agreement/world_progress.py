@@ -15,6 +15,7 @@ import numpy as np
 
 from hf_distca.agreement.announce import (
     FIGURES,
+    HEADER,
     Announcement,
     Announcements,
     Common,
@@ -23,7 +24,6 @@ from hf_distca.agreement.announce import (
     Stated,
     agree,
     fingerprint,
-    room_for_figures,
 )
 from hf_distca.agreement.history import History
 from hf_distca.agreement.planned import Planned, observed, take_measured
@@ -200,7 +200,7 @@ class Progress:
         common = Common(config, tuple(dict.fromkeys(self.costs.of(key) for key in keys)), dtypes)
         plans = take_measured(self._unannounced, keys)
         if dealt:  # what does not fit is announced later; on all ranks the same
-            room = room_for_figures(group.most_numbers, dealt)
+            room = (group.most_numbers - HEADER - len(dealt)) // FIGURES
             self._unannounced[:0], plans = plans[room:], plans[:room]
         exchanges = self._meter.dispatches + self._meter.returns - self._exchanges_before
         figures = [planned.own_figures for planned in plans]

@@ -86,11 +86,9 @@ class GlobalBatches:
         counts = as_integers(lengths, "lengths of documents")
         if len(counts) and counts.min() < 0:
             raise LayoutError(f"document {int(counts.argmin())} has length {counts.min()}: lengths are at least 0.")
-        self.tokens, self.seed, self.fill = tokens, seed, fill
-        self._whole = fill == "whole"
+        self.tokens, self.seed, self._whole = tokens, seed, fill == "whole"
         self._document = np.flatnonzero(counts)
-        self._start = np.zeros_like(self._document)
-        self._length = counts[self._document]
+        self._start, self._length = np.zeros_like(self._document), counts[self._document]
         self._meet_longer(longer, quiet)
         total = int(self._length.sum())
         if not total or (not self._whole and total < tokens):
@@ -103,8 +101,8 @@ class GlobalBatches:
             self._packed, self._offsets = _packed_whole(self._length, self._shuffled(len(self._length), 0), tokens, quiet=quiet)
             self._count = len(self._offsets) - 1
             if not quiet:
-                part = 1 - total / (self._count * tokens)
-                _log.info("%d global batches of whole documents, %.2f %% of them padding.", self._count, 100 * part)
+                padding = 100 * (1 - total / (self._count * tokens))
+                _log.info("%d global batches of whole documents, %.2f %% of them padding.", self._count, padding)
         self._epoch: tuple[int, IntArray, IntArray] | None = None
 
     def __len__(self) -> int:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_distca.agreement.announce import Facts, check_equal, different_facts, fingerprint_of
+from hf_distca.agreement.announce import Facts, check_equal, check_facts, fingerprint_of
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
@@ -41,6 +41,10 @@ __all__ = [
     "find_ranks",
 ]
 
+_SAME = (
+    ". Give all ranks the same model, settings and micro-batches, or shares of one data set in one order, and call the same of "
+    "Schedule.step and Schedule.eval, train() and eval() on all of them."
+)
 _TOKENS = 16  # of the forward in which a stage's kinds of attention are found
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -101,7 +105,7 @@ def find_ranks(stage: Stage, session: Session, facts: Facts) -> tuple[Pipeline, 
     """
     group = AttentionGroup.of(_members(stage, session), timeout_seconds=session.config.timeout_seconds)
     fingerprints = group.gather(np.array([fingerprint_of(facts)]), doing="comparing the models of the pipeline stages")
-    _check_facts(group, [int(row[0]) for row in fingerprints], facts, "the first step")
+    check_facts(group, np.concatenate(fingerprints), facts, "ranks do not run the same in the first step", _SAME)
     check_settings(session.config, group)
     with group.reporting(f"looking at the attention of stage {stage.stage_index}"):
         kinds, dtype = _find_kinds(stage, session)
@@ -247,7 +251,7 @@ def check_steps(group: AttentionGroup, rows: Sequence[IntArray], facts: Facts, c
             "of them, or on none."
         )
     steps = [StepRow(*row.tolist()) for row in rows]
-    _check_facts(group, [step.facts for step in steps], facts, place)
+    check_facts(group, np.array([step.facts for step in steps]), facts, f"ranks do not run the same in {place}", _SAME)
     arguments = "give document_shares the same documents, seed and other arguments on every rank"
     documents, plans = (np.array(column) for column in zip(*((step.documents, step.plans) for step in steps), strict=True))
     check_equal(group, documents, "documents in the same global batch (as checksums)", place, arguments)
@@ -255,17 +259,6 @@ def check_steps(group: AttentionGroup, rows: Sequence[IntArray], facts: Facts, c
         members = {rank: step for rank, step, its_copy in zip(group.ranks, steps, copies, strict=True) if its_copy == copy}
         _check_copy(members, facts, place)
     check_equal(group, plans, "plans (as digests)", place, "use one version of hf_distca and numpy")
-
-
-def _check_facts(group: AttentionGroup, fingerprints: Sequence[int], facts: Facts, place: str) -> None:
-    """Raises `DistCADesyncError` with the names and values of facts that differ, if fingerprints of all ranks do."""
-    if len(set(fingerprints)) == 1:
-        return
-    raise DistCADesyncError(
-        f"ranks do not run the same in {place}: {different_facts(group, facts)}. Give all ranks the same model, settings and "
-        "micro-batches, or shares of one data set in one order, and call the same of Schedule.step and Schedule.eval, train() "
-        "and eval() on all of them."
-    )
 
 
 def _check_copy(steps: Mapping[int, StepRow], facts: Facts, place: str) -> None:
