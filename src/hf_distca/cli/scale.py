@@ -92,21 +92,17 @@ class Scale:
         full = self.checkpointing == "auto" and peak_bytes(setting, self.tokens_per_rank) > device.memory_bytes
         return replace(setting, checkpointing="full") if full else setting
 
-    def documents(self) -> DocumentSource:
-        """Where lengths come from."""
-        from hf_distca.cli.lengths import documents_of
-
-        return documents_of(self.lengths, self.column, self.max_length)
-
-    def predictions(self, setting: Setting, documents: DocumentSource, names: list[str]) -> list[Prediction]:
-        """Predict these strategies, with a progress bar if it takes over a second."""
+    def predicted(self, names: list[str]) -> tuple[Setting, DocumentSource, list[Prediction]]:
+        """The setting, the documents, and these strategies with both, with a progress bar if it takes over a second."""
         from tqdm import tqdm
 
+        from hf_distca.cli.lengths import documents_of
         from hf_distca.simulate.predict import simulate
 
+        setting, documents = self.setting(), documents_of(self.lengths, self.column, self.max_length)
         total = max(self.batches, 0) * len(names)
         with tqdm(total=total, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:
-            return simulate(setting, documents, names, batches=self.batches, seed=self.seed, told=bar.update)
+            return setting, documents, simulate(setting, documents, names, batches=self.batches, seed=self.seed, told=bar.update)
 
 
 def _with_defaults(path: Path, kind: str) -> dict[str, object] | None:
