@@ -13,6 +13,7 @@ the speedup if both may also do without pipelines and accumulate gradients. The 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
@@ -34,7 +35,6 @@ from hf_distca.simulate.models import find_model
 from hf_distca.simulate.predict import Prediction, ideal_seconds, simulate
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.timelines import linear_seconds
-from hf_distca.simulate.workers import cores
 from machine import describe
 from output import add_json_option, put_out
 from published_planner import PUBLISHED as PUBLISHED_PLANNER
@@ -271,7 +271,7 @@ def main() -> None:
         "--batches", type=int, default=10, help="global batches of each setting, with pipelines a tenth (default: %(default)s)"
     )
     parser.add_argument("--rows", type=int, nargs="+", help="numbers of settings, from 0; all if left out")
-    parser.add_argument("--jobs", type=int, default=cores(), help="processes that predict (default: one for each core)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that predict (default: one for each core)")
     add_json_option(parser)
     arguments = parser.parse_args()
     chosen = PAPER if arguments.rows is None else [PAPER[row] for row in arguments.rows]

@@ -153,7 +153,7 @@ def reading(tmp_path: Path) -> list[tuple[str, list[str | Path], Path]]:
     file = tmp_path / "file.json"
     placement = as_file(tmp_path / "placement.json", PLACEMENT)
     runs = {name: write_record(tmp_path / name, some_rows()) for name in ("traced", "recorded")}
-    scale = ["simulate", "--ranks", "2", "--strategy", "packed", "--batches", "1", "--jobs", "1", "--lengths"]
+    scale = ["simulate", "--ranks", "2", "--strategy", "packed", "--batches", "1", "--lengths"]
     return [
         ("placement", ["plan", file], file),
         ("lengths", ["deal", file, "--ranks", "2", "--tokens-per-rank", "64"], file),

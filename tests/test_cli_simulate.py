@@ -170,7 +170,6 @@ def test_bad_lengths(tmp_path: Path, content: object, message: str) -> None:
         (("--lengths", "equal:1", "--ranks", 65536, "--tokens-per-rank", 2**28), "would hold over 33554432 of these documents"),
         (("--ranks-per-node", 0), "ranks_per_node=0"),
         (("--seed", -1), "seed=-1"),
-        (("--jobs", 0), "jobs=0 must be a whole number from 1 to 1024"),
         (("--lengths", "none.parquet"), "none.parquet: No such file"),
         (("--ranks", "many"), "Invalid value for '--ranks'"),
         (("--sharding", "some"), "is not one of 'auto', 'fsdp', 'zero1', 'ddp'. See"),

@@ -20,8 +20,7 @@ from gpu_models import Packed, stack
 from gpu_setting import Setting, seconds_of
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.channel import Channel
-from hf_distca.runtime.messages import Part, launch
-from hf_distca.runtime.row_runs import Rows, Run
+from hf_distca.runtime.messages import Part, Rows, Run, launch
 from hf_distca.runtime.watch import Watch
 from hf_distca.schedule.cost import AttentionShape, CostModel
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.utils import _apply_to_tensors
 
 import hf_distca
-from hf_distca.agreement.documents import PackedDocuments, PlansAhead, TokenBatch
+from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.errors import LayoutError
 from hf_distca.integration.handle import AttentionHandle
 
@@ -29,7 +29,7 @@ def test_packed_documents_are_values_that_travel_to_workers_and_back() -> None:
         assert hash(other) == hash(packed)
     assert packed != PackedDocuments((3, 4))
     assert "lengths=(3, 4)" in repr(packed)
-    assert packed.planned(PlansAhead()) == packed
+    assert packed.planned({}) == packed
 
 
 def test_packed_documents_without_a_number_of_each_are_refused() -> None:
@@ -63,7 +63,7 @@ PADDING = torch.tensor([[True] * 6 + [False] * 2])
 )
 @pytest.mark.parametrize("given", ["packed", "cu_seq_lens"])
 def test_documents_that_are_given_decide_beside_padding(given: str, lengths: tuple[int, ...], kept: list[int]) -> None:
-    ahead = PlansAhead()
+    ahead = {}
     packed, bounds = PackedDocuments(lengths, ahead=ahead), torch.tensor([0, *lengths]).cumsum(0)
     found = TokenBatch(1, 8, **{given: packed if given == "packed" else bounds}, padding=PADDING).documents()
     assert found.rows.tolist() == [[-1, 0, length] for length in kept]

@@ -13,7 +13,7 @@ from stand_ins import MadeUpGroup
 
 from hf_distca.agreement import planner as planner_module
 from hf_distca.agreement.announce import PlanKey
-from hf_distca.agreement.documents import Documents, PackedDocuments, PlansAhead, TokenBatch
+from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
@@ -89,7 +89,7 @@ def test_plans_made_ahead_are_taken_once_and_only_under_the_same_settings() -> N
     ours, group = planner(), MadeUpGroup(2)
     for other_settings in (False, True):
         (planned,) = ours.plan([(documents(96), KEY)], group)
-        batch = replace(documents(96), ahead=PlansAhead({KEY: planned}))
+        batch = replace(documents(96), ahead={KEY: planned})
         if other_settings:
             ours.config = replace(ours.config, balance=False)
         before = len(group.gathered)

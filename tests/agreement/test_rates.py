@@ -412,6 +412,31 @@ def test_shares_that_were_planned_for_other_settings_are_told_of_once(
     assert waited == ([] if said is None else [0, 1]), "the second share was fetched before the first had come to attention"
 
 
+def test_a_trial_of_many_micro_batches_puts_the_next_one_off() -> None:
+    """Shares are planned ahead: nine are planned in a trial before the first of them is measured."""
+    kernel, wire, none = np.full(RANKS, 3.0), np.full(RANKS, 1.0), np.zeros(RANKS)
+    still = observation()
+    moved = Observation(still.parts, kernel, 3 * wire, wire, kernel * 1.5, none)  # 6 seconds instead of 4.5
+    seconds = replace(TRUE, exchange_seconds=1.0)
+    for planned_ahead in (1, 9):
+        rates = Rates()
+        for _ in range(6):
+            rates.learn(KEY, moved)
+        began = []
+        for _ in range(2):
+            count = 0
+            while rates.cost(KEY, seconds).exchange_seconds > 1:
+                rates.learn(KEY, still)
+                count += 1
+            began.append(count)
+            for _ in range(planned_ahead):
+                rates.learn(KEY, moved)
+            assert rates.cost(KEY, seconds).exchange_seconds == 3
+        lost = planned_ahead * moved.loss
+        assert lost <= 0.012 * began[1] or began[1] == 128
+        assert began[1] >= 128
+
+
 def test_a_correction_of_exchanges_is_one_of_both_levels() -> None:
     cost = replace(TRUE, node_bytes_per_second=8 * TRUE.exchange_bytes_per_second)
     corrected = Correction(exchange=2.0).of(cost)

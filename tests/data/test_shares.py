@@ -14,7 +14,7 @@ import pytest
 import torch
 from some_documents import check_shares, dealing, some_documents, some_lengths, whole
 
-from hf_distca import ConfigError, PackingCollator
+from hf_distca import PackingCollator
 from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.reading import document_lengths
 from hf_distca.data.shares import Shares
@@ -221,8 +221,8 @@ def test_a_batch_is_one_share_with_an_axis_in_front() -> None:
 def test_what_would_be_wrong_is_refused() -> None:
     rows = some_documents([20, 30])
     batches = GlobalBatches([20, 30], 40, None, quiet=True)
-    with pytest.raises(ConfigError, match="have 40 tokens, 2 ranks with 10 tokens have 20"):
-        Shares(rows, batches, dealing(2, 10))
+    with pytest.raises(LayoutError, match="so the numbers must be equal"):
+        Shares(rows, batches, dealing(2, 10))[0]
     padded = [{**row, "attention_mask": [1] * 15 + [0] * (len(row["input_ids"]) - 15)} for row in rows]
     for documents in (padded, datasets.Dataset.from_list(padded)):
         with pytest.raises(LayoutError, match="attention_mask of a document is 0 at token 15"):
@@ -231,7 +231,7 @@ def test_what_would_be_wrong_is_refused() -> None:
         Shares([row["input_ids"][:15] for row in rows], batches, dealing(1, 40))[0]
     with pytest.raises(LayoutError, match="labels of a document end before token 20"):
         Shares([{**row, "labels": [1]} for row in rows], batches, dealing(1, 40))[0]
-    with pytest.raises(LayoutError, match="a document has no 'input_ids', only 'ids'"):
+    with pytest.raises(LayoutError, match="document 0 has no 'input_ids', only 'ids'"):
         Shares([{"ids": [1] * 20}] * 2, batches, dealing(1, 40))[0]
     with pytest.raises(IndexError):
         Shares(rows, batches, dealing(1, 40))[1]

@@ -46,6 +46,11 @@ def check_epoch(of_ranks: list[list[Any]], rows: list[dict[str, list[int]]], epo
         assert [share["distca_documents"].dealt.rank for share in shares] == list(range(RANKS))
 
 
+def share_of(stream: StreamedShares, rank: int) -> IterableDatasetShard:
+    """What accelerate makes of a stream for one process."""
+    return IterableDatasetShard(stream, 1, False, RANKS, rank)
+
+
 def unbatched(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: row[0] if name in ROWS else row for name, row in batch.items()}
 
@@ -53,16 +58,14 @@ def unbatched(batch: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("labels", [False, True])
 def test_accelerate_leaves_each_process_its_own(labels: bool) -> None:
     stream = StreamedShares(Stream(labels), dealing(RANKS, TOKENS))
-    check_epoch([list(IterableDatasetShard(stream, 1, False, RANKS, rank)) for rank in range(RANKS)], Stream(labels).rows)
+    check_epoch([list(share_of(stream, rank)) for rank in range(RANKS)], Stream(labels).rows)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("plain", [False, True])
-def test_with_workers_batches_come_in_order(workers: int, plain: bool) -> None:
+def test_with_workers_batches_come_in_order(workers: int) -> None:
     found: dict[int, list[list[Any]]] = {0: [], 1: []}
     for rank in range(RANKS):
-        stream = StreamedShares(Stream(), dealing(RANKS, TOKENS), rank=rank if plain else None)
-        mine = stream if plain else IterableDatasetShard(stream, 1, False, RANKS, rank)
+        mine = share_of(StreamedShares(Stream(), dealing(RANKS, TOKENS)), rank)
         how = {"num_workers": workers, "persistent_workers": workers > 0}
         if workers:
             how["multiprocessing_context"] = "fork"
@@ -78,7 +81,7 @@ def test_with_workers_batches_come_in_order(workers: int, plain: bool) -> None:
 def test_streams_of_datasets_are_divided_among_workers_by_themselves(workers: int) -> None:
     rows = some_documents(LENGTHS)
     documents = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=4).shuffle(seed=0, buffer_size=3)
-    stream = StreamedShares(documents, dealing(RANKS, TOKENS), rank=1)
+    stream = share_of(StreamedShares(documents, dealing(RANKS, TOKENS)), 1)
     how = {"multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
     loader = DataLoader(stream, collate_fn=PackingCollator(), num_workers=workers, **how)
     first = list(loader)
@@ -98,7 +101,7 @@ def test_shares_of_other_ranks_are_not_made(monkeypatch: pytest.MonkeyPatch) -> 
     how, made = dealing(RANKS, TOKENS), []
     share = how.share
     monkeypatch.setattr(how, "share", lambda lengths, batch, rank: made.append(rank) or share(lengths, batch, rank))
-    loader = DataLoader(IterableDatasetShard(StreamedShares(Stream(), how), 1, False, RANKS, 2), collate_fn=PackingCollator())
+    loader = DataLoader(share_of(StreamedShares(Stream(), how), 2), collate_fn=PackingCollator())
     assert len(list(loader)) == len(made) == sum(LENGTHS) // (RANKS * TOKENS)
     assert set(made) == {2}
 
@@ -110,13 +113,12 @@ def test_documents_may_be_arrays_of_tokens() -> None:
         def __iter__(self) -> Iterator[Any]:
             return (np.array(row["input_ids"], dtype=np.int32) for row in rows)
 
-    check_epoch([list(StreamedShares(Arrays(), dealing(RANKS, TOKENS), rank=rank)) for rank in range(RANKS)], rows)
+    stream = StreamedShares(Arrays(), dealing(RANKS, TOKENS))
+    check_epoch([list(share_of(stream, rank)) for rank in range(RANKS)], rows)
 
 
 def test_what_cannot_be_streamed_is_refused() -> None:
     with pytest.raises(ConfigError, match="documents are a list_iterator, which can be read once"):
         StreamedShares(iter([[1, 2]]), dealing(RANKS, TOKENS))
-    with pytest.raises(ConfigError, match="rank=3 of 3"):
-        StreamedShares([[1]], dealing(RANKS, TOKENS), rank=3)
     with pytest.raises(LayoutError, match="document 1 has no 'input_ids'"):
         list(StreamedShares([[1], {"text": "x"}], dealing(RANKS, TOKENS)))

@@ -169,9 +169,9 @@ def odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
     if wrong == "plan":
         if packed.dealt._beside is not None:  # plans of a fetched share are made beside what the caller does
             packed.dealt._beside.join()
-        (key, (job, plan)), *_ = packed.dealt._plans.items()
+        (job, plan), *_ = packed.dealt._plans.items()
         tasks = [task._replace(server=1 - task.server) for task in plan.tasks]
-        packed.dealt._plans[key] = job, type(plan).from_tasks(plan.layout, tasks)
+        packed.dealt._plans[job] = type(plan).from_tasks(plan.layout, tasks)
     if wrong == "no share":
         batch["distca_documents"] = PackedDocuments(packed.lengths, packed.starts, packed.documents)
     return batch

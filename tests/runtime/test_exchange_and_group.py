@@ -11,8 +11,7 @@ import torch.distributed as dist
 from hf_distca import DistCADesyncError
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.messages import Part, launch
-from hf_distca.runtime.row_runs import Rows, Run
+from hf_distca.runtime.messages import Part, Rows, Run, launch
 from ranks import RankPool
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_distca.runtime.messages import Format, pack
-from hf_distca.runtime.row_runs import Rows, Run
+from hf_distca.runtime.messages import Format, Rows, Run, pack
 
 
 class Copies(TorchDispatchMode):

@@ -14,9 +14,9 @@ from some_relays import some_relays
 from test_core_attention import DIM, HEADS, KEY_HEADS, TILE, VALUE_DIM, random_case, split_case, whole_tasks
 
 from hf_distca.kernels import TaskBatch
-from hf_distca.runtime import row_runs as runtime
+from hf_distca.runtime import messages as runtime
+from hf_distca.runtime.messages import PoolRun
 from hf_distca.runtime.route import Route, Wave
-from hf_distca.runtime.row_runs import PoolRun
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.metadata import version
@@ -25,39 +26,38 @@ from hf_distca.schedule.layout import IntArray, Layout
 
 __all__ = [
     "FIGURES",
+    "HEADER",
     "Announcement",
     "Announcements",
     "Common",
+    "Facts",
     "Figures",
     "PlanKey",
     "Request",
     "Stated",
     "agree",
     "check_equal",
+    "check_facts",
     "fingerprint",
+    "fingerprint_of",
     "layout_of",
-    "room_for_figures",
 ]
 
 # A row holds these numbers, the figures of each measured plan, and then each plan that is asked for: (spans, nano-batch,
 # whether there is context, documents) and its documents. A document is its length, or its row where documents span ranks. Of
 # shares of dealt batches, only what tells whether they belong together: numbers of the batch, the rank, and digests of its plans.
 _COUNT, _SETTINGS, _EXCHANGES, _CHECKSUM, _REQUESTS, _MEASURED, _DEALT = range(7)
-_HEADER = 7
+HEADER = 7
 _REQUEST = 4
 # What a rank measured of a plan: kernel nanoseconds, sent bytes, nanoseconds of exchanging, calls; `Measured.figures` says more.
 Figures = tuple[int, int, int, int]
 FIGURES = 4
+Facts = Mapping[str, str]  # what ranks must have in common: names and values
+_LONGEST_VALUE = 80  # characters of a fact in an error
 
 
 class Common(NamedTuple):
-    """What ranks must have in common.
-
-    Attributes:
-        config: the settings.
-        costs: the cost models that they plan with.
-        dtypes: of what they send. Messages are bytes, and dtypes of one size look the same in them.
-    """
+    """What ranks must have in common: settings, cost models, and dtypes, as those of one size look the same in messages."""
 
     config: DistCAConfig
     costs: tuple[CostModel, ...]
@@ -93,10 +93,8 @@ class Announcement:
     Attributes:
         count: announcements so far.
         settings: fingerprint of what ranks must have in common.
-        exchanges: dispatches and returns so far.
-        checksum: of the layers that they were for.
-        figures: of measured plans.
-        requests: the plans that are asked for.
+        exchanges, checksum: dispatches and returns so far, and a checksum of the layers that they were for.
+        figures, requests: of measured plans, and which plans are asked for.
         dealt: of a share: epoch and number of the global batch, rank, and digests of its documents and of each plan.
     """
 
@@ -162,26 +160,26 @@ class Announcements:
         numbers = np.concatenate(rows)
         sizes = np.fromiter(map(len, rows), np.int64, len(rows))
         offsets = np.cumsum(sizes) - sizes
-        return cls(numbers[offsets[:, None] + np.arange(_HEADER)], numbers, offsets)
+        return cls(numbers[offsets[:, None] + np.arange(HEADER)], numbers, offsets)
 
     @property
     def measured(self) -> IntArray:
         """(ranks, measured plans, 4) figures. Ranks must have announced equally many."""
         plans = int(self.header[0, _MEASURED])
-        columns = self.offsets[:, None] + np.arange(_HEADER, _HEADER + FIGURES * plans)
+        columns = self.offsets[:, None] + np.arange(HEADER, HEADER + FIGURES * plans)
         measured: IntArray = self.numbers[columns].reshape(len(self.offsets), plans, FIGURES)
         return measured
 
     @property
     def dealt(self) -> IntArray:
         """(ranks, numbers) that tell whether shares belong together. Ranks must have announced equally many."""
-        first = self.offsets + _HEADER + FIGURES * self.header[:, _MEASURED]
+        first = self.offsets + HEADER + FIGURES * self.header[:, _MEASURED]
         dealt: IntArray = self.numbers[first[:, None] + np.arange(int(self.header[0, _DEALT]))]
         return dealt
 
     def stated(self) -> list[Stated]:
         """The documents for each plan that all ranks ask for."""
-        begin = self.offsets + _HEADER + FIGURES * self.header[:, _MEASURED] + self.header[:, _DEALT]
+        begin = self.offsets + HEADER + FIGURES * self.header[:, _MEASURED] + self.header[:, _DEALT]
         requests = []
         for _ in range(int(self.header[:, _REQUESTS].min())):
             spans, nano, context, count = self.numbers[begin[:, None] + np.arange(_REQUEST)].T
@@ -192,11 +190,6 @@ class Announcements:
             requests.append(Stated(spans, nano, context, count, numbers.reshape(-1, 3) if spans.all() else numbers))
             begin = begin + sizes
         return requests
-
-
-def room_for_figures(numbers: int, dealt: Sequence[int]) -> int:
-    """How many measured plans fit into an announcement of a share of so many numbers."""
-    return (numbers - _HEADER - len(dealt)) // FIGURES
 
 
 def agree(announced: Announcements, common: Common, group: AttentionGroup, place: str) -> list[Stated]:
@@ -212,8 +205,8 @@ def agree(announced: Announcements, common: Common, group: AttentionGroup, place
     check_equal(group, header[:, _COUNT], "numbers of plans asked for", place, forwards)
     some = np.any(header[:, [_REQUESTS, _DEALT]] > 0, axis=1).astype(np.int64)  # a rank without has no costs to compare either
     check_equal(group, some, "batches to plan (0: none)", place, "give every rank as many micro-batches a step")
-    if (header[:, _SETTINGS] != header[0, _SETTINGS]).any():
-        raise _settings_differ(common, group, place)
+    settings = f"ranks have different settings (DistCAConfig, attention heads and widths, version) in {place}"
+    check_facts(group, header[:, _SETTINGS], _facts_of(common), settings, "; give every rank the same ones.")
     shares = "give every rank its share of one data set"
     check_equal(group, header[:, _DEALT], "ways of loading batches (numbers that come with a share)", place, shares)
     stated = announced.stated()
@@ -276,29 +269,39 @@ def layout_of(stated: Stated) -> Layout:
 @lru_cache
 def fingerprint(common: Common) -> int:
     """A number that differs where what ranks must have in common does."""
-    return int.from_bytes(hashlib.sha256(_by_name(common).encode()).digest()[:7], "big")
+    return fingerprint_of(_facts_of(common))
 
 
-def _by_name(common: Common) -> str:
-    """What ranks must have in common, as JSON of names and values."""
+def fingerprint_of(facts: Facts) -> int:
+    """A number of 60 bits that differs where facts do."""
+    return int(hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:15], 16)
+
+
+@lru_cache
+def _facts_of(common: Common) -> Facts:
     values: dict[str, list[str]] = {"hf-distca": [version("hf-distca")]}
     for part in (common.config, *(part for cost in common.costs for part in (cost.shape, cost))):
         for name in (field.name for field in fields(part) if field.name not in ("shape", "name")):
             values.setdefault(name, []).append(repr(getattr(part, name)))
     values["dtype"] = list(common.dtypes)
-    return json.dumps({name: ", ".join(dict.fromkeys(parts)) for name, parts in values.items()})
+    return {name: ", ".join(dict.fromkeys(parts)) for name, parts in values.items()}
 
 
-def _settings_differ(common: Common, group: AttentionGroup, place: str) -> DistCADesyncError:
-    text = _by_name(common)
-    settings = [json.loads(said or "{}") for said in group.gather_text(text)]
-    different = [name for name in json.loads(text) if len({str(theirs.get(name)) for theirs in settings}) > 1]
-    by_name = "; ".join(
-        f"{name} is "
-        + ", ".join(f"{theirs.get(name)} on rank {rank}" for rank, theirs in zip(group.ranks, settings, strict=True))
-        for name in different
-    )
-    return DistCADesyncError(
-        f"ranks have different settings (DistCAConfig, attention heads and widths, version) in {place}: {by_name}; "
-        "give every rank the same ones."
-    )
+def check_facts(group: AttentionGroup, fingerprints: IntArray, facts: Facts, what: str, remedy: str) -> None:
+    """Compare facts by their fingerprints, one of each rank. Only where these differ, ranks tell theirs, in one exchange.
+
+    Raises:
+        DistCADesyncError: if facts differ; names each of them, and each value with the ranks that have it.
+    """
+    if (fingerprints == fingerprints[0]).all():
+        return
+    told: list[Facts] = [json.loads(text or "{}") for text in group.gather_text(json.dumps(facts))]
+    names = dict.fromkeys(name for rank_facts in told for name in rank_facts)
+    by_name = []
+    for name in names:
+        having: dict[str, list[str]] = {}
+        for rank, rank_facts in zip(group.ranks, told, strict=True):
+            having.setdefault(rank_facts.get(name, "unknown"), []).append(str(rank))
+        values = [f"{textwrap.shorten(v, _LONGEST_VALUE, placeholder=' ...')} on rank {', '.join(r)}" for v, r in having.items()]
+        by_name += [f"{name} is {', '.join(values)}"] if len(values) > 1 else []
+    raise DistCADesyncError(f"{what}: {'; '.join(by_name)}{remedy}")

@@ -46,7 +46,7 @@ def plan_fetched(plan: Callable[[Dealt], None]) -> None:
 
 
 class PlanJob(NamedTuple):
-    """Which plan is made, and with what beside a layout, as for `balance`."""
+    """Which plan is made, and with what beside a layout, as for `balance`. `ranks` are those that the cost model tells apart."""
 
     key: PlanKey
     cost: CostModel
@@ -75,7 +75,7 @@ class Dealt:
         numbers = [np.asarray(column, dtype=np.int64).tobytes() for column in (lengths, names) if column is not None]
         self.documents = int.from_bytes(hashlib.sha256(b"".join(numbers)).digest()[:7], "big")
         self.per_node, self.settings = dealing.ranks_per_node, dealing.config
-        self._plans: dict[tuple[PlanKey, Ranks], tuple[PlanJob, Plan]] = {}
+        self._plans: dict[PlanJob, Plan] = {}
         self._planned_here = 0
         self._beside: Thread | None = None
 
@@ -137,14 +137,12 @@ class Dealt:
         """The plan of a kind of layer; it is made now, unless one was made before under the same settings."""
         if self._beside is not None and self._beside is not current_thread():
             self._beside.join()
-        plan = self._known(job)
-        if plan is None:
+        if job not in self._plans:
             layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole
-            plan = balance(layout, job.cost, job.config, job.ranks)
+            plan = self._plans[job] = balance(layout, job.cost, job.config, job.ranks)
             _ = plan.digest  # is compared; a loader's worker has the time for it
-            self._plans[job.key, job.ranks.seen_by(job.cost)] = job, plan
             self._planned_here += 1
-        return plan
+        return self._plans[job]
 
     def plan_beside(self, jobs: Sequence[PlanJob]) -> None:
         """Start to make plans, those that are not there, while this thread goes on. `plan` waits for them."""
@@ -154,13 +152,9 @@ class Dealt:
                 for job in missing:
                     self.plan(job)
 
-        if missing := [job for job in jobs if self._known(job) is None]:
+        if missing := [job for job in jobs if job not in self._plans]:
             self._beside = Thread(target=make, name="distca plans", daemon=True)
             self._beside.start()
-
-    def _known(self, job: PlanJob) -> Plan | None:
-        known, plan = self._plans.get((job.key, job.ranks.seen_by(job.cost)), (None, None))
-        return plan if known is not None and (known.cost, known.config) == (job.cost, job.config) else None
 
     def take_planned_here(self) -> int:
         """How many plans were made since the last call, or since it was fetched, instead of by its loader."""
@@ -174,7 +168,7 @@ class Dealt:
             for field in fields(config)
             if (before := getattr(self.settings, field.name)) != (now := getattr(config, field.name))
         ]
-        planned = {known.shape for known, _ in self._plans}
+        planned = {job.key.shape for job in self._plans}
         sizes = {shape.element_bytes for shape in planned if replace(shape, element_bytes=key.shape.element_bytes) == key.shape}
         if sizes and key.shape.element_bytes not in sizes:
             said.insert(0, f"elements had {min(sizes)} bytes and have {key.shape.element_bytes} (dtype)")
@@ -224,12 +218,10 @@ class Dealing:
         """
         if self.placement == "in order":
             return (in_order(lengths, self.ranks, self.tokens_per_rank),)
-        cost = next(iter(self.costs.values()))
+        what = lengths, self.ranks, self.tokens_per_rank, next(iter(self.costs.values()))
         if self.config.ping_pong:
-            return deal_nano_batches(
-                lengths, self.ranks, self.tokens_per_rank, cost, tile=self.config.tile, ranks_per_node=self.ranks_per_node
-            )
-        return (deal(lengths, self.ranks, self.tokens_per_rank, cost, tile=self.config.tile, ranks_per_node=self.ranks_per_node),)
+            return deal_nano_batches(*what, tile=self.config.tile, ranks_per_node=self.ranks_per_node)
+        return (deal(*what, tile=self.config.tile, ranks_per_node=self.ranks_per_node),)
 
     def share(self, lengths: IntArray, batch: tuple[int, int], rank: int, names: IntArray | None = None) -> PackedDocuments:
         """A rank's share of a global batch: its runs of tokens, with the layout and plans of all ranks.
@@ -246,8 +238,8 @@ class Dealing:
         if self.ranks > 1 and not dealt.fetch():
             for key, cost in self.costs.items():
                 for nano in (0,) if dealt.first_tokens is None else (1, 2):
-                    settings = replace(self.config, ping_pong=nano > 0)
-                    dealt.plan(PlanJob(key._replace(nano=nano), cost, settings, Ranks(per_node=dealt.per_node)))
+                    settings, ranks = replace(self.config, ping_pong=nano > 0), Ranks(per_node=dealt.per_node)
+                    dealt.plan(PlanJob(key._replace(nano=nano), cost, settings, ranks.seen_by(cost)))
             dealt.take_planned_here()
         runs = dealt.whole.segments(rank)
         lengths_, starts, documents = ([getattr(run, name) for run in runs] for name in ("length", "start", "document"))

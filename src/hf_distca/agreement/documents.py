@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +15,7 @@ from hf_distca.schedule.layout import IntArray, as_integers, lengths_from_cu_seq
 if TYPE_CHECKING:
     from hf_distca.agreement.dealt import Dealt
 
-__all__ = ["Documents", "PackedDocuments", "PlansAhead", "TokenBatch"]
-
-
-class PlansAhead:
-    """Plans for a batch that were made before its forward, each to be taken once.
-
-    No dictionary and no dataclass: engines that move batches to a device copy those, with all that they hold.
-    """
-
-    def __init__(self, plans: Mapping[Any, Any] | None = None) -> None:
-        self._plans = dict(plans or {})
-
-    def take(self, kind: Any) -> Any:
-        """The plan of a kind, None if there is none."""
-        return self._plans.pop(kind, None)
+__all__ = ["Documents", "PackedDocuments", "TokenBatch", "unknown_documents"]
 
 
 class _Explained(type):
@@ -48,13 +34,14 @@ class PackedDocuments(metaclass=_Explained):
     """The documents of one rank's micro-batch as a host-side object, so that no rank has to read a device tensor.
 
     A collator puts it into the batch under the key ``distca_documents``; Trainer, accelerate and the model pass it on. It is no
-    dataclass: FSDP with mixed precision rebuilds those for every layer.
+    dataclass: FSDP with mixed precision rebuilds those for every layer, and engines that move batches to a device copy them, with
+    all that they hold.
 
     Args:
         lengths: tokens of each document (or of each part of one) in token order.
         starts: first document position of each, if documents span ranks; else None.
         documents: a number of each document that is the same on all ranks, if documents span ranks; else None.
-        ahead: plans that `plan_ahead` made.
+        ahead: plans that `plan_ahead` made, by their keys; each is taken out once.
         dealt: the whole global batch of which this is a rank's share.
 
     Raises:
@@ -68,18 +55,18 @@ class PackedDocuments(metaclass=_Explained):
         lengths: Sequence[int],
         starts: Sequence[int] | None = None,
         documents: Sequence[int] | None = None,
-        ahead: PlansAhead | None = None,
+        ahead: dict[Any, Any] | None = None,
         dealt: Dealt | None = None,
     ) -> None:
         self.lengths = _counts(lengths, "lengths")
         self.starts = None if starts is None else _counts(starts, "starts")
         self.documents = None if documents is None else _counts(documents, "documents")
-        self.ahead, self.dealt = ahead or PlansAhead(), dealt
+        self.ahead, self.dealt = {} if ahead is None else ahead, dealt
         spans = (self.starts, self.documents)
         if (self.starts is None) != (self.documents is None) or any(s is not None and len(s) != len(self.lengths) for s in spans):
             raise LayoutError(f"{self}: give starts and documents for each of the lengths, or neither.")
 
-    def planned(self, ahead: PlansAhead) -> PackedDocuments:
+    def planned(self, ahead: dict[Any, Any]) -> PackedDocuments:
         """The same documents with these plans."""
         return PackedDocuments(self.lengths, self.starts, self.documents, ahead, self.dealt)
 
@@ -135,7 +122,7 @@ class Documents:
     spans: bool = False
     keep: IntArray | None = None
     context: int = 0
-    ahead: PlansAhead = field(default_factory=PlansAhead)
+    ahead: dict[Any, Any] = field(default_factory=dict)
     dealt: Dealt | None = None
 
     def in_chunks(self, size: int | None) -> Documents:
@@ -148,7 +135,7 @@ class Documents:
                 "only where each lies on one rank."
             )
         lengths = [min(size, length - start) for length in self.rows[:, 2].tolist() for start in range(0, length, size)]
-        return replace(self, rows=_runs(np.array(lengths, dtype=np.int64)))
+        return replace(self, rows=unknown_documents(np.array(lengths, dtype=np.int64)))
 
     def cut(self, index: int) -> tuple[Documents, Documents]:
         """The documents before and from this index among batch * sequence; those that span ranks only between two runs."""
@@ -161,10 +148,10 @@ class Documents:
         rest = before < length
         context = before[rest & (before > 0)]  # of the document that the cut goes through, if there is one
         starts = np.concatenate([np.zeros_like(context), before[rest]])
-        second = _runs(np.concatenate([context, (length - before)[rest]]), starts)
+        second = unknown_documents(np.concatenate([context, (length - before)[rest]]), starts)
         keeps = (None, None) if self.keep is None else (self.keep[:tokens], self.keep[tokens:] - index)
         return (
-            replace(self, rows=_runs(before[before > 0]), keep=keeps[0]),
+            replace(self, rows=unknown_documents(before[before > 0]), keep=keeps[0]),
             replace(self, rows=second, keep=keeps[1], context=int(context.sum())),
         )
 
@@ -174,8 +161,8 @@ class Documents:
         return self.rows if self.spans else self.rows[:, 2]
 
 
-def _runs(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
-    """Rows as in `Documents` of runs whose documents are not known."""
+def unknown_documents(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
+    """Rows as in `Documents`, of runs of tokens whose documents are not known."""
     return np.stack([np.full_like(lengths, -1), np.zeros_like(lengths) if starts is None else starts, lengths], axis=1)
 
 
@@ -266,7 +253,7 @@ class TokenBatch:
         joined = ((step == 1) | (step == gap)) & (np.diff(row) == 0)
         begin = np.flatnonzero(np.concatenate([[True], ~joined])) if len(token) else np.zeros(0, np.int64)
         lengths = np.diff(np.append(begin, len(token)))
-        return Documents(_runs(lengths, position[begin] if span_ranks else None), span_ranks, keep)
+        return Documents(unknown_documents(lengths, position[begin] if span_ranks else None), span_ranks, keep)
 
     def _on_host(self) -> tuple[IntArray, IntArray | None]:
         """Flat positions and validity of every token, copied from the device in one go."""

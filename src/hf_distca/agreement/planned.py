@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hf_distca.agreement.announce import Figures, PlanKey
+from hf_distca.agreement.announce import FIGURES, Figures, PlanKey
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import CostModel, FloatArray
@@ -42,7 +42,7 @@ class Planned:
         seconds: (tasks,) estimated, forward and backward, on a rank of speed 1; none until it is used.
         ranks: what ranks are like, as estimated then.
         meter: of what this rank does by it.
-        figures: (ranks, 4) int64, what each rank announced of it, as in `own_figures`; None until that is known.
+        figures: (ranks, 4) int64, what each rank announced of it, as in `own_figures`; -1 until that is known.
     """
 
     key: PlanKey
@@ -57,7 +57,7 @@ class Planned:
     seconds: FloatArray = field(default_factory=lambda: np.zeros(0))
     ranks: Ranks = ALIKE
     meter: Meter = field(default_factory=Meter)
-    figures: IntArray | None = None
+    figures: IntArray = field(default_factory=lambda: np.full((1, FIGURES), -1))
 
     def begin(self, number: int, cost: CostModel, ranks: Ranks, meter: Meter) -> None:
         """A micro-batch uses the plan from now on; its tasks are to take what the cost model says."""
@@ -78,7 +78,7 @@ class Planned:
     @property
     def is_measured(self) -> bool:
         """Whether all ranks said what they measured, and no kernel ran any more."""
-        return self.figures is not None and bool(self.figures[:, 0].min() >= 0)
+        return bool(self.figures[:, 0].min() >= 0)
 
     @property
     def moves(self) -> bool:
@@ -105,18 +105,12 @@ class Planned:
     @property
     def measured_after(self) -> FloatArray:
         """(ranks,) measured seconds in attention kernels."""
-        return self._known[:, 0] / 1e9
+        return self.figures[:, 0] / 1e9
 
     @property
     def sent_bytes(self) -> IntArray:
         """(ranks,) bytes sent."""
-        return self._known[:, 1]
-
-    @property
-    def _known(self) -> IntArray:
-        if self.figures is None:
-            raise RuntimeError(f"what ranks measured of {self.key} in micro-batch {self.number} is not known yet.")
-        return self.figures
+        return self.figures[:, 1]
 
     def _by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
         """(ranks,) seconds of tasks, summed by the rank that each has, at the speeds of the ranks."""
@@ -198,7 +192,7 @@ def observed(plans: Sequence[Planned], cost: CostModel, config: DistCAConfig) ->
     uncorrected cost model of the layer.
     """
     nano = plans[0].key.nano > 0
-    figures = np.stack([plan.figures for plan in plans if plan.figures is not None])
+    figures = np.stack([plan.figures for plan in plans])
     calls = figures[:, :, 3]
     if len(plans) != 1 + nano or figures.min() < 0 or (calls != calls[0, 0]).any():
         return None

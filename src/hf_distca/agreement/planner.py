@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from threading import Thread
@@ -114,7 +114,7 @@ class Planner:
         Raises:
             LayoutError: if a share is not for this rank of this group.
         """
-        plans: list[Planned | None] = [documents.ahead.take(key) for documents, key in requests]
+        plans: list[Planned | None] = [documents.ahead.pop(key, None) for documents, key in requests]
         ahead = [planned for planned in plans if planned is not None and planned.config == self.config]
         if len(ahead) == len(requests):
             return ahead
@@ -211,15 +211,13 @@ class Planner:
         """Start to plan a share for the kinds of layers that there are, where its plans are for other rates or settings."""
         whole = dealt.first_tokens is None
         keys = dict.fromkeys(key._replace(nano=0) if whole else key for key in tuple(self._now.kinds_of_shares))
-        dealt.plan_beside(self._jobs(list(keys), dealt.ranks, dealt.per_node, trials=False))
+        dealt.plan_beside(self._jobs(keys, dealt.ranks, dealt.per_node))
 
-    def _jobs(self, keys: Sequence[PlanKey], size: int, per_node: int | None, *, trials: bool = True) -> list[PlanJob]:
-        """What plans of these keys are made with now, for a group of this size; in a trial of exchanges if one is due."""
-        costs = self.costs.of_plans(keys) if trials else [self.costs.of(key) for key in keys]
-        ranks = self.costs.ranks(size, per_node)
+    def _jobs(self, keys: Iterable[PlanKey], size: int, per_node: int | None) -> list[PlanJob]:
+        """What plans of these keys are made with now, for a group of this size."""
+        ranks, costs = self.costs.ranks(size, per_node), [(key, self.costs.of(key)) for key in keys]
         # Layers that are left whole hide nothing, whatever the settings are.
-        settings = [replace(self.config, ping_pong=key.nano > 0) for key in keys]
-        return [PlanJob(*job, ranks) for job in zip(keys, costs, settings, strict=True)]
+        return [PlanJob(k, cost, replace(self.config, ping_pong=k.nano > 0), ranks.seen_by(cost)) for k, cost in costs]
 
 
 def _compare(plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:

@@ -10,7 +10,7 @@ Sums run in a fixed order and results are rounded, so that no processor finds ot
   also wait for slower ranks. The factor is what makes the estimate as long. With it, attention takes as long as the rank whose
   kernels and exchanges take longest; what others measured says nothing of that, for they may wait elsewhere for that rank. Where
   exchanges take longer than they gain, plans by that estimate are coarser, or move nothing. Then nothing more would be learned of
-  exchanges, so one micro-batch is planned without the factor now and then, the more rarely the more it costs.
+  exchanges, so now and then micro-batches are planned without the factor until one tells, the more rarely the more it costs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_distca.agreement.planned import Observation
 from hf_distca.schedule.cost import CostModel, FloatArray, KernelCost
 from hf_distca.schedule.ranks import ALIKE, Ranks
 
-__all__ = ["Correction", "Rates", "kernel_factors"]
+__all__ = ["Correction", "Rates"]
 
 _WARM_UP = 2  # micro-batches that make buffers and caches
 _ENOUGH = 4  # micro-batches for a change
@@ -87,16 +87,11 @@ class _Fitted:
     slower: float | None = None  # what was lost by exchanges when they were given up
     still: int = 0  # micro-batches since then in which nothing was moved
     wait: int = _FIRST_TRIAL  # so many until a trial
-    due: bool = False  # a trial
-    tried: bool = False  # and not seen yet
+    trying: bool = False  # plans leave exchanges uncorrected, to see how long they take now
 
 
 class Rates:
-    """Corrections by attention shape, and what the ranks are like.
-
-    Attributes:
-        ranks: their speeds.
-    """
+    """Corrections by attention shape, and the speeds of the `ranks`."""
 
     def __init__(self) -> None:
         self.ranks: Ranks = ALIKE
@@ -107,26 +102,12 @@ class Rates:
         """How much longer attention took with exchanges than without, as a fraction, if they were given up for it."""
         return max((fitted.slower for fitted in self._fitted.values() if fitted.slower is not None), default=None)
 
-    def cost(self, shape: object, cost: CostModel, *, trial: bool = False) -> CostModel:
-        """The corrected cost model.
-
-        Args:
-            shape: whatever tells the attention of one kind from others.
-            cost: as it was given.
-            trial: leave exchanges uncorrected, to see how long they take now.
-        """
+    def cost(self, shape: object, cost: CostModel) -> CostModel:
+        """The cost model that was given for a shape, which is whatever tells one kind of attention from others, corrected."""
         fitted = self._fitted.get(shape)
         if fitted is None:
             return cost
-        return (replace(fitted.correction, exchange=1.0) if trial else fitted.correction).of(cost)
-
-    def begin_trial(self, shape: object) -> bool:
-        """Whether the next micro-batch is a trial of exchanges. Says so once."""
-        fitted = self._fitted.get(shape)
-        if fitted is None or not fitted.due:
-            return False
-        fitted.due, fitted.tried = False, True
-        return True
+        return (replace(fitted.correction, exchange=1.0) if fitted.trying else fitted.correction).of(cost)
 
     def wants(self, shape: object) -> bool:
         """Whether the next micro-batch is to be learned from: of many, a few are enough, and observing takes time."""
@@ -184,9 +165,11 @@ class Rates:
         if not sample.moved:
             fitted.still += fitted.slower is not None
             if fitted.still >= fitted.wait:
-                fitted.due, fitted.still = True, 0
+                fitted.trying, fitted.still = True, 0
             return changes
-        tried, fitted.tried = fitted.tried, False
+        tried, fitted.trying = fitted.trying, False
+        if fitted.slower is not None and not tried:  # planned in a trial before that told anything: the next one has to wait
+            fitted.still = max(fitted.still - math.ceil(max(sample.loss, 0) / _TRIAL_SHARE), -_LAST_TRIAL)
         moved = [other for other in fitted.new if other.moved] or [sample]
         factors = [factor for other in moved if (factor := other.exchange_factor()) is not None]
         clear = all(other.loss > _SLOWER - 1 for other in moved)
@@ -225,18 +208,13 @@ def _speeds(estimated: Sequence[FloatArray], samples: Sequence[Observation]) -> 
 
 
 def _factors(samples: Sequence[Observation], speeds: FloatArray) -> FloatArray:
-    parts = np.concatenate([sample.parts / speeds[:, None] for sample in samples])
-    return kernel_factors(parts, np.concatenate([sample.kernel for sample in samples]))
+    """(3,) factors >= 0 on the seconds of tasks, bytes and flops, on ranks of these speeds.
 
-
-def kernel_factors(parts: FloatArray, taken: FloatArray, pull: float = _PULL) -> FloatArray:
-    """(3,) factors >= 0 on the parts: least squares on relative errors, with a pull of each towards the common factor.
-
-    Args:
-        parts: (measurements, 3) seconds of tasks, bytes and flops by a cost model.
-        taken: (measurements,) seconds measured; those of 0 or less are left out.
-        pull: per measurement. A part whose share of all seconds is below the square root of it hardly has a factor of its own.
+    They are least squares on relative errors, with a pull of each towards the common factor. A part whose share of all seconds is
+    below the square root of the pull hardly has a factor of its own.
     """
+    parts = np.concatenate([sample.parts / speeds[:, None] for sample in samples])
+    taken = np.concatenate([sample.kernel for sample in samples])
     use = (taken > 0) & (parts.sum(axis=1) > 0)
     if not use.any():
         return np.ones(3)
@@ -244,8 +222,8 @@ def kernel_factors(parts: FloatArray, taken: FloatArray, pull: float = _PULL) ->
     common = float(np.median(1 / scaled.sum(axis=1)))
     scaled = scaled * common  # factors are about 1 from here on
     rows = len(scaled)
-    products = [[_sum(scaled[:, i] * scaled[:, j]) + pull * rows * (i == j) for j in range(3)] for i in range(3)]
-    wanted = [_sum(scaled[:, i]) + pull * rows for i in range(3)]
+    products = [[_sum(scaled[:, i] * scaled[:, j]) + _PULL * rows * (i == j) for j in range(3)] for i in range(3)]
+    wanted = [_sum(scaled[:, i]) + _PULL * rows for i in range(3)]
     factors = [1.0, 1.0, 1.0]
     for _ in range(100):
         for i in range(3):

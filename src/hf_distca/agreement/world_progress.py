@@ -15,6 +15,7 @@ import numpy as np
 
 from hf_distca.agreement.announce import (
     FIGURES,
+    HEADER,
     Announcement,
     Announcements,
     Common,
@@ -23,7 +24,6 @@ from hf_distca.agreement.announce import (
     Stated,
     agree,
     fingerprint,
-    room_for_figures,
 )
 from hf_distca.agreement.history import History
 from hf_distca.agreement.planned import Planned, observed, take_measured
@@ -59,47 +59,22 @@ class Costs(dict[Kind, CostModel]):
         super().__init__()
         self.rates = Rates()
         self.dtypes: dict[Kind, str] = {}
-        self._queue: deque[tuple[int, Sequence[Planned]]] = deque()
 
-    def of(self, key: PlanKey, *, trial: bool = False) -> CostModel:
-        """The cost model that a plan is made with, corrected by what was measured; `trial` as for `Rates.cost`."""
+    def of(self, key: PlanKey) -> CostModel:
+        """The cost model that a plan is made with now, corrected by what was measured."""
         kind = key.shape, key.device
-        return replace(self.rates.cost(kind, self[kind], trial=trial), window=key.window)
-
-    def of_plans(self, keys: Sequence[PlanKey]) -> list[CostModel]:
-        """Those that plans of these keys are made with now; those of a trial for the first micro-batch among them."""
-        trials = {kind for kind in dict.fromkeys((key.shape, key.device) for key in keys) if self.rates.begin_trial(kind)}
-        costs, seen = [], set[PlanKey]()
-        for key in keys:
-            costs.append(self.of(key, trial=(key.shape, key.device) in trials and key not in seen))
-            seen.add(key)
-        return costs
+        return replace(self.rates.cost(kind, self[kind]), window=key.window)
 
     def ranks(self, count: int, per_node: int | None = None) -> Ranks:
         """What the ranks of a group of so many are like, as far as it was measured."""
         speeds = self.rates.ranks.speeds
         return Ranks(speeds if speeds is not None and len(speeds) == count else None, per_node)
 
-    def queue(self, number: int, plans: Sequence[Planned]) -> None:
-        """Take in plans whose figures the announcement of this number told, until `apply` learns from them."""
-        self._queue.append((number, plans))
-
-    def apply(self, before: int, config: DistCAConfig) -> list[str]:
-        """Correct rates by what announcements before this number told, and say in words what has changed.
-
-        A rank may know of later ones that others do not know of yet; all must correct at one micro-batch.
-        """
+    def learn(self, plans: Sequence[Planned], config: DistCAConfig) -> list[str]:
+        """Correct rates by what was measured of each micro-batch and kind of layer, and say in words what has changed."""
         changes: list[str] = []
-        while self._queue and self._queue[0][0] < before:
-            _, plans = self._queue.popleft()
-            # What a user's own model says is meant as it is.
-            if config.measured_rates and not isinstance(config.cost_model, CostModel):
-                changes += self._learn(plans, config)
-        return changes
-
-    def _learn(self, plans: Sequence[Planned], config: DistCAConfig) -> list[str]:
-        """Learn from each micro-batch and kind of layer, in order of first use."""
-        changes: list[str] = []
+        if not config.measured_rates or isinstance(config.cost_model, CostModel):  # a user's own model is meant as it is
+            return changes
         together: dict[tuple[int, PlanKey], list[Planned]] = {}
         for plan in plans:
             together.setdefault((plan.number, plan.key._replace(nano=0)), []).append(plan)
@@ -136,6 +111,7 @@ class Progress:
         self._rank = self._announced = self._met = self._flushed = 0
         self._used: set[PlanKey] = set()  # in this micro-batch
         self._unannounced: list[Planned] = []  # in the order of use; the same plans on all ranks
+        self._measured: deque[tuple[int, Sequence[Planned]]] = deque()  # with the numbers of the announcements that told figures
         self._meetings: deque[tuple[Meeting, list[Planned]]] = deque()  # with the plans whose measurements they tell
 
     def number_of(self, keys: Iterable[PlanKey]) -> int:
@@ -159,13 +135,12 @@ class Progress:
         """As `Planner.announce`, under these settings."""
         self.drain(at_most=0)  # in the order in which micro-batches ran
         self._learn(self._met, config)
-        keys = [key for _, key in requests]
-        common, plans = self._common(keys, group, config), take_measured(self._unannounced, keys)
-        announcement = replace(self._announcement(group, common, plans), requests=requests)
-        announced = Announcements.read(group.gather(announcement.row(), doing=f"planning {place}"))
+        common, plans, announcement = self._announcement([key for _, key in requests], group, config)
+        row = replace(announcement, requests=requests).row()
+        announced = Announcements.read(group.gather(row, doing=f"planning {place}"))
         stated = agree(announced, common, group, place)
         self._unannounced[:0] = self._take_figures(plans, announced.measured)
-        self.costs.queue(self._met, plans)
+        self._measured.append((self._met, plans))
         self._learn(self._met + 1, config)
         return stated
 
@@ -179,16 +154,13 @@ class Progress:
         self.drain(at_most=_MEETINGS)
         self._learn(self._met - _MEETINGS, config)
         self._met += 1
-        common, plans = self._common(keys, group, config), take_measured(self._unannounced, keys)
-        room = room_for_figures(group.most_numbers, dealt)  # what does not fit is announced later; on all ranks the same
-        self._unannounced[:0] = plans[room:]
-        announcement = replace(self._announcement(group, common, plans[:room]), dealt=dealt)
+        common, plans, announcement = self._announcement(keys, group, config, dealt)
 
         def compare(rows: Sequence[IntArray]) -> None:
             agree(Announcements.read(rows), common, group, place)
 
         meeting = group.gather_async(announcement.row(), doing=f"comparing shares of {place}", agree=compare)
-        self._meetings.append((meeting, plans[:room]))
+        self._meetings.append((meeting, plans))
 
     def drain(self, at_most: int) -> None:
         """Take what ranks measured from the meetings that are over; wait for them until at most so many are left."""
@@ -200,7 +172,7 @@ class Progress:
                 self._meetings.appendleft((meeting, plans))
                 return
             unfinished = self._take_figures(plans, Announcements.read(meeting.rows).measured)
-            self.costs.queue(self._met - len(self._meetings) - 1, plans)
+            self._measured.append((self._met - len(self._meetings) - 1, plans))
             for planned in unfinished:
                 self._history.drop(planned.number)  # ranks are here at different times: they cannot announce it again together
 
@@ -217,18 +189,22 @@ class Progress:
         if all(len(other) == len(row) for other in rows):
             self._take_figures(plans, np.stack(rows).reshape(len(rows), -1, FIGURES))
 
-    def _common(self, keys: Sequence[PlanKey], group: AttentionGroup, config: DistCAConfig) -> Common:
-        """What ranks must have in common for plans of these keys, in an announcement that begins with it."""
+    def _announcement(
+        self, keys: Sequence[PlanKey], group: AttentionGroup, config: DistCAConfig, dealt: Sequence[int] = ()
+    ) -> tuple[Common, list[Planned], Announcement]:
+        """What ranks must have in common for plans of these keys, the measured plans, and the announcement of both."""
         self._rank = group.rank
         self._announced += 1
         kinds = dict.fromkeys((key.shape, key.device) for key in keys)
         dtypes = tuple(self.costs.dtypes[kind] for kind in kinds if kind in self.costs.dtypes)
-        return Common(config, tuple(dict.fromkeys(self.costs.of(key) for key in keys)), dtypes)
-
-    def _announcement(self, group: AttentionGroup, common: Common, plans: Sequence[Planned]) -> Announcement:
+        common = Common(config, tuple(dict.fromkeys(self.costs.of(key) for key in keys)), dtypes)
+        plans = take_measured(self._unannounced, keys)
+        if dealt:  # what does not fit is announced later; on all ranks the same
+            room = (group.most_numbers - HEADER - len(dealt)) // FIGURES
+            self._unannounced[:0], plans = plans[room:], plans[:room]
         exchanges = self._meter.dispatches + self._meter.returns - self._exchanges_before
         figures = [planned.own_figures for planned in plans]
-        return Announcement(self._announced, fingerprint(common), exchanges, group.checksum, figures)
+        return common, plans, Announcement(self._announced, fingerprint(common), exchanges, group.checksum, figures, dealt=dealt)
 
     def _take_figures(self, plans: Sequence[Planned], figures: IntArray) -> list[Planned]:
         """Take in the (ranks, plans, 4) figures of all ranks. Returns the plans with a kernel that still runs on some rank."""
@@ -238,7 +214,11 @@ class Progress:
         return [planned for planned in plans if not planned.is_measured]
 
     def _learn(self, before: int, config: DistCAConfig) -> None:
-        """Correct rates by what meetings told before this one, and say so."""
-        for change in self.costs.apply(before, config):
-            if self._rank == 0:
-                _log.info("measured up to micro-batch %d: %s; plans are made accordingly", self.number, change)
+        """Correct rates by what announcements before this number told, and say so.
+
+        A rank may know of later ones that others do not know of yet; all must correct at one micro-batch.
+        """
+        while self._measured and self._measured[0][0] < before:
+            for change in self.costs.learn(self._measured.popleft()[1], config):
+                if self._rank == 0:
+                    _log.info("measured up to micro-batch %d: %s; plans are made accordingly", self.number, change)

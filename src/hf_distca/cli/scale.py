@@ -63,10 +63,6 @@ class Scale:
     max_length: Annotated[int | None, typer.Option(help="Documents are cut off at this length.")] = None
     batches: Annotated[int, typer.Option(help="Global batches to predict; figures are means.")] = 10
     seed: Annotated[int, typer.Option(help="Seed of the drawn documents.")] = 0
-    jobs: Annotated[
-        int | None,
-        typer.Option(help="Processes that predict, where more than one pay.", show_default="one for each core"),
-    ] = None
 
     def setting(self) -> Setting:
         """The setting that options describe; options out of their ranges are refused."""
@@ -96,23 +92,17 @@ class Scale:
         full = self.checkpointing == "auto" and peak_bytes(setting, self.tokens_per_rank) > device.memory_bytes
         return replace(setting, checkpointing="full") if full else setting
 
-    def documents(self) -> DocumentSource:
-        """Where lengths come from."""
-        from hf_distca.cli.lengths import documents_of
-
-        return documents_of(self.lengths, self.column, self.max_length)
-
-    def predictions(self, setting: Setting, documents: DocumentSource, names: list[str]) -> list[Prediction]:
-        """Predict these strategies, with a progress bar if it takes over a second."""
+    def predicted(self, names: list[str]) -> tuple[Setting, DocumentSource, list[Prediction]]:
+        """The setting, the documents, and these strategies with both, with a progress bar if it takes over a second."""
         from tqdm import tqdm
 
+        from hf_distca.cli.lengths import documents_of
         from hf_distca.simulate.predict import simulate
-        from hf_distca.simulate.workers import cores
 
-        jobs = cores() if self.jobs is None else self.jobs
+        setting, documents = self.setting(), documents_of(self.lengths, self.column, self.max_length)
         total = max(self.batches, 0) * len(names)
         with tqdm(total=total, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:
-            return simulate(setting, documents, names, batches=self.batches, seed=self.seed, jobs=jobs, told=bar.update)
+            return setting, documents, simulate(setting, documents, names, batches=self.batches, seed=self.seed, told=bar.update)
 
 
 def _with_defaults(path: Path, kind: str) -> dict[str, object] | None:

@@ -42,9 +42,8 @@ def simulate(
     from hf_distca.simulate.strategies import STRATEGIES
 
     with errors_in_one_line():
-        setting, documents = scale.setting(), scale.documents()
         names = strategy or list(STRATEGIES)
-        predictions = scale.predictions(setting, documents, names)
+        setting, documents, predictions = scale.predicted(names)
         facts = assumed(setting, documents, names)
         if as_json:
             typer.echo(json.dumps(_report(setting, documents, predictions, facts, scale), indent=1))
@@ -67,8 +66,7 @@ def advise(scale: Scale, as_json: InJson = False) -> None:
     from hf_distca.simulate.strategies import STRATEGIES
 
     with errors_in_one_line():
-        setting, documents = scale.setting(), scale.documents()
-        predictions = scale.predictions(setting, documents, list(STRATEGIES))
+        setting, documents, predictions = scale.predicted(list(STRATEGIES))
         advice = advised(setting, predictions)
         if as_json:
             everything = _report(setting, documents, predictions, assumptions(setting, documents), scale)

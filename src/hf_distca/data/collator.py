@@ -70,7 +70,11 @@ def flat(values: Any, name: str, kinds: str = "iu") -> IntArray:
     try:
         row = values.numpy(force=True) if isinstance(values, torch.Tensor) else values
         if not isinstance(row, np.ndarray):
-            row = _from_list(list(row), kinds)
+            numbers = list(row)
+            if numbers and isinstance(numbers[0], bool) and "b" not in kinds:
+                raise TypeError("they are bool")
+            # An `array` refuses what is no integer, and reads a list in a third of numpy's time.
+            row = np.frombuffer(array("q", numbers), dtype=np.int64)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise LayoutError(f"the {name} of a document must be a flat list of integers ({error}).") from error
     if row.shape == (0,):
@@ -80,13 +84,6 @@ def flat(values: Any, name: str, kinds: str = "iu") -> IntArray:
             f"the {name} of a document must be a flat list of integers; here they are {row.dtype} of shape {row.shape}."
         )
     return row.astype(np.int64, copy=False)
-
-
-def _from_list(values: list[Any], kinds: str) -> IntArray:
-    """The same numbers; an `array` refuses what is no integer, and reads a list in a third of numpy's time."""
-    if values and isinstance(values[0], bool) and "b" not in kinds:
-        raise TypeError("they are bool")
-    return np.frombuffer(array("q", values), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,6 @@ Longer = Literal["cut", "refuse"]
 _PADDING = 128
 # Batches that are not full yet, at most. More of them fill a little better and take longer.
 _OPEN = 64
-_STEP = 2**16  # documents between two looks at the progress bar
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,11 +86,9 @@ class GlobalBatches:
         counts = as_integers(lengths, "lengths of documents")
         if len(counts) and counts.min() < 0:
             raise LayoutError(f"document {int(counts.argmin())} has length {counts.min()}: lengths are at least 0.")
-        self.tokens, self.seed, self.fill = tokens, seed, fill
-        self._whole = fill == "whole"
+        self.tokens, self.seed, self._whole = tokens, seed, fill == "whole"
         self._document = np.flatnonzero(counts)
-        self._start = np.zeros_like(self._document)
-        self._length = counts[self._document]
+        self._start, self._length = np.zeros_like(self._document), counts[self._document]
         self._meet_longer(longer, quiet)
         total = int(self._length.sum())
         if not total or (not self._whole and total < tokens):
@@ -99,10 +96,13 @@ class GlobalBatches:
                 f"{len(self._document)} documents with tokens have {total} tokens together, a global batch has {tokens} (ranks x "
                 'tokens_per_rank): give more documents or fewer tokens a rank, or fill="whole" to train on padding.'
             )
+        self._count = total // tokens
         if self._whole:
-            self._pack(quiet)
-        else:
-            self._count = total // tokens
+            self._packed, self._offsets = _packed_whole(self._length, self._shuffled(len(self._length), 0), tokens, quiet=quiet)
+            self._count = len(self._offsets) - 1
+            if not quiet:
+                padding = 100 * (1 - total / (self._count * tokens))
+                _log.info("%d global batches of whole documents, %.2f %% of them padding.", self._count, padding)
         self._epoch: tuple[int, IntArray, IntArray] | None = None
 
     def __len__(self) -> int:
@@ -112,24 +112,15 @@ class GlobalBatches:
         return {**self.__dict__, "_epoch": None}  # it is made faster than it travels
 
     def pieces(self, epoch: int, number: int) -> Pieces:
-        """What makes a global batch.
-
-        Raises:
-            IndexError: if there is no such batch.
-        """
+        """What makes a global batch; an `IndexError` if there is no such batch."""
         if not 0 <= number < len(self):
             raise IndexError(f"global batch {number} of {len(self)}")
         if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = (epoch, *self._index(epoch))
+            # The order of batches, if documents are whole; else that of documents, and where they end in it.
+            order = self._shuffled(self._count, 1 + epoch) if self._whole else self._shuffled(len(self._length), epoch)
+            self._epoch = epoch, order, order[:0] if self._whole else np.cumsum(self._length[order])
         _, order, ends = self._epoch
         return self._whole_pieces(int(order[number])) if self._whole else self._cut_pieces(order, ends, number)
-
-    def _index(self, epoch: int) -> tuple[IntArray, IntArray]:
-        """The order of an epoch, and where documents end in it: of batches if documents are whole, which need no ends."""
-        if self._whole:
-            return self._shuffled(self._count, 1 + epoch), self._document[:0]
-        order = self._shuffled(len(self._length), epoch)
-        return order, np.cumsum(self._length[order])
 
     def _shuffled(self, count: int, stream: int) -> IntArray:
         if self.seed is None:
@@ -179,13 +170,6 @@ class GlobalBatches:
         self._start = (np.arange(len(self._document)) - np.repeat(first, parts)) * self.tokens
         self._length = np.minimum(np.repeat(self._length, parts) - self._start, self.tokens)
 
-    def _pack(self, quiet: bool) -> None:
-        self._packed, self._offsets = _packed_whole(self._length, self._shuffled(len(self._length), 0), self.tokens, quiet=quiet)
-        self._count = len(self._offsets) - 1
-        if not quiet:
-            part = 1 - int(self._length.sum()) / (self._count * self.tokens)
-            _log.info("%d global batches of whole documents, %.2f %% of them padding.", self._count, 100 * part)
-
 
 def _check_arguments(tokens: int, seed: int | None, fill: str, longer: str) -> None:
     # Not `isinstance`: True is no number.
@@ -208,24 +192,20 @@ def _packed_whole(length: IntArray, order: IntArray, tokens: int, *, quiet: bool
     opened: list[int] = []  # their numbers
     batch_of: list[int] = []
     count = 0
-    with tqdm(total=len(order), desc="packing documents", delay=1.0, disable=quiet, unit=" documents") as bar:
-        for begin in range(0, len(order), _STEP):
-            step = length[order[begin : begin + _STEP]].tolist()
-            for n in step:
-                place = bisect_left(rooms, n)
-                if place < len(rooms):
-                    room, batch = rooms.pop(place) - n, opened.pop(place)
-                else:
-                    room, batch = tokens - n, count
-                    count += 1
-                    if len(rooms) == _OPEN:
-                        del rooms[0], opened[0]  # the fullest one
-                batch_of.append(batch)
-                if room:
-                    place = bisect_left(rooms, room)
-                    rooms.insert(place, room)
-                    opened.insert(place, batch)
-            bar.update(len(step))
+    for n in tqdm(length[order].tolist(), "packing documents", delay=1.0, disable=quiet, unit=" documents"):
+        place = bisect_left(rooms, n)
+        if place < len(rooms):
+            room, batch = rooms.pop(place) - n, opened.pop(place)
+        else:
+            room, batch = tokens - n, count
+            count += 1
+            if len(rooms) == _OPEN:
+                del rooms[0], opened[0]  # the fullest one
+        batch_of.append(batch)
+        if room:
+            place = bisect_left(rooms, room)
+            rooms.insert(place, room)
+            opened.insert(place, batch)
     batch_of_document = np.array(batch_of, dtype=np.int64)
     by_batch = np.argsort(batch_of_document, kind="stable")
     offsets = np.searchsorted(batch_of_document[by_batch], np.arange(count + 1))

@@ -87,7 +87,7 @@ class Reader:
         self._arrow = is_of("Dataset", documents) and documents.format["type"] != "custom"
         if self._arrow:
             if len(documents):
-                as_row(documents.with_format(None)[0], column)  # of the others, only the columns that are needed are read
+                as_row(documents.with_format(None)[0], column, 0)  # of the others, only the columns that are needed are read
             documents = documents.with_format("arrow", columns=[column, *_others(documents.column_names, column)])
         self._documents = documents
 
@@ -96,27 +96,26 @@ class Reader:
         if not len(numbers):
             return []
         if not self._arrow:
-            return [as_row(self._documents[number], self.column) for number in numbers.tolist()]
+            return [as_row(self._documents[number], self.column, number) for number in numbers.tolist()]
         table = self._documents[numbers.tolist()]
         names = {name: "input_ids" if name == self.column else name for name in table.column_names}
         columns = [_row_views(table.column(name)) for name in names]
         return [dict(zip(names.values(), row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def as_row(document: Any, column: str) -> Mapping[str, Any]:
-    """A document that is its tokens, or a row with them in a column, as `Piece` takes it."""
+def as_row(document: Any, column: str, number: int) -> Mapping[str, Any]:
+    """A document that is its tokens, or a row with them in a column, as `Piece` takes it; `number` is for errors."""
     if not hasattr(document, "keys"):
         return {"input_ids": document}
-    if column not in document:
-        raise LayoutError(f"a document has no {column!r}, only {', '.join(map(repr, document))}.")
+    tokens = length_of(document, column, number)
     row = {"input_ids": document[column], **{name: document[name] for name in document if name != column}}
     if row.get("seq_lengths") is not None:
         raise LayoutError(
-            f"a row has a column 'seq_lengths': it was packed already, and would be dealt as one document of "
-            f"{len(row['input_ids'])} tokens. Give its documents one by one."
+            f"a row has a column 'seq_lengths': it was packed already, and would be dealt as one document of {tokens} tokens. "
+            "Give its documents one by one."
         )
     if len(row) > 1:
-        check_columns(row, length_of(document, column, 0), {*COLUMNS, "position_ids"})
+        check_columns(row, tokens, {*COLUMNS, "position_ids"})
     return {"input_ids": row["input_ids"], **{name: row[name] for name in _others(row, column)}}
 
 
@@ -230,11 +229,7 @@ def _in_order(documents: Any, values: Any) -> Any:
 
 
 def length_of(document: Any, column: str, number: int) -> int:
-    """Tokens of document number `number`, a row with the column or the tokens themselves; 0 of a missing one.
-
-    Raises:
-        LayoutError: if it is no such document.
-    """
+    """Tokens of a document, a row with the column or the tokens themselves; 0 of a missing one. `number` is for errors."""
     if hasattr(document, "keys"):
         if column not in document:
             raise LayoutError(f"document {number} has no {column!r}, only {', '.join(map(repr, document))}.")

@@ -13,7 +13,6 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.data.collator import IGNORED_LABEL
 from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.reading import Piece, Reader
-from hf_distca.errors import ConfigError
 
 __all__ = ["InEpochs", "Shares", "cut_share"]
 
@@ -55,22 +54,15 @@ class Shares(InEpochs):
     Args:
         documents: as `Reader` takes them.
         batches: which pieces of them make which global batch.
-        dealing: how global batches are dealt; its ranks times its tokens of a rank are the tokens of a global batch.
+        dealing: how global batches are dealt, of as many tokens.
         column: where the tokens are.
         pad_token_id: what padding is made of.
 
-    Raises:
-        ConfigError: if dealing is for other global batches.
     """
 
     def __init__(
         self, documents: Any, batches: GlobalBatches, dealing: Dealing, *, column: str = "input_ids", pad_token_id: int = 0
     ) -> None:
-        if dealing.tokens != batches.tokens:
-            raise ConfigError(
-                f"global batches have {batches.tokens} tokens, {dealing.ranks} ranks with {dealing.tokens_per_rank} tokens have "
-                f"{dealing.tokens}: they must be equal."
-            )
         super().__init__()
         self.batches, self.dealing, self.pad_token_id = batches, dealing, pad_token_id
         self._reader = Reader(documents, column)

@@ -22,7 +22,8 @@ class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any
     """Shares of documents without a length: global batches are filled to the token in the order in which documents come.
 
     The rest of a document is a document of its own in the next global batch. What does not fill one at the end is dropped. Every
-    rank reads all documents, and keeps one global batch at a time.
+    rank reads all documents, and keeps one global batch at a time. The shares of all ranks come one after another: accelerate
+    takes every process its own out of those, and those of others are not made.
 
     With loader workers, worker w of W makes the global batches w, w + W, ..., so a loader yields all of them in order. Workers
     divide the files of a `datasets.IterableDataset` among them, as it does by itself: each fills global batches of its own, and
@@ -33,23 +34,19 @@ class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any
             epoch; their ``set_epoch`` is called, if they have one.
         dealing: how global batches are dealt.
         column: where the tokens are.
-        rank: whose shares to yield. Without, the shares of all ranks are yielded, one after another: accelerate takes every
-            process its own out of those. Those of others are not made. With one, a plain `DataLoader` can be used.
 
     Raises:
-        ConfigError: if documents are an iterator, which ends with the first epoch, or there is no such rank.
+        ConfigError: if documents are an iterator, which ends with the first epoch.
     """
 
-    def __init__(self, documents: Iterable[Any], dealing: Dealing, *, column: str = "input_ids", rank: int | None = None) -> None:
+    def __init__(self, documents: Iterable[Any], dealing: Dealing, *, column: str = "input_ids") -> None:
         if isinstance(documents, Iterator):
             raise ConfigError(
                 f"documents are a {type(documents).__name__}, which can be read once: give something that every epoch and every "
                 "worker can iterate from its beginning, such as datasets.IterableDataset.from_generator(...)."
             )
-        if rank is not None and not 0 <= rank < dealing.ranks:
-            raise ConfigError(f"rank={rank} of {dealing.ranks}: ranks are counted from 0.")
         super().__init__()
-        self.documents, self.dealing, self.column, self.rank = documents, dealing, column, rank
+        self.documents, self.dealing, self.column = documents, dealing, column
 
     def set_epoch(self, epoch: int) -> None:
         """Go to another epoch: here, and in workers that run already."""
@@ -71,8 +68,7 @@ class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any
             if not divided and number % workers != worker:
                 continue
             batch = epoch, number * workers + worker if divided else number
-            for rank in range(self.dealing.ranks) if self.rank is None else [self.rank]:
-                yield _LateShare(self.dealing, batch, rank, pieces)
+            yield from (_LateShare(self.dealing, batch, rank, pieces) for rank in range(self.dealing.ranks))
 
     def _global_batches(self) -> Iterator[list[Piece]]:
         tokens = self.dealing.tokens
@@ -82,7 +78,7 @@ class StreamedShares(InEpochs, torch.utils.data.IterableDataset[Mapping[str, Any
             begin, count = 0, length_of(document, self.column, number)
             while begin < count:
                 end = min(count, begin + free)
-                pieces.append(Piece(as_row(document, self.column), begin, end))
+                pieces.append(Piece(as_row(document, self.column, number), begin, end))
                 free -= end - begin
                 begin = end
                 if not free:

@@ -15,7 +15,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from hf_distca.agreement.announce import PlanKey, Request
-from hf_distca.agreement.documents import PackedDocuments, PlansAhead, TokenBatch
+from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import Planning
 from hf_distca.integration.callback import DistCACallback
 from hf_distca.integration.checks import check_sharing
@@ -69,7 +69,7 @@ class Announced:
         with session.group.reporting(f"planning {self.planning.place}"):
             plans = iter(session.planner.finish(self.planning, session.group))
         for batch in batches:
-            ahead = PlansAhead({key: next(plans) for key in self.keys})
+            ahead = {key: next(plans) for key in self.keys}
             batch["distca_documents"] = batch["distca_documents"].planned(ahead)
         return batches
 

@@ -231,14 +231,12 @@ class Exit(Absent):
 class StageModel(torch.nn.Module):
     """A stage of a model: what `torch.distributed.pipelining` runs.
 
-    Args:
-        model: the whole model, or one that has only the stage's weights. It is changed: the other stages' modules leave it.
-        stage: which stage.
-        layers: how many layers each stage has.
-        tied: whether embedding and head are to have the same weight; by default whether they have.
+    `layers` says how many layers each stage has, and `tied` whether embedding and head are to have the same weight; by default
+    whether they have.
 
     Attributes:
-        model: the model without other stages' modules. Its weights have the names that they have in checkpoints.
+        model: the model that was given, whole or with the stage's weights alone; other stages' modules have left it. Its weights
+            have the names that they have in checkpoints.
         stage, stages: which stage, and of how many.
         tied: whether embedding and head have the same weight, of which the first and the last stage have a copy each.
         facts: what the stages of all ranks must have in common, by name.

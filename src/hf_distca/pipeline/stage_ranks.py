@@ -6,9 +6,7 @@ differ do ranks tell each other the facts themselves.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_distca.agreement.announce import check_equal
+from hf_distca.agreement.announce import Facts, check_equal, check_facts, fingerprint_of
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
@@ -34,7 +32,6 @@ from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.schedule.layout import IntArray
 
 __all__ = [
-    "Facts",
     "StepRow",
     "check_copies",
     "check_settings",
@@ -42,13 +39,13 @@ __all__ = [
     "check_steps",
     "checksum",
     "find_ranks",
-    "fingerprint",
 ]
 
-Facts = Mapping[str, str]
-
+_SAME = (
+    ". Give all ranks the same model, settings and micro-batches, or shares of one data set in one order, and call the same of "
+    "Schedule.step and Schedule.eval, train() and eval() on all of them."
+)
 _TOKENS = 16  # of the forward in which a stage's kinds of attention are found
-_LONGEST_VALUE = 80  # characters of a fact in an error
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -80,7 +77,7 @@ class StepRow(NamedTuple):
 
     Attributes:
         way: how the batch was loaded; a number that begins no announcement.
-        facts: `fingerprint` of what all ranks must have in common.
+        facts: `fingerprint_of` what all ranks must have in common.
         documents: a number that tells those of a dealt global batch from others; 0 of other batches.
         plans: digest of the plans.
         batch, tokens: shape of a micro-batch, which the stages of a copy of the model must have in common.
@@ -107,8 +104,8 @@ def find_ranks(stage: Stage, session: Session, facts: Facts) -> tuple[Pipeline, 
         UnsupportedError: if attention is computed in a way that stages cannot share, or settings ask for what they cannot do.
     """
     group = AttentionGroup.of(_members(stage, session), timeout_seconds=session.config.timeout_seconds)
-    fingerprints = group.gather(np.array([fingerprint(facts)]), doing="comparing the models of the pipeline stages")
-    _check_facts(group, [int(row[0]) for row in fingerprints], facts, "the first step")
+    fingerprints = group.gather(np.array([fingerprint_of(facts)]), doing="comparing the models of the pipeline stages")
+    check_facts(group, np.concatenate(fingerprints), facts, "ranks do not run the same in the first step", _SAME)
     check_settings(session.config, group)
     with group.reporting(f"looking at the attention of stage {stage.stage_index}"):
         kinds, dtype = _find_kinds(stage, session)
@@ -207,11 +204,6 @@ def _pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: str) 
     )
 
 
-def fingerprint(facts: Facts) -> int:
-    """A number of 60 bits that differs where facts do."""
-    return int(hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:15], 16)
-
-
 def checksum(weight: torch.Tensor | None) -> int:
     """A number of 60 bits that differs where any bit of a weight does; of a sharded weight, of this rank's shard. 0 for None."""
     if weight is None:
@@ -259,7 +251,7 @@ def check_steps(group: AttentionGroup, rows: Sequence[IntArray], facts: Facts, c
             "of them, or on none."
         )
     steps = [StepRow(*row.tolist()) for row in rows]
-    _check_facts(group, [step.facts for step in steps], facts, place)
+    check_facts(group, np.array([step.facts for step in steps]), facts, f"ranks do not run the same in {place}", _SAME)
     arguments = "give document_shares the same documents, seed and other arguments on every rank"
     documents, plans = (np.array(column) for column in zip(*((step.documents, step.plans) for step in steps), strict=True))
     check_equal(group, documents, "documents in the same global batch (as checksums)", place, arguments)
@@ -267,31 +259,6 @@ def check_steps(group: AttentionGroup, rows: Sequence[IntArray], facts: Facts, c
         members = {rank: step for rank, step, its_copy in zip(group.ranks, steps, copies, strict=True) if its_copy == copy}
         _check_copy(members, facts, place)
     check_equal(group, plans, "plans (as digests)", place, "use one version of hf_distca and numpy")
-
-
-def _check_facts(group: AttentionGroup, fingerprints: Sequence[int], facts: Facts, place: str) -> None:
-    """Raises `DistCADesyncError` with the names and values of facts that differ, if fingerprints of all ranks do."""
-    if len(set(fingerprints)) == 1:
-        return
-    told: list[dict[str, str]] = [json.loads(text or "{}") for text in group.gather_text(json.dumps(facts))]
-    names = dict.fromkeys(name for rank_facts in told for name in rank_facts)
-    different = [name for name in names if len({rank_facts.get(name) for rank_facts in told}) > 1]
-    by_name = "; ".join(f"{name} is {_values(group, [rank_facts.get(name) for rank_facts in told])}" for name in different)
-    raise DistCADesyncError(
-        f"ranks do not run the same in {place}: {by_name}. Give all ranks the same model, settings and micro-batches, or shares "
-        "of one data set in one order, and call the same of Schedule.step and Schedule.eval, train() and eval() on all of them."
-    )
-
-
-def _values(group: AttentionGroup, values: Sequence[str | None]) -> str:
-    """The values, each with the ranks that have it."""
-    ranks: dict[str, list[str]] = {}
-    for rank, value in zip(group.ranks, values, strict=True):
-        ranks.setdefault(value or "unknown", []).append(str(rank))
-    return ", ".join(
-        f"{textwrap.shorten(value, _LONGEST_VALUE, placeholder=' ...')} on rank {', '.join(having)}"
-        for value, having in ranks.items()
-    )
 
 
 def _check_copy(steps: Mapping[int, StepRow], facts: Facts, place: str) -> None:

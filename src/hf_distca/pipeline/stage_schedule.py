@@ -6,7 +6,7 @@ import datetime
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from hf_distca.agreement.announce import Facts, fingerprint_of
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.errors import ConfigError, DistCAError, LayoutError
 from hf_distca.integration.session import current_session
 from hf_distca.pipeline.borrowed_pipelining import OneStageSchedule
 from hf_distca.pipeline.stage_ranks import (
-    Facts,
     StepRow,
     check_copies,
     check_settings,
@@ -30,7 +30,6 @@ from hf_distca.pipeline.stage_ranks import (
     check_steps,
     checksum,
     find_ranks,
-    fingerprint,
 )
 from hf_distca.pipeline.stages import Stage
 from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, StageAttention, TickCalls
@@ -140,11 +139,11 @@ class Schedule(OneStageSchedule):
                     self.stage.output_chunks.append(output.detach())
             return output
 
-        step = _Step(self.stage, attention, plans, documents, compute)
+        step = _Step(self.stage, attention, plans, documents, shape, compute)
         self._session.conductor = attention
         try:
             with _tied_gradients(self.stage, attention.group, name, backward=self.trains):
-                self.figures = step.run(shape)
+                self.figures = step.run()
                 if self.trains:
                     self.stage.perform_reduce_grad(1)  # losses are scaled, not gradients
         finally:
@@ -163,7 +162,7 @@ class Schedule(OneStageSchedule):
             "n_microbatches": str(self.micro_batches),
             "the type of device": self.stage.device.type,
             **model.facts,
-            **{field.name: repr(getattr(config, field.name)) for field in fields(config)},
+            **{setting.name: repr(getattr(config, setting.name)) for setting in fields(config)},
         }
 
     def _read(self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> tuple[list[Documents], tuple[int, int]]:
@@ -205,7 +204,7 @@ class Schedule(OneStageSchedule):
             order = ticks(pipeline.depth, self.micro_batches, backward=self.trains)
             plans = TickPlans(order, pipeline, of_all, costs, self._session.config, name)
             facts, tied = {**self._facts(), **batch}, checksum(self.stage.unwrapped.tied_weight)
-            row = np.array(StepRow(way, fingerprint(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
+            row = np.array(StepRow(way, fingerprint_of(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
 
             def check(rows: Sequence[IntArray]) -> None:
                 check_steps(group, rows, facts, pipeline.copies, place)
@@ -227,50 +226,43 @@ def _shape(*tensors: Any) -> tuple[int, int]:
     raise ConfigError("Schedule.step needs position_ids on every stage, (micro-batches, tokens): documents are read from them.")
 
 
+@dataclass(eq=False)
 class _Step:
     """The ticks of a step on this rank's stage.
 
-    Args:
+    Attributes:
         documents: of each micro-batch on this rank.
+        shape: (batch, tokens) of a micro-batch.
         compute: runs the micro-batch of this number in a tick, on what arrived from another stage; returns what is handed on.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        attention: StageAttention,
-        plans: TickPlans,
-        documents: Sequence[Documents],
-        compute: Callable[[Tick, int, torch.Tensor | None], torch.Tensor],
-    ) -> None:
-        self._stage, self._attention, self._plans, self._documents, self._compute = stage, attention, plans, documents, compute
-        self._group = attention.group
-        self._micro_batches: dict[int, MicroBatch] = {}
-        self._arriving: dict[tuple[bool, int], tuple[Messages, torch.Tensor]] = {}
-        self._last = Messages([])
+    stage: Stage
+    attention: StageAttention
+    plans: TickPlans
+    documents: Sequence[Documents]
+    shape: tuple[int, int]
+    compute: Callable[[Tick, int, torch.Tensor | None], torch.Tensor]
+    _micro_batches: dict[int, MicroBatch] = field(default_factory=dict)
+    _arriving: dict[tuple[bool, int], tuple[Messages, torch.Tensor]] = field(default_factory=dict)
+    _last: Messages = field(default_factory=lambda: Messages([]))
 
-    def run(self, shape: tuple[int, int]) -> list[TickFigures]:
-        """Run all ticks, with micro-batches of this (batch, tokens)."""
-        figures = []
-        for tick in self._plans.order:
-            before = self._clocks()
-            with self._group.reporting(f"running {self._named(tick)}"):
-                self._send(tick, self._run_tick(tick), shape)
-            seconds, attention, sent = (now - then for now, then in zip(self._clocks(), before, strict=True))
-            figures.append(TickFigures(tick, seconds, attention, int(sent)))
-        self._last.wait(self._group, f"sending to other stages at the end of {self._plans.name}")
+    def run(self) -> list[TickFigures]:
+        """Run all ticks."""
+        figures, meter, group = [], self.attention.session.meter, self.attention.group
+        for tick in self.plans.order:
+            began, seconds, sent = time.perf_counter(), meter.seconds, meter.sent_bytes
+            with group.reporting(f"running {self._named(tick)}"):
+                self._send(tick, self._run_tick(tick))
+            figures.append(TickFigures(tick, time.perf_counter() - began, meter.seconds - seconds, meter.sent_bytes - sent))
+        self._last.wait(group, f"sending to other stages at the end of {self.plans.name}")
         return figures
 
-    def _clocks(self) -> tuple[float, float, int]:
-        meter = self._attention.session.meter
-        return time.perf_counter(), meter.seconds, meter.sent_bytes
-
     def _named(self, tick: Tick) -> str:
-        return f"{tick} of {self._plans.name}, as stage {self._stage.stage_index}"
+        return f"{tick} of {self.plans.name}, as stage {self.stage.stage_index}"
 
     def _run_tick(self, tick: Tick) -> torch.Tensor | None:
         """Run this stage's micro-batch, if it has one, and serve in the calls of others. Returns what goes to the next stage."""
-        number, parts, attention = tick.micro_batches[self._stage.stage_index], self._plans.parts(tick), self._attention
+        number, parts, attention = tick.micro_batches[self.stage.stage_index], self.plans.parts(tick), self.attention
         calls = TickCalls(parts, partial(attention.serve, backward=tick.backward), self._named(tick))
         leaving = None
         if number is not None:
@@ -280,7 +272,7 @@ class _Step:
             else:
                 self._micro_batches[number] = attention.micro_batch = self._begin(number, parts, calls)
             try:
-                leaving = self._compute(tick, number, arrived)
+                leaving = self.compute(tick, number, arrived)
             except RuntimeError as error:
                 if isinstance(error.__cause__, DistCAError):  # which torch has put into an error of its own
                     raise error.__cause__ from None
@@ -292,11 +284,11 @@ class _Step:
 
     def _begin(self, number: int, parts: Sequence[CallPart], calls: TickCalls) -> MicroBatch:
         """A micro-batch whose forward begins."""
-        backward = self._plans.backward_parts(number)
+        backward = self.plans.backward_parts(number)
         return MicroBatch(
-            name=f"micro-batch {number} of {self._plans.name} on stage {self._stage.stage_index}",
-            documents=self._documents[number],
-            layout=self._plans.layout_of(number),
+            name=f"micro-batch {number} of {self.plans.name} on stage {self.stage.stage_index}",
+            documents=self.documents[number],
+            layout=self.plans.layout_of(number),
             forward=calls,
             parts={part.stage_call: part for part in parts if part.stage_call is not None},
             moved={part.stage_call for part in (*parts, *backward) if part.route.exchanges},
@@ -308,23 +300,23 @@ class _Step:
         if (tick.backward, number) not in self._arriving:
             return None
         messages, arrived = self._arriving.pop((tick.backward, number))
-        messages.wait(self._group, f"waiting for what {self._named(tick)} begins with")
-        return arrived.requires_grad_(bool(self._stage.has_backward) and not tick.backward)
+        messages.wait(self.attention.group, f"waiting for what {self._named(tick)} begins with")
+        return arrived.requires_grad_(bool(self.stage.has_backward) and not tick.backward)
 
-    def _send(self, tick: Tick, leaving: torch.Tensor | None, shape: tuple[int, int]) -> None:
-        """Send what this stage made in a tick, and begin to receive what its neighbour made, of this (batch, tokens)."""
-        way, group, running = -1 if tick.backward else 1, self._stage.group, tick.micro_batches
-        source, target = self._stage.stage_index - way, self._stage.stage_index + way
+    def _send(self, tick: Tick, leaving: torch.Tensor | None) -> None:
+        """Send what this stage made in a tick, and begin to receive what its neighbour made."""
+        way, group, running = -1 if tick.backward else 1, self.stage.group, tick.micro_batches
+        source, target = self.stage.stage_index - way, self.stage.stage_index + way
         ops = []
         if leaving is not None and 0 <= target < len(running):
             ops.append(dist.P2POp(dist.isend, leaving.detach().contiguous(), group=group, group_peer=target))
         coming = running[source] if 0 <= source < len(running) else None
         if coming is not None:
             # Gradients have the dtype of what this stage handed on.
-            dtype = self._plans.pipeline.dtypes[min(source, self._stage.stage_index)]
-            buffer = torch.empty((*shape, self._stage.unwrapped.width), dtype=dtype, device=self._stage.device)
+            dtype = self.plans.pipeline.dtypes[min(source, self.stage.stage_index)]
+            buffer = torch.empty((*self.shape, self.stage.unwrapped.width), dtype=dtype, device=self.stage.device)
             ops.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=source))
-        self._last.wait(self._group, f"sending what was made before {self._named(tick)}")
+        self._last.wait(self.attention.group, f"sending what was made before {self._named(tick)}")
         self._last = Messages(ops)
         if coming is not None:
             self._arriving[tick.backward, coming] = self._last, buffer

@@ -18,7 +18,7 @@ import torch
 
 from hf_distca.agreement.announce import PlanKey, Stated
 from hf_distca.agreement.dealt import Dealt
-from hf_distca.agreement.documents import Documents
+from hf_distca.agreement.documents import Documents, unknown_documents
 from hf_distca.config import DistCAConfig
 from hf_distca.pipeline.tick_calls import CallPart, LayerKind
 from hf_distca.runtime.route import Route
@@ -144,11 +144,9 @@ def documents_of_stated(stated: Sequence[Stated]) -> list[list[Documents]]:
     """The documents of each micro-batch by rank, from what all ranks state."""
     documents = []
     for micro_batch in stated:
-        numbers, spans = micro_batch.numbers, bool(micro_batch.spans.any())
-        # Documents that span ranks have whole rows. Of others, in one piece on one rank each, the row says only how long it is.
-        rows = numbers if spans else np.stack([np.full_like(numbers, -1), np.zeros_like(numbers), numbers], axis=1)
-        of_ranks = np.split(rows, np.cumsum(micro_batch.counts)[:-1])
-        documents.append([Documents(rank_rows, spans) for rank_rows in of_ranks])
+        spans = bool(micro_batch.spans.any())
+        rows = micro_batch.numbers if spans else unknown_documents(micro_batch.numbers)
+        documents.append([Documents(of_rank, spans) for of_rank in np.split(rows, np.cumsum(micro_batch.counts)[:-1])])
     return documents
 
 
@@ -157,8 +155,7 @@ def documents_of_shares(shares: Sequence[Dealt], copies: Sequence[int]) -> list[
     documents = []
     for dealt in shares:
         rows = [np.array(dealt.whole.segments(copy), dtype=np.int64).reshape(-1, 3) for copy in range(dealt.ranks)]
-        of_copies = [Documents(copy_rows, spans=True) for copy_rows in rows]
-        documents.append([of_copies[copy] for copy in copies])
+        documents.append([Documents(rows[copy], spans=True) for copy in copies])
     return documents
 
 
@@ -204,14 +201,13 @@ class TickPlans:
         """This rank's part in the calls of a tick, in their order."""
         stage, parts = self.pipeline.stage, []
         for number, (call, plan_of) in enumerate(self._calls(tick)):
-            route = self._routes.get(plan_of)
-            if route is None:
-                config, plan = self.config, self._plan(plan_of)
+            config, plan = self.config, self._plan(plan_of)
+            if plan_of not in self._routes:
                 waves = Waves.of(plan, plan_of.key.shape, config.tile, config.max_transient_bytes, config.head_groups)
-                route = self._routes[plan_of] = Route.build(plan, self.pipeline.rank, waves)
+                self._routes[plan_of] = Route.build(plan, self.pipeline.rank, waves)
             stage_call = None if plan_of.running[stage] is None else call.calls[stage]
             name = f"attention call {number} of {tick} of {self.name}"
-            parts.append(CallPart(number, name, call.kind, stage_call, route, self._plan(plan_of).window))
+            parts.append(CallPart(number, name, call.kind, stage_call, self._routes[plan_of], plan.window))
         return parts
 
     def backward_parts(self, micro_batch: int) -> list[CallPart]:
@@ -228,9 +224,8 @@ class TickPlans:
 
     def layout(self, running: Running, chunk: int | None) -> Layout:
         """The documents of these micro-batches on the ranks that run them. Each micro-batch is on one stage at most."""
-        layout = self._layouts.get((running, chunk))
-        if layout is not None:
-            return layout
+        if (running, chunk) in self._layouts:
+            return self._layouts[running, chunk]
         numbers: dict[tuple[int, int], int] = {}
         ranks: list[list[tuple[int, int, int]]] = []
         for rank, stage in enumerate(self.pipeline.stages):
@@ -255,8 +250,7 @@ class TickPlans:
 
     def _plan(self, plan_of: _PlanOf) -> Plan:
         """The plan of a call; made once for calls that differ in nothing that it depends on."""
-        plan = self._plans.get(plan_of)
-        if plan is None:
+        if plan_of not in self._plans:
             layout, cost = self.layout(plan_of.running, plan_of.key.chunk), self.costs[plan_of.key]
-            plan = self._plans[plan_of] = balance(layout, cost, self.config, ALIKE, relayed=False)
-        return plan
+            self._plans[plan_of] = balance(layout, cost, self.config, ALIKE, relayed=False)
+        return self._plans[plan_of]

@@ -18,11 +18,10 @@ import torch
 
 from hf_distca.kernels.base import Grads, Kernel, Operands, Outputs, Saved, Scores, TaskBatch
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.messages import Part, Pending, launch
+from hf_distca.runtime.messages import Part, Pending, joined, launch, put_rows, rows_of
 from hf_distca.runtime.meter import Mark, Meter, now
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import KeyRelay, Route, Wave
-from hf_distca.runtime.row_runs import joined, put_rows, rows_of
 
 __all__ = ["AttentionServer", "Call", "Inputs", "in_groups", "joined_groups"]
 
@@ -136,11 +135,6 @@ class Call:
         """Whether any rank moves anything, forward or backward."""
         return self.route.exchanges
 
-    @property
-    def last(self) -> Wave:
-        """The last wave."""
-        return self.route.waves[-1]
-
     def hand_on(self, tensors: Operands | Outputs | Saved | Grads, pending: Pending | None) -> None:
         """Hold this rank's own tensors and the exchange under way for the next autograd function."""
         self._handed = tensors, pending
@@ -172,17 +166,15 @@ class Call:
     def pass_on_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
         """Where keys are relayed, wait for the dispatch and send those on that this rank is the relay of.
 
-        Args:
-            home: in rows of head groups.
-            dispatch: as `send_queries_and_keys` returned it.
+        `home` is in rows of head groups.
         """
-        passing = self.last.passing
+        passing = self.route.waves[-1].passing
         if passing is None or dispatch is None:
             return dispatch
         came = self._arrived(dispatch, "dispatch")
         keys = zip(came[-_KEY_PARTS:], home.key_rows, strict=True)
         parts = [Part(passing.pick(sections, like), passing.keys) for sections, like in keys]
-        second = self._launch(self.last, parts, "relays' dispatch", dispatches=1)
+        second = self._launch(self.route.waves[-1], parts, "relays' dispatch", dispatches=1)
         second.before = came
         return second
 

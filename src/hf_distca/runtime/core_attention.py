@@ -83,7 +83,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
-        grads = call.collect(call.last, *call.take(Grads))
+        grads = call.collect(call.route.waves[-1], *call.take(Grads))
         return None, *_input_gradients(joined_groups(grads, call.route.groups), ctx.context_tokens)
 
 
@@ -118,7 +118,7 @@ def _serve(call: Call, tokens: Operands | Saved, dispatch: Pending | None) -> No
 class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, _anchor: torch.Tensor, *tensors: Any) -> torch.Tensor:
-        return _finish(ctx, call, Inputs(*tensors), lambda: call.collect(call.last, *call.take(Outputs)))
+        return _finish(ctx, call, Inputs(*tensors), lambda: call.collect(call.route.waves[-1], *call.take(Outputs)))
 
     @staticmethod
     @once_differentiable

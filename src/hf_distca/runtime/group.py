@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -25,9 +26,6 @@ __all__ = ["AttentionGroup", "Members"]
 
 _log = logging.getLogger("hf_distca")
 
-# Numbers of a row that travel in the first step of `gather`, whether a rank has them or not; those beyond need a second.
-_FIRST = 128
-
 _UNEQUAL_NODES = (
     "%d ranks share attention on %d nodes, not equally many on each or not one node after another: links inside a node are taken "
     "to be as slow as those between nodes."
@@ -38,7 +36,11 @@ _UNEQUAL_NODES = (
 class AttentionGroup:
     """The ranks that share core attention, seen from one of them.
 
+    What all ranks do together says what it is `doing`, and raises `DistCADesyncError` if not every rank comes in time.
+
     Attributes:
+        most_numbers: of a row that travel in the first step of `gather`, whether a rank has them or not; those beyond need a
+            second one. `gather_async` has no second one.
         ranks: their global ranks. Everywhere else in the package, "rank" is an index into this tuple.
         rank: this process.
         data: communicator of dispatch and return, None in a group of one.
@@ -48,6 +50,7 @@ class AttentionGroup:
         per_node: ranks [0, n), [n, 2n), ... of the group are nodes; None if they are not in such order, or not told apart.
     """
 
+    most_numbers: ClassVar[int] = 128
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     data: Channel | None = None
@@ -76,15 +79,12 @@ class AttentionGroup:
     ) -> AttentionGroup:
         """The group of these ranks, as `create` makes it; the one made before, if no rank has left it.
 
-        Every member asks at the same point, as for `create`. Communicators cost threads and connections, and torch cannot replace
-        one by another of the same ranks.
+        Every member asks at the same point, as for `create`, with the same errors. Communicators cost threads and connections,
+        and torch cannot replace one by another of the same ranks.
 
         Args:
             members, timeout_seconds: as for `create`. Groups that wait differently are different groups.
             size: ranks of a group, where these are cut into several: the first so many, the next, and so on.
-
-        Raises:
-            ConfigError, DistCADesyncError: as `create`.
         """
         world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
         for key in [key for key in _made if key[0] is not world]:  # torch.distributed has stopped or started since
@@ -154,15 +154,7 @@ class AttentionGroup:
         return nullcontext() if self.watch is None else self.watch.reporting(doing)
 
     def gather(self, row: IntArray, *, doing: str) -> list[IntArray]:
-        """One row of integers from every rank, in rank order. Rows may differ in length.
-
-        Args:
-            row: flat int64 array.
-            doing: what the ranks are doing, for the error if one of them does not come.
-
-        Raises:
-            DistCADesyncError: if not every rank comes in time.
-        """
+        """One row of integers, a flat int64 array, from every rank, in rank order. Rows may differ in length."""
         if self.watch is None:
             return [row]
         with self.watch.together(doing):
@@ -171,23 +163,15 @@ class AttentionGroup:
                 work.wait()
         counts = first[:, 0].tolist()
         rows = [part[1 : 1 + count] for part, count in zip(first.numpy(), counts, strict=True)]
-        more = [max(count - _FIRST, 0) for count in counts]
+        more = [max(count - self.most_numbers, 0) for count in counts]
         if not any(more):
             return rows
-        rest = torch.tensor(row[_FIRST:], dtype=torch.int64, device="cpu")
+        rest = torch.tensor(row[self.most_numbers :], dtype=torch.int64, device="cpu")
         rests = self.all_to_all(rest.repeat(self.size), [len(rest)] * self.size, more, doing=doing)
         return [np.concatenate(pair) for pair in zip(rows, np.split(rests.numpy(), np.cumsum(more)[:-1]), strict=True)]
 
     def all_equal(self, numbers: IntArray, *, doing: str) -> bool:
-        """Whether every rank has equal numbers, in one collective of twice their size.
-
-        Args:
-            numbers: flat int64 array, of one length on all ranks.
-            doing: as for `gather`.
-
-        Raises:
-            DistCADesyncError: if not every rank comes in time.
-        """
+        """Whether every rank has equal numbers, a flat int64 array of one length, in one collective of twice their size."""
         if self.control is None or self.watch is None:
             return True
         with self.watch.together(doing):
@@ -199,36 +183,19 @@ class AttentionGroup:
 
         Args:
             row: flat int64 array of at most `most_numbers`.
-            doing: what the ranks are doing, for the error if one of them does not come.
+            doing: for errors.
             agree: what to do with the rows of all ranks, in a thread of its own; see `Meeting`.
         """
         return Meeting(*self._start_gathering(row), agree, self.watch, doing)
 
     def all_to_all(self, sent: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, doing: str) -> torch.Tensor:
-        """Send rows of a CPU tensor to every rank.
-
-        Args:
-            sent: rows for rank 0, then those for rank 1, and so on.
-            send, receive: rows to and from each rank.
-            doing: as for `gather`.
-
-        Returns:
-            The rows from rank 0, then those from rank 1, and so on.
-
-        Raises:
-            DistCADesyncError: if not every rank comes in time.
-        """
+        """Send rows of a CPU tensor to every rank, so many to each and from each. Both tensors have them in rank order."""
         if self.control is None or self.watch is None:
             return sent
         received = sent.new_empty((sum(receive), *sent.shape[1:]))
         with self.watch.together(doing):
             dist.all_to_all_single(received, sent.contiguous(), list(receive), list(send), group=self.control)
         return received
-
-    @property
-    def most_numbers(self) -> int:
-        """The longest row of `gather_async`."""
-        return _FIRST
 
     def raise_pending(self) -> None:
         """Raise what a `Meeting` has found. Takes no time.
@@ -245,8 +212,8 @@ class AttentionGroup:
 
     def _start_gathering(self, row: IntArray) -> tuple[torch.Tensor, dist.Work | None]:
         """Start to gather the number of rows' numbers and the first of these, as (ranks, 1 + `most_numbers`)."""
-        padded = torch.zeros(1 + _FIRST, dtype=torch.int64, device="cpu")
-        first = torch.tensor([len(row), *row[:_FIRST]], dtype=torch.int64, device="cpu")
+        padded = torch.zeros(1 + self.most_numbers, dtype=torch.int64, device="cpu")
+        first = torch.tensor([len(row), *row[: self.most_numbers]], dtype=torch.int64, device="cpu")
         padded[: len(first)] = first
         if self.control is None:
             return padded[None], None

@@ -63,11 +63,7 @@ class Meeting:
         return [row[1 : 1 + row[0]] for row in self._rows.numpy()]
 
     def wait(self) -> None:
-        """Wait until it is over.
-
-        Raises:
-            Exception: as `done`.
-        """
+        """Wait until it is over; errors are those of `done`."""
         self._thread.join()
         _ = self.done
 

@@ -101,11 +101,7 @@ def launched_per_node(ranks: int) -> int | None:
 
 
 def ranks_per_node(nodes: Sequence[int]) -> int | None:
-    """Ranks of every node, if ranks [0, n), [n, 2n), ... are the nodes; None if some have more than others, or are not in order.
-
-    Args:
-        nodes: the number of the node of each rank, in rank order.
-    """
+    """Ranks of every node, if ranks [0, n), [n, 2n), ... are the nodes; else None. `nodes` has the number of each rank's node."""
     first = [rank for rank, node in enumerate(nodes) if rank == 0 or node != nodes[rank - 1]]
     sizes = {after - rank for rank, after in zip(first, [*first[1:], len(nodes)], strict=True)}
     # As many runs as nodes: no node has a second run.

@@ -51,13 +51,7 @@ class OutputStore:
 
 @dataclass(frozen=True, eq=False)
 class LayerOutputs:
-    """One layer's place in a store, while there is one.
-
-    Attributes:
-        store: where the outputs are.
-        layer, name: of the layer.
-        hooks: by which they are moved away.
-    """
+    """One layer's place in a store, while there is one; `hooks` move what is put there away."""
 
     store: weakref.ref[OutputStore]
     layer: int

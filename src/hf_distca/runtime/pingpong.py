@@ -37,15 +37,8 @@ class _NanoBatch(greenlet):
     def run(self) -> None:
         self.result = self.compute()
 
-    def resume(self) -> None:
-        """Let the nano-batch run until it takes turns or ends."""
-        self._go(self.switch)
-
-    def end(self) -> None:
-        """End the nano-batch where it waits. The contexts that it is inside of leave with its own modes in place."""
-        self._go(partial(self.throw, GreenletExit))
-
-    def _go(self, step: Callable[[], object]) -> None:
+    def resume(self, step: Callable[[], object]) -> None:
+        """Go on where it waits, by a step such as `switch`, with its own modes in place, until it takes turns or ends."""
         outside = _Modes.current(self.device_type)
         self.modes.set(self.device_type)
         try:
@@ -71,11 +64,11 @@ def run_nano_batches(first: Callable[[], T], second: Callable[[], T], device_typ
         while not all(nano_batch.dead for nano_batch in both):
             for nano_batch in both:
                 if not nano_batch.dead:
-                    nano_batch.resume()
+                    nano_batch.resume(nano_batch.switch)
     finally:
         for nano_batch in both:
             if not nano_batch.dead:
-                nano_batch.end()
+                nano_batch.resume(partial(nano_batch.throw, GreenletExit))
     return both[0].result, both[1].result
 
 

@@ -16,8 +16,7 @@ from itertools import accumulate, repeat
 import torch
 
 from hf_distca.kernels.base import TaskBatch
-from hf_distca.runtime.messages import Formats
-from hf_distca.runtime.row_runs import PoolRun, Rows, Run, add_rows, joined, pieces, rows_of
+from hf_distca.runtime.messages import Formats, PoolRun, Rows, Run, add_rows, joined, pieces, rows_of
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.share import share_of
 from hf_distca.schedule.waves import Waves

@@ -75,16 +75,14 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
     if cost.window is not None:
         read = np.minimum(read, chunks * (chunk_rows + cost.window - 1.0))
     moved = tiled * chunks * (shape.query_bytes + shape.output_bytes) * hops + read * shape.key_value_bytes
-    tasks, bytes_, flops = (rows.sums(part / degree) for part in (chunks * hops, moved, shape.pair_flops * pairs))
+    counts = np.stack([rows.sums(part / degree) for part in (chunks * hops, moved, shape.pair_flops * pairs)])
     # As `CostModel` has it, backward moves twice the bytes and computes 2.5 times the flops.
-    return np.stack(
-        [
-            tasks * kernel.task_seconds
-            + byte_factor * bytes_ * (1 / kernel.bytes_per_second)
-            + flop_factor * flops * (1 / kernel.flops_per_second)
-            for kernel, byte_factor, flop_factor in ((cost.forward, 1.0, 1.0), (cost.backward, 2.0, 2.5))
-        ]
-    )
+    forward, backward = cost.forward, cost.backward
+    prices = [
+        (forward.task_seconds, 1 / forward.bytes_per_second, 1 / forward.flops_per_second),
+        (backward.task_seconds, 2 / backward.bytes_per_second, 2.5 / backward.flops_per_second),
+    ]
+    return np.asarray(np.array(prices) @ counts)
 
 
 def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:

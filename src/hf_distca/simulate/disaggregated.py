@@ -98,11 +98,8 @@ def in_groups(
 ) -> list[Candidate]:
     """hf-distca: ranks of a large attention group share attention in smaller ones, each with documents of its own.
 
-    Args:
-        place: says where documents of a micro-batch lie, as `given` does.
-        share: divides a micro-batch among so many groups, with so many tokens each.
-        ping_pong: whether there are two nano-batches.
-        setting, batches: as of `Strategy`.
+    `place` says where documents of a micro-batch lie, as `given` does; `share` divides a micro-batch among so many groups, with
+    so many tokens each.
     """
     if ping_pong and setting.stages > 1:
         return []  # hf_distca.pipeline refuses it

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,16 +18,11 @@ from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy, find_strategy
 from hf_distca.simulate.timelines import data_parallel, linear_seconds, one_forward_one_backward, rank_seconds, same_phase
 from hf_distca.simulate.work import Candidate
-from hf_distca.simulate.workers import map_in_order
 
 __all__ = ["Prediction", "best_alternative", "best_of", "ideal_seconds", "predict_step", "simulate"]
 
 # A strategy that skips more than this part of the attention trains on other documents: it is shown, and not compared.
 _SKIPPED = 0.01
-_MEANS = (
-    *("step_seconds", "idle_share", "exposed_share", "hidden_seconds", "exposed_seconds"),
-    *("weight_exposed_seconds", "attention_share"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +66,7 @@ class Prediction:
 
 
 def predict_step(setting: Setting, batches: Sequence[IntArray], strategy: Strategy) -> Prediction | None:
-    """The step of these micro-batches; None if the strategy has no way to run them.
-
-    Args:
-        setting: model, devices and their arrangement.
-        batches: document lengths of each micro-batch of the attention group, `setting.micro_batches` of them.
-        strategy: one of `STRATEGIES`, or another one.
-    """
+    """The step of these micro-batches of the attention group, each its document lengths; None if a strategy cannot run them."""
     predictions = [_of_candidate(setting, candidate, strategy, batches) for candidate in strategy.candidates(setting, batches)]
     if not predictions:
         return None
@@ -126,7 +114,6 @@ def simulate(
     *,
     batches: int = 10,
     seed: int = 0,
-    jobs: int = 1,
     told: Callable[[], object] = lambda: None,
 ) -> list[Prediction]:
     """Predict steps of several global batches under each strategy.
@@ -137,25 +124,23 @@ def simulate(
         strategies: names of `STRATEGIES`, or strategies.
         batches: global batches.
         seed: of the generator that draws them.
-        jobs: processes that predict, where more than this one pay; predictions are the same. They import the main module, so a
-            script that asks for them must start its work under ``if __name__ == "__main__"``.
         told: called after each strategy of each batch.
 
     Raises:
-        ConfigError: if a strategy is not known, none can run, or `batches`, `seed` or `jobs` is out of its range.
+        ConfigError: if a strategy is not known, none can run, or `batches` or `seed` is out of its range.
         LayoutError: if a document is longer than a global batch.
     """
     chosen = list({strategy.name: strategy for strategy in map(find_strategy, strategies)}.values())
-    for name, value, least, most in (("batches", batches, 1, 100_000), ("seed", seed, 0, 2**63), ("jobs", jobs, 1, 1024)):
+    for name, value, least, most in (("batches", batches, 1, 100_000), ("seed", seed, 0, 2**63)):
         if type(value) is not int or not least <= value <= most:
             raise ConfigError(f"{name}={value!r} must be a whole number from {least} to {most}.")
-    drawn = documents.steps(setting.tokens, setting.micro_batches, batches, seed)
-    tasks = ((lengths, strategy) for lengths in drawn for strategy in chosen)
     predicted: dict[str, list[Prediction]] = {strategy.name: [] for strategy in chosen}
-    for step in map_in_order(partial(_predict, setting), tasks, jobs, count=batches * len(chosen), sample=len(chosen)):
-        told()
-        if step is not None:
-            predicted[step.strategy].append(step)
+    for lengths in documents.steps(setting.tokens, setting.micro_batches, batches, seed):
+        for strategy in chosen:
+            step = predict_step(setting, lengths, strategy)
+            told()
+            if step is not None:
+                predicted[step.strategy].append(step)
     able = [_mean(steps) for steps in predicted.values() if len(steps) == batches]
     if not able:
         raise ConfigError(
@@ -165,23 +150,19 @@ def simulate(
     return able
 
 
-def _predict(setting: Setting, task: tuple[Sequence[IntArray], Strategy]) -> Prediction | None:
-    return predict_step(setting, *task)
-
-
 def _mean(steps: list[Prediction]) -> Prediction:
     degrees = [step.degree for step in steps]
     total = sum(step.tokens_per_second * step.step_seconds for step in steps)
-    means: dict[str, Any] = {name: float(np.mean([getattr(step, name) for step in steps])) for name in _MEANS}
-    return replace(
-        steps[0],
-        **means,
-        peak_bytes=max(step.peak_bytes for step in steps),
-        fits=all(step.fits for step in steps),
-        most_tokens=max(step.most_tokens for step in steps),
-        degree=max(set(degrees), key=degrees.count),
-        tokens_per_second=total / sum(step.step_seconds for step in steps),
-    )
+    names = [field.name for field in fields(Prediction) if field.type == "float"]
+    means: dict[str, Any] = {name: float(np.mean([getattr(step, name) for step in steps])) for name in names}
+    others = {
+        "peak_bytes": max(step.peak_bytes for step in steps),
+        "fits": all(step.fits for step in steps),
+        "most_tokens": max(step.most_tokens for step in steps),
+        "degree": max(set(degrees), key=degrees.count),
+        "tokens_per_second": total / sum(step.step_seconds for step in steps),
+    }
+    return replace(steps[0], **{**means, **others})
 
 
 def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:

@@ -39,10 +39,7 @@ def linear_seconds(setting: Setting, tokens: FloatArray) -> Directions:
 def rank_seconds(setting: Setting, work: MicroBatchWork, *, keeps_attention: bool) -> Directions:
     """Seconds of each rank for a micro-batch, all layers of the model, without the output layer.
 
-    Args:
-        setting: model and hardware.
-        work: the micro-batch.
-        keeps_attention: whether attention is not repeated where layers are.
+    With `keeps_attention`, attention is not repeated where layers are.
     """
     seconds = linear_seconds(setting, work.tokens) + work.attention + work.exposed
     if setting.checkpointing == "full" and not keeps_attention:
@@ -51,7 +48,7 @@ def rank_seconds(setting: Setting, work: MicroBatchWork, *, keeps_attention: boo
 
 
 def data_parallel(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
-    """Every rank runs its micro-batches, whose `rank_seconds` are `parts`; all wait for the last one at the end.
+    """Every rank runs its micro-batches, of which `parts` are the `rank_seconds`; all wait for the last one at the end.
 
     Ranks that exchange something in every layer wait for each other in each direction of a micro-batch, too.
     """
@@ -75,10 +72,6 @@ def one_forward_one_backward(setting: Setting, works: Sequence[MicroBatchWork], 
 
     If all calls took one tick, stage s of p would run the forward of micro-batch m in tick 2 m + s or before, and its backward
     in tick 2 (m + p) - 1 - s. In the order of these ticks every call follows what it waits for.
-
-    Args:
-        setting: model and hardware.
-        works, parts: micro-batches, and their `rank_seconds`.
     """
     stages, count = setting.stages, len(works)
     calls = [(2 * m + s, m, s, 0) for m in range(count) for s in range(stages)]
@@ -101,11 +94,8 @@ def one_forward_one_backward(setting: Setting, works: Sequence[MicroBatchWork], 
 def same_phase(setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequence[Directions]) -> Timeline:
     """All stages in a forward or all in a backward tick, in which those without a micro-batch serve.
 
-    Args:
-        setting: model and hardware.
-        ticks: of each tick of one direction, the work of all stages' ranks, stage after stage, of all layers of the model. The
-            ticks of the other direction are the same.
-        parts: `rank_seconds` of each tick.
+    `ticks` has, of each tick of one direction, the work of all stages' ranks, stage after stage, of all layers of the model. The
+    ticks of the other direction are the same.
     """
     seconds, busy = 0.0, np.zeros(len(ticks[0].tokens))
     last = np.arange(len(busy)) >= len(busy) - setting.group

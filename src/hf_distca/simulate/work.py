@@ -143,22 +143,17 @@ def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
     away = plan.home != plan.server
     source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
     query_tokens = (rows * plan.heads)[away]
-    key_tokens = (sent.end - sent.start) * plan.layout.heads_of(sent.document)
 
     def seconds(query_bytes: int, key_bytes: int) -> FloatArray:
         # The way back takes as long as the way there: what counts is the busier of a rank's two roles.
-        messages = source, server, np.concatenate([query_tokens * query_bytes, key_tokens * key_bytes])
+        messages = source, server, np.concatenate([query_tokens * query_bytes, load.key_messages * key_bytes])
         moved = NodeBytes.of(messages, ranks, load.ranks.per_node or 1)
         # Relays pass keys on, and get their gradients, in an exchange of their own.
         exchanges = 2 if plan.relays is not None and key_bytes else 1
         return np.asarray(np.maximum(*wire_seconds(moved, cost, load.ranks)) + exchanges * cost.exchange_seconds)
 
-    dispatch = np.stack(
-        [
-            seconds(shape.query_bytes, shape.key_value_bytes),
-            seconds(shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes, shape.key_value_bytes),
-        ]
-    )
+    saved_bytes = shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes
+    dispatch = np.stack([seconds(shape.query_bytes, shape.key_value_bytes), seconds(saved_bytes, shape.key_value_bytes)])
     back = np.stack([seconds(shape.output_bytes + shape.lse_bytes, 0), seconds(shape.query_bytes, shape.key_value_bytes)])
     remote = transfers.source != transfers.server
     waits = np.isin(plan.document * ranks + plan.server, np.unique(transfers.document[remote] * ranks + transfers.server[remote]))
