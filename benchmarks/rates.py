@@ -143,7 +143,8 @@ class Steps:
         done = (hf_distca.metrics() - before).balance
         found = {"seconds": seconds, "kernel": (hf_distca.metrics() - before).attention_seconds}
         if done.measured_after:
-            found |= {"estimate": done.promised / done.measured_after, "slowest": done.measured_after, "mean": done.measured_mean}
+            promised = done.estimated_after * done.layers / done.micro_batches
+            found |= {"estimate": promised / done.measured_after, "slowest": done.measured_after, "mean": done.measured_mean}
         return found
 
 

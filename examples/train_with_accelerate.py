@@ -3,7 +3,7 @@
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/train_with_accelerate.py
 
 What differs from any other loop: `attn_implementation="distca"`, a collator that packs documents without padding, and
-`hf_distca.metrics()` where the loop logs. One rule comes with distca: in training every rank must run equally many forwards.
+`hf_distca.metrics()` where it logs. One rule comes with distca: in training every rank must run equally many forwards.
 accelerate's data loaders see to that.
 """
 
@@ -109,7 +109,7 @@ def train(model_arguments: ModelArguments, data: PackingArguments, loop: LoopArg
             loss = accelerator.reduce(torch.stack(losses).mean(), "mean")
             losses.clear()
             figures = {"loss": loss.item(), "grad_norm": float(norm), "learning_rate": schedule.get_last_lr()[0]}
-            before, seen = seen, metrics()
+            before, seen = seen, metrics(gather=True)
             figures |= (seen - before).figures()
             accelerator.log(figures, step=step)
             if accelerator.is_main_process:

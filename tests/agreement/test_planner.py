@@ -9,8 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from stand_ins import MadeUpGroup
 
+from device_events import Device
+from hf_distca.agreement import history as history_module
 from hf_distca.agreement import planner as planner_module
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
@@ -18,7 +21,7 @@ from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
-from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.meter import Meter, now
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
@@ -114,6 +117,47 @@ def test_on_a_gpu_the_newest_measurement_waits_for_its_kernels() -> None:
             run(ours, group, key, seconds)
             seen.append(ours.history.total.measured_mean)
         assert seen == pytest.approx(expected)
+
+
+def test_what_is_gathered_waits_for_the_device_and_is_counted_at_once() -> None:
+    """Between two gatherings nobody waits for the device, and what is announced leaves the newest out."""
+    device, ours, group = Device(), planner("cuda"), MadeUpGroup(2)
+    key = KEY._replace(device="cuda")
+    with device.installed():
+        for number in (1, 2, 3):
+            (planned,) = ours.plan([(documents(96), key)], group)
+            meter = ours.use(planned, documents(96))
+            begin = now(torch.device("cuda"))
+            device.launch(float(number))
+            meter.span("server", begin, now(torch.device("cuda")))
+        assert (device.waits, ours.history.total.micro_batches) == ([], 0)
+        ours.gather(group)
+        assert ours.history.total.micro_batches == 3
+        assert ours.history.total.measured_mean == pytest.approx(6.0)
+        assert device.waits[-1] == 6.0
+        gathered = list(group.gathered)
+        ours.gather(group)
+        assert group.gathered == gathered, "there is nothing new"
+
+
+def test_of_micro_batches_that_nobody_gathers_some_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels still run whenever somebody looks."""
+    monkeypatch.setattr(history_module, "_MOST_RUNNING", 3)
+    running = True
+
+    def others(row: np.ndarray) -> list[np.ndarray]:
+        other = row.copy()
+        if running and len(row) > 9:
+            other[7 : 7 + 4 * row[5] : 4] = -1
+        return [row, other]
+
+    ours, group = planner(), MadeUpGroup(2, others)
+    for _ in range(8):
+        run(ours, group, KEY, 1.0)
+    assert ours.history.total.micro_batches == 0
+    running = False
+    ours.gather(group)
+    assert ours.history.total.micro_batches == 3
 
 
 def test_a_measurement_with_kernels_that_still_run_is_left_out_on_all_ranks() -> None:

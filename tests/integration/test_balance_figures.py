@@ -18,31 +18,33 @@ SHARE = "distca/server_time_share"
 OWN = {SHARE: 0.0, "distca/planning_ms": 0.0}  # each rank has its own
 
 
-def readings(rank: int, implementation: str) -> list[Metrics]:
+def readings(rank: int, implementation: str, gather: bool) -> list[Metrics]:
     """Before the first step, after two, right after that, after two more, and after two with new settings."""
     config = hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS)
+
+    def two_steps() -> Metrics:
+        model = model_for(2, implementation, torch.float32)
+        for row in rows(4)[rank::2]:
+            model(**hf_distca.PackingCollator()([row]), use_cache=False).loss.backward()
+        return hf_distca.metrics(gather=gather)
+
     hf_distca.configure(config)
-    seen = [hf_distca.metrics(), two_steps(rank, implementation), hf_distca.metrics(), two_steps(rank, implementation)]
+    seen = [hf_distca.metrics(gather=gather), two_steps(), hf_distca.metrics(gather=gather), two_steps()]
     hf_distca.configure(config)
-    return [*seen, two_steps(rank, implementation)]
+    return [*seen, two_steps()]
 
 
-def two_steps(rank: int, implementation: str) -> Metrics:
-    model = model_for(2, implementation, torch.float32)
-    for row in rows(4)[rank::2]:
-        model(**hf_distca.PackingCollator()([row]), use_cache=False).loss.backward()
-    return hf_distca.metrics()
-
-
-def test_metrics_are_sums_that_reading_does_not_change(rank_pool: Callable[[int], RankPool]) -> None:
-    ours = rank_pool(2)(readings, "distca")
+@pytest.mark.parametrize("gather", [True, False])
+def test_metrics_are_sums_that_reading_does_not_change(rank_pool: Callable[[int], RankPool], gather: bool) -> None:
+    ours = rank_pool(2)(readings, "distca", gather)
     for before, trained, again, more, anew in ours:
         assert before.figures() == {}
         assert trained.balance == again.balance
         assert trained.figures().keys() == anew.figures().keys() == FIGURES
         assert (again - trained).figures() == {}
         counted = trained.balance.micro_batches, more.balance.micro_batches, anew.balance.micro_batches
-        assert counted == (1, 3, 1), "the newest one is not measured yet"
+        assert counted == ((2, 4, 2) if gather else (1, 3, 1)), "without a gathering the newest one is not measured yet"
+        assert (anew - more) == anew, "settings are new: nothing lies between the two"
         figures = (more - again).figures()
         assert figures.keys() == FIGURES
         assert figures["distca/imbalance_estimated_before"] > 1.5
@@ -60,5 +62,20 @@ def test_metrics_are_sums_that_reading_does_not_change(rank_pool: Callable[[int]
 
 
 def test_no_figures_under_another_attention(rank_pool: Callable[[int], RankPool]) -> None:
-    for seen in rank_pool(2)(readings, "sdpa"):
+    for seen in rank_pool(2)(readings, "sdpa", True):
         assert [reading.figures() for reading in seen] == [{}] * 5
+
+
+def alone(rank: int) -> list[int]:
+    """Rank 0 reads by itself after each step, and rank 1 never does; at the end all read together."""
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=20.0))
+    model, seen = model_for(2, "distca", torch.float32), []
+    for row in rows(6)[rank::2]:
+        model(**hf_distca.PackingCollator()([row]), use_cache=False).loss.backward()
+        if rank == 0:
+            seen.append(hf_distca.metrics().balance.micro_batches)
+    return [*seen, hf_distca.metrics(gather=True).balance.micro_batches]
+
+
+def test_a_rank_may_read_alone(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2)(alone, timeout=60) == [[0, 1, 2, 3], [3]]

@@ -125,8 +125,7 @@ def together(rank: int, ranks: int, kind: str, changes: dict[str, Any]) -> tuple
         dist.all_reduce(sums)
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
-    current_session().collect()
-    figures = hf_distca.metrics().figures()
+    figures = hf_distca.metrics(gather=True).figures()
     return sums.tolist(), gradients(model), planning, int(figures.get("distca/imbalance_measured_after", 0) > 0)
 
 

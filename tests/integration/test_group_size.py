@@ -46,8 +46,7 @@ def loss_and_gradients(rank: int, group_size: int | None, ping_pong: bool) -> tu
     with patch.object(dist, "all_to_all_single", recorded):
         loss = model(**drawn(rank), use_cache=False).loss
         loss.backward()
-    current_session().collect()
-    return loss.item(), gradients(model), (worlds, current_session().group.ranks, hf_distca.metrics().figures())
+    return loss.item(), gradients(model), (worlds, current_session().group.ranks, hf_distca.metrics(gather=True).figures())
 
 
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "ping-pong"])

@@ -1,4 +1,4 @@
-"""One row of the log, one set of micro-batches: checked against what each micro-batch really did."""
+"""One row of the log, the micro-batches since the row before: checked against what each of them really did."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import datasets
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import hf_distca
@@ -19,12 +20,14 @@ from hf_distca.integration.session import current_session
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
+from recorded import counted_planning
 from tiny_runs import documents, make_trainer, settings
 
 STEPS = 6
 ESTIMATED = "distca/imbalance_estimated_before"
 MEGABYTES = "distca/exchanged_mb_per_layer"
 MEASURED = "distca/imbalance_measured_after"
+GATHERING = "gather for gathering what ranks measured up to micro-batch"
 
 
 class PlanningTrainer(hf_distca.DistCATrainerMixin, Trainer):
@@ -33,49 +36,59 @@ class PlanningTrainer(hf_distca.DistCATrainerMixin, Trainer):
 
 @dataclass
 class Did:
-    """What one micro-batch did on this rank."""
+    """What one micro-batch did on this rank: its estimates, and the meters of its plans, of which nano-batches have two."""
 
     before: float
     mean: float
     meters: list[Meter]
 
     @property
-    def sent_bytes(self) -> list[int]:
-        """By each of its plans: one, or those of two nano-batches."""
-        return [meter.sent_bytes for meter in self.meters]
+    def figures(self) -> tuple[float, float, list[int], list[float]]:
+        """Estimated seconds of the slowest rank and of the mean; by plan, bytes that this rank sent and its kernel seconds."""
+        return self.before, self.mean, [meter.sent_bytes for meter in self.meters], [meter.seconds for meter in self.meters]
 
 
 @contextmanager
-def recorded() -> Iterator[dict[int, Did]]:
-    """What the micro-batches inside do, by number: their plans, and the meters of what is done by them."""
+def recorded() -> Iterator[list[Did]]:
+    """What the micro-batches inside do, in order."""
     done: dict[int, Did] = {}
+    seen: list[Did] = []
     use = Planner.use
 
     def spy(self: Planner, planned: Planned, *args: Any) -> Meter:
         meter = use(self, planned, *args)
         seconds = self.costs.of(planned.key).seconds(planned.plan.end - planned.plan.start, planned.plan.end, planned.plan.heads)
         before = [float(seconds[planned.plan.home == rank].sum()) for rank in (0, 1)]
-        did = done.setdefault(self.number, Did(0.0, 0.0, []))
+        if self.number not in done:
+            done[self.number] = Did(0.0, 0.0, [])
+            seen.append(done[self.number])
+        did = done[self.number]
         did.before += max(before)
         did.mean += sum(before) / 2
         did.meters.append(meter)
         return meter
 
     with patch.object(Planner, "use", spy):
-        yield done
+        yield seen
 
 
-def data(accumulation: int) -> list[dict[str, Any]]:
-    """Rows for steps that are even and uneven in turns: in an uneven one, rank 0 has one long document for many short ones."""
+def data(accumulation: int, dealt: bool) -> Any:
+    """Rows for steps that are even and uneven in turns: in an uneven one, rank 0 has one long document for many short ones.
+
+    Dealt, a long document of a global batch lies on both ranks, and others are whole.
+    """
+    if dealt:
+        lengths = [n for step in range(STEPS) for _ in range(accumulation) for n in ([(96,), (24,) * 4][step % 2])]
+        dataset = datasets.Dataset.from_dict({"input_ids": documents(*lengths)})
+        shapes = [(AttentionShape(4, 2, 16, 16, 4), None)]
+        return hf_distca.document_shares(dataset, 48, shapes=shapes, config=settings(), ranks=2, seed=None)
     even, uneven = ((48, 48), (48, 48)), ((96,), (24, 24, 24, 24))
-    lengths = [(uneven if step % 2 else even)[rank] for step in range(STEPS) for _ in range(accumulation) for rank in (0, 1)]
-    return [{"documents": documents(*some, seed=at)} for at, some in enumerate(lengths)]
+    rows = [(uneven if step % 2 else even)[rank] for step in range(STEPS) for _ in range(accumulation) for rank in (0, 1)]
+    return [{"documents": documents(*some, seed=number)} for number, some in enumerate(rows)]
 
 
-def train(
-    rank: int, accumulation: int, checkpointing: bool, ping_pong: bool, ahead: bool, every: int
-) -> tuple[list[dict[str, Any]], dict[int, tuple[float, float, list[int]]], list[dict[str, Any]]]:
-    """The log history, (slowest, mean, sent bytes) of each micro-batch, and what reporters saw."""
+def train(rank: int, accumulation: int, every: int, case: dict[str, bool]) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
+    """The log history, what each micro-batch did, and what reporters saw."""
     seen: list[dict[str, Any]] = []
 
     class Reporter(TrainerCallback):
@@ -84,76 +97,161 @@ def train(
 
     trainer = make_trainer(
         "distca",
-        data(accumulation),
-        kind=PlanningTrainer if ahead else Trainer,
+        data(accumulation, case.get("dealt", False)),
+        kind=PlanningTrainer if case.get("ahead") else Trainer,
         callbacks=[Reporter()],
-        config=settings(ping_pong=ping_pong),
+        config=settings(ping_pong=case.get("ping_pong", False)),
         gradient_accumulation_steps=accumulation,
-        activation_checkpointing=checkpointing,
+        activation_checkpointing=case.get("checkpointing", False),
         max_steps=STEPS,
         logging_steps=every,
         train_sampling_strategy="sequential",
+        remove_unused_columns=case.get("dealt", False),
     )
     with recorded() as done:
         trainer.train()
     assert current_session().planner.number == STEPS * accumulation
-    return trainer.state.log_history, {number: (did.before, did.mean, did.sent_bytes) for number, did in done.items()}, seen
+    return trainer.state.log_history, [did.figures for did in done], seen
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "checkpointing", "ping_pong", "ahead", "every"),
+    ("accumulation", "every", "case"),
     [
-        (1, False, False, False, 1),
-        (1, False, True, False, 1),
-        (2, True, False, False, 1),
-        (2, True, True, True, 1),
-        (2, False, False, True, 2),
-        (1, False, False, False, 4),  # the last log is two steps before the end
+        (1, 1, {}),
+        (1, 1, {"ping_pong": True}),
+        (2, 1, {"checkpointing": True}),
+        (2, 1, {"checkpointing": True, "ping_pong": True, "ahead": True}),
+        (2, 2, {"ahead": True}),
+        (1, 1, {"dealt": True}),
+        (2, 1, {"dealt": True, "checkpointing": True}),
+        (1, 4, {}),  # the last log is two steps before the end
+        (1, 4, {"dealt": True}),
     ],
 )
-def test_a_row_is_about_the_same_micro_batches_in_all_its_figures(
-    rank_pool: Callable[[int], RankPool], accumulation: int, checkpointing: bool, ping_pong: bool, ahead: bool, every: int
+def test_a_row_is_about_the_micro_batches_since_the_row_before(
+    rank_pool: Callable[[int], RankPool], accumulation: int, every: int, case: dict[str, bool]
 ) -> None:
-    (history, done, seen), (_, others, _) = rank_pool(2)(train, accumulation, checkpointing, ping_pong, ahead, every)
+    (history, done, seen), (_, others, _) = rank_pool(2)(train, accumulation, every, case)
     rows = [row for row in history if ESTIMATED in row]
-    layers, number = 2, 0
-    for row in rows:
-        count = int(row["distca/micro_batches"])
-        numbers = range(number + 1, number + 1 + count)
-        number += count
-        slowest, mean = (sum(done[one][part] for one in numbers) for part in (0, 1))
-        assert row[ESTIMATED] == pytest.approx(slowest / mean, abs=1e-4)
-        sent = [max(pair) for one in numbers for pair in zip(done[one][2], others[one][2], strict=True)]
-        assert row[MEGABYTES] == pytest.approx(sum(sent) / (count * layers) / 1e6, abs=1e-4)
-        assert (row[MEGABYTES] > 0) == (row[ESTIMATED] > 1.001), "what was uneven was moved, in the same row"
-        assert row.keys() >= {MEASURED, "distca/server_time_share", "distca/planning_ms"}
-        assert 0 < row["distca/server_time_share"] < 1
-    assert number == STEPS * accumulation, "each micro-batch is in one row, the last ones at the end of training"
+    logged = [*range(every, STEPS + 1, every)]
+    assert [row["step"] for row in rows] == [*logged, *([STEPS] if STEPS % every else [])]
+    assert ["loss" in row for row in rows] == [True] * len(logged) + [False] * (len(rows) - len(logged))
     assert "train_loss" in history[-1], "the row that the Trainer ends with stays the last one"
+    assert (ESTIMATED in history[-1]) == (STEPS % every > 0), "it has the steps after the last log"
+    layers, first = 2, 0
+    for row in rows:
+        numbers = range(first, row["step"] * accumulation)
+        first = numbers.stop
+        assert row["distca/micro_batches"] == len(numbers)
+        slowest, mean = (sum(done[number][part] for number in numbers) for part in (0, 1))
+        assert row[ESTIMATED] == pytest.approx(slowest / mean, abs=1e-4)
+        sent = [max(pair) for number in numbers for pair in zip(done[number][2], others[number][2], strict=True)]
+        assert row[MEGABYTES] == pytest.approx(sum(sent) / (len(numbers) * layers) / 1e6, abs=1e-4)
+        measured = [pair for number in numbers for pair in zip(done[number][3], others[number][3], strict=True)]
+        assert row[MEASURED] == pytest.approx(sum(map(max, measured)) / (sum(map(sum, measured)) / 2), abs=1e-3)
+        if not case.get("dealt"):
+            assert (row[MEGABYTES] > 0) == (row[ESTIMATED] > 1.001), "what was uneven was moved, in the same row"
+        assert 0 < row["distca/server_time_share"] < 1
+        assert row["distca/planning_ms"] > 0
+    assert first == STEPS * accumulation
     reported = [row for row in seen if ESTIMATED in row]
     assert [row[ESTIMATED] for row in reported] == [row[ESTIMATED] for row in rows]
 
 
-def train_on_shares(rank: int) -> tuple[list[dict[str, Any]], dict[int, tuple[float, float, list[int]]]]:
-    """The log history of training on shares of dealt documents, and what each micro-batch did."""
-    lengths = (96, 24, 24, 24, 24, 48, 48, 96)  # four global batches; in each, documents are dealt to both ranks
-    dataset = datasets.Dataset.from_dict({"input_ids": documents(*lengths)})
-    shares = hf_distca.document_shares(dataset, 48, shapes=[(AttentionShape(4, 2, 16, 16, 4), None)], config=settings(), ranks=2)
-    trainer = make_trainer("distca", shares, num_train_epochs=2, train_sampling_strategy="sequential", remove_unused_columns=True)
-    with recorded() as done:
+class Operations(TorchDispatchMode):
+    """Counts what torch runs: a host sync is an operation, too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
+    """Of each step: collectives beside core attention, and operations of torch at its end and in its log."""
+    collectives: list[list[str]] = []
+    operations: list[int] = []
+
+    def watched(event: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            with Operations() as counting:
+                event(*args, **kwargs)
+            operations[-1] += counting.count
+
+        return call
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            collectives.append(list(called))
+            operations.append(0)
+            called.clear()
+
+    callback = hf_distca.DistCACallback(settings(), record=False)
+    for name in ("on_step_end", "on_log"):
+        setattr(callback, name, watched(getattr(callback, name)))
+    trainer = make_trainer(
+        "distca",
+        data(2, dealt),
+        callbacks=[Steps()],
+        distca=callback,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        logging_steps=3,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=dealt,
+    )
+    with counted_planning() as called:
         trainer.train()
-    return trainer.state.log_history, {number: (did.before, did.mean, did.sent_bytes) for number, did in done.items()}
+    return [*collectives[1:], list(called)], operations
 
 
-def test_rows_of_shares_whose_measurements_come_when_they_come(rank_pool: Callable[[int], RankPool]) -> None:
-    """No rank waits for a meeting on shares: how many micro-batches a row is about is open, not what it says of them."""
-    for history, done in rank_pool(2)(train_on_shares):
-        assert len(done) == 8
-        number = 0
-        for row in (row for row in history if ESTIMATED in row):
-            numbers = range(number + 1, number + 1 + int(row["distca/micro_batches"]))
-            number = numbers[-1]
-            slowest, mean = (sum(done[one][part] for one in numbers) for part in (0, 1))
-            assert row[ESTIMATED] == pytest.approx(slowest / mean, abs=1e-4)
-            assert row.keys() >= {MEASURED, MEGABYTES}
-        assert number == len(done)
+@pytest.mark.parametrize("dealt", [False, True])
+def test_between_logs_nothing_is_gathered_and_nothing_waited_for(rank_pool: Callable[[int], RankPool], dealt: bool) -> None:
+    for collectives, operations in rank_pool(2)(counted, dealt):
+        assert len(collectives) == len(operations) == STEPS
+        for step, (called, count) in enumerate(zip(collectives, operations, strict=True), 1):
+            planning = [doing for doing in called if not doing.startswith(GATHERING)]
+            assert len(planning) == (0 if dealt else 2 * 2), "documents of all ranks and whether plans are equal, a micro-batch"
+            gathered = [f"{GATHERING} {2 * step}"] if step % 3 == 0 else []
+            assert called == planning + gathered
+            assert (count > 0) == (step % 3 == 0)
+
+
+class Alone(Trainer):
+    """Writes logs on rank 0 alone."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        if self.is_world_process_zero():
+            super().log(*args, **kwargs)
+
+
+def train_alone(rank: int) -> list[dict[str, Any]]:
+    trainer = make_trainer("distca", data(1, False), kind=Alone, max_steps=STEPS, train_sampling_strategy="sequential")
+    trainer.train()
+    return trainer.state.log_history
+
+
+def test_a_trainer_that_logs_on_one_rank_alone_has_the_same_rows(rank_pool: Callable[[int], RankPool]) -> None:
+    first, other = rank_pool(2)(train_alone, timeout=60)
+    assert [row["distca/micro_batches"] for row in first if "loss" in row] == [1] * STEPS
+    assert other == []
+
+
+class LogsLater(TrainerCallback):
+    """Asks for a log behind everybody else."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_log = state.global_step in (2, 5)
+
+
+def train_with_a_late_wish(rank: int) -> list[dict[str, Any]]:
+    trainer = make_trainer("distca", data(1, False), max_steps=STEPS, logging_steps=100, train_sampling_strategy="sequential")
+    trainer.add_callback(LogsLater())
+    trainer.train()
+    return trainer.state.log_history
+
+
+def test_a_log_that_is_asked_for_later_has_what_is_known(rank_pool: Callable[[int], RankPool]) -> None:
+    for history in rank_pool(2)(train_with_a_late_wish):
+        assert [row["distca/micro_batches"] for row in history if "distca/micro_batches" in row] == [1, 3, 2]

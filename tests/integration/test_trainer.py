@@ -80,9 +80,6 @@ def test_same_losses_as_sdpa_and_balance_in_the_logs(
     for (history, seen, traced), (reference, *_) in zip(ours, theirs, strict=True):
         # One step: each micro-batch, 2 layers, a dispatch forward and one backward, of each half.
         assert traced.count("dispatch") == accumulation * 2 * 2 * (2 if ping_pong else 1)
-        left = [row for row in history if "distca/planning_ms" in row and "loss" not in row]
-        assert len(left) == 1, "what the last micro-batch measured, when training ends"
-        history.remove(left[0])
         assert len(history) == len(reference)
         for row, wanted in zip(history, reference, strict=True):
             for name in {"loss", "grad_norm", "eval_loss"} & wanted.keys():
@@ -154,7 +151,7 @@ def own_reader(rank: int, reads: bool) -> list[dict[str, Any]]:
         "distca", rows(12), callbacks=[Reader()], max_steps=6, logging_steps=3, train_sampling_strategy="sequential"
     )
     trainer.train()
-    assert read == ([0, 1, 2, 3, 4, 5] if reads else []), "what came in with the documents of the step"
+    assert read == ([0, 1, 3, 3, 4, 6] if reads else []), "what came in with the documents of the step, and all in steps that log"
     return [row for row in trainer.state.log_history if "loss" in row]
 
 

@@ -72,7 +72,7 @@ def fail_and_begin_again(rank: int, folder: str) -> dict[str, tuple[str, list[fl
         begin_world(rank, f"{folder}/{failure}, again")
         before = dispatches()
         again = losses(rank, failure, range(4), fails=False)
-        current_session().collect()
+        hf_distca.metrics(gather=True)
         moved = dispatches() > before
         hf_distca.configure(settings())
         found[failure] = error, again, losses(rank, failure, range(4), fails=False), moved

@@ -59,7 +59,7 @@ def test_attention_is_switched_in_the_middle_of_a_run(rank_pool: Callable[[int],
         before, during, after = moved
         assert before == 0
         assert during == after > 0
-        assert reported == [4, 6], "steps 3 and 4: the first is measured with the documents of the second, that one at the end"
+        assert reported == [3, 4], "the steps under distca, and no others"
 
 
 def preferences(rank: int, policy_name: str, reference_name: str, mode: str, ping_pong: bool) -> tuple[list[float], int]:

@@ -1,21 +1,21 @@
 """What planning promised and what ranks measured, per micro-batch, and the figures made of both.
 
 The imbalance of several micro-batches is sum(max over ranks) / sum(mean over ranks): the ranks wait in every micro-batch, so
-the slowest of each counts. Ranks announce their measured seconds with their next documents: a micro-batch is counted, all of it
-at once, when its measurement is in. That is one micro-batch later, and on a GPU, where the host runs ahead of the kernels, two.
+the slowest of each counts. A micro-batch is counted, all of it at once, when it is known what all ranks measured: when they
+gather that, as where a log is written, or else when they announce it with documents of a later micro-batch.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # reports of runs read tallies without torch
     from hf_distca.agreement.planned import Planned
 
-__all__ = ["History", "Tally"]
+__all__ = ["History", "PlannedMicroBatch", "Tally"]
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,8 @@ class Tally:
     The difference of two tallies of a session is the tally of what lies between them. `largest_tokens` and `mean_tokens` are
     of the ranks, for each plan, of which a micro-batch may have several. `moved` counts micro-batches in which work was
     moved, `planned_here` plans of shares of dealt batches that this process made since those of the loader were for other
-    rates or settings. `promised` is what `measured_after` was estimated to be, `busiest_bytes` what the rank sent that sent
-    most, `layers` layers of attention; `own_seconds` is this rank's time in attention kernels, `elapsed_seconds` the time
-    from the beginning of each micro-batch to that of the next.
+    rates or settings. `busiest_bytes` is what the rank sent that sent most, `layers` layers of attention; `own_seconds` is this
+    rank's time in attention kernels, `elapsed_seconds` the time from the beginning of each micro-batch to that of the next.
     """
 
     micro_batches: int = 0
@@ -45,7 +44,6 @@ class Tally:
     layers: int = 0
     own_seconds: float = 0.0
     elapsed_seconds: float = 0.0
-    promised: float = 0.0
     planned_here: int = 0
 
     def __add__(self, other: Tally) -> Tally:
@@ -74,9 +72,11 @@ class Tally:
 
 
 @dataclass(eq=False)
-class _MicroBatch:
-    """A micro-batch that is not counted yet."""
+class PlannedMicroBatch:
+    """A micro-batch until it is counted: its number, the step of the optimizer, when it began and ended, and its plans."""
 
+    number: int
+    step: int
     began: float
     ended: float | None = None
     plans: list[Planned] = field(default_factory=list)
@@ -99,13 +99,11 @@ def _tally_of(plan: Planned) -> Tally:
         busiest_bytes=float(plan.sent_bytes.max()),
         layers=0 if plan.key.nano == 2 else calls,  # both nano-batches go through each layer: one of them counts it
         own_seconds=plan.meter.seconds,
-        promised=float(after.max()) * calls,
         planned_here=plan.planned_here,
     )
 
 
-# Gets the number of a micro-batch, what it added to the total, and its plans.
-Observer = Callable[[int, Tally, Sequence["Planned"]], None]
+_MOST_RUNNING = 1024  # micro-batches that are not measured everywhere, where nobody gathers; of older ones nothing is counted
 
 
 @dataclass(eq=False)
@@ -114,38 +112,38 @@ class History:
 
     Attributes:
         total: since the start. It only grows; whoever reports keeps the one it reported last and takes the difference.
-        observer: is told of each micro-batch when it is counted.
+        observer: is told of each micro-batch when it is counted, and what that adds to the total.
+        step: of the optimizer, which micro-batches from now on belong to.
     """
 
     total: Tally = field(default_factory=Tally)
-    observer: Observer | None = None
-    _number: int = 0  # of the micro-batch at hand
-    _running: dict[int, _MicroBatch] = field(default_factory=dict)
+    observer: Callable[[PlannedMicroBatch, Tally], None] | None = None
+    step: int = 0
+    _running: dict[int, PlannedMicroBatch] = field(default_factory=dict)
 
     def planned(self, plan: Planned) -> None:
         """A plan of a micro-batch is used: one of several, where kinds of layers or nano-batches have their own."""
-        if plan.number != self._number:
+        if plan.number not in self._running:
             self.end()
-            self._number = plan.number
-            self._running[plan.number] = _MicroBatch(time.perf_counter())
-        if plan.number in self._running:
-            self._running[plan.number].plans.append(plan)
+            self._running[plan.number] = PlannedMicroBatch(plan.number, self.step, time.perf_counter())
+            if len(self._running) > _MOST_RUNNING:
+                del self._running[next(iter(self._running))]
+        self._running[plan.number].plans.append(plan)
 
-    def drop(self, number: int) -> None:
-        """Count nothing of a micro-batch: what some rank did for it will not be known."""
-        self._running.pop(number, None)
+    @property
+    def unmeasured(self) -> list[Planned]:
+        """The plans of which it is not known what all ranks measured, in the order of their use."""
+        return [plan for micro_batch in self._running.values() for plan in micro_batch.plans if not plan.is_measured]
 
     def begin_anew(self) -> None:
-        """Count nothing of micro-batches that were not counted yet, and begin with their numbers anew."""
+        """Count nothing of micro-batches that were not counted yet: their numbers begin anew."""
         self._running.clear()
-        self._number = 0
 
     def end(self) -> None:
         """The micro-batch at hand is over."""
-        micro_batch = self._running.get(self._number)
-        if micro_batch is not None:
+        for micro_batch in list(self._running.values())[-1:]:
             micro_batch.ended = micro_batch.ended or time.perf_counter()
-            self.count(self._number)
+            self.count(micro_batch.number)
 
     def count(self, number: int) -> None:
         """Add a micro-batch to the total if it is over and all its plans are measured."""
@@ -157,4 +155,4 @@ class History:
         self.total += tally
         del self._running[number]
         if self.observer is not None:
-            self.observer(number, tally, micro_batch.plans)
+            self.observer(micro_batch, tally)

@@ -167,13 +167,9 @@ class Planner:
         """Exchange documents, settings and what each rank measured. Returns what all ranks state for each request."""
         return self._now.announce(requests, group, place, self.config)
 
-    def flush(self, group: AttentionGroup) -> None:
-        """Compare what was done since the last announcement, with one collective: at the end, when no next one will tell.
-
-        All ranks must call it at the same point; a second call has no effect. What a kernel that still runs belongs to is left
-        out.
-        """
-        self._now.flush(group)
+    def gather(self, group: AttentionGroup) -> None:
+        """Gather what ranks measured up to here, with one collective that all of them call, once the device is done with it."""
+        self._now.gather(group)
 
     def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
         """Plans that need no other rank."""

@@ -108,21 +108,23 @@ class Progress:
         self.kinds_of_shares: dict[PlanKey, None] = {}
         self._meter, self._history = meter, history
         self._exchanges_before = meter.dispatches + meter.returns
-        self._rank = self._announced = self._met = self._flushed = 0
+        self._rank = self._announced = self._met = 0
         self._used: set[PlanKey] = set()  # in this micro-batch
+        self._over = True  # whether the next plan begins another one
         self._unannounced: list[Planned] = []  # in the order of use; the same plans on all ranks
         self._measured: deque[tuple[int, Sequence[Planned]]] = deque()  # with the numbers of the announcements that told figures
         self._meetings: deque[tuple[Meeting, list[Planned]]] = deque()  # with the plans whose measurements they tell
 
     def number_of(self, keys: Iterable[PlanKey]) -> int:
-        """Number of the micro-batch that these plans are for: a new one if such a plan was used in the last one."""
-        return self.number + (self.number == 0 or any(key in self._used for key in keys))
+        """Number of the micro-batch that these plans are for: a new one if the last one is over, or used such a plan."""
+        return self.number + (self._over or any(key in self._used for key in keys))
 
     def use(self, planned: Planned) -> Meter:
         """Count a plan as one of the micro-batch at hand. Returns the meter for what is done by it."""
-        self.number = self.number_of([planned.key])
-        if planned.key in self._used:
+        number = self.number_of([planned.key])
+        if number > self.number:
             self._used.clear()
+        self.number, self._over = number, False
         self._used.add(planned.key)
         self.recent[planned.key] = None
         ranks = self.costs.ranks(planned.plan.layout.world_size, planned.per_node)
@@ -171,23 +173,26 @@ class Progress:
             if not meeting.done:
                 self._meetings.appendleft((meeting, plans))
                 return
-            unfinished = self._take_figures(plans, Announcements.read(meeting.rows).measured)
+            # Ranks are here at different times, so they cannot announce those again together whose kernels still run.
+            self._take_figures(plans, Announcements.read(meeting.rows).measured)
             self._measured.append((self._met - len(self._meetings) - 1, plans))
-            for planned in unfinished:
-                self._history.drop(planned.number)  # ranks are here at different times: they cannot announce it again together
 
-    def flush(self, group: AttentionGroup) -> None:
-        """As `Planner.flush`."""
-        if self._flushed == self.number:
+    def gather(self, group: AttentionGroup) -> None:
+        """As `Planner.gather`."""
+        if self._over:
             return
-        self._flushed = self.number
+        self._over = True
         self.drain(at_most=0)
         self._history.end()
-        plans, self._unannounced = self._unannounced, []
+        while not self._meter.finished:
+            self._meter.running[0].end.synchronize()
+        plans = self._history.unmeasured
         row = np.array([planned.own_figures for planned in plans], dtype=np.int64).reshape(-1)
-        rows = group.gather(row, doing="comparing what ranks measured up to the end of training")
+        rows = group.gather(row, doing=f"gathering what ranks measured up to micro-batch {self.number}")
         if all(len(other) == len(row) for other in rows):
             self._take_figures(plans, np.stack(rows).reshape(len(rows), -1, FIGURES))
+            self._measured.append((self._met, [planned for planned in self._unannounced if planned.figures is not None]))
+        self._unannounced = []
 
     def _announcement(
         self, keys: Sequence[PlanKey], group: AttentionGroup, config: DistCAConfig, dealt: Sequence[int] = ()

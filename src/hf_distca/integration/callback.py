@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
@@ -17,14 +17,14 @@ from hf_distca.integration.callers import calling_trainer
 from hf_distca.integration.checks import check_loader
 from hf_distca.integration.loading import distca_configs, prepare
 from hf_distca.integration.record import Recorder
-from hf_distca.integration.reports import Reading, sum_up, why_given_up, why_nothing_moved, write_trace
+from hf_distca.integration.reports import Metrics, metrics, sum_up, why_given_up, why_nothing_moved, write_trace
 from hf_distca.integration.session import Session, current_session, use_session
 from hf_distca.measure.timeline import Trace
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-__all__ = ["DistCACallback"]
+__all__ = ["DistCACallback", "put_before_reporters"]
 
 _log = logging.getLogger("hf_distca")
 _TRACED_STEP = 3  # the first ones make buffers and caches
@@ -36,8 +36,8 @@ class DistCACallback(TrainerCallback):
 
     The page "Figures" says what each of them means. TensorBoard, W&B and trackio show them with the ``train/`` that transformers
     puts before the names of all training logs: ``train/distca/imbalance_measured_after``. They hold the figures of rank 0. A row
-    is about whole micro-batches, ``distca/micro_batches`` of them: those whose measurement came in since the last log. Those
-    left at the end of training get a row before the Trainer's last one.
+    is about the micro-batches since the row before, ``distca/micro_batches`` of them; those after the last log are in the row
+    that the Trainer ends with. Ranks gather what they measured at the end of steps that log, as the Trainer does with the loss.
 
     All ranks have it or none: before the first step it meets the others, to agree on the group. It works best in
     ``Trainer(callbacks=[...])``. Added later, its settings hold from the first event that it sees. It moves in front of the
@@ -52,7 +52,7 @@ class DistCACallback(TrainerCallback):
         summary: whether rank 0 prints the balance of the whole run after training.
         record: whether rank 0 writes ``_distca_run.jsonl`` into ``args.output_dir``, from which ``hf-distca report`` makes a
             page: what was logged, by rank, and the plans of the first micro-batch and of the worst one between two logs, about
-            a megabyte in all; "all" for every plan. It takes no collective, and reads nothing from the device.
+            a megabyte in all; "all" for every plan. That takes no collective, and reads nothing from the device.
     """
 
     def __init__(
@@ -68,11 +68,10 @@ class DistCACallback(TrainerCallback):
         self.record: bool | Literal["all"] = record
         self._recorder: Recorder | None = None
         self._session: Session | None = None  # the one with these settings
-        self._reading = Reading()
+        self._logged = self._began = Metrics()  # at the last log, and when this training began
         self._steps = 0
         self._evaluated: object = None  # the loader that was checked last
         self._calls: int | None = None  # of attention before the first step, until that has run
-        self._training = Reading()  # since this training began
         self._judged = False  # whether it was looked at if anything moves
         self._given_up = False  # whether it was said that exchanges were
 
@@ -90,12 +89,13 @@ class DistCACallback(TrainerCallback):
         model, trainer = kwargs.get("model"), calling_trainer(self)
         check_loader(kwargs.get("train_dataloader"), model=model, args=args, trainer=trainer)
         self._apply_settings()
-        self._come_first(trainer)
+        self._take_place(trainer)
         if model is not None:
             prepare(model)
             _say_what_is_missing(model)
         self._calls, self._steps = current_session().meter.calls, 0
-        self._reading, self._training, self._judged = Reading.from_now(), Reading.from_now(), False
+        self._logged = self._began = metrics()
+        self._judged = False
 
     def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Apply the settings if the callback was added too late to see an earlier event; refuse loaders as in training.
@@ -113,16 +113,16 @@ class DistCACallback(TrainerCallback):
         """Start recording the step that is traced."""
         if not self._steps:
             self._catch_up()
-            self._come_first(calling_trainer(self))
+            self._take_place(calling_trainer(self))
             self._start_recording(args, state.global_step, kwargs.get("model"))
         self._steps += 1
-        if self._recorder is not None:
-            self._recorder.enter(state.global_step + 1)
+        session = current_session()
+        session.planner.history.step = state.global_step + 1
         if self.trace_path is not None and self._steps == _TRACED_STEP:
-            current_session().trace = Trace()
+            session.trace = Trace()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After the first step, make sure that attention was called; after the traced one, write the trace.
+        """After the first step, make sure that attention was called; after the traced one, write the trace; gather for a log.
 
         Raises:
             UnsupportedError: if the model took the name "distca" and computes its attention without calling it.
@@ -137,35 +137,34 @@ class DistCACallback(TrainerCallback):
                 f'{type(model).__name__} was loaded with attn_implementation="distca" and never called it in a training step: it '
                 'does not use the attention interface of transformers. Load it with attn_implementation="eager".'
             )
+        _gather_for_a_log(control)
         self._judge(after=_ENOUGH)
 
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Gather what ranks measured, if there will be a log."""
+        _gather_for_a_log(control)
+
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Log what the last steps measured, which no further plan tells, and print a summary on rank 0."""
+        """End the record, and print a summary on rank 0."""
         session = current_session()
-        session.collect()
-        if figures := _rounded(self._reading.figures()):
-            history, trainer = state.log_history, calling_trainer(self)
-            # Scripts look at the end for the row that the Trainer ends with.
-            last = len(history) - 1 if history and "train_runtime" in history[-1] else len(history)
-            history.insert(last, {**figures, "epoch": state.epoch, "step": state.global_step})
-            if trainer is not None:
-                trainer.callback_handler.on_log(args, state, control, {**figures, "epoch": state.epoch})
+        session.gather()
         self._judge(after=1)
         if self._recorder is not None:
             self._recorder.write(state.global_step)
             self._recorder.stop()
             self._recorder = None
         if self.summary:
-            sum_up(self._training.so_far(), session)
+            sum_up((metrics() - self._began).balance, session)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add the figures to the logs of a training step."""
+        """Add the figures to the logs of training steps, and to those that training ends with."""
         logs: dict[str, Any] | None = kwargs.get("logs")
-        if not logs or "loss" not in logs:
+        if not logs or not logs.keys() & {"loss", "train_loss"}:
             return
         if self._recorder is not None:
-            self._recorder.write(state.global_step, logs["loss"])
-        figures = _rounded(self._reading.figures())
+            self._recorder.write(state.global_step, logs.get("loss"))
+        before, self._logged = self._logged, metrics()
+        figures = {name: round(value, 4) for name, value in (self._logged - before).figures().items()}
         logs.update(figures)
         if state.log_history:  # the Trainer has already put a copy of the logs there
             state.log_history[-1].update(figures)
@@ -178,11 +177,11 @@ class DistCACallback(TrainerCallback):
             self._recorder = None
         if self.record and args.output_dir and session.ranks > 1 and session.is_first and distca_configs(model):
             self._recorder = Recorder(Path(args.output_dir), session, every_plan=self.record == "all")
-            self._recorder.begin(args, step, model, self.trace_path)
+            self._recorder.begin(args, step, model)
 
     def _judge(self, after: int) -> None:
         """Say once why nothing was moved, if it was not, after so many micro-batches; and once that exchanges were given up."""
-        done, session = self._training.so_far(), current_session()
+        done, session = (metrics() - self._began).balance, current_session()
         reasons = [None if self._given_up else why_given_up(session)]
         self._given_up |= reasons[0] is not None
         if not self._judged and done.micro_batches >= after:
@@ -209,20 +208,33 @@ class DistCACallback(TrainerCallback):
             )
         self._apply_settings()
 
-    def _come_first(self, trainer: Trainer | None) -> None:
-        """Move in front of the reporters: a callback behind them changes the logs too late for them to see."""
+    def _take_place(self, trainer: Trainer | None) -> None:
         if trainer is None:
             _log.warning(
                 "DistCACallback does not find who calls it: balance figures reach log_history, but not the reporters. With "
                 "hf_distca.DistCATrainerMixin they reach all of them."
             )
-        elif (callbacks := trainer.callback_handler.callbacks)[0] is not self:
-            callbacks.remove(self)
-            callbacks.insert(0, self)
+        else:
+            put_before_reporters(self, trainer.callback_handler.callbacks)
 
 
-def _rounded(figures: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in figures.items()}
+def put_before_reporters(callback: DistCACallback, callbacks: list[TrainerCallback]) -> None:
+    """Put a callback behind what decides that a step logs: behind reporters it would change logs too late for them to see."""
+    deciding = (place for place, other in enumerate(callbacks) if isinstance(other, DefaultFlowCallback))
+    place = next(deciding, -1) + 1
+    if callback in callbacks[place:]:
+        callbacks.remove(callback)
+    if callback not in callbacks:
+        callbacks.insert(place, callback)
+
+
+def _gather_for_a_log(control: TrainerControl) -> None:
+    """Gather what ranks measured where the Trainer is about to gather the loss: there all ranks are known to come.
+
+    Who logs may be rank 0 alone. The last step is followed by the log that training ends with.
+    """
+    if control.should_log or control.should_training_stop:
+        current_session().gather()
 
 
 def _say_what_is_missing(model: torch.nn.Module) -> None:

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerState
 from hf_distca.agreement.announce import PlanKey, Request
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import Planning
-from hf_distca.integration.callback import DistCACallback
+from hf_distca.integration.callback import DistCACallback, put_before_reporters
 from hf_distca.integration.checks import check_sharing
 from hf_distca.integration.nano_batches import cut
 from hf_distca.integration.session import current_session
@@ -144,9 +144,7 @@ class DistCATrainerMixin:
         ours = next((callback for callback in callbacks if isinstance(callback, DistCACallback)), None)
         first = ours or DistCACallback(summary=False, record=False)
         place = None if ours is None else callbacks.index(ours)
-        if place is not None:
-            del callbacks[place]
-        callbacks.insert(0, first)
+        put_before_reporters(first, callbacks)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:

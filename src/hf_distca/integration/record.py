@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from transformers import TrainingArguments
 
-from hf_distca.agreement.history import Tally
+from hf_distca.agreement.history import PlannedMicroBatch, Tally
 from hf_distca.agreement.planned import Planned
 from hf_distca.integration.loading import distca_configs
 from hf_distca.integration.session import Session
@@ -42,8 +41,6 @@ _TRAINING = (
 )
 # Plans of the worst micro-batches are written up to this many bytes: some hundred steps of 8 ranks, some of 512.
 _MOST_PLAN_BYTES = 1_000_000
-# Steps of which it is known which micro-batches they have: the measurements of one come some steps later, never so many.
-_MOST_STEPS = 64
 
 
 class Recorder(logging.Filter):
@@ -62,15 +59,13 @@ class Recorder(logging.Filter):
         super().__init__()
         self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
         self._began = session.planner.number
-        self._steps = deque([(0, 1)], maxlen=_MOST_STEPS)  # (first micro-batch, step), the newest last
         self._tally, self._ranks = Tally(), np.zeros((len(fields(PerRank)), 0))
-        # Seconds by the mean, step, number of the micro-batch and its plans.
-        self._worst: tuple[float, int, int, Sequence[Planned]] | None = None
+        self._worst: tuple[float, PlannedMicroBatch] | None = None  # seconds of the slowest rank by the mean
         self._plan_bytes = 0
         self._plans = 0
         self._failed = False
 
-    def begin(self, args: TrainingArguments, step: int, model: torch.nn.Module | None, traces: str | Path | None) -> None:
+    def begin(self, args: TrainingArguments, step: int, model: torch.nn.Module | None) -> None:
         """Begin the record, after `step` steps: a new file, or the next part of one that was left there."""
         session, planner = self._session, self._session.planner
         row = RunRow(
@@ -83,20 +78,10 @@ class Recorder(logging.Filter):
             settings=asdict(session.config),
             training={name: getattr(args, name, None) for name in _TRAINING},
             versions={"python": python_version(), **_versions()},
-            traces=None if traces is None else self._inside(Path(traces)),
         )
         self._write([row], mode="a" if step else "w")
         planner.history.observer = self._count
         _log.addFilter(self)
-
-    def _inside(self, traces: Path) -> str | None:
-        """Where timelines lie in the folder of the run; None elsewhere: the record names nothing outside of it."""
-        folder, traces = self._path.parent.absolute(), traces.absolute()
-        return str(traces.relative_to(folder)) if traces.is_relative_to(folder) else None
-
-    def enter(self, step: int) -> None:
-        """What is planned from now on is of this step, from 1."""
-        self._steps.append((self._session.planner.next_number, step))
 
     def write(self, step: int, loss: object = None) -> None:
         """Write what was counted since the last time, after `step` steps, and the loss if it is a finite number."""
@@ -106,7 +91,7 @@ class Recorder(logging.Filter):
         ranks, self._ranks = self._ranks, np.zeros_like(self._ranks)
         rows: list[Row] = []
         if self._worst is not None:
-            rows.append(self._plan_row(*self._worst[1:]))
+            rows.append(self._plan_row(self._worst[1]))
             self._worst = None
         number = loss if isinstance(loss, float) and math.isfinite(loss) else None
         rows.append(StepsRow(step, asdict(tally), _per_rank(ranks), number, list(self._session.kernels)))
@@ -120,26 +105,26 @@ class Recorder(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Note a warning, and let it pass."""
         if record.levelno >= logging.WARNING:
-            self._write([WarningRow(self._steps[-1][1], record.getMessage())])
+            self._write([WarningRow(self._session.planner.history.step, record.getMessage())])
         return True
 
-    def _count(self, number: int, tally: Tally, plans: Sequence[Planned]) -> None:
-        if number <= self._began:  # of an evaluation before
+    def _count(self, micro_batch: PlannedMicroBatch, tally: Tally) -> None:
+        if micro_batch.number <= self._began:  # of an evaluation before
             return
         self._tally += tally
-        ranks = _by_rank(plans)
+        ranks = _by_rank(micro_batch.plans)
         self._ranks = ranks if not self._ranks.size else self._ranks + ranks
         before = tally.estimated_before / max(tally.estimated_mean, 1e-30)
-        step = next((step for first, step in reversed(self._steps) if first <= number), self._steps[0][1])
         if self._every_plan or not self._plans:
-            self._write([self._plan_row(step, number, plans)])
+            self._write([self._plan_row(micro_batch)])
         elif self._plan_bytes < _MOST_PLAN_BYTES and (self._worst is None or before > self._worst[0]):
-            self._worst = before, step, number, plans
+            self._worst = before, micro_batch
 
-    def _plan_row(self, step: int, number: int, plans: Sequence[Planned]) -> PlanRow:
+    def _plan_row(self, micro_batch: PlannedMicroBatch) -> PlanRow:
         self._plans += 1
+        plans = micro_batch.plans
         parts = [PlanPart(json.loads(plan.plan.to_json()), plan.seconds.tolist(), plan.ranks.speeds) for plan in plans]
-        return PlanRow(step, number - self._began, _per_rank(_by_rank(plans)), parts)
+        return PlanRow(micro_batch.step, micro_batch.number - self._began, _per_rank(_by_rank(plans)), parts)
 
     def _write(self, rows: Sequence[Row], mode: str = "a") -> None:
         """Append rows. A run does not end because its record cannot be written."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,29 +15,34 @@ from hf_distca.integration.processes import say
 from hf_distca.integration.session import Session, current_session
 from hf_distca.measure.timeline import Trace
 
-__all__ = ["Metrics", "Reading", "metrics", "sum_up", "summary", "trace", "why_nothing_moved", "write_trace"]
+__all__ = ["Metrics", "metrics", "sum_up", "summary", "trace", "why_nothing_moved", "write_trace"]
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Sums since `configure`. The difference of two readings is what lies between them.
+    """Sums since `configure`. The difference of two readings is what lies between them, or the later where settings are new.
 
     Attributes:
         balance: sums over the micro-batches that were planned with other ranks.
         attention_seconds: that this rank spent in attention kernels, forward and backward, for itself and for others. On CUDA
             those of finished kernels: synchronise first for an exact figure.
         elapsed_seconds: that have passed.
+        since: when they began, by `time.perf_counter`.
     """
 
-    balance: Tally
-    attention_seconds: float
-    elapsed_seconds: float
+    balance: Tally = field(default_factory=Tally)
+    attention_seconds: float = 0.0
+    elapsed_seconds: float = 0.0
+    since: float = 0.0
 
     def __sub__(self, earlier: Metrics) -> Metrics:
+        if earlier.since != self.since:
+            return self
         return Metrics(
             self.balance - earlier.balance,
             self.attention_seconds - earlier.attention_seconds,
             self.elapsed_seconds - earlier.elapsed_seconds,
+            self.since,
         )
 
     def figures(self) -> dict[str, float]:
@@ -46,40 +50,27 @@ class Metrics:
         return self.balance.figures()
 
 
-def metrics() -> Metrics:
-    """What was planned and measured since `configure`: a read that changes nothing, and that each rank may do alone.
+def metrics(*, gather: bool = False) -> Metrics:
+    """What was planned and measured since `configure`, as sums that reading does not change.
 
-    For loggers of your own: ``before = metrics()``, and later ``(metrics() - before).figures()``.
+    For logs of your own: ``before = metrics()``, and later ``(metrics(gather=True) - before).figures()``. All ranks see the same
+    figures, but for ``distca/planning_ms`` and ``distca/server_time_share``, which are of this rank. With one rank or another
+    attention implementation there are none.
+
+    Args:
+        gather: let ranks tell each other first what they measured, so that all micro-batches up to here are in the sums. This
+            takes one small collective, for which all ranks must call it at the same point, after a backward, and waits for the
+            device, as reading the loss does. Without it nothing is exchanged and a rank may read alone: the sums then have what
+            came in with the documents of later micro-batches, which leaves out the last one, and on CUDA the last two.
+
+    Raises:
+        DistCADesyncError: with `gather`, if not all ranks come.
     """
     session = current_session()
-    return Metrics(session.planner.history.total, session.meter.seconds, time.perf_counter() - session.started)
-
-
-class Reading:
-    """Figures since its own last reading: of several loggers, each has one."""
-
-    def __init__(self) -> None:
-        self._session: weakref.ref[Session] | None = None
-        self._last = Tally()
-
-    @classmethod
-    def from_now(cls) -> Reading:
-        """One that leaves out what came before."""
-        reading = cls()
-        reading.figures()
-        return reading
-
-    def figures(self) -> dict[str, float]:
-        """The figures since the last call; since `configure` in the first one after it."""
-        done, session = self.so_far(), current_session()
-        self._session, self._last = weakref.ref(session), session.planner.history.total
-        return done.figures()
-
-    def so_far(self) -> Tally:
-        """What was done since the last call of `figures`."""
-        session = current_session()
-        known = self._session is not None and self._session() is session
-        return session.planner.history.total - self._last if known else session.planner.history.total
+    if gather:
+        session.gather()
+    since = session.started
+    return Metrics(session.planner.history.total, session.meter.seconds, time.perf_counter() - since, since)
 
 
 def summary(done: Tally, session: Session) -> str | None:

@@ -118,11 +118,11 @@ class Session:
             return current_world() is None or dist.get_rank() == 0
         return self._group.ranks[self._group.rank] == 0
 
-    def collect(self) -> None:
-        """Compare what was measured since the last plan, where no next one will tell: at the end of training, on all ranks."""
+    def gather(self) -> None:
+        """Gather what was measured up to here, on all ranks of the group."""
         group = self._group
         if group is not None and group.size > 1 and not group.left and dist.is_initialized():
-            self.planner.flush(group)
+            self.planner.gather(group)
 
     def look_for_mesh(self, models: Iterator[PreTrainedModel]) -> None:
         """Take the ranks of the attention group from the first model that has a mesh, if they are neither given nor found yet."""

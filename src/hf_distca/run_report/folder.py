@@ -79,7 +79,7 @@ class RunFolder:
             folder.log = _read_log(state)
         if not folder.rows_of(StepsRow) and not folder.log:
             raise ReportError(_nothing_in(path, record, state))
-        folder.traces = sorted(_read_traces(path, folder.rows_of(RunRow)), key=lambda trace: trace.rank)
+        folder.traces = sorted(_read_traces(path), key=lambda trace: trace.rank)
         return folder
 
     def _read_record(self, path: Path) -> None:
@@ -97,7 +97,7 @@ class RunFolder:
 
 def _nothing_in(path: Path, record: Path, state: Path | None) -> str:
     if record.is_file():
-        return f"{record} tells of no micro-batch yet: wait until the run has logged twice, or look at what ended it."
+        return f"{record} tells of no micro-batch yet: wait until the run has logged, or look at what ended it."
     if state is not None:
         return f"the log in {state} has no figures of distca. {_HOW}"
     return f"{path} holds neither {RECORD_NAME} nor {_STATE}. {_HOW}"
@@ -127,16 +127,11 @@ def _read_log(path: Path) -> list[tuple[int, dict[str, float]]]:
     return rows
 
 
-def _read_traces(path: Path, runs: list[RunRow]) -> Iterator[RankTrace]:
-    """Of the folder that the newest run names, or else of the one with timelines in the run's folder."""
-    named = [path / run.traces for run in runs[-1:] if run.traces is not None and run.traces.isprintable()]
-    for folder in (*named, path, *sorted(inner for inner in path.iterdir() if inner.is_dir())):
-        # A record from elsewhere may name any folder of this machine.
-        files = sorted(folder.glob("rank_*.json")) if folder.resolve().is_relative_to(path.resolve()) else []
-        if files:
-            for file in files:
-                yield from _read_trace(file)
-            return
+def _read_traces(path: Path) -> Iterator[RankTrace]:
+    """Of the folder within the run's that has the newest timeline."""
+    newest = max(path.rglob("rank_*.json"), key=lambda file: file.stat().st_mtime, default=None)
+    for file in () if newest is None else newest.parent.glob("rank_*.json"):
+        yield from _read_trace(file)
 
 
 def _read_trace(path: Path) -> Iterator[RankTrace]:

@@ -69,7 +69,6 @@ class RunRow:
         settings: the fields of `DistCAConfig`.
         training: the training arguments that decide what a micro-batch is.
         versions: of packages.
-        traces: folder of the timelines within that of the run, None if there are none there.
     """
 
     step: int
@@ -81,7 +80,6 @@ class RunRow:
     settings: dict[str, Any]
     training: dict[str, Any]
     versions: dict[str, str]
-    traces: str | None = None
 
 
 @dataclass(frozen=True)

@@ -119,26 +119,18 @@ def _short(figures: dict[str, float]) -> dict[str, float]:
 
 
 def _of_record(rows: Sequence[StepsRow]) -> tuple[dict[str, float], list[dict[str, float]]]:
-    tallies: dict[int, Tally] = {}
-    losses: dict[int, dict[str, float]] = {}
-    for row in rows:  # what is left at the end of training has the step of the last row
-        tally = Tally(**{name: row.tally[name] for name in _TALLY})  # type: ignore[arg-type]
-        tallies[row.step] = tallies.get(row.step, Tally()) + tally
-        if row.loss is not None:
-            losses[row.step] = {"loss": row.loss}
-    whole = sum(tallies.values(), Tally())
+    tallies = [Tally(**{name: row.tally[name] for name in _TALLY}) for row in rows]  # type: ignore[arg-type]
+    whole = sum(tallies, Tally())
     total = _short(whole.figures()) | {"moved_micro_batches": whole.moved, "last_step": rows[-1].step}
     total["slowest_seconds_before"], total["slowest_seconds_after"] = whole.measured_before, whole.measured_after
-    return total, [{"step": step, **_short(tally.figures()), **losses.get(step, {})} for step, tally in tallies.items()]
+    losses = [{} if row.loss is None else {"loss": row.loss} for row in rows]
+    steps = zip(rows, tallies, losses, strict=True)
+    return total, [{"step": row.step, **_short(tally.figures()), **loss} for row, tally, loss in steps]
 
 
 def _of_log(log: Sequence[tuple[int, dict[str, float]]]) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Figures of the whole run as means of those of the rows, weighted by micro-batches: the log has no sums."""
-    rows: dict[int, list[dict[str, float]]] = {}
-    for step, figures in log:
-        rows.setdefault(step, []).append(figures)
-    means = {step: _mean(of_step) for step, of_step in rows.items()}
-    return _mean([*means.values()]) | {"last_step": log[-1][0]}, [{"step": step, **mean} for step, mean in means.items()]
+    return _mean([figures for _, figures in log]) | {"last_step": log[-1][0]}, [{"step": step, **row} for step, row in log]
 
 
 def _mean(rows: Sequence[dict[str, float]]) -> dict[str, float]:
