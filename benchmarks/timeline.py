@@ -1,4 +1,4 @@
-"""Draw a layer of the traces that `hf_distca.profile` wrote: what each rank's nano-batches compute while their messages travel.
+"""Draw a layer of the traces that `hf_distca.trace` wrote: what each rank's nano-batches compute while their messages travel.
 
     python benchmarks/timeline.py FOLDER timeline.png
 
@@ -47,7 +47,7 @@ def record(rank: int, arguments: argparse.Namespace) -> None:
     batch = batch_of([[arguments.tokens], [arguments.tokens // 8] * 8][rank], rank)
     for _ in range(2):
         step(model, batch, "ping-pong", 0.0)
-    with hf_distca.profile(arguments.folder), exchanges(0.0):
+    with hf_distca.trace(arguments.folder), exchanges(0.0):
         step(model, batch, "ping-pong", arguments.latency / 1e3)
     dist.barrier()
     dist.destroy_process_group()
@@ -105,7 +105,7 @@ def main() -> None:
         arguments.folder.mkdir(parents=True, exist_ok=True)
         mp.spawn(record, (arguments,), nprocs=RANKS)
     if not list(arguments.folder.glob("rank_*.json")):
-        parser.error(f"no rank_*.json in {arguments.folder}: record them with hf_distca.profile, or use --record")
+        parser.error(f"no rank_*.json in {arguments.folder}: record them with hf_distca.trace, or use --record")
     draw(arguments)
 
 

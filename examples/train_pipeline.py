@@ -179,7 +179,7 @@ def train(options: PipelineArguments, data: DocumentArguments) -> None:
         step(options.max_steps)
         before = of_all_ranks(schedule.figures)
     if options.trace:
-        with hf_distca.profile(Path(options.output_dir, "trace")):
+        with hf_distca.trace(Path(options.output_dir, "trace")):
             step(options.max_steps)
     else:
         step(options.max_steps)

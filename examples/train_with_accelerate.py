@@ -3,8 +3,8 @@
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/train_with_accelerate.py
 
 What differs from any other loop: `attn_implementation="distca"`, a collator that packs documents without padding, and
-`hf_distca.balance_figures()` where the loop logs; `hf_distca.plan_ahead` saves waiting when gradients are accumulated. One rule
-comes with distca: in training every rank must run equally many forwards. accelerate's data loaders see to that.
+`hf_distca.metrics()` where the loop logs. One rule comes with distca: in training every rank must run equally many forwards.
+accelerate's data loaders see to that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler, set_seed
 
 from arguments import ModelArguments, PackingArguments, end, parse
-from hf_distca import PackingCollator, balance_figures, plan_ahead
+from hf_distca import PackingCollator, metrics
 from packing import load_documents, pack, small_model
 
 
@@ -91,10 +91,9 @@ def train(model_arguments: ModelArguments, data: PackingArguments, loop: LoopArg
         accelerator.init_trackers("train_with_accelerate", config={**vars(model_arguments), **vars(data), **vars(loop)})
     progress = tqdm(total=loop.max_steps, disable=not accelerator.is_main_process)
     batches, losses = endlessly(loader), []
-    balance_figures()  # starts counting
+    seen = metrics()
     for step in range(1, loop.max_steps + 1):
-        # With the micro-batches of a step at hand, ranks wait for each other's document lengths once, not once each.
-        for batch in plan_ahead(list(islice(batches, loop.gradient_accumulation_steps))):
+        for batch in islice(batches, loop.gradient_accumulation_steps):
             with accelerator.accumulate(model):
                 loss = model(**batch, use_cache=False).loss
                 accelerator.backward(loss)
@@ -110,7 +109,8 @@ def train(model_arguments: ModelArguments, data: PackingArguments, loop: LoopArg
             loss = accelerator.reduce(torch.stack(losses).mean(), "mean")
             losses.clear()
             figures = {"loss": loss.item(), "grad_norm": float(norm), "learning_rate": schedule.get_last_lr()[0]}
-            figures |= balance_figures()
+            before, seen = seen, metrics()
+            figures |= (seen - before).figures()
             accelerator.log(figures, step=step)
             if accelerator.is_main_process:
                 progress.write(str({name: float(f"{value:.4g}") for name, value in figures.items()}))

@@ -68,7 +68,7 @@ COLLECTED = {
 # Of trainers that no environment can have beside each other: their pins of transformers exclude these. docs/works_with.md says
 # when each was run by hand.
 OF_OTHER_TRAINERS = {
-    r"""printf 'import hf_distca\n\nhf_distca.stand_in("flash_attention_2")\n' > distca_plugin.py""",
+    r"""printf 'import hf_distca\n\nhf_distca.configure(instead_of="flash_attention_2")\n' > distca_plugin.py""",
     "swift sft --external_plugins distca_plugin.py --attn_impl flash_attention_2 --packing true --model m --dataset d.jsonl",
     "torchrun --nproc_per_node 2 -m hf_distca.run --instead-of sdpa -m llamafactory.launcher train.yaml",
 }

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaModel
 
-import hf_distca
 from gpu_setting import Setting
+from hf_distca.agreement.documents import PackedDocuments
 
 PLAIN = "plain_varlen"
 
@@ -119,7 +119,7 @@ class Packed:
         self.flash = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": max(lengths), "max_length_k": max(lengths)}
 
     def arguments(self, implementation: str) -> dict[str, Any]:
-        documents = {"distca_documents": hf_distca.PackedDocuments(tuple(self.lengths))}
+        documents = {"distca_documents": PackedDocuments(tuple(self.lengths))}
         told = documents if implementation.startswith("distca") else self.flash if implementation != "sdpa" else {}
         return {"inputs_embeds": self.embeddings, "position_ids": self.positions, **told}
 

@@ -5,29 +5,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_distca.errors import (
-    ConfigError,
-    DistCADesyncError,
-    DistCAError,
-    KernelError,
-    LayoutError,
-    PlanError,
-    ReportError,
-    UnsupportedError,
-)
+from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError, UnsupportedError
 from hf_distca.register import register, when_models_load
 
 if TYPE_CHECKING:
     from hf_distca import pipeline
-    from hf_distca.agreement.documents import PackedDocuments
     from hf_distca.config import DistCAConfig
     from hf_distca.data.collator import PackingCollator
     from hf_distca.integration.callback import DistCACallback
     from hf_distca.integration.deal_trainer import deal
     from hf_distca.integration.document_shares import document_shares
-    from hf_distca.integration.loading import prepare, stand_in
-    from hf_distca.integration.mixin import DistCATrainerMixin, plan_ahead
-    from hf_distca.integration.reports import Metrics, balance_figures, metrics, profile
+    from hf_distca.integration.loading import prepare
+    from hf_distca.integration.mixin import DistCATrainerMixin
+    from hf_distca.integration.reports import metrics, trace
     from hf_distca.integration.session import balancing, configure
     from hf_distca.integration.share_tokens import share_tokens
 
@@ -40,40 +30,30 @@ __all__ = [
     "DistCADesyncError",
     "DistCAError",
     "DistCATrainerMixin",
-    "KernelError",
-    "LayoutError",
-    "Metrics",
-    "PackedDocuments",
     "PackingCollator",
-    "PlanError",
-    "ReportError",
     "UnsupportedError",
     "__version__",
-    "balance_figures",
     "balancing",
     "configure",
     "deal",
     "document_shares",
     "metrics",
     "pipeline",
-    "plan_ahead",
     "prepare",
-    "profile",
     "share_tokens",
-    "stand_in",
+    "trace",
 ]
 
 # Where names come from when they are first used. Together they take seconds to import, most of it torch and transformers.
 _MODULES = {
-    "agreement.documents": ("PackedDocuments",),
     "config": ("DistCAConfig",),
     "data.collator": ("PackingCollator",),
     "integration.callback": ("DistCACallback",),
     "integration.deal_trainer": ("deal",),
     "integration.document_shares": ("document_shares",),
-    "integration.loading": ("prepare", "stand_in"),
-    "integration.mixin": ("DistCATrainerMixin", "plan_ahead"),
-    "integration.reports": ("Metrics", "balance_figures", "metrics", "profile"),
+    "integration.loading": ("prepare",),
+    "integration.mixin": ("DistCATrainerMixin",),
+    "integration.reports": ("metrics", "trace"),
     "integration.session": ("balancing", "configure"),
     "integration.share_tokens": ("share_tokens",),
 }

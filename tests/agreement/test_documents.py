@@ -11,6 +11,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments, PlansAhead, TokenBatch
+from hf_distca.errors import LayoutError
 from hf_distca.integration.handle import AttentionHandle
 
 
@@ -32,7 +33,7 @@ def test_packed_documents_are_values_that_travel_to_workers_and_back() -> None:
 
 
 def test_packed_documents_without_a_number_of_each_are_refused() -> None:
-    with pytest.raises(hf_distca.LayoutError, match=r"starts=\(\), documents=\(\)\): give starts and documents for each"):
+    with pytest.raises(LayoutError, match=r"starts=\(\), documents=\(\)\): give starts and documents for each"):
         PackedDocuments([3], [], [])
     assert PackedDocuments([], [], []).lengths == ()
 
@@ -80,7 +81,7 @@ def test_padding_may_be_anywhere_in_documents() -> None:
 
 
 def test_documents_that_do_not_fit_the_padding_are_refused() -> None:
-    with pytest.raises(hf_distca.LayoutError, match=r"have 7 tokens and the batch has 1 x 8, 6 of them not padding: .* cover"):
+    with pytest.raises(LayoutError, match=r"have 7 tokens and the batch has 1 x 8, 6 of them not padding: .* cover"):
         TokenBatch(1, 8, packed=PackedDocuments((3, 4)), padding=PADDING).documents()
 
 
@@ -88,6 +89,6 @@ def test_documents_that_do_not_fit_the_padding_are_refused() -> None:
 def test_padding_in_documents_that_go_on_elsewhere_is_refused(lengths: tuple[int, int]) -> None:
     """Other ranks know how many tokens of a document are here, and count them."""
     packed = PackedDocuments(lengths, (4, 0), (0, 1))
-    with pytest.raises(hf_distca.LayoutError, match=r"2 of the 1 x 8 tokens .* padding by attention_mask.*leave attention_mask"):
+    with pytest.raises(LayoutError, match=r"2 of the 1 x 8 tokens .* padding by attention_mask.*leave attention_mask"):
         TokenBatch(1, 8, packed=packed, padding=PADDING).documents()
     assert TokenBatch(1, 8, packed=PackedDocuments((3, 5), (4, 0), (0, 1)), padding=PADDING | True).documents().spans

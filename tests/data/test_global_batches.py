@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_distca import ConfigError, LayoutError
+from hf_distca import ConfigError
 from hf_distca.data.global_batches import GlobalBatches, Pieces
+from hf_distca.errors import LayoutError
 
 LENGTHS = st.lists(st.integers(0, 90), min_size=1, max_size=40).filter(any)
 

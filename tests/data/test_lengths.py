@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from hf_distca import LayoutError
 from hf_distca.data.reading import document_lengths
+from hf_distca.errors import LayoutError
 
 ROWS = [[5, 6, 7], [], [8], [9, 4, 4, 4], [1, 2]]
 

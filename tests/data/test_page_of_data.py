@@ -9,6 +9,7 @@ import pytest
 from transformers import Trainer
 
 import hf_distca
+from hf_distca.agreement.documents import PackedDocuments
 from pages import ROOT
 from tiny_runs import tiny_llama
 
@@ -42,4 +43,4 @@ def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     args, collator = names["args"], hf_distca.PackingCollator()
     args.dataloader_pin_memory = False  # there is no GPU to pin it for
     Trainer(model=names["model"], args=args, train_dataset=stream, data_collator=collator).train()
-    assert names["batch"]["distca_documents"] == hf_distca.PackedDocuments([700, 40])
+    assert names["batch"]["distca_documents"] == PackedDocuments([700, 40])

@@ -14,10 +14,11 @@ import pytest
 import torch
 from some_documents import check_shares, dealing, some_documents, some_lengths, whole
 
-from hf_distca import ConfigError, LayoutError, PackingCollator
+from hf_distca import ConfigError, PackingCollator
 from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.reading import document_lengths
 from hf_distca.data.shares import Shares
+from hf_distca.errors import LayoutError
 
 FORMS: dict[str, Any] = {
     "rows": lambda rows: rows,

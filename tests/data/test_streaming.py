@@ -13,9 +13,10 @@ from accelerate.data_loader import IterableDatasetShard
 from some_documents import ROWS, check_shares, dealing, some_documents, some_lengths, whole
 from torch.utils.data import DataLoader
 
-from hf_distca import ConfigError, LayoutError, PackingCollator
+from hf_distca import ConfigError, PackingCollator
 from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.streaming import StreamedShares
+from hf_distca.errors import LayoutError
 
 RANKS, TOKENS = 3, 100
 LENGTHS = [0, *some_lengths(30, longest=500)]

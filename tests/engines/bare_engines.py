@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_distca
+from hf_distca.integration.mixin import plan_ahead
 from hf_distca.integration.session import current_session
 
 
@@ -51,7 +52,7 @@ def bare(
         started.append(time.perf_counter())
         total = 0.0
         batches = [batch(rank, case, step, n) for n in range(case.accumulation)]
-        for n, one in enumerate(hf_distca.plan_ahead(batches) if case.ahead else batches):
+        for n, one in enumerate(plan_ahead(batches) if case.ahead else batches):
             last = n == case.accumulation - 1
             with synchronized(model, last), torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "autocast"):
                 loss = model(**one, use_cache=False).loss / case.accumulation

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_distca
-from hf_distca.agreement.documents import TokenBatch
+from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.errors import DistCAError
 from hf_distca.integration.attention import distca_attention
 from hf_distca.integration.handle import AttentionHandle
@@ -56,7 +56,7 @@ def is_count(value: object, least: int = 0) -> bool:
 def packed_documents(draw: Random) -> None:
     lengths = draw.some(5, lambda: draw.number(0, 9))
     spans = [draw.some(5, lambda: draw.number(0, 9)) if draw.random() < 0.4 else None for _ in range(2)]
-    made = attempt(hf_distca.PackedDocuments, lengths, *spans)
+    made = attempt(PackedDocuments, lengths, *spans)
     for given, kept in zip((lengths, *spans), (made.lengths, made.starts, made.documents), strict=True):
         if given is not None:
             assert list(given) == list(kept)
@@ -127,7 +127,7 @@ def documents(draw: Random) -> None:
         bounds = sorted(draw.randint(0, rows * length) for _ in range(3))
         given["cu_seq_lens"] = torch.tensor([0, *bounds, rows * length]).to(draw.choice(kinds))
     if draw.random() < 0.2:
-        given["packed"] = hf_distca.PackedDocuments(tuple(draw.randint(0, 5) for _ in range(3)))
+        given["packed"] = PackedDocuments(tuple(draw.randint(0, 5) for _ in range(3)))
     local = attempt(TokenBatch(rows, length, **given).documents)
     padding = given.get("padding")
     tokens = rows * length if padding is None else int(padding.sum())
@@ -249,7 +249,7 @@ def attention(draw: Random) -> None:
         "use_cache": lambda: True,
     }
     chosen = {name: options[name]() for name in draw.sample(sorted(options), draw.choice([0, 0, 1, 1, 2]))}
-    packed = hf_distca.PackedDocuments(tuple(lengths)) if draw.random() < 0.9 else draw.choice([None, 3, [length]])
+    packed = PackedDocuments(tuple(lengths)) if draw.random() < 0.9 else draw.choice([None, 3, [length]])
     handle = AttentionHandle(rows, length)
     output, _ = attempt(distca_attention, torch.nn.Module(), q, k, v, handle, distca_documents=packed, **chosen)
     assert not chosen.get("dropout")

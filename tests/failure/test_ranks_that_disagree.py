@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 
 import hf_distca
 from hf_distca.agreement import planner
+from hf_distca.errors import KernelError
 from hf_distca.integration import nano_batches
 from hf_distca.integration.session import current_session
 from hf_distca.kernels.cpu import CpuKernel
@@ -234,7 +235,7 @@ def raises(rank: int, direction: str, culprit: int) -> Found:
     model = llama()
 
     def fail(*_: object, **__: object) -> None:
-        raise hf_distca.KernelError("out of luck")
+        raise KernelError("out of luck")
 
     broken = patch.object(CpuKernel, direction, fail) if rank == culprit else nullcontext()
     with broken:

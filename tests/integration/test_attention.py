@@ -20,6 +20,8 @@ from transformers import (
 
 import hf_distca
 from checkpointed import checkpoint_layers
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.errors import LayoutError
 from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.mask import distca_mask
 from hf_distca.integration.session import current_session
@@ -82,7 +84,7 @@ def test_cu_seq_lens_and_packed_documents_say_the_same_as_positions() -> None:
     by_positions = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     bounds = {"cu_seq_lens_q": torch.tensor([0, 7, 12]), "cu_seq_lens_k": torch.tensor([0, 7, 12])}
     flash = {**bounds, "max_length_q": 7, "max_length_k": 7}
-    packed = hf_distca.PackedDocuments((7, 5))
+    packed = PackedDocuments((7, 5))
     for extra in (flash, {"distca_documents": packed}):
         torch.testing.assert_close(model(input_ids=ids, position_ids=positions, use_cache=False, **extra).logits, by_positions)
 
@@ -91,7 +93,7 @@ def test_cu_seq_lens_and_packed_documents_say_the_same_as_positions() -> None:
 def test_documents_stay_apart_beside_padding(given: str) -> None:
     """Without position ids the model counts the whole row, which would make it one document."""
     model, ids = model_for("distca").train(), tokens(1, 8)
-    lengths = {"distca_documents": hf_distca.PackedDocuments((3, 3, 2)), "cu_seq_lens_q": torch.tensor([0, 3, 6, 8])}
+    lengths = {"distca_documents": PackedDocuments((3, 3, 2)), "cu_seq_lens_q": torch.tensor([0, 3, 6, 8])}
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
     out = model(input_ids=ids, attention_mask=mask, use_cache=False, **{given: lengths[given]}).logits
     for start in (0, 3):
@@ -256,12 +258,12 @@ def test_arguments_of_the_loss_pass_through_attention(argument: str) -> None:
 
 
 def test_documents_that_do_not_cover_the_batch_are_refused() -> None:
-    with pytest.raises(hf_distca.LayoutError, match="5 tokens and the batch has 1 x 6"):
-        call(distca_documents=hf_distca.PackedDocuments((2, 3)))
+    with pytest.raises(LayoutError, match="5 tokens and the batch has 1 x 6"):
+        call(distca_documents=PackedDocuments((2, 3)))
 
 
 def test_negative_positions_are_refused_with_row_and_index() -> None:
-    with pytest.raises(hf_distca.LayoutError, match=r"position_ids\[0, 2\] is -1"):
+    with pytest.raises(LayoutError, match=r"position_ids\[0, 2\] is -1"):
         call(position_ids=torch.tensor([[0, 1, -1, 0, 1, 2]]))
 
 

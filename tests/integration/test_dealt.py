@@ -19,6 +19,8 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.errors import LayoutError
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
@@ -163,7 +165,7 @@ def odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
     if wrong in ("lengths", "seed"):  # of as many tokens together, or of equal lengths
         lengths = BATCHES[1][::-1] if wrong == "lengths" else BATCHES[1]
         other = made.share(np.array(lengths), (0, 1), 1, names=np.arange(len(lengths)) + (wrong == "seed"))
-        batch["distca_documents"] = hf_distca.PackedDocuments(packed.lengths, packed.starts, packed.documents, dealt=other.dealt)
+        batch["distca_documents"] = PackedDocuments(packed.lengths, packed.starts, packed.documents, dealt=other.dealt)
     if wrong == "plan":
         if packed.dealt._beside is not None:  # plans of a fetched share are made beside what the caller does
             packed.dealt._beside.join()
@@ -171,7 +173,7 @@ def odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
         tasks = [task._replace(server=1 - task.server) for task in plan.tasks]
         packed.dealt._plans[key] = job, type(plan).from_tasks(plan.layout, tasks)
     if wrong == "no share":
-        batch["distca_documents"] = hf_distca.PackedDocuments(packed.lengths, packed.starts, packed.documents)
+        batch["distca_documents"] = PackedDocuments(packed.lengths, packed.starts, packed.documents)
     return batch
 
 
@@ -221,6 +223,6 @@ def test_a_share_for_another_number_of_ranks_is_refused(rank_pool: Callable[[int
 def for_three_ranks(rank: int) -> str:
     hf_distca.configure(settings())
     model, batch = model_for("full", "distca"), share(dealing(3, "full"), 0, rank)
-    with pytest.raises(hf_distca.LayoutError) as caught:
+    with pytest.raises(LayoutError) as caught:
         loss_of(model, batch.pop("shift_labels"), 0, **{k: v for k, v in batch.items() if k != "labels"})
     return str(caught.value)

@@ -23,6 +23,7 @@ import tiny_runs
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
+from hf_distca.errors import LayoutError
 from hf_distca.integration import document_shares as shares_module
 from hf_distca.integration.document_shares import shares_of
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -225,7 +226,7 @@ def test_what_cannot_be_dealt_is_refused() -> None:
     for wrong in ({"ranks": 0}, {"ranks": 2, "ranks_per_node": 3}, {"tokens_per_rank": 0}):
         with pytest.raises(hf_distca.ConfigError, match=r"ranks|tokens"):
             hf_distca.document_shares(some_documents(), **{"tokens_per_rank": 16, "model": LlamaConfig(), **wrong})
-    with pytest.raises(hf_distca.LayoutError, match="642 tokens together, a global batch has 10000"):
+    with pytest.raises(LayoutError, match="642 tokens together, a global batch has 10000"):
         hf_distca.document_shares(some_documents(), 10_000, model=LlamaConfig())
 
 

@@ -16,7 +16,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaForCausalLM
 
 import hf_distca
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.errors import LayoutError
 from hf_distca.integration import session as session_module
+from hf_distca.integration.mixin import plan_ahead
 from hf_distca.integration.session import current_session
 from live_bytes import LiveBytes
 from ranks import RankPool
@@ -43,7 +46,7 @@ def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ahead: bool, pin
     before = current_session().planner.number
     counts = []
     with counted_planning() as seen:
-        planned = hf_distca.plan_ahead([data])[0] if ahead else data
+        planned = plan_ahead([data])[0] if ahead else data
         counts.append(len(seen))
         model(**planned, use_cache=False).loss.backward()
         counts.append(len(seen) - counts[0])
@@ -109,7 +112,7 @@ def test_segments_of_one_document_are_joined_on_a_rank_that_works_alone(training
     ids = torch.arange(20)[None] % 11
     whole = model(input_ids=ids, use_cache=False).logits
     positions = {"input_ids": ids, "position_ids": torch.arange(20)[None]}
-    pieces = hf_distca.PackedDocuments((10, 10), (0, 10), (7, 7))
+    pieces = PackedDocuments((10, 10), (0, 10), (7, 7))
     torch.testing.assert_close(model(**positions, distca_documents=pieces, use_cache=False).logits, whole)
 
 
@@ -117,8 +120,8 @@ def test_segments_whose_beginning_is_missing_are_refused_on_a_rank_that_works_al
     hf_distca.configure()
     model = model_for(2, "distca", torch.float64)
     positions = {"input_ids": torch.ones(1, 10, dtype=torch.long), "position_ids": torch.arange(10, 20)[None]}
-    pieces = hf_distca.PackedDocuments((10,), (10,), (7,))
-    with pytest.raises(hf_distca.LayoutError, match="must cover it from 0"):
+    pieces = PackedDocuments((10,), (10,), (7,))
+    with pytest.raises(LayoutError, match="must cover it from 0"):
         model(**positions, distca_documents=pieces, use_cache=False)
     with pytest.raises(hf_distca.UnsupportedError, match="balance_evaluation=True"):
         model.eval()(**positions, distca_documents=pieces, use_cache=False)

@@ -61,6 +61,7 @@ def test_a_family_that_nobody_compared_is_named_once(caplog: pytest.LogCaptureFi
     said = [record.getMessage() for record in caplog.records if "never compared" in record.getMessage()]
     assert len(said) == 1
     assert said[0].startswith(f"{MineConfig.model_type} models were never compared under distca")
+    assert 'attn_implementation="sdpa" and the same seed as well, and compare losses and gradient norms' in said[0]
 
 
 def test_data_parallel_replicas_are_refused() -> None:

@@ -22,6 +22,7 @@ import hf_distca
 from checkpointed import checkpoint_layers
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import without_dispatch_modes
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -56,7 +57,7 @@ def packed(rank: int) -> dict[str, Any]:
     tokens = sum(LENGTHS[rank])
     positions = torch.cat([torch.arange(length) for length in LENGTHS[rank]])[None]
     ids = torch.randint(2, 61, (1, tokens), generator=torch.Generator().manual_seed(rank))
-    return {"input_ids": ids, "position_ids": positions, "distca_documents": hf_distca.PackedDocuments(tuple(LENGTHS[rank]))}
+    return {"input_ids": ids, "position_ids": positions, "distca_documents": PackedDocuments(tuple(LENGTHS[rank]))}
 
 
 def dealt(rank: int) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import hf_distca
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.errors import LayoutError
 
 FORMS: dict[str, Callable[[list[int]], Any]] = {
     "list": list,
@@ -37,7 +39,7 @@ def test_documents_come_as_lists_arrays_and_tensors(form: str) -> None:
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4, 3, 2]]
     assert batch["labels"].tolist() == [[-100, -100, 7, -100, -100, 4, -100, 2]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 0, 1]]
-    assert batch["distca_documents"] == hf_distca.PackedDocuments((3, 1, 2, 2))
+    assert batch["distca_documents"] == PackedDocuments((3, 1, 2, 2))
     assert {batch[name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
 
 
@@ -80,7 +82,7 @@ def test_padding_is_cut_off_at_both_ends(made: Callable[[list[int]], Any]) -> No
     ],
 )
 def test_what_is_no_document_is_refused(feature: dict[str, Any], named: str) -> None:
-    with pytest.raises(hf_distca.LayoutError, match=named):
+    with pytest.raises(LayoutError, match=named):
         hf_distca.PackingCollator()([feature])
 
 
@@ -133,12 +135,12 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
         ({"token_type_ids": [0] * 8}, "'token_type_ids', an input of models"),
         ({"shift_labels": IDS}, "'shift_labels', an input of models"),
         ({"pixel_values": torch.ones(3, 2, 2)}, "'pixel_values', an input of models"),
-        ({"distca_documents": hf_distca.PackedDocuments((3, 5))}, "'distca_documents', an input of models"),
+        ({"distca_documents": PackedDocuments((3, 5))}, "'distca_documents', an input of models"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_a_column_that_changes_what_is_trained_is_read_or_refused(columns: dict[str, Any], named: str) -> None:
-    with pytest.raises(hf_distca.LayoutError, match=named):
+    with pytest.raises(LayoutError, match=named):
         packed({"input_ids": IDS, **columns})
 
 
@@ -152,7 +154,7 @@ def test_of_other_columns_those_with_a_number_for_each_token_are_told_once(caplo
 
 @pytest.mark.parametrize("name", ["labels", "completion_mask", "position_ids", "seq_lengths", "input_ids"])
 def test_documents_of_a_row_have_no_columns_beside_them(name: str) -> None:
-    with pytest.raises(hf_distca.LayoutError, match=f"'documents' and '{name}'"):
+    with pytest.raises(LayoutError, match=f"'documents' and '{name}'"):
         packed({"documents": [[1, 2]], name: [1, 2]})
 
 

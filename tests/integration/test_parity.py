@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
+from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
@@ -94,7 +95,7 @@ def balanced(rank: int, parts: list[Parts], key_value_heads: int, dtype: torch.d
         batch = {
             "input_ids": torch.cat([tokens_of(d, LENGTHS[d])[a:b] for d, a, b in parts[rank]])[None],
             "position_ids": torch.cat([torch.arange(a, b) for _, a, b in parts[rank]])[None],
-            "distca_documents": hf_distca.PackedDocuments(
+            "distca_documents": PackedDocuments(
                 tuple(b - a for _, a, b in parts[rank]), tuple(a for _, a, _ in parts[rank]), tuple(d for d, _, _ in parts[rank])
             ),
         }

@@ -23,7 +23,9 @@ from transformers import (
 )
 
 import hf_distca
+from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.agreement.history import Tally
+from hf_distca.integration.mixin import plan_ahead
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 from recorded import counted_planning
@@ -56,7 +58,7 @@ def train(rank: int, ahead: bool, kind: str, wrapper: str) -> tuple[list[float],
     for step in range(STEPS):
         before = history.total
         with counted_planning() as gather:
-            micro_batches = hf_distca.plan_ahead(batches(rank, step)) if ahead else batches(rank, step)
+            micro_batches = plan_ahead(batches(rank, step)) if ahead else batches(rank, step)
             for batch in micro_batches:
                 loss = model(**batch, use_cache=False).loss
                 loss.backward()
@@ -93,10 +95,10 @@ def changed(rank: int) -> str:
     model = model_for("full", "distca")
     for batch in batches(rank, 0):
         model(**batch, use_cache=False).loss.backward()
-    (batch, *_) = hf_distca.plan_ahead(batches(rank, 1))
+    (batch, *_) = plan_ahead(batches(rank, 1))
     if rank == 1:  # documents of other lengths, under the plans for those announced
         packed = batch["distca_documents"]
-        batch["distca_documents"] = hf_distca.PackedDocuments((*packed.lengths[2:], 34), ahead=packed.ahead)
+        batch["distca_documents"] = PackedDocuments((*packed.lengths[2:], 34), ahead=packed.ahead)
     with pytest.raises(hf_distca.DistCAError) as caught:
         model(**batch, use_cache=False).loss.backward()
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -120,7 +122,7 @@ def padded(rank: int, ahead: bool) -> tuple[list[float], int]:
             batch["attention_mask"] = torch.ones_like(batch["input_ids"])
             batch["attention_mask"][0, -3 * rank :] = 1 - rank
         with counted_planning() as gather:
-            for batch in hf_distca.plan_ahead(made) if ahead else made:
+            for batch in plan_ahead(made) if ahead else made:
                 losses.append(model(**batch, use_cache=False).loss)
                 losses[-1].backward()
     return [loss.item() for loss in losses], len(gather)
@@ -138,7 +140,7 @@ def unequal(rank: int, first: int) -> str:
     for batch in batches(rank, 0):
         model(**batch, use_cache=False).loss.backward()
     with pytest.raises(hf_distca.DistCADesyncError) as caught:
-        hf_distca.plan_ahead(batches(rank, 1)[rank * first :])
+        plan_ahead(batches(rank, 1)[rank * first :])
     return str(caught.value)
 
 
@@ -163,7 +165,7 @@ def nothing(rank: int) -> list[Any]:
     model = model_for("full", "distca")
     for batch in batches(rank, 0):
         model(**batch, use_cache=False).loss.backward()
-    return hf_distca.plan_ahead([])
+    return plan_ahead([])
 
 
 def test_ranks_that_all_have_no_micro_batches_go_on(rank_pool: Callable[[int], RankPool]) -> None:
@@ -172,10 +174,10 @@ def test_ranks_that_all_have_no_micro_batches_go_on(rank_pool: Callable[[int], R
 
 def test_batches_without_documents_and_ranks_alone_are_left_as_they_are() -> None:
     plain = [{"input_ids": torch.ones(1, 4, dtype=torch.long)}, (1, 2)]
-    assert hf_distca.plan_ahead(plain) == plain
-    assert hf_distca.plan_ahead([]) == []
+    assert plan_ahead(plain) == plain
+    assert plan_ahead([]) == []
     packed = batches(0, 0)
-    assert [one is other for one, other in zip(hf_distca.plan_ahead(packed), packed, strict=True)] == [True] * MICRO_BATCHES
+    assert [one is other for one, other in zip(plan_ahead(packed), packed, strict=True)] == [True] * MICRO_BATCHES
 
 
 class PlanningTrainer(hf_distca.DistCATrainerMixin, Trainer):

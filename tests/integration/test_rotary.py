@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.positions import see_longest
 from ranks import RankPool
 from tiny_runs import PAIRS, settings, tiny_llama
@@ -181,7 +182,7 @@ def parts(rank: int, kind: tuple[str, str], cut: bool) -> str:
     """What comes of two runs of 20 tokens on each rank, whole documents or halves of them."""
     hf_distca.configure(settings())
     documents, starts = ((0, 1), (20 * rank,) * 2) if cut else ((2 * rank, 2 * rank + 1), (0, 0))
-    packed = hf_distca.PackedDocuments((20, 20), starts, documents)
+    packed = PackedDocuments((20, 20), starts, documents)
     positions = torch.cat([torch.arange(start, start + 20) for start in starts])[None]
     ids = torch.full((1, 40), 7)
     try:

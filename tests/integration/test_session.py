@@ -13,8 +13,10 @@ from transformers import TrainingArguments
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.agreement.history import History
 from hf_distca.agreement.planned import Planned
+from hf_distca.errors import LayoutError
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
@@ -159,15 +161,15 @@ def test_collator_packs_documents_and_hides_first_labels() -> None:
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 4]]
     assert batch["labels"].tolist() == [[-100, 6, 7, -100, -100, 4]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
-    assert batch["distca_documents"] == hf_distca.PackedDocuments((3, 1, 2))
+    assert batch["distca_documents"] == PackedDocuments((3, 1, 2))
 
 
 def test_collator_names_what_is_wrong() -> None:
-    with pytest.raises(hf_distca.LayoutError, match="'text'"):
+    with pytest.raises(LayoutError, match="'text'"):
         hf_distca.PackingCollator()([{"text": "x"}])
-    with pytest.raises(hf_distca.LayoutError, match="no tokens"):
+    with pytest.raises(LayoutError, match="no tokens"):
         hf_distca.PackingCollator()([{"input_ids": []}])
-    with pytest.raises(hf_distca.LayoutError, match="2 input_ids and 1 numbers in its labels"):
+    with pytest.raises(LayoutError, match="2 input_ids and 1 numbers in its labels"):
         hf_distca.PackingCollator()([{"input_ids": [1, 2], "labels": [1]}])
 
 

@@ -14,6 +14,7 @@ from test_loaders import jamba
 from transformers import DataCollatorWithFlattening, Trainer
 
 import hf_distca
+from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.checks import check_sharing
 from ranks import RankPool
 from recorded import counted_planning
@@ -58,7 +59,7 @@ def filled_up(batch: dict[str, Any]) -> dict[str, Any]:
         "input_ids": torch.nn.functional.pad(ids, (0, 5)),
         "labels": torch.nn.functional.pad(labels, (0, 5), value=-100),
         "attention_mask": torch.nn.functional.pad(torch.ones_like(ids), (0, 5)),
-        "distca_documents": hf_distca.PackedDocuments((*packed.lengths, 5)),
+        "distca_documents": PackedDocuments((*packed.lengths, 5)),
     }
 
 

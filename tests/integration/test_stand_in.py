@@ -55,7 +55,7 @@ def trained(rank: int, name: str, standing_in: bool) -> tuple[list[float], bool,
     """Losses and gradient norms of a run under a name, whether distca had figures, and the name that the model has."""
     with restored():
         if standing_in:
-            hf_distca.stand_in(name)
+            hf_distca.configure(instead_of=name)
         trainer = make_trainer(name, rows(6), config=settings(), max_steps=3)
         trainer.train()
         figures = any("distca/imbalance_estimated_before" in row for row in trainer.state.log_history)
@@ -76,8 +76,8 @@ def test_a_trainer_that_takes_no_other_name_has_distca(rank_pool: Callable[[int]
 
 def test_it_says_once_what_it_replaced(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hf_distca"):
-        hf_distca.stand_in("flash_attention_2")
-        hf_distca.stand_in("flash_attention_2")
+        hf_distca.configure(instead_of="flash_attention_2")
+        hf_distca.configure(instead_of="flash_attention_2")
     (record,) = caplog.records
     assert 'stands in for attn_implementation="flash_attention_2"' in record.getMessage()
     assert "transformers.integrations.flash_attention.flash_attention_forward" in record.getMessage()
@@ -87,11 +87,11 @@ def test_it_says_once_what_it_replaced(caplog: pytest.LogCaptureFixture) -> None
 @pytest.mark.parametrize("name", ["eager", "flex_attention", "paged|sdpa", "kernels-community/flash-attn2", "", "distca2"])
 def test_it_stands_in_for_no_attention_that_it_cannot_replace(name: str) -> None:
     with pytest.raises(UnsupportedError, match="distca cannot stand in for"):
-        hf_distca.stand_in(name)
+        hf_distca.configure(instead_of=name)
 
 
 def test_the_parts_of_a_model_that_have_it_are_known() -> None:
-    hf_distca.stand_in("flash_attention_2")
+    hf_distca.configure(instead_of="flash_attention_2")
     model = tiny_llama("flash_attention_2")
     assert distca_configs(model) == [model.config]
     assert distca_configs(tiny_llama("sdpa")) == []
@@ -124,7 +124,7 @@ CHANGES = [wrapped_by_an_instance, wrapped_for_all, flash_attention_replaced]
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("prepared", [True, False])
 def test_sequences_cut_by_somebody_else_are_refused(change: Callable[[], None], prepared: bool) -> None:
-    hf_distca.stand_in("flash_attention_2")
+    hf_distca.configure(instead_of="flash_attention_2")
     model = tiny_llama("flash_attention_2")
     ids = torch.arange(8)[None]
     model(input_ids=ids)
@@ -137,14 +137,14 @@ def test_sequences_cut_by_somebody_else_are_refused(change: Callable[[], None], 
 def test_it_stands_in_front_of_nobody_else(change: Callable[[], None]) -> None:
     change()
     with pytest.raises(UnsupportedError, match=r"test_stand_in\.over_ranks has been put in its place"):
-        hf_distca.stand_in("flash_attention_2")
+        hf_distca.configure(instead_of="flash_attention_2")
 
 
 @pytest.mark.parametrize("name", ["distca", "flash_attention_2"])
 def test_nothing_of_it_is_written_into_saved_configurations(tmp_path: Path, name: str) -> None:
     """Also after training: a model goes to people who do not have the package."""
     if name != "distca":
-        hf_distca.stand_in(name)
+        hf_distca.configure(instead_of=name)
     trainer = make_trainer(name, rows(2), folder=str(tmp_path / "run"), max_steps=1)
     trainer.train()
     trainer.save_model(str(tmp_path / "model"))

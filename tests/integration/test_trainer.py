@@ -143,20 +143,18 @@ def test_a_callback_that_finds_no_handler_says_what_is_missing(caplog: pytest.Lo
 
 def own_reader(rank: int, reads: bool) -> list[dict[str, Any]]:
     """The log history of a run in which somebody else reads figures after each step, or does not."""
-    read: list[float] = []
+    read: list[int] = []
 
     class Reader(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             if reads:
-                figures = hf_distca.balance_figures()
-                assert hf_distca.metrics().figures().keys() >= figures.keys()
-                read.extend(figures[name] for name in figures if name == "distca/imbalance_estimated_before")
+                read.append(hf_distca.metrics().balance.micro_batches)
 
     trainer = make_trainer(
         "distca", rows(12), callbacks=[Reader()], max_steps=6, logging_steps=3, train_sampling_strategy="sequential"
     )
     trainer.train()
-    assert len(read) == (5 if reads else 0), "after each step but the first, those of the step before"
+    assert read == ([0, 1, 2, 3, 4, 5] if reads else []), "what came in with the documents of the step"
     return [row for row in trainer.state.log_history if "loss" in row]
 
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.errors import LayoutError
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
@@ -29,7 +31,7 @@ def batch(rank: int, number: int, failure: str, fails: bool) -> dict[str, Any]:
     if "share" not in failure:
         lengths = LENGTHS[rank]
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        packed = hf_distca.PackedDocuments(lengths[1:] if fails else lengths)
+        packed = PackedDocuments(lengths[1:] if fails else lengths)
     else:
         costs = {PlanKey(AttentionShape(4, 2, 16, 16, 4), "cpu"): PAIRS}
         dealing = Dealing(2, TOKENS, costs, current_session().config)
@@ -65,7 +67,7 @@ def fail_and_begin_again(rank: int, folder: str) -> dict[str, tuple[str, list[fl
         try:
             losses(rank, failure, range(8), fails=True)
             error = "none"
-        except (hf_distca.DistCADesyncError, hf_distca.LayoutError) as raised:
+        except (hf_distca.DistCADesyncError, LayoutError) as raised:
             error = f"{type(raised).__name__}: {raised}"
         begin_world(rank, f"{folder}/{failure}, again")
         before = dispatches()

@@ -16,6 +16,7 @@ from tiny import build
 from torch.nn.functional import cross_entropy
 
 import hf_distca
+from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.families import WHOLE_REASONS
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
@@ -49,7 +50,7 @@ def share(rank: int, model_type: str, dtype: torch.dtype, all_parts: Parts, tabl
                 "labels": torch.full_like(shifted, -100),
                 "shift_labels": shifted,
                 "num_items_in_batch": torch.tensor(TARGETS),
-                "distca_documents": hf_distca.PackedDocuments(sizes, starts, numbers),
+                "distca_documents": PackedDocuments(sizes, starts, numbers),
             }
             if takes(model, "use_cache"):
                 batch["use_cache"] = False

@@ -1,4 +1,4 @@
-"""Timelines on the clock of a device; what they show of real ranks is in integration/test_profile."""
+"""Timelines on the clock of a device; what they show of real ranks is in integration/test_trace."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ class TokenBatch:
         if positions.dim() != 2 or positions.shape[-1] != self.length or positions.shape[0] not in (1, self.batch_size):
             raise UnsupportedError(
                 f"position_ids of shape {tuple(positions.shape)} for a {shape} batch: distca reads documents from (1 or batch, "
-                "length) positions. For models with several position axes put PackedDocuments in the batch."
+                "length) positions. For models with several position axes use PackingCollator, which says where documents lie."
             )
         if not _whole(positions):
             raise LayoutError(f"position_ids are {positions.dtype}: positions are integers.")

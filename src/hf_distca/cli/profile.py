@@ -1,7 +1,4 @@
-"""``hf-distca profile``: measured rates of this machine's attention kernel and links, for plans, training and simulation.
-
-Not to be confused with `hf_distca.profile`, which records timelines.
-"""
+"""``hf-distca profile``: measured rates of this machine's attention kernel and links, for plans, training and simulation."""
 
 from __future__ import annotations
 

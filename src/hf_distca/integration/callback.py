@@ -46,7 +46,7 @@ class DistCACallback(TrainerCallback):
     Args:
         config: settings, used from when the Trainer is made. Left out, they are those of `hf_distca.configure`, or the defaults;
             never those of another callback.
-        trace_path: folder into which each rank writes a timeline of the third optimizer step, as `hf_distca.profile` does. The
+        trace_path: folder into which each rank writes a timeline of the third optimizer step, as `hf_distca.trace` does. The
             page of ``hf-distca report`` reads those in ``args.output_dir``.
         group: the ranks that share core attention, as `hf_distca.configure` takes them; by default those given there.
         summary: whether rank 0 prints the balance of the whole run after training.

@@ -140,7 +140,8 @@ def warn_of_family(model_type: str | None) -> None:
     if model_type is not None and model_type not in FAMILIES and model_type not in _TRIED_PARTS:
         warn_once(
             "%s models were never compared under distca with another attention. The arguments of every attention call are "
-            "checked, but compare a few losses with those of sdpa before you rely on it.",
+            'checked. Before you rely on it, train a few steps with attn_implementation="sdpa" and the same seed as well, and '
+            "compare losses and gradient norms.",
             model_type or "unnamed",
         )
 

@@ -16,7 +16,7 @@ from hf_distca.integration.processes import say
 from hf_distca.integration.session import Session, current_session
 from hf_distca.measure.timeline import Trace
 
-__all__ = ["Metrics", "Reading", "balance_figures", "metrics", "profile", "sum_up", "summary", "why_nothing_moved", "write_trace"]
+__all__ = ["Metrics", "Reading", "metrics", "sum_up", "summary", "trace", "why_nothing_moved", "write_trace"]
 
 
 @dataclass(frozen=True)
@@ -80,22 +80,6 @@ class Reading:
         session = current_session()
         known = self._session is not None and self._session() is session
         return session.planner.history.total - self._last if known else session.planner.history.total
-
-
-_reading = Reading()
-
-
-def balance_figures() -> dict[str, float]:
-    """The figures of the balance since the last call, as `DistCACallback` logs them; the page "Figures" says what they mean.
-
-    Call it before the first step, to start counting, and then whenever you log. Nothing is exchanged: a rank may call it alone.
-    All ranks see the same figures, but for ``distca/planning_ms`` and ``distca/server_time_share``, which are of this rank.
-    What a micro-batch measured comes in with the documents of the next one, and only then is it in the figures.
-
-    With one rank or another attention implementation there are none. Other readers, such as `metrics` and `DistCACallback`, take
-    nothing away from it.
-    """
-    return _reading.figures()
 
 
 def summary(done: Tally, session: Session) -> str | None:
@@ -164,7 +148,7 @@ def why_given_up(session: Session) -> str | None:
 
 
 @contextmanager
-def profile(folder: str | Path | None = None) -> Iterator[Trace]:
+def trace(folder: str | Path | None = None) -> Iterator[Trace]:
     """Record what core attention does inside: linear, dispatch, server and return spans of both nano-batches and directions.
 
     Open the files at ui.perfetto.dev or chrome://tracing. On CUDA, recording puts events on the stream and stops nothing; writing
@@ -176,14 +160,14 @@ def profile(folder: str | Path | None = None) -> Iterator[Trace]:
     Yields:
         The trace; ``spans`` and ``hidden`` (the part of the messages' time that was computed in) can be read at any time.
     """
-    session, trace = current_session(), Trace()
-    before, session.trace = session.trace, trace
+    session, recorded = current_session(), Trace()
+    before, session.trace = session.trace, recorded
     try:
-        yield trace
+        yield recorded
     finally:
         session.trace = before
     if folder is not None:
-        write_trace(trace, folder)
+        write_trace(recorded, folder)
 
 
 def write_trace(trace: Trace, folder: str | Path) -> None:

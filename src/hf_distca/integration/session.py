@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from hf_distca.borrowed import loaded_mesh
 from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.families import known_cost
-from hf_distca.integration.handle import AttentionHandle, Work
+from hf_distca.integration.handle import AttentionHandle, Conductor, Work
 from hf_distca.integration.processes import data_parallel_group, find_members, said_if_long, size_of_groups
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import to_device
@@ -41,16 +41,9 @@ from hf_distca.runtime.route import Route
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["Conductor", "Session", "balancing", "configure", "current_session"]
+__all__ = ["Session", "balancing", "configure", "current_session"]
 
 _ALONE = AttentionGroup()
-
-
-class Conductor(Protocol):
-    """What plans the attention of forwards that are parts of something larger."""
-
-    def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
-        """As `Session.work_for`."""
 
 
 class Session:
@@ -312,28 +305,34 @@ def use_session(config: DistCAConfig | None = None, group: dist.ProcessGroup | D
     return _session
 
 
-def configure(config: DistCAConfig | None = None, *, group: dist.ProcessGroup | DeviceMesh | None = None) -> DistCAConfig:
+def configure(
+    config: DistCAConfig | None = None, *, group: dist.ProcessGroup | DeviceMesh | None = None, instead_of: str | None = None
+) -> DistCAConfig:
     """Set how this process runs distca, once, before training. Every rank must give the same settings.
 
     Args:
         config: settings; the defaults if None.
         group: the ranks that share core attention, as a process group or a device mesh. By default the data-parallel ranks of
             the mesh of a model loaded with transformers' `DistributedConfig`, or of accelerate's device mesh, else all ranks.
+        instead_of: "flash_attention_2", "flash_attention_3", "flash_attention_4" or "sdpa", for trainers that take only names
+            they know: from now on, models that this process loads with this attention get distca.
 
     Returns:
         The settings now in use.
 
     Raises:
         ConfigError: if `config` is no `DistCAConfig`, or `group` neither a process group nor a device mesh.
+        UnsupportedError: if `instead_of` is another name, or a package has put its own function in its place.
     """
     global _configured
     if config is not None and not isinstance(config, DistCAConfig):
         raise ConfigError(f"configure() got {config!r}: give it a DistCAConfig, such as DistCAConfig(tolerance=0.02).")
     if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
-        raise ConfigError(
-            f"configure() got group={group!r}: give it a process group (torch.distributed.new_group) or a device mesh, or leave "
-            "it out."
-        )
+        raise ConfigError(f"configure() got group={group!r}: give it a process group (torch.distributed.new_group) or a mesh.")
+    if instead_of is not None:
+        from hf_distca.integration.loading import stand_in
+
+        stand_in(instead_of)
     _configured = Session(config or DistCAConfig(), group)
     return use_session().config
 

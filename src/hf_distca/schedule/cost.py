@@ -255,22 +255,29 @@ class CostModel:
 
         `heads` is the part of the heads that each computes, as in the methods below.
         """
+        moved, flops = self._work(rows, keys, heads)
+        return np.stack([np.ones(len(moved)), moved, flops], axis=1)
+
+    def _work(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
+        """Bytes and forward flops of tasks."""
         n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
         tiled, read, pairs = task_counts(n, m, self.tile, ALL_KEYS if self.window is None else self.window)
         moved = tiled * (self.shape.query_bytes + self.shape.output_bytes) + read * self.shape.key_value_bytes
-        return np.stack([np.ones(len(n)), moved * heads, self.shape.pair_flops * pairs * heads], axis=1)
+        return moved * heads, self.shape.pair_flops * pairs * heads
 
     def seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Forward plus backward seconds of each task."""
-        return self.forward_seconds(rows, keys, heads) + self.backward_seconds(rows, keys, heads)
+        moved, flops = self._work(rows, keys, heads)
+        return _apply(self.forward, moved, flops) + _apply(self.backward, 2.0 * moved, 2.5 * flops)
 
     def forward_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Forward seconds of each task."""
-        return _apply(self.forward, self.counts(rows, keys, heads))
+        return _apply(self.forward, *self._work(rows, keys, heads))
 
     def backward_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Backward seconds of each task: 2.5 times the flops and about twice the bytes of forward."""
-        return _apply(self.backward, self.counts(rows, keys, heads) * np.array([1.0, 2.0, 2.5]))
+        moved, flops = self._work(rows, keys, heads)
+        return _apply(self.backward, 2.0 * moved, 2.5 * flops)
 
     def parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """The three parts that add up to `seconds`: of the task, of bytes and of flops, shape (tasks, 3)."""
@@ -353,8 +360,7 @@ def rank_seconds(layout: Layout, cost: CostModel) -> FloatArray:
     return np.bincount(layout.rank, weights=seconds, minlength=layout.world_size).astype(np.float64)
 
 
-def _apply(kernel: KernelCost, counts: FloatArray) -> FloatArray:
-    # Not `counts @ rates`: BLAS rounds differently from one processor to the next, and plans are decided by these seconds.
-    tasks, moved, flops = counts.T
-    seconds = tasks * kernel.task_seconds + moved * (1 / kernel.bytes_per_second) + flops * (1 / kernel.flops_per_second)
+def _apply(kernel: KernelCost, moved: FloatArray, flops: FloatArray) -> FloatArray:
+    # Not a matrix product: BLAS rounds differently from one processor to the next, and plans are decided by these seconds.
+    seconds = kernel.task_seconds + moved * (1 / kernel.bytes_per_second) + flops * (1 / kernel.flops_per_second)
     return np.asarray(seconds, dtype=np.float64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -126,7 +127,7 @@ class Greedy:
         pairs = zip(seconds.tolist(), speeds, strict=True)
         surplus = math.fsum((taken - levels.high) * speed for taken, speed in pairs if taken > levels.high)
         work = float(ranks.work(seconds.tolist()))
-        segment, before = _pieces(self.layout, self.heads)
+        segment, before = self._pieces
         movable = np.minimum(before.end, np.where(before.heads < 1, *self.bound.last_ends(prices.served, self.heads.groups)))
         order, room = np.argsort(-seconds, kind="stable"), 16 * world_size + 64
         while True:
@@ -140,14 +141,29 @@ class Greedy:
                 break
             room *= 4
         moves = ledger.moves[:count]
-        index = np.arange(len(segment))
+        left, stayed = np.flatnonzero(pieces.start < pieces.end), np.flatnonzero(movable < before.end)
         rows = _Rows(
-            np.concatenate([moves[:, PIECE], index, index]),
-            np.concatenate([moves[:, START], pieces.start, np.maximum(movable, before.start)]),
-            np.concatenate([moves[:, END], pieces.end, before.end]),
-            np.concatenate([moves[:, SERVER], *[self.layout.rank[segment]] * 2]),
+            np.concatenate([moves[:, PIECE], left, stayed]),
+            np.concatenate([moves[:, START], pieces.start[left], np.maximum(movable, before.start)[stayed]]),
+            np.concatenate([moves[:, END], pieces.end[left], before.end[stayed]]),
+            np.concatenate([moves[:, SERVER], self.layout.rank[segment[left]], self.layout.rank[segment[stayed]]]),
         )
         return self._plan(segment, before, rows)
+
+    @cached_property
+    def _pieces(self) -> tuple[IntArray, QueryPieces]:
+        """The segment of each piece, and the pieces that ranks compute before anything moves, deepest first."""
+        layout, heads = self.layout, self.heads
+        rows = layout.by_document[layout.queries[layout.by_document]]
+        rows = rows[np.argsort(layout.rank[rows] * (layout.longest + 1) - layout.end[rows], kind="stable")]
+        parts = heads.groups + 1 if heads.groups > 1 else 1
+        apart = heads.documents[layout.place[rows]] if heads.groups > 1 else np.zeros(len(rows), dtype=np.bool_)
+        index, group = repeated(apart, heads.groups)
+        segment = rows[index]
+        offsets = np.searchsorted(layout.rank[segment], np.arange(layout.world_size + 1))
+        part = np.where(group > 0, 1.0 / heads.groups, 1.0)
+        number = layout.place[segment] * parts + group
+        return segment, QueryPieces(number, layout.start[segment], layout.end[segment], part, offsets)
 
     def _plan(self, segment: IntArray, pieces: QueryPieces, rows: _Rows) -> Plan:
         """The plan of rows of pieces, each on a segment. Neighbours on one server are one task."""
@@ -161,7 +177,7 @@ class Greedy:
         number = layout.documents[place[piece]]
         if apart.any():
             number = number * parts + np.where(apart[place[piece]], group[piece], 0)
-        order = np.lexsort((start, number))
+        order = np.argsort(pieces.number[piece] * (layout.longest + 1) + start)
         piece, start, end, server, number = (column[order] for column in (piece, start, end, server, number))
         joins = (piece[1:] == piece[:-1]) & (server[1:] == server[:-1])
         begin = np.flatnonzero(np.append(True, ~joins)[: len(piece)])
@@ -177,19 +193,6 @@ class _Rows(NamedTuple):
     start: IntArray
     end: IntArray
     server: IntArray
-
-
-def _pieces(layout: Layout, heads: Heads) -> tuple[IntArray, QueryPieces]:
-    """The segment of each piece, and the pieces that ranks compute before anything moves, deepest first."""
-    rows = np.flatnonzero(layout.queries)
-    rows = rows[np.lexsort((layout.place[rows], -layout.end[rows], layout.rank[rows]))]
-    parts = heads.groups + 1 if heads.groups > 1 else 1
-    apart = heads.documents[layout.place[rows]] if heads.groups > 1 else np.zeros(len(rows), dtype=np.bool_)
-    index, group = repeated(apart, heads.groups)
-    segment = rows[index]
-    offsets = np.searchsorted(layout.rank[segment], np.arange(layout.world_size + 1))
-    part = np.where(group > 0, 1.0 / heads.groups, 1.0)
-    return segment, QueryPieces(layout.place[segment] * parts + group, layout.start[segment], layout.end[segment], part, offsets)
 
 
 def _ledger(layout: Layout, segment: IntArray, pieces: QueryPieces, room: int) -> Ledger:

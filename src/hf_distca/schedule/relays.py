@@ -31,7 +31,10 @@ Array = TypeVar("Array", IntArray, FloatArray)
 
 def senders(keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:
     """What servers need from other ranks, with the rank that sends it as `source`: a relay, or one that holds it."""
-    rows, relay = routed(_only(keys, keys.source != keys.server), relays)
+    away = _only(keys, keys.source != keys.server)
+    if relays is None:
+        return away
+    rows, relay = routed(away, relays)
     return rows._replace(source=np.where((relay < 0) | (relay == rows.server), rows.source, relay))
 
 
@@ -39,9 +42,16 @@ def routed(keys: KeyTransfers, relays: Relays | None) -> tuple[KeyTransfers, Int
     """Rows cut where the runs of relays begin and end, and the relay of each; -1 for keys without one."""
     if relays is None:
         return keys, np.full(len(keys.document), -1)
-    spread = np.isin(keys.document, relays.document)
+    spread = _among(keys.document, relays.document)
     cut, relay = _cut(_only(keys, spread), relays)
     return _joined([_only(keys, ~spread), cut]), np.concatenate([np.full(int((~spread).sum()), -1), relay])
+
+
+def _among(values: IntArray, ordered: IntArray) -> npt.NDArray[np.bool_]:
+    """Which values occur in an array that is in order; `numpy.isin` would sort both first."""
+    if not len(ordered):
+        return np.zeros(len(values), dtype=np.bool_)
+    return np.asarray(ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values)
 
 
 def _only(rows: KeyTransfers, which: npt.NDArray[Any] | slice) -> KeyTransfers:
@@ -115,7 +125,7 @@ def _relays(load: PlanLoad, beside: FloatArray, unchanged: float) -> Relays | No
     away = _only(keys, keys.source != keys.server)
     seconds = beside + load.wire_seconds[0]
     late = np.unique(away.document[seconds[away.source] > unchanged])
-    away, keys = (_only(rows, np.isin(rows.document, late)) for rows in (away, keys))
+    away, keys = (_only(rows, _among(rows.document, late)) for rows in (away, keys))
     if not len(away.document):
         return None
     needs = _KeyReaches.of(keys)

@@ -91,7 +91,7 @@ def slow_step(rank: int, ping_pong: bool) -> list[Span]:
     batch = batch_of(PLACEMENTS["skewed"][rank])
     with deliberate_times():
         dist.barrier()
-        with hf_distca.profile() as trace:
+        with hf_distca.trace() as trace:
             model(**batch, use_cache=False).logits.sum().backward()
     return trace.spans
 
@@ -130,7 +130,7 @@ def test_spans_are_the_phases_of_both_halves_in_both_directions(rank_pool: Calla
 def written(rank: int, folder: str) -> float | None:
     configure()
     model = model_for(2, "distca", torch.float32)
-    with hf_distca.profile(folder) as trace:
+    with hf_distca.trace(folder) as trace:
         model(**batch_of(PLACEMENTS["skewed"][rank])).logits.sum().backward()
     model(**batch_of(PLACEMENTS["skewed"][rank])).logits.sum().backward()  # not recorded
     return trace.hidden
@@ -155,10 +155,10 @@ def test_each_rank_writes_a_trace(rank_pool: Callable[[int], RankPool], tmp_path
 def test_without_exchanges_nothing_travelled() -> None:
     model = model_for(2, "distca", torch.float32)
     hf_distca.configure()
-    with hf_distca.profile() as trace:
+    with hf_distca.trace() as trace:
         model(**batch_of([[3]])).logits.sum().backward()
     assert trace.hidden is None
     assert total(trace.spans, "server") > 0
-    with pytest.raises(ZeroDivisionError), hf_distca.profile():
+    with pytest.raises(ZeroDivisionError), hf_distca.trace():
         _ = 1 / 0
     assert session.current_session().trace is None
