@@ -154,6 +154,17 @@ def test_a_rank_that_counted_and_did_not_write_hides_no_other() -> None:
     assert "rank 1 waited in vain while saving" in message
 
 
+def cannot_connect(rank: int) -> str:
+    with patch.dict(os.environ, GLOO_SOCKET_IFNAME="none"), pytest.raises(DistCADesyncError) as caught:
+        AttentionGroup.create(timeout_seconds=10)
+    return str(caught.value)
+
+
+def test_ranks_that_cannot_connect_are_told_of_the_interface(rank_pool: Callable[[int], RankPool]) -> None:
+    for message in rank_pool(2)(cannot_connect):
+        assert "set GLOO_SOCKET_IFNAME to the interface over which nodes reach each other" in message
+
+
 class SilentStore(CountedStore):
     """A store on a node that is lost: no call of it ends."""
 

@@ -136,7 +136,8 @@ class AttentionGroup:
             raise DistCADesyncError(
                 f"rank {rank} waited up to {timeout_seconds:g} s for ranks {ranks} while making their attention group, and not "
                 f"all came ({error}). Every rank must come here, by a training forward, hf_distca.prepare or a "
-                "DistCACallback that all of them have: look at the logs of the other ranks."
+                "DistCACallback that all of them have: look at the logs of the other ranks. If it could not connect, set "
+                "GLOO_SOCKET_IFNAME to the interface over which nodes reach each other: plans travel over gloo even on GPUs."
             ) from error
         listen(watch := Watch(ranks, ranks.index(rank), timeout_seconds, (data, control)))
         per_node, channel = ranks_per_node(nodes.tolist()), Channel(data, watch, timeout_seconds)
