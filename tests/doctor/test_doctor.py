@@ -190,8 +190,21 @@ def test_versions_are_of_what_is_installed() -> None:
 
 
 def test_nodes_are_told_apart() -> None:
-    outcome = Tried(("a", "a", "b", "b", "b"), "nccl", 0.001, {})
+    outcome = Tried((7, 7, 8, 8, 8), "nccl", 0.001, {})
     assert next(tried(outcome)).value == "5 ranks on 2 nodes, 2 or 3 on each"
+
+
+def exchanged_in_containers(rank: int) -> str:
+    """Two launchers, for nodes whose host names are the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        patch.setenv("GROUP_RANK", str(rank))
+        return next(tried(try_launched({}, 60.0))).value
+
+
+def test_nodes_are_those_of_training(rank_pool: Callable[[int], RankPool]) -> None:
+    """By the launcher's number where host names are equal, as those of containers may be."""
+    assert rank_pool(2)(exchanged_in_containers) == ["2 ranks on 2 nodes, 1 on each"] * 2
 
 
 def test_an_environment_that_says_half_of_what_a_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -152,6 +152,33 @@ def test_a_rank_that_counted_and_did_not_write_hides_no_other() -> None:
     message = gives_up(Watch(ranks, 2, 1.0, (store.link(),)))
     assert "rank 0 is silent" in message
     assert "rank 1 waited in vain while saving" in message
+
+
+def cannot_connect(rank: int) -> str:
+    with patch.dict(os.environ, GLOO_SOCKET_IFNAME="none"), pytest.raises(DistCADesyncError) as caught:
+        AttentionGroup.create(timeout_seconds=10)
+    return str(caught.value)
+
+
+def test_ranks_that_cannot_connect_are_told_of_the_interface(rank_pool: Callable[[int], RankPool]) -> None:
+    for message in rank_pool(2)(cannot_connect):
+        assert "set GLOO_SOCKET_IFNAME to the interface over which nodes reach each other" in message
+
+
+class SilentStore(CountedStore):
+    """A store on a node that is lost: no call of it ends."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: Event().wait(60)
+
+
+def test_a_store_that_no_longer_answers_keeps_nobody_waiting() -> None:
+    """TCP would wait a quarter of an hour."""
+    watches = [Watch((0, 1), 1, 10.0, (SilentStore().link(),)) for _ in range(2)]  # 1 s for the words of others
+    started = time.monotonic()
+    assert "rank 0 is silent" in gives_up(watches[0])
+    assert watches[1].follow(), "nobody can know"
+    assert time.monotonic() - started < 5.0
 
 
 def receives_of_breaking(rank: int) -> int:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hf_distca.doctor import Finding, State
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.members import node_number
 
 __all__ = ["Tried", "launched", "tried", "try_launched", "versions"]
 
@@ -32,13 +33,13 @@ class Tried:
     """An exchange that went well, seen from one rank.
 
     Attributes:
-        hosts: of each rank.
+        nodes: a number for the node of each rank, as training tells nodes apart.
         backend: that messages travelled over.
         seconds: of the fastest exchange in which every rank sent `_BYTES` to every other.
         versions: that differ between ranks: what each rank has, by package.
     """
 
-    hosts: tuple[str, ...]
+    nodes: tuple[int, ...]
     backend: str
     seconds: float
     versions: Mapping[str, tuple[str, ...]]
@@ -88,8 +89,8 @@ def _exchange(has: Mapping[str, str], device: torch.device, timeout_seconds: flo
     """Through the communicators that training uses: every rank sends each other one a message that names them both."""
     group = AttentionGroup.create(timeout_seconds=timeout_seconds)
     # As JSON and not as objects, which would be unpickled: whoever sends a pickle runs code in the process that reads it.
-    text = json.dumps([platform.node(), dict(has)]).encode()
-    rows = group.gather(np.frombuffer(text, dtype=np.uint8).astype(np.int64), doing="telling host and versions")
+    text = json.dumps([node_number(), dict(has)]).encode()
+    rows = group.gather(np.frombuffer(text, dtype=np.uint8).astype(np.int64), doing="telling node and versions")
     said = [json.loads(row.astype(np.uint8).tobytes()) for row in rows]
     size, data = group.size, group.data
     if data is None:
@@ -109,7 +110,7 @@ def _exchange(has: Mapping[str, str], device: torch.device, timeout_seconds: flo
     names = sorted({name for _, theirs in said for name in theirs})
     by_package = {name: tuple(str(theirs.get(name, "missing")) for _, theirs in said) for name in names}
     differing = {name: by_rank for name, by_rank in by_package.items() if len(set(by_rank)) > 1}
-    return Tried(tuple(str(host) for host, _ in said), dist.get_backend(), seconds, differing)
+    return Tried(tuple(int(node) for node, _ in said), dist.get_backend(), seconds, differing)
 
 
 def _mark(source: int, destination: int) -> int:
@@ -118,8 +119,8 @@ def _mark(source: int, destination: int) -> int:
 
 def tried(outcome: Tried) -> Iterator[Finding]:
     """What an exchange between the ranks of a launcher says of them."""
-    ranks, nodes = len(outcome.hosts), len(set(outcome.hosts))
-    sizes = sorted(set(Counter(outcome.hosts).values()))
+    ranks, nodes = len(outcome.nodes), len(set(outcome.nodes))
+    sizes = sorted(set(Counter(outcome.nodes).values()))
     where = f"{nodes} node{'s' if nodes > 1 else ''}, {' or '.join(map(str, sizes))} on each"
     yield Finding("ranks", "attention group", f"{ranks} ranks on {where}")
     for package, by_rank in outcome.versions.items():

@@ -26,6 +26,11 @@ __all__ = ["AttentionGroup", "Members"]
 
 _log = logging.getLogger("hf_distca")
 
+_NOT_ALL_CAME = (
+    "Every rank must come here, by a training forward, hf_distca.prepare or a DistCACallback that all of them have: look at the "
+    "logs of the other ranks. If ranks could not connect, set GLOO_SOCKET_IFNAME to the interface over which nodes reach each "
+    "other: plans travel over gloo even on GPUs."
+)
 _UNEQUAL_NODES = (
     "%d ranks share attention on %d nodes, not equally many on each or not one node after another: links inside a node are taken "
     "to be as slow as those between nodes."
@@ -135,8 +140,7 @@ class AttentionGroup:
         except RuntimeError as error:
             raise DistCADesyncError(
                 f"rank {rank} waited up to {timeout_seconds:g} s for ranks {ranks} while making their attention group, and not "
-                f"all came ({error}). Every rank must come here, by a training forward, hf_distca.prepare or a "
-                "DistCACallback that all of them have: look at the logs of the other ranks."
+                f"all came ({error}). {_NOT_ALL_CAME}"
             ) from error
         listen(watch := Watch(ranks, ranks.index(rank), timeout_seconds, (data, control)))
         per_node, channel = ranks_per_node(nodes.tolist()), Channel(data, watch, timeout_seconds)

@@ -9,6 +9,9 @@ that a connection was closed, or nothing until a timeout. So a thread looks for 
 
 gloo does not wake a wait for a message that is half-way when the connection breaks: it lasts until its timeout. So a rank that
 gives up sees the messages under way through before; a rank that dies cannot.
+
+If the store was on a node that is lost, or whose link is, calls of it last until TCP gives up, a quarter of an hour. So whoever
+is in a hurry makes them in a thread that it need not wait for.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Event, Thread
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -38,6 +42,7 @@ _LATE_SECONDS = 0.1
 _COUNT = "distca words"  # the key that counts them; the only one that ranks look at while they wait
 _LONGEST_WORD = 400  # characters
 _WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
+_ANSWER_SECONDS = 0.5  # that a store has to answer, however late it is asked
 _BREAK_TAG = 2**31 - 1  # no message has it
 _ALL_CLOSED = ("Timed out", "Application timeout")  # in gloo's errors: now, or before; other errors are of one connection
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -108,9 +113,10 @@ class Watch:
 
     def follow(self) -> bool:
         """Leave the group if another rank has left it, as far as is known now. Returns whether that is so."""
-        with suppress(RuntimeError):  # if the store was on a rank that died
-            if not self._store.add(_COUNT, 0):
-                return False
+        counts: list[int] = []
+        _ask(lambda: counts.append(self._store.add(_COUNT, 0)), self.deadline())
+        if counts == [0]:
+            return False
         self._leave("left because another rank had", self.deadline())
         return True
 
@@ -127,9 +133,11 @@ class Watch:
         before = f" It had left the group: it {self._word}." if self._word else ""
         deadline = self.deadline()
         self._leave(f"waited in vain while {doing}", deadline)
-        words = self._words(deadline)
+        words: dict[int, tuple[int, str]] = {}
+        _ask(partial(self._read_words, words, deadline), deadline)
+        said = dict(tuple(words.values()))
         others = "; ".join(
-            f"rank {rank} {words[rank]}" if rank in words else f"rank {rank} is silent (dead, stuck, or running something else)"
+            f"rank {rank} {said[rank]}" if rank in said else f"rank {rank} is silent (dead, stuck, or running something else)"
             for rank in self.ranks
             if rank != rank_here
         )
@@ -204,38 +212,35 @@ class Watch:
         """Let the others stop looking for a first word, if the store may end with a process. Returns whether that was so."""
         if self.left or not _served_by_a_process(self._store):
             return False
-        with suppress(RuntimeError):
-            if not self._store.check([_entry(1)]):
-                self._store.set(_entry(1), f"{self.ranks[self._rank]} ")
+        _ask(self._write_farewell, self.deadline())
         return True
+
+    def _write_farewell(self) -> None:
+        if not self._store.check([_entry(1)]):
+            self._store.set(_entry(1), f"{self.ranks[self._rank]} ")
 
     def _leave(self, word: str, deadline: float) -> None:
         if self._word is not None:
             return
         self._word = word if len(word) <= _LONGEST_WORD else word[:_LONGEST_WORD] + "..."
-        with suppress(RuntimeError):  # if the store was on a rank that died
-            self._store.set(_entry(self._store.add(_COUNT, 1)), f"{self.ranks[self._rank]} {self._word}")
+        entry = f"{self.ranks[self._rank]} {self._word}"
+        _ask(lambda: self._store.set(_entry(self._store.add(_COUNT, 1)), entry), deadline)
         for message in tuple(self.under_way):
             message.see_through(deadline)
         for link in self._links:
             _break(link)
 
-    def _words(self, deadline: float) -> dict[int, str]:
-        """The words of the ranks that have left, this one's among them, by rank; all of them, or those known at the deadline."""
-        words: dict[int, tuple[int, str]] = {}
+    def _read_words(self, words: dict[int, tuple[int, str]], deadline: float) -> None:
+        """Fill in the words of the ranks that have left, this one's among them: of all ranks, or those known at the deadline."""
         pause = 0.02
         while True:
-            try:
-                for number in set(range(1, self._store.add(_COUNT, 0) + 1)) - words.keys():
-                    if (word := self._read(number)) is not None:  # ranks count before they write
-                        words[number] = word
-            except RuntimeError:
-                break  # as above
+            for number in set(range(1, self._store.add(_COUNT, 0) + 1)) - words.keys():
+                if (word := self._read(number)) is not None:  # ranks count before they write
+                    words[number] = word
             if len(words) == len(self.ranks) or time.monotonic() >= deadline:
-                break
+                return
             time.sleep(pause)
             pause = min(1.5 * pause, 0.25)
-        return dict(words.values())
 
     def _read(self, number: int) -> tuple[int, str] | None:
         """The word that is the number-th to be written, and its rank; None if it is not there."""
@@ -244,6 +249,18 @@ class Watch:
             return None
         rank, word = self._store.get(key).decode(errors="replace").split(" ", 1)
         return int(rank), word
+
+
+def _ask(question: Callable[[], None], deadline: float) -> None:
+    """Ask a store, and wait until the deadline at most; nothing comes of it if the store was on a rank or a node that is lost."""
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            question()
+
+    asking = Thread(target=ask, name="distca question", daemon=True)
+    asking.start()
+    asking.join(max(deadline - time.monotonic(), _ANSWER_SECONDS))
 
 
 def _served_by_a_process(store: Any) -> bool:

@@ -1,0 +1,162 @@
+"""docs/clusters.md: training on several nodes, which are network namespaces here, and what is done where a node is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from two_nodes import TESTS, Command, Node, two_nodes
+
+from pages import ROOT, on_a_page, words_of
+from test_commands import run_by_make
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+EXPORT = on_a_page("export FIRST=10.77.0.1 NODE=0 GPUS=1 GLOO_SOCKET_IFNAME=eth0")
+TORCHRUN = on_a_page(
+    "torchrun --nnodes 2 --node_rank $NODE --nproc_per_node $GPUS --master_addr $FIRST --master_port 29500 train.py"
+)
+ACCELERATE = on_a_page(
+    "accelerate launch --multi_gpu --num_machines 2 --machine_rank $NODE --num_processes $((2 * GPUS)) "
+    "--main_process_ip $FIRST --main_process_port 29500 train.py"
+)
+DOCTOR = on_a_page(
+    "torchrun --nnodes 2 --node_rank $NODE --nproc_per_node $GPUS --master_addr $FIRST --master_port 29500 "
+    "-m hf_distca.cli doctor"
+)
+TIMEOUT = 8  # seconds that ranks wait for each other where a node is lost
+LIMIT = 200.0  # of anything that is started here
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Node]]:
+    with two_nodes() as both:
+        yield both
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where both nodes work: their shared file system."""
+    shutil.copy(Path(__file__).with_name("trains_on_nodes.py"), tmp_path / "train.py")
+    return tmp_path
+
+
+@cache
+def losses_of_one_process() -> list[float]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    script = [sys.executable, str(Path(__file__).with_name("trains_on_nodes.py"))]
+    return losses_in(subprocess.run(script, env=environment, check=True, capture_output=True, text=True, timeout=LIMIT).stdout)
+
+
+def losses_in(output: str) -> list[float]:
+    found = set(re.findall(r"LOSSES (\[.*\])", output))  # Ray shows what workers print more than once
+    assert len(found) == 1, output
+    losses: list[float] = json.loads(found.pop())
+    return losses
+
+
+def started(command: str, nodes: list[Node], folder: Path) -> list[Command]:
+    exports = [EXPORT.replace("NODE=0", f"NODE={node.number}") for node in nodes]
+    return [Command(f"{export} && {command}", node, folder) for export, node in zip(exports, nodes, strict=True)]
+
+
+@pytest.mark.parametrize("command", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_two_nodes_train_as_one_process_does(command: str, nodes: list[Node], folder: Path) -> None:
+    running = started(command, nodes, folder)
+    assert [node.wait(LIMIT) for node in running] == [0, 0], running[0].output + running[1].output
+    assert losses_in(running[0].output) == pytest.approx(losses_of_one_process(), rel=1e-5)
+    assert len(losses_of_one_process()) == 8
+    assert "micro-batches on 2 ranks" in running[0].output
+
+
+def test_the_doctor_on_two_nodes(nodes: list[Node], folder: Path) -> None:
+    running = started(DOCTOR, nodes, folder)
+    assert [node.wait(LIMIT) for node in running] == [0, 0], running[0].output + running[1].output
+    assert "2 ranks on 2 nodes, 1 on each" in running[0].output
+    assert "exchange over gloo" in running[0].output
+    assert "attention group" not in running[1].output, "rank 0 speaks"
+
+
+def stand_in(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_the_slurm_script_with_stand_ins_for_slurm(nodes: list[Node], folder: Path) -> None:
+    """Its lines are run, by commands that do what those of Slurm are documented to do."""
+    subprocess.run(["bash", "-n", ROOT / "examples/slurm.sh"], check=True)
+    variables = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+    given = shlex.join(f"{name}={value}" for name, value in variables.items())
+    stand_in(folder / "bin" / "sbatch", f'exec env {given} bash "$@"')
+    stand_in(folder / "bin" / "scontrol", f'[[ "$*" == "show hostnames node[0-1]" ]] && echo {nodes[0].address} && echo later')
+    each = [f'SLURM_NODEID={node.number} {shlex.join(node.inside([]))} "$@" &' for node in nodes]
+    stand_in(folder / "bin" / "srun", "\n".join(['[[ "$1" == --* ]] && shift', *each, "wait -n && wait"]))
+    command = shlex.join(words_of("sbatch examples/slurm.sh train.py"))
+    path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    job = Command(command, None, folder, PATH=path)
+    assert job.wait(LIMIT) == 0, job.output
+    assert losses_in(job.output) == pytest.approx(losses_of_one_process(), rel=1e-5)
+
+
+def test_settings_that_differ_are_named_on_both_nodes(nodes: list[Node], folder: Path) -> None:
+    running = started(f"{TORCHRUN} tile=$((8 + 8 * NODE))", nodes, folder)
+    assert all(node.wait(LIMIT) for node in running), running[0].output
+    for node in running:
+        assert "tile is 8 on rank 0, 16 on rank 1; give every rank the same ones" in node.output
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_is_lost_ends_training_on_the_other(lost: int, nodes: list[Node], folder: Path) -> None:
+    """By its connections, long before a timeout; also where it had the store. What it was at decides whose error comes first."""
+    running = started(f"{TORCHRUN} max_steps=100000 ddp_timeout=100", nodes, folder)
+    running[0].wait_for("'loss'", LIMIT)
+    nodes[lost].kill()
+    assert running[lost].wait(20) == -signal.SIGKILL
+    assert running[1 - lost].wait(40) not in (0, None)
+    assert re.search(rf"DistCADesyncError: rank {1 - lost} .*|Connection (reset|closed) by peer", running[1 - lost].output)
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_cable_that_is_cut_ends_training_on_both_nodes(end: int, nodes: list[Node], folder: Path) -> None:
+    """Nobody is told of it, so both wait for their timeout; also the node that has lost the store."""
+    running = started(f"{TORCHRUN} max_steps=100000 ddp_timeout={TIMEOUT}", nodes, folder)
+    running[0].wait_for("'loss'", LIMIT)
+    nodes[end].set_cable("down")
+    for command in running:
+        assert command.wait(TIMEOUT + 40) not in (0, None)
+        assert re.search(r"DistCADesyncError: rank \d .*is silent|Timed out waiting", command.output), command.output
+
+
+def test_ray_train_runs_a_script_as_one_process_does(nodes: list[Node], folder: Path) -> None:
+    """On one node, with two workers; whatever Ray leaves behind ends with the node."""
+    pytest.importorskip("ray.train", reason='needs pip install "ray[train]"')
+    command = shlex.join(words_of("python examples/train_with_ray.py --workers 2 train.py"))
+    job = Command(command, nodes[0], folder, HOME=str(folder), GLOO_SOCKET_IFNAME="lo")
+    assert job.wait(LIMIT) == 0, job.output
+    assert losses_in(job.output) == pytest.approx(losses_of_one_process(), rel=1e-5)
+    assert "micro-batches on 2 ranks" in job.output
+
+
+def test_the_image_is_built() -> None:
+    build = words_of("docker build --file examples/Dockerfile --tag hf-distca .")
+    if shutil.which("docker") is None or subprocess.run(["docker", "version"], capture_output=True, timeout=60).returncode:
+        pytest.skip("needs a Docker daemon")
+    subprocess.run(build, cwd=ROOT, check=True, timeout=LIMIT)
+
+
+def test_the_image_installs_what_make_example_does() -> None:
+    lines = (ROOT / "examples/Dockerfile").read_text().splitlines()
+    installs = [line.removeprefix("RUN ").replace("--no-cache-dir ", "") for line in lines if line.startswith("RUN ")]
+    assert len(installs) == 1
+    assert installs[0] in run_by_make("example")
