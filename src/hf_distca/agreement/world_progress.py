@@ -191,7 +191,7 @@ class Progress:
         rows = group.gather(row, doing=f"gathering what ranks measured up to micro-batch {self.number}")
         if all(len(other) == len(row) for other in rows):
             self._take_figures(plans, np.stack(rows).reshape(len(rows), -1, FIGURES))
-            self._measured.append((self._met, [planned for planned in self._unannounced if planned.figures is not None]))
+            self._measured.append((self._met, [planned for planned in self._unannounced if planned.is_measured]))
         self._unannounced = []
 
     def _announcement(
