@@ -141,7 +141,7 @@ class History:
 
     def end(self) -> None:
         """The micro-batch at hand is over."""
-        for micro_batch in list(self._running.values())[-1:]:
+        if (micro_batch := next(reversed(self._running.values()), None)) is not None:
             micro_batch.ended = micro_batch.ended or time.perf_counter()
             self.count(micro_batch.number)
 

@@ -57,7 +57,6 @@ class Shares(InEpochs):
         dealing: how global batches are dealt, of as many tokens.
         column: where the tokens are.
         pad_token_id: what padding is made of.
-
     """
 
     def __init__(

@@ -328,7 +328,7 @@ def configure(
     if config is not None and not isinstance(config, DistCAConfig):
         raise ConfigError(f"configure() got {config!r}: give it a DistCAConfig, such as DistCAConfig(tolerance=0.02).")
     if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
-        raise ConfigError(f"configure() got group={group!r}: give it a process group (torch.distributed.new_group) or a mesh.")
+        raise ConfigError(f"group={group!r}: give it a process group (torch.distributed.new_group), a mesh, or leave it out.")
     if instead_of is not None:
         from hf_distca.integration.loading import stand_in
 

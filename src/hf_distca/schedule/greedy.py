@@ -172,7 +172,7 @@ class Greedy:
         # A document of which no group is moved is not split.
         apart = np.zeros(len(layout.documents), dtype=np.bool_)
         apart[place[rows.piece[(rows.server != home[rows.piece]) & (group[rows.piece] > 0)]]] = True
-        taken = (rows.start < rows.end) & (apart[place] | (group <= 1))[rows.piece]
+        taken = (apart[place] | (group <= 1))[rows.piece]
         piece, start, end, server = (column[taken] for column in rows)
         number = layout.documents[place[piece]]
         if apart.any():
@@ -187,7 +187,7 @@ class Greedy:
 
 
 class _Rows(NamedTuple):
-    """Rows [start, end) of pieces, and the server that computes them."""
+    """Rows [start, end) of pieces, none of them empty, and the server that computes them."""
 
     piece: IntArray
     start: IntArray
