@@ -12,13 +12,17 @@ REQUIREMENTS := $(ENVIRONMENT) setup.cfg pyproject.toml constraints.txt
 # Of what pip says: a line for each package, the large downloads, and the end.
 PROGRESS := awk '/^Collecting|Downloading.*MB|^Installing|^Successfully/ { print substr($$0, 1, 100); fflush() }'
 
-.PHONY: help example test lint types docs loops launch tests wheel
+.PHONY: help example announced test lint types docs loops launch tests wheel
 
 help: ## these lines
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
-example: $(VENV)/.installed-examples ## train a small model on two CPU processes, with balancing off and on
+example: | announced $(VENV)/.installed-examples ## train a small model on two CPU processes, with balancing off and on
 	accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_long_documents.py
+
+announced:
+	@$(if $(wildcard $(VENV)/.installed-examples),,echo "First installs torch, transformers and what else the example needs into $(VENV).";) \
+		echo "Then trains a small model in two processes, which takes one to two minutes. Nothing is printed for the first 15 seconds."
 
 test: lint docs ## all that must hold for a change: the six below
 	$(MAKE) --no-print-directory -j2 types loops launch

@@ -2,13 +2,13 @@
 
     accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_long_documents.py
 
-What differs from any other fine-tuning script: `attn_implementation="distca"`, `document_shares`, which deals documents to ranks,
-its collator and reading order, and a callback. At the end some global batches run again as they would lie on the ranks without
-dealing, with balancing off and on, and dealt, to show what it changed.
+What differs from any other fine-tuning script: `attn_implementation="distca"`, and one line, `hf_distca.deal`. At the end some
+global batches run again as they would lie on the ranks without dealing, with balancing off and on, and dealt, to show what it
+changed.
 
 On one process it trains the same global batches with as many tokens a rank as all had together, also under another attention:
 
-    python examples/finetune_long_documents.py --tokens_per_rank 32768 --attn_implementation sdpa
+    python examples/finetune_long_documents.py --tokens_per_rank 16384 --attn_implementation sdpa
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, set_seed
 
+import hf_distca
 from arguments import DocumentArguments, ModelArguments, ShortTrainingArguments, end, parse
 from balance_report import compare_placements, draw_comparison, draw_global_batch, print_comparison
-from hf_distca import DistCACallback, PackingCollator, document_shares
 from packing import load_documents, small_model, tokenized
 
 
@@ -29,9 +30,9 @@ from packing import load_documents, small_model, tokenized
 class DataArguments(DocumentArguments):
     """Which documents, how they are dealt, and what is compared at the end."""
 
-    tokens_per_rank: int = field(default=16384, metadata={"help": "Tokens of each rank in a micro-batch."})
+    tokens_per_rank: int = field(default=8192, metadata={"help": "Tokens of each rank in a micro-batch."})
     max_length: int = field(
-        default=32768, metadata={"help": "Longest document in tokens, which may be more than a rank holds; longer ones are cut."}
+        default=16384, metadata={"help": "Longest document in tokens, which may be more than a rank holds; longer ones are cut."}
     )
     fill: str = field(
         default="whole",
@@ -41,14 +42,8 @@ class DataArguments(DocumentArguments):
         },
     )
     comparison_batches: int = field(
-        default=4, metadata={"help": "Global batches that are timed in order and dealt after training; 0 for none."}
+        default=3, metadata={"help": "Global batches that are timed in order and dealt after training; 0 for none."}
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("tokens_per_rank", "max_length"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"--{name} {getattr(self, name)} must be at least 2.")
 
 
 @dataclass
@@ -56,14 +51,13 @@ class FinetuningArguments(ShortTrainingArguments):
     """Of this script."""
 
     output_dir: str = field(default="outputs/finetune_long_documents", metadata={"help": "Where results are written."})
-    per_device_train_batch_size: int = field(default=1, metadata={"help": "Keep 1: --tokens_per_rank sets the size."})
-    train_sampling_strategy: str = field(
-        default="sequential", metadata={"help": "Keep sequential: shares are shuffled inside, the same on all ranks."}
-    )
 
 
 def finetune(model_arguments: ModelArguments, data: DataArguments, training: FinetuningArguments) -> None:
     """Prepare, train, save, and report what dealing changed."""
+    compared = model_arguments.attn_implementation == "distca" and training.world_size > 1 and data.comparison_batches > 0
+    if training.process_index == 0:
+        announce(model_arguments, data, training, compared)
     set_seed(training.seed)
     # Rank 0 fills the caches on disk; the others then read them.
     with training.main_process_first(desc="preparing documents and model"):
@@ -74,31 +68,46 @@ def finetune(model_arguments: ModelArguments, data: DataArguments, training: Fin
         tokenizer = AutoTokenizer.from_pretrained(source)
         tokens = tokenized(documents, tokenizer, data, data.max_length)
     model = AutoModelForCausalLM.from_pretrained(source, attn_implementation=model_arguments.attn_implementation)
-    options = {
-        "model": model,
-        "dtype": torch.bfloat16 if training.bf16 else None,
-        "seed": training.seed,
-        "fill": data.fill,
-        "pad_token_id": tokenizer.pad_token_id or 0,
-    }
-    dealt = document_shares(tokens, data.tokens_per_rank, **options)
 
-    trainer = Trainer(
-        model=model,
-        args=training,
-        train_dataset=dealt,
-        data_collator=PackingCollator(),
-        processing_class=tokenizer,
-        callbacks=[DistCACallback()],
-    )
+    trainer = Trainer(model=model, args=training, train_dataset=tokens, processing_class=tokenizer)
+    hf_distca.deal(trainer, data.tokens_per_rank, fill=data.fill)
     result = trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_state()
     trainer.log_metrics("train", result.metrics)
+    if compared:
+        compare(trainer, tokens, data)
 
-    if model_arguments.attn_implementation != "distca" or training.world_size == 1 or data.comparison_batches == 0:
-        return
-    in_order = document_shares(tokens, data.tokens_per_rank, placement="in order", **options)
+
+def announce(model_arguments: ModelArguments, data: DataArguments, training: FinetuningArguments, compared: bool) -> None:
+    """Print what this run does, and how long it takes if nothing but defaults tells what to train."""
+    steps = f"{training.max_steps} steps" if training.max_steps > 0 else f"{training.num_train_epochs:g} epoch(s)"
+    print(
+        f"Trains {model_arguments.model_name_or_path or 'a small new model'} on "
+        f"{data.dataset_name or data.train_file or 'the source files of Python itself'}: {steps} on {training.world_size} "
+        f"process(es) of {data.tokens_per_rank:,} tokens."
+    )
+    if compared:
+        print(
+            f"Then runs {data.comparison_batches} global batches three times each: documents in order, with balancing off and "
+            "on, and dealt. A table and two pictures show what that changed."
+        )
+    if not (model_arguments.model_name_or_path or data.dataset_name or data.train_file):
+        print("On two CPU cores all of this takes one to two minutes, 20 seconds of it before the first step.", flush=True)
+
+
+def compare(trainer: Trainer, tokens: Dataset, data: DataArguments) -> None:
+    """Time the first global batches in order and dealt, print the table, and draw both pictures."""
+    dealt, training = trainer.train_dataset, trainer.args
+    in_order = hf_distca.document_shares(
+        tokens,
+        data.tokens_per_rank,
+        model=trainer.model,
+        dtype=torch.bfloat16 if training.bf16 else None,
+        seed=training.seed,
+        fill=data.fill,
+        placement="in order",
+    )
     timings = compare_placements(trainer, in_order, dealt, data.comparison_batches)
     if trainer.is_world_process_zero():
         print_comparison(timings)

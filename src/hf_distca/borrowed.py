@@ -46,6 +46,7 @@ __all__ = [
     "dispatch_modes",
     "forbid_saved_tensor_hooks",
     "group_of_members",
+    "has_partial_state",
     "in_backward",
     "is_policy_mode",
     "kept_rows",
@@ -192,6 +193,13 @@ def accelerate_started() -> bool:
     from accelerate.state import AcceleratorState
 
     return bool(AcceleratorState._shared_state)
+
+
+def has_partial_state() -> bool:
+    """Whether accelerate knows its processes and device already: asking `PartialState` would settle both."""
+    from accelerate import PartialState
+
+    return bool(PartialState._shared_state)
 
 
 # ---- transformers 5.5.3, 5.6.0, 5.9.0, 5.16.1, 5.19.0 and 5.23.0

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState, is_initialized
+from accelerate.utils import get_int_from_env, parse_flag_from_env
 from packaging.version import Version
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing, Placement
+from hf_distca.borrowed import has_partial_state
 from hf_distca.config import DistCAConfig
 from hf_distca.data.global_batches import Fill, GlobalBatches, Longer
 from hf_distca.data.reading import document_lengths
@@ -62,7 +64,7 @@ def document_shares(
     must be read in order, one a batch, each rank its own: with `PackingCollator` and
     ``TrainingArguments(per_device_train_batch_size=1, train_sampling_strategy="sequential")``.
 
-    Call it after `TrainingArguments` or an `Accelerator` was made, with the same arguments on every rank.
+    Call it with the same arguments on every rank, before or after `TrainingArguments` or an `Accelerator` is made.
 
     Args:
         documents: a `datasets.Dataset` with a column of token ids, or any sequence of rows with that column or of token ids;
@@ -78,7 +80,7 @@ def document_shares(
             neither this nor `ranks` is given.
         dtype: in which attention computes, as ``torch.bfloat16`` with ``TrainingArguments(bf16=True)``. If not given, that of the
             mixed precision that an `Accelerator` or `accelerate launch` was told of, else the model's.
-        device: type of the device that trains; that of accelerate, if not given.
+        device: type of the device that trains; that of accelerate, if not given, or the one that accelerate would choose.
         config: settings to train with; those given to `hf_distca.configure`, if not given. ``cost_model="calibrated"`` deals by
             built-in figures, and plans are made in the step.
         seed: epochs are shuffled by it; None for the order as given in every epoch, as for evaluation.
@@ -108,8 +110,8 @@ def document_shares(
     config = config or current_session().config
     launched = ranks is None and ranks_per_node is None
     if ranks is None:
-        ranks = config.group_size or config.group_ranks(PartialState().num_processes)
-    device_type = torch.device(PartialState().device if device is None else device).type
+        ranks = config.group_size or config.group_ranks(_launched_processes())
+    device_type = torch.device(_training_device() if device is None else device).type
     ranks_per_node = launched_per_node(ranks) if launched else ranks_per_node
     _check_version(ranks)
     keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype or _mixed_dtype(), device_type)
@@ -156,6 +158,20 @@ def _check_version(ranks: int) -> None:
             f"documents over {ranks} ranks need transformers {_COUNTS_SHIFTED} or newer, whose Trainer counts the targets in "
             f"shift_labels; this is {installed}."
         )
+
+
+def _launched_processes() -> int:
+    """How many processes train. Asking accelerate would start them, with other timeouts than a Trainer made later asks for."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1))
+
+
+def _training_device() -> str:
+    if has_partial_state():
+        return str(PartialState().device)
+    accelerator = None if parse_flag_from_env("ACCELERATE_USE_CPU") else torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator else "cpu"
 
 
 def _mixed_dtype() -> torch.dtype | None:
