@@ -22,7 +22,7 @@ example: | announced $(VENV)/.installed-examples ## train a small model on two C
 
 announced:
 	@$(if $(wildcard $(VENV)/.installed-examples),,echo "First installs torch, transformers and what else the example needs into $(VENV).";) \
-		echo "Then trains a small model in two processes, which takes one to two minutes. Nothing is printed for the first 15 seconds."
+		echo "Then trains a small model in two processes, which takes one to two minutes. Nothing is printed for the first 20 seconds."
 
 test: lint docs ## all that must hold for a change: the six below
 	$(MAKE) --no-print-directory -j2 types loops launch

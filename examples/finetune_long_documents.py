@@ -51,6 +51,7 @@ class FinetuningArguments(ShortTrainingArguments):
     """Of this script."""
 
     output_dir: str = field(default="outputs/finetune_long_documents", metadata={"help": "Where results are written."})
+    max_steps: int = field(default=4, metadata={"help": "Optimizer steps; -1 to train for num_train_epochs."})
 
 
 def finetune(model_arguments: ModelArguments, data: DataArguments, training: FinetuningArguments) -> None:
