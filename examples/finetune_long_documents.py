@@ -42,7 +42,7 @@ class DataArguments(DocumentArguments):
         },
     )
     comparison_batches: int = field(
-        default=3, metadata={"help": "Global batches that are timed in order and dealt after training; 0 for none."}
+        default=2, metadata={"help": "Global batches that are timed in order and dealt after training; 0 for none."}
     )
 
 

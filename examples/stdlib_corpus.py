@@ -52,9 +52,8 @@ def train_tokenizer(documents: Dataset, vocabulary: int, text_column: str = "tex
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # A few hundred documents say enough about a small vocabulary.
-    sample = documents.shard(num_shards=max(1, len(documents) // 200), index=0)
-    tokenizer.train_from_iterator(sample[text_column], trainer)
+    texts = (text for batch in documents.iter(batch_size=64) for text in batch[text_column])
+    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_DOCUMENT, pad_token=END_OF_DOCUMENT)
 
 
