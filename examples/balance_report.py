@@ -63,7 +63,8 @@ def compare_placements(trainer: Trainer, in_order: Dataset, dealt: Dataset, batc
     sides = {IN_ORDER: (in_order, False), BALANCED: (in_order, True), DEALT: (dealt, True)}
     timings: dict[str, list[Timing]] = {name: [] for name in sides}
     trainer.model_wrapped.train()
-    _time(trainer, trainer.data_collator([in_order[trainer.args.process_index]]), False)  # not counted: rank 0 may still be writing
+    # The first batch after training is not counted: rank 0 may still be writing.
+    _time(trainer, trainer.data_collator([in_order[trainer.args.process_index]]), balanced=False)
     for number in range(min(batches, len(dealt) // trainer.args.world_size)):
         names = list(sides)
         for name in names[number % len(names) :] + names[: number % len(names)]:
