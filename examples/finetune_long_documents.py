@@ -105,7 +105,7 @@ def compare(trainer: Trainer, tokens: Dataset, data: DataArguments) -> None:
         data.tokens_per_rank,
         model=trainer.model,
         dtype=torch.bfloat16 if training.bf16 else None,
-        seed=training.seed,
+        seed=training.seed if training.data_seed is None else training.data_seed,
         fill=data.fill,
         placement="in order",
     )

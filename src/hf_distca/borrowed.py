@@ -33,7 +33,6 @@ __all__ = [
     "MASK_CHUNKS",
     "MASK_UNION",
     "TorchDispatchMode",
-    "accelerate_started",
     "allow_saved_tensor_hooks",
     "changed_flash_attention",
     "changes_in_place",
@@ -186,13 +185,6 @@ def kept_rows(documents: Any) -> Any:
 
 
 # ---- accelerate 1.11.0 to 1.15.0
-
-
-def accelerate_started() -> bool:
-    """Whether accelerate has its state: asking for it makes one."""
-    from accelerate.state import AcceleratorState
-
-    return bool(AcceleratorState._shared_state)
 
 
 def has_partial_state() -> bool:

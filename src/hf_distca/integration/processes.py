@@ -15,12 +15,11 @@ from functools import cache
 from threading import Timer
 
 import torch.distributed as dist
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, is_initialized
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 from transformers.utils.logging import is_progress_bar_enabled
 
-from hf_distca.borrowed import accelerate_started
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import UnsupportedError
 from hf_distca.runtime.group import Members
@@ -41,7 +40,7 @@ def find_members() -> Members | None:
     Raises:
         UnsupportedError: if accelerate cuts sequences over ranks.
     """
-    if not accelerate_started():
+    if not is_initialized():
         return None
     state = AcceleratorState()
     mesh: DeviceMesh | None = getattr(state, "device_mesh", None)
