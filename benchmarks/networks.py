@@ -93,7 +93,7 @@ class Steps:
         cost = cost_of(self.heads, rate, two_levels=mode.two_levels)
         session = current_session()
         session.config = hf_distca.DistCAConfig(balance=mode.balanced, cost_model=cost, ping_pong=self.ping_pong)
-        session.planner.costs.clear()
+        session.planner.progress.costs.clear()
         before = session.meter.sent_bytes
         network: AbstractContextManager[Any] = nullcontext()
         kernels: AbstractContextManager[None] = nullcontext()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stand_ins import MadeUpGroup
 
-from hf_distca.agreement.announce import Announcement, Announcements, Common, PlanKey, agree, fingerprint, layout_of
+from hf_distca.agreement.announce import Announcement, Announcements, PlanKey, agree, common_facts, fingerprint, layout_of
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
@@ -18,7 +18,8 @@ from hf_distca.schedule.layout import Layout
 
 SHAPE = AttentionShape(4, 2, 16, 16, 2)
 KEY = PlanKey(SHAPE, "cpu")
-COMMON = Common(DistCAConfig(), (CostModel.pairs(SHAPE),), ("torch.bfloat16",))
+SETTINGS = DistCAConfig(), (CostModel.pairs(SHAPE),), ("torch.bfloat16",)
+FACTS = common_facts(*SETTINGS)
 LENGTHS = st.lists(st.lists(st.integers(1, 50), max_size=6), min_size=1, max_size=6)
 
 
@@ -84,22 +85,25 @@ def test_context_of_the_second_nano_batch_is_of_the_document_that_crosses_the_cu
 def test_differences_are_named(odd: dict[str, int], text: str) -> None:
     rows = [announcement(packed([3])).row(), announcement(packed([3]), **odd).row()]
     with pytest.raises(DistCADesyncError) as caught:
-        agree(Announcements.read(rows), COMMON, MadeUpGroup(2), "here")
+        agree(Announcements.read(rows), FACTS, MadeUpGroup(2), "here")
     assert text in str(caught.value)
 
 
 def test_a_rank_that_asks_for_more_plans_is_named() -> None:
     rows = [announcement(packed([3])).row(), announcement(packed([3]), packed([4])).row()]
     with pytest.raises(DistCADesyncError, match="different numbers of plans at once in here: rank 0: 1, rank 1: 2"):
-        agree(Announcements.read(rows), COMMON, MadeUpGroup(2), "here")
+        agree(Announcements.read(rows), FACTS, MadeUpGroup(2), "here")
 
 
 def test_settings_and_costs_are_in_the_fingerprint() -> None:
     others = {
-        fingerprint(COMMON._replace(config=DistCAConfig(tolerance=0.5))),
-        fingerprint(COMMON._replace(costs=(CostModel.analytic(SHAPE),))),
-        fingerprint(COMMON._replace(dtypes=("torch.float16",))),
-        fingerprint(COMMON),
+        fingerprint(common_facts(*changed))
+        for changed in (
+            (DistCAConfig(tolerance=0.5), *SETTINGS[1:]),
+            (SETTINGS[0], (CostModel.analytic(SHAPE),), SETTINGS[2]),
+            (*SETTINGS[:2], ("torch.float16",)),
+            SETTINGS,
+        )
     }
     assert len(others) == 4
     assert all(0 <= one < 2**63 for one in others)

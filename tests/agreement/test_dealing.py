@@ -68,9 +68,7 @@ def test_plans_travel_and_are_made_again_under_other_settings() -> None:
         assert made.call_count == 2
 
 
-def test_a_dealing_without_costs_or_with_another_placement_is_refused() -> None:
-    with pytest.raises(ConfigError, match="give that of at least one kind of layer"):
-        Dealing(2, 8, {}, DistCAConfig())
+def test_a_dealing_with_another_placement_is_refused() -> None:
     with pytest.raises(ConfigError, match="placement='random' must be one of 'dealt', 'in order'"):
         dealing(2, 8, "random")
 

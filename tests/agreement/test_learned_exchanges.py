@@ -11,7 +11,7 @@ import pytest
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.planned import Observation, Planned, observed
-from hf_distca.agreement.rates import Rates
+from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
@@ -132,8 +132,9 @@ def test_exchanges_that_cost_more_than_they_gain_are_given_up_where_ranks_are_li
     seen = Observation(parts, kernel, waited, wire, np.array([1.2, 0.8, 0.95]), none)
     assert seen.exchange_factor() == pytest.approx(5, rel=0.02)
     assert seen.loss == pytest.approx(1.5 / 1.2 - 1, rel=0.02)
-    rates = Rates()
+    costs, key = Costs(), PlanKey(SHAPE, "cuda")
+    costs[SHAPE, "cuda"] = COST
     for _ in range(6):
-        rates.learn("attention", seen)
-    assert rates.slower is not None
-    assert rates.cost("attention", COST).exchange_seconds == pytest.approx(5 * COST.exchange_seconds, rel=0.02)
+        costs.correct((SHAPE, "cuda"), seen)
+    assert costs.slower is not None
+    assert costs.of(key).exchange_seconds == pytest.approx(5 * COST.exchange_seconds, rel=0.02)

@@ -33,7 +33,7 @@ KEY = PlanKey(SHAPE, "cpu")
 
 def planner(device: str = "cpu", **settings: float) -> Planner:
     made = Planner(DistCAConfig(tile=1, min_gain=0.0, **settings), Meter())
-    made.costs[SHAPE, device] = CostModel.pairs(SHAPE)
+    made.progress.costs[SHAPE, device] = CostModel.pairs(SHAPE)
     return made
 
 
@@ -131,12 +131,12 @@ def test_what_is_gathered_waits_for_the_device_and_is_counted_at_once() -> None:
             device.launch(float(number))
             meter.span("server", begin, now(torch.device("cuda")))
         assert (device.waits, ours.history.total.micro_batches) == ([], 0)
-        ours.gather(group)
+        ours.progress.gather(group)
         assert ours.history.total.micro_batches == 3
         assert ours.history.total.measured_mean == pytest.approx(6.0)
         assert device.waits[-1] == 6.0
         gathered = list(group.gathered)
-        ours.gather(group)
+        ours.progress.gather(group)
         assert group.gathered == gathered, "there is nothing new"
 
 
@@ -156,7 +156,7 @@ def test_of_micro_batches_that_nobody_gathers_some_are_kept(monkeypatch: pytest.
         run(ours, group, KEY, 1.0)
     assert ours.history.total.micro_batches == 0
     running = False
-    ours.gather(group)
+    ours.progress.gather(group)
     assert ours.history.total.micro_batches == 3
 
 

@@ -19,7 +19,7 @@ from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planned import Observation
 from hf_distca.agreement.planner import Planner
-from hf_distca.agreement.rates import Correction, Rates
+from hf_distca.agreement.rates import Correction, Costs
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
@@ -32,6 +32,7 @@ from hf_distca.schedule.waves import Waves
 
 SHAPE = AttentionShape(4, 2, 64, 64, 4)
 KEY = PlanKey(SHAPE, "cpu")
+KIND = SHAPE, "cpu"
 TRUE = CostModel.analytic(SHAPE, device_type="cpu")
 RANKS = 4
 
@@ -68,7 +69,7 @@ class World:
         self.speeds, self.exchange, self.noise = np.array(speeds), exchange, np.random.default_rng(0)
         self.waits, self.gathers = waits, gathers
         self.planner = Planner(DistCAConfig(**settings), Meter())
-        self.planner.costs[SHAPE, "cpu"] = given
+        self.planner.progress.costs[SHAPE, "cpu"] = given
         self.group = MadeUpGroup(RANKS, self._rows)
         self.rows: list[np.ndarray] = []
         self.lengths: list[list[int]] = []
@@ -94,7 +95,7 @@ class World:
         self.lengths = [[8192] if rank == number % RANKS else [8192 // int(random.integers(4, 32))] * 4 for rank in range(RANKS)]
         documents = self._documents(self.lengths[0])
         (planned,) = self.planner.plan([(documents, KEY)], self.group)
-        estimate = self.planner.costs.of(KEY)
+        estimate = self.planner.progress.costs.of(KEY)
         meter = self.planner.use(planned, documents)
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         plan = planned.plan
@@ -108,9 +109,9 @@ class World:
         self.slowdown.append(float((kernel + moving).max() / unmoved.max()))
         self.measured = np.stack([kernel * 1e9, np.zeros(RANKS), waiting * 1e9, np.ones(RANKS)], axis=1).astype(np.int64)
         if self.gathers:
-            self.planner.gather(self.group)
+            self.planner.progress.gather(self.group)
         mine = np.bincount(plan.server, weights=estimate.seconds(plan.end - plan.start, plan.end, plan.heads), minlength=RANKS)
-        return float(self.planner.costs.ranks(RANKS).taken(mine).max() / kernel.max())
+        return float(self.planner.progress.costs.ranks(RANKS).taken(mine).max() / kernel.max())
 
     def _exchange(self, plan: Plan) -> np.ndarray:
         """Seconds beside kernels: messages, and waits for later waves, which are served one after another."""
@@ -156,15 +157,15 @@ def test_nothing_changes_where_measurements_are_as_estimated() -> None:
     world = World(TRUE)
     for number in range(24):
         world.step(number)
-    assert world.planner.costs.of(KEY).forward == TRUE.forward
-    assert world.planner.costs.ranks(RANKS).speeds is None
+    assert world.planner.progress.costs.of(KEY).forward == TRUE.forward
+    assert world.planner.progress.costs.ranks(RANKS).speeds is None
 
 
 def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
     world = World(TRUE, (1.0, 1 / 1.5, 1.0, 1.0))
     for number in range(16):
         world.step(number)
-    speeds = np.array(world.planner.costs.ranks(RANKS).speeds)
+    speeds = np.array(world.planner.progress.costs.ranks(RANKS).speeds)
     assert speeds / speeds.max() == pytest.approx([1, 1 / 1.5, 1, 1], rel=0.05)
     plan = world.plans[-1]
     kernel = (
@@ -172,11 +173,11 @@ def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
         / world.speeds
     )
     assert kernel.max() <= 1.1 * TRUE.seconds(plan.end - plan.start, plan.end, plan.heads).sum() / world.speeds.sum()
-    assert world.planner.costs.ranks(RANKS + 1).speeds is None
+    assert world.planner.progress.costs.ranks(RANKS + 1).speeds is None
     world.speeds[1] = 1.0
     for number in range(16, 40):
         world.step(number)
-    assert world.planner.costs.ranks(RANKS).speeds is None
+    assert world.planner.progress.costs.ranks(RANKS).speeds is None
 
 
 def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
@@ -187,8 +188,8 @@ def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
     assert first <= 6
     tried = [number for number, moved in enumerate(world.moved) if moved and number > first]
     assert len(tried) <= 200 // 64
-    assert world.planner.costs.rates.slower is not None
-    assert world.planner.costs.rates.slower > 0.05
+    assert world.planner.progress.costs.slower is not None
+    assert world.planner.progress.costs.slower > 0.05
 
 
 def test_exchanges_are_taken_up_when_they_pay_again() -> None:
@@ -198,9 +199,9 @@ def test_exchanges_are_taken_up_when_they_pay_again() -> None:
     world.exchange = 1.0
     for number in range(100, 6000):
         world.step(number)
-        if world.planner.costs.rates.slower is None:
+        if world.planner.progress.costs.slower is None:
             break
-    assert world.planner.costs.rates.slower is None
+    assert world.planner.progress.costs.slower is None
     for number in range(6000, 6008):
         world.step(number)
     assert all(world.moved[-4:])
@@ -231,7 +232,7 @@ def test_rates_of_exchanges_are_fitted_where_they_pay() -> None:
     for number in range(24):
         world.step(number)
     assert all(world.moved)
-    found = world.planner.costs.of(KEY)
+    found = world.planner.progress.costs.of(KEY)
     assert found.exchange_bytes_per_second == pytest.approx(TRUE.exchange_bytes_per_second, rel=0.5)
 
 
@@ -239,15 +240,15 @@ def test_without_measured_rates_plans_depend_on_documents_alone() -> None:
     world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), exchange=40.0, measured_rates=False)
     for number in range(16):
         world.step(number)
-    assert world.planner.costs.of(KEY) == wrong(3, 3)
-    assert world.planner.costs.ranks(RANKS).speeds is None
+    assert world.planner.progress.costs.of(KEY) == wrong(3, 3)
+    assert world.planner.progress.costs.ranks(RANKS).speeds is None
 
 
 def test_a_cost_model_of_ones_own_is_taken_as_it_is() -> None:
     world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), cost_model=wrong(3, 3))
     for number in range(16):
         world.step(number)
-    assert world.planner.costs.of(KEY) == wrong(3, 3)
+    assert world.planner.progress.costs.of(KEY) == wrong(3, 3)
 
 
 def test_a_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -268,41 +269,47 @@ def observation(change: Callable[[np.ndarray], np.ndarray] = lambda kernel: kern
     return Observation(parts, kernel, none, none, kernel, none)
 
 
+def given(cost: CostModel = TRUE) -> Costs:
+    costs = Costs()
+    costs[KIND] = cost
+    return costs
+
+
 def test_all_ranks_learn_the_same_from_the_same() -> None:
     """Rounded to few digits, and learned in one order."""
     made = []
     for _ in range(2):
-        rates = Rates()
+        costs = given()
         for number in range(12):
-            rates.learn(KEY, observation(lambda kernel, n=number: kernel * (2 + 0.001 * n)))
-        made.append((rates.cost(KEY, TRUE), rates.ranks))
+            costs.correct(KIND, observation(lambda kernel, n=number: kernel * (2 + 0.001 * n)))
+        made.append((costs.of(KEY), costs.measured))
     assert made[0] == made[1]
     assert made[0][0].forward.flops_per_second == pytest.approx(TRUE.forward.flops_per_second / 2, rel=0.02)
 
 
 def test_a_group_of_another_size_is_learned_from_by_itself() -> None:
-    rates = Rates()
+    costs = given()
     for ranks in [RANKS] * 5 + [RANKS // 2] * 5:
         one, none = np.full(ranks, 6.0), np.zeros(ranks)
-        rates.learn(KEY, Observation(np.ones((ranks, 3)), one if ranks < RANKS else one / 2, none, none, one, none))
-    assert rates.cost(KEY, TRUE).forward.flops_per_second == pytest.approx(TRUE.forward.flops_per_second / 2, rel=0.02)
+        costs.correct(KIND, Observation(np.ones((ranks, 3)), one if ranks < RANKS else one / 2, none, none, one, none))
+    assert costs.of(KEY).forward.flops_per_second == pytest.approx(TRUE.forward.flops_per_second / 2, rel=0.02)
 
 
 def test_one_stall_changes_nothing() -> None:
-    rates = Rates()
+    costs = given()
     for number in range(16):
-        rates.learn(KEY, observation(lambda kernel, n=number: kernel * (50 if n == 9 else 1)))
-    assert rates.cost(KEY, TRUE) == TRUE
+        costs.correct(KIND, observation(lambda kernel, n=number: kernel * (50 if n == 9 else 1)))
+    assert costs.of(KEY) == TRUE
 
 
 def test_ranks_with_nothing_to_do_say_nothing_of_their_speed() -> None:
-    rates = Rates()
+    costs = given()
     idle = np.ones(RANKS)
     idle[2] = 0.0
     for _ in range(12):
         one = observation(lambda kernel: kernel * idle)
-        rates.learn(KEY, replace(one, parts=one.parts * idle[:, None]))
-    assert rates.ranks.speeds is None
+        costs.correct(KIND, replace(one, parts=one.parts * idle[:, None]))
+    assert costs.measured.speeds is None
 
 
 class Later:
@@ -335,7 +342,7 @@ class Slow(MadeUpGroup):
 def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ...] | None, str]]:
     """Plan shares of dealt batches. Returns what each plan was made with."""
     planner = Planner(DistCAConfig(), Meter())
-    planner.costs[SHAPE, "cpu"] = TRUE
+    planner.progress.costs[SHAPE, "cpu"] = TRUE
     group = Slow(2)
     object.__setattr__(group, "meetings", [])
     dealing = pickle.loads(pickle.dumps(Dealing(2, 4096, {KEY: TRUE}, planner.config)))
@@ -344,7 +351,7 @@ def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ..
         share = dealing.share(np.array([5120, 1024, 2048]), (0, number), 0)
         documents = TokenBatch(1, 4096, packed=share).documents()
         (planned,) = planner.plan([(documents, KEY)], group)
-        made.append((planner.costs.of(KEY), planner.costs.ranks(2).speeds, planned.plan.digest))
+        made.append((planner.progress.costs.of(KEY), planner.progress.costs.ranks(2).speeds, planned.plan.digest))
         meter = planner.use(planned, documents)
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         meter.add(0.1)
@@ -384,7 +391,7 @@ def train_on_fetched(planner: Planner, dealing: Dealing, steps: int, key: PlanKe
         step, fetched = 0, pickle.loads(sent[0])
         for step in range(steps):
             share, fetched = fetched, pickle.loads(sent[min(step + 1, steps - 1)])
-            rates.append((planner.costs.of(key), planner.costs.ranks(2)))
+            rates.append((planner.progress.costs.of(key), planner.progress.costs.ranks(2)))
             documents = TokenBatch(1, 4096, packed=share).documents()
             (plan,) = planner.plan([(documents, key)], group)
             meter = planner.use(plan, documents)
@@ -396,7 +403,7 @@ def train_on_fetched(planner: Planner, dealing: Dealing, steps: int, key: PlanKe
 
 def test_shares_of_workers_are_planned_with_learned_rates_while_they_are_fetched() -> None:
     planner = Planner(DistCAConfig(), Meter())
-    planner.costs[SHAPE, "cpu"] = TRUE
+    planner.progress.costs[SHAPE, "cpu"] = TRUE
     waited, changed = train_on_fetched(planner, Dealing(2, 4096, {KEY: TRUE}, planner.config), 40)
     assert waited == changed
     assert 1 <= len(changed) <= 5
@@ -417,7 +424,7 @@ def test_shares_that_were_planned_for_other_settings_are_told_of_once(
     caplog: pytest.LogCaptureFixture, key: PlanKey, config: DistCAConfig, said: str | None
 ) -> None:
     planner = Planner(config, Meter())
-    planner.costs[key.shape, "cpu"] = replace(TRUE, shape=key.shape)
+    planner.progress.costs[key.shape, "cpu"] = replace(TRUE, shape=key.shape)
     waited, _ = train_on_fetched(planner, Dealing(2, 4096, {KEY: TRUE}, DistCAConfig()), 6, key)
     lines = [record.getMessage() for record in caplog.records if "shares were planned for other settings" in record.getMessage()]
     assert len(lines) == (said is not None)
@@ -432,19 +439,19 @@ def test_a_trial_of_many_micro_batches_puts_the_next_one_off() -> None:
     moved = Observation(still.parts, kernel, 3 * wire, wire, kernel * 1.5, none)  # 6 seconds instead of 4.5
     seconds = replace(TRUE, exchange_seconds=1.0)
     for planned_ahead in (1, 9):
-        rates = Rates()
+        costs = given(seconds)
         for _ in range(6):
-            rates.learn(KEY, moved)
+            costs.correct(KIND, moved)
         began = []
         for _ in range(2):
             count = 0
-            while rates.cost(KEY, seconds).exchange_seconds > 1:
-                rates.learn(KEY, still)
+            while costs.of(KEY).exchange_seconds > 1:
+                costs.correct(KIND, still)
                 count += 1
             began.append(count)
             for _ in range(planned_ahead):
-                rates.learn(KEY, moved)
-            assert rates.cost(KEY, seconds).exchange_seconds == 3
+                costs.correct(KIND, moved)
+            assert costs.of(KEY).exchange_seconds == 3
         lost = planned_ahead * moved.loss
         assert lost <= 0.012 * began[1] or began[1] == 128
         assert began[1] >= 128
@@ -460,7 +467,7 @@ def test_a_correction_of_exchanges_is_one_of_both_levels() -> None:
 
 def test_of_many_micro_batches_few_are_looked_at() -> None:
     """Observing takes milliseconds with hundreds of ranks."""
-    rates = Rates()
-    wanted = [rates.wants(KEY) for _ in range(320)]
+    costs = given()
+    wanted = [costs.wants(KIND) for _ in range(320)]
     assert all(wanted[:32])
     assert sum(wanted[32:]) == 288 // 8

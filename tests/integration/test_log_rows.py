@@ -57,12 +57,13 @@ def recorded() -> Iterator[list[Did]]:
 
     def spy(self: Planner, planned: Planned, *args: Any) -> Meter:
         meter = use(self, planned, *args)
-        seconds = self.costs.of(planned.key).seconds(planned.plan.end - planned.plan.start, planned.plan.end, planned.plan.heads)
-        before = [float(seconds[planned.plan.home == rank].sum()) for rank in (0, 1)]
-        if self.number not in done:
-            done[self.number] = Did(0.0, 0.0, [])
-            seen.append(done[self.number])
-        did = done[self.number]
+        cost, plan = self.progress.costs.of(planned.key), planned.plan
+        seconds = cost.seconds(plan.end - plan.start, plan.end, plan.heads)
+        before = [float(seconds[plan.home == rank].sum()) for rank in (0, 1)]
+        if self.progress.number not in done:
+            done[self.progress.number] = Did(0.0, 0.0, [])
+            seen.append(done[self.progress.number])
+        did = done[self.progress.number]
         did.before += max(before)
         did.mean += sum(before) / 2
         did.meters.append(meter)
@@ -110,7 +111,7 @@ def train(rank: int, accumulation: int, every: int, case: dict[str, bool]) -> tu
     )
     with recorded() as done:
         trainer.train()
-    assert current_session().planner.number == STEPS * accumulation
+    assert current_session().planner.progress.number == STEPS * accumulation
     return trainer.state.log_history, [did.figures for did in done], seen
 
 

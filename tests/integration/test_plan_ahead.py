@@ -67,7 +67,7 @@ def train(rank: int, ahead: bool, kind: str, wrapper: str) -> tuple[list[float],
         optimizer.zero_grad()
         gathers.append(len(gather))
         figures.append((hf_distca.metrics(gather=True) - before).figures())
-    return losses, figures, gathers, current_session().planner.number
+    return losses, figures, gathers, current_session().planner.progress.number
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def train_with(rank: int, ahead: bool) -> tuple[list[dict[str, float]], Tally, i
     with counted_planning() as gather:
         trainer.train()
     history = [row for row in trainer.state.log_history if "loss" in row]
-    return history, hf_distca.metrics().balance, current_session().planner.number, len(gather)
+    return history, hf_distca.metrics().balance, current_session().planner.progress.number, len(gather)
 
 
 def test_a_trainer_plans_its_steps_ahead(rank_pool: Callable[[int], RankPool]) -> None:

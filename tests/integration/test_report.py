@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 import hf_distca
 from hf_distca.agreement.history import Tally
 from hf_distca.agreement.planned import Observation
-from hf_distca.agreement.rates import Rates
+from hf_distca.agreement.rates import Costs
 from hf_distca.integration import processes
 from hf_distca.integration.reports import summary, why_given_up, why_nothing_moved
 from hf_distca.integration.session import Session
@@ -31,7 +31,7 @@ EVEN = [{"documents": documents(48, 48, seed=at)} for at in range(12)]
 
 def session(**changes: Any) -> Session:
     made = Session(hf_distca.DistCAConfig(**changes))
-    made.planner.costs[SHAPE, "cpu"] = CostModel.analytic(SHAPE, device_type="cpu")
+    made.planner.progress.costs[SHAPE, "cpu"] = CostModel.analytic(SHAPE, device_type="cpu")
     return made
 
 
@@ -81,7 +81,7 @@ def test_why_exchanges_were_given_up() -> None:
     kernel, waiting = np.array([2.0, 2.0]), np.array([3.0, 3.0])
     slow = Observation(np.ones((2, 3)), kernel, waiting, np.array([0.5, 0.5]), np.array([4.0, 0.0]), none)
     for _ in range(8):
-        made.planner.costs.rates.learn((SHAPE, "cpu"), slow)
+        made.planner.progress.costs.correct((SHAPE, "cpu"), slow)
     said = why_given_up(made)
     assert said is not None
     assert "attention took 25% longer than it would have taken where it was" in said
@@ -90,7 +90,7 @@ def test_why_exchanges_were_given_up() -> None:
 def test_the_callback_says_once_that_exchanges_were_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Rates, "slower", 0.5)
+    monkeypatch.setattr(Costs, "slower", 0.5)
     trainer = make_trainer("distca", EVEN, config=settings(), max_steps=3)
     with caplog.at_level(logging.WARNING, "hf_distca"):
         trainer.train()

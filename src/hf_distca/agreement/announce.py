@@ -29,7 +29,6 @@ __all__ = [
     "HEADER",
     "Announcement",
     "Announcements",
-    "Common",
     "Facts",
     "Figures",
     "PlanKey",
@@ -38,14 +37,14 @@ __all__ = [
     "agree",
     "check_equal",
     "check_facts",
+    "common_facts",
     "fingerprint",
-    "fingerprint_of",
     "layout_of",
 ]
 
 # A row holds these numbers, the figures of each measured plan, and then each plan that is asked for: (spans, nano-batch,
 # whether there is context, documents) and its documents. A document is its length, or its row where documents span ranks. Of
-# shares of dealt batches, only what tells whether they belong together: numbers of the batch, the rank, and digests of its plans.
+# shares of dealt batches, only what tells whether they belong together: numbers of the batch, and digests of its plans.
 _COUNT, _SETTINGS, _EXCHANGES, _CHECKSUM, _REQUESTS, _MEASURED, _DEALT = range(7)
 HEADER = 7
 _REQUEST = 4
@@ -54,14 +53,6 @@ Figures = tuple[int, int, int, int]
 FIGURES = 4
 Facts = Mapping[str, str]  # what ranks must have in common: names and values
 _LONGEST_VALUE = 80  # characters of a fact in an error
-
-
-class Common(NamedTuple):
-    """What ranks must have in common: settings, cost models, and dtypes, as those of one size look the same in messages."""
-
-    config: DistCAConfig
-    costs: tuple[CostModel, ...]
-    dtypes: tuple[str, ...] = ()
 
 
 class PlanKey(NamedTuple):
@@ -95,7 +86,7 @@ class Announcement:
         settings: fingerprint of what ranks must have in common.
         exchanges, checksum: dispatches and returns so far, and a checksum of the layers that they were for.
         figures, requests: of measured plans, and which plans are asked for.
-        dealt: of a share: epoch and number of the global batch, rank, and digests of its documents and of each plan.
+        dealt: of a share: epoch and number of the global batch, and digests of its documents and of each plan.
     """
 
     count: int
@@ -192,8 +183,8 @@ class Announcements:
         return requests
 
 
-def agree(announced: Announcements, common: Common, group: AttentionGroup, place: str) -> list[Stated]:
-    """Compare what ranks announced, in one order on all of them; settings that differ by name, which takes one more exchange.
+def agree(announced: Announcements, facts: Facts, group: AttentionGroup, place: str) -> list[Stated]:
+    """Compare what ranks announced, in one order on all of them; if their `common_facts` differ, by name, with one more exchange.
 
     Returns:
         The documents for each plan that is asked for; none for shares, of which only the ranks' batches and plans are compared.
@@ -206,7 +197,7 @@ def agree(announced: Announcements, common: Common, group: AttentionGroup, place
     some = np.any(header[:, [_REQUESTS, _DEALT]] > 0, axis=1).astype(np.int64)  # a rank without has no costs to compare either
     check_equal(group, some, "batches to plan (0: none)", place, "give every rank as many micro-batches a step")
     settings = f"ranks have different settings (DistCAConfig, attention heads and widths, version) in {place}"
-    check_facts(group, header[:, _SETTINGS], _facts_of(common), settings, "; give every rank the same ones.")
+    check_facts(group, header[:, _SETTINGS], facts, settings, "; give every rank the same ones.")
     shares = "give every rank its share of one data set"
     check_equal(group, header[:, _DEALT], "ways of loading batches (numbers that come with a share)", place, shares)
     stated = announced.stated()
@@ -224,14 +215,11 @@ def agree(announced: Announcements, common: Common, group: AttentionGroup, place
 
 
 def _check_shares(dealt: IntArray, group: AttentionGroup, place: str) -> None:
-    """Raise if ranks hold shares of different batches, not their own, or with different plans."""
-    epoch, number, rank, documents, *digests = dealt.T
+    """Raise if ranks hold shares of different batches, or with different plans."""
+    epoch, number, documents, *digests = dealt.T
     order = "all ranks must read their shares in order, one a batch: no shuffling, no workers out of order"
     check_equal(group, epoch, "epochs of their global batches", place, "call set_epoch on every rank")
     check_equal(group, number, "global batches", place, order)
-    if (rank != np.arange(len(rank))).any():
-        held = ", ".join(f"rank {reader}: that of {owner}" for reader, owner in zip(group.ranks, rank.tolist(), strict=True))
-        raise DistCADesyncError(f"ranks hold shares of other ranks in {place}: {held}; {order}.")
     arguments = "give document_shares the same documents, seed and other arguments on every rank"
     check_equal(group, documents, "documents in the same global batch (as checksums)", place, arguments)
     for digest in digests:
@@ -266,24 +254,19 @@ def layout_of(stated: Stated) -> Layout:
     return Layout.from_runs([runs[begin:end] for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)])
 
 
-@lru_cache
-def fingerprint(common: Common) -> int:
-    """A number that differs where what ranks must have in common does."""
-    return fingerprint_of(_facts_of(common))
-
-
-def fingerprint_of(facts: Facts) -> int:
+def fingerprint(facts: Facts) -> int:
     """A number of 60 bits that differs where facts do."""
     return int(hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:15], 16)
 
 
 @lru_cache
-def _facts_of(common: Common) -> Facts:
+def common_facts(config: DistCAConfig, costs: tuple[CostModel, ...], dtypes: tuple[str, ...] = ()) -> Facts:
+    """What ranks must have in common: settings, cost models, and dtypes, as those of one size look the same in messages."""
     values: dict[str, list[str]] = {"hf-distca": [version("hf-distca")]}
-    for part in (common.config, *(part for cost in common.costs for part in (cost.shape, cost))):
+    for part in (config, *(part for cost in costs for part in (cost.shape, cost))):
         for name in (field.name for field in fields(part) if field.name not in ("shape", "name")):
             values.setdefault(name, []).append(repr(getattr(part, name)))
-    values["dtype"] = list(common.dtypes)
+    values["dtype"] = list(dtypes)
     return {name: ", ".join(dict.fromkeys(parts)) for name, parts in values.items()}
 
 

@@ -53,6 +53,11 @@ class PlanJob(NamedTuple):
     config: DistCAConfig
     ranks: Ranks = ALIKE
 
+    @classmethod
+    def of(cls, key: PlanKey, cost: CostModel, config: DistCAConfig, ranks: Ranks) -> PlanJob:
+        """The job of a plan under these settings. Layers that are left whole hide nothing, whatever the settings are."""
+        return cls(key, cost, replace(config, ping_pong=key.nano > 0), ranks.seen_by(cost))
+
 
 class Dealt:
     """A rank's share of a global batch, and the whole of it.
@@ -182,13 +187,14 @@ class Dealing:
     Attributes:
         ranks: how many share a global batch.
         tokens_per_rank: tokens of each, one number for all or one for each.
-        costs: seconds of the tasks of each kind of layer, by its plan (of whole batches). Documents are dealt by the first one.
+        costs: seconds of the tasks of each kind of layer, by its plan (of whole batches), of one at least. Documents are dealt
+            by the first one.
         config: settings under which the batches will train. Under others, plans are made when they are needed.
         ranks_per_node: as for `deal`, and for plans.
         placement: "dealt"; or "in order" for documents one after another, cut where a rank is full, to compare with.
 
     Raises:
-        ConfigError: if there is no cost, or no such placement.
+        ConfigError: if there is no such placement.
     """
 
     ranks: int
@@ -201,8 +207,6 @@ class Dealing:
     def __post_init__(self) -> None:
         if self.placement not in get_args(Placement):
             raise ConfigError(f"placement={self.placement!r} must be one of {', '.join(map(repr, get_args(Placement)))}.")
-        if not self.costs:
-            raise ConfigError("documents are dealt by the cost of attention: give that of at least one kind of layer.")
 
     @property
     def tokens(self) -> int:
@@ -238,8 +242,7 @@ class Dealing:
         if self.ranks > 1 and not dealt.fetch():
             for key, cost in self.costs.items():
                 for nano in (0,) if dealt.first_tokens is None else (1, 2):
-                    settings, ranks = replace(self.config, ping_pong=nano > 0), Ranks(per_node=dealt.per_node)
-                    dealt.plan(PlanJob(key._replace(nano=nano), cost, settings, ranks.seen_by(cost)))
+                    dealt.plan(PlanJob.of(key._replace(nano=nano), cost, self.config, Ranks(per_node=dealt.per_node)))
             dealt.take_planned_here()
         runs = dealt.whole.segments(rank)
         lengths_, starts, documents = ([getattr(run, name) for run in runs] for name in ("length", "start", "document"))

@@ -20,7 +20,7 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import Waves
 
-__all__ = ["Observation", "Planned", "observed", "take_measured"]
+__all__ = ["Observation", "Planned", "observed"]
 
 _HIDDEN = 0.05  # exchanges are hidden where attention takes at most this much longer than the kernels of the slowest rank
 
@@ -115,18 +115,6 @@ class Planned:
     def _by_rank(self, rank: IntArray, seconds: FloatArray) -> FloatArray:
         """(ranks,) seconds of tasks, summed by the rank that each has, at the speeds of the ranks."""
         return self.ranks.taken(np.bincount(rank, weights=seconds, minlength=self.plan.layout.world_size).astype(np.float64))
-
-
-def take_measured(plans: list[Planned], keys: Iterable[PlanKey]) -> list[Planned]:
-    """Take those out that are announced with the next plans of these keys: until then all of them was launched.
-
-    On a GPU the newest of a key stays: its kernels may still have to run.
-    """
-    newest = {plan.key: plan for plan in plans if plan.key.device != "cpu"}
-    asked = set(keys)
-    taken = [plan for plan in plans if plan.key in asked and newest.get(plan.key) is not plan]
-    plans[:] = [plan for plan in plans if plan not in taken]
-    return taken
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,18 +10,18 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Thread
 
 import numpy as np
 import torch.distributed as dist
 
-from hf_distca.agreement.announce import PlanKey, Request, Stated, check_equal, layout_of
+from hf_distca.agreement.announce import PlanKey, Request, check_equal, layout_of
 from hf_distca.agreement.dealt import Dealt, PlanJob, plan_fetched
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.history import History
 from hf_distca.agreement.planned import Planned
-from hf_distca.agreement.world_progress import Costs, Progress
+from hf_distca.agreement.world_progress import Progress
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
@@ -72,8 +72,8 @@ class Planner:
         self._progress = Progress(meter, self.history)
 
     @property
-    def _now(self) -> Progress:
-        """The progress of the ranks in the world of torch.distributed that there is, or that was there last."""
+    def progress(self) -> Progress:
+        """How far ranks came together in the world of torch.distributed that there is, or that was there last."""
         world = current_world()
         if world is not None and world is not self._world:
             if self._world is not None:
@@ -81,27 +81,6 @@ class Planner:
                 self._progress = Progress(self._meter, self.history)
             self._world = world
         return self._progress
-
-    @property
-    def costs(self) -> Costs:
-        """The cost models that plans are made with."""
-        return self._now.costs
-
-    @property
-    def number(self) -> int:
-        """Number of the micro-batch that was planned last, from 1; it begins anew when torch.distributed does."""
-        return self._now.number
-
-    @property
-    def next_number(self) -> int:
-        """Number of the micro-batch that comes next."""
-        return self.number + 1
-
-    def recent_keys(self) -> list[PlanKey]:
-        """The plans that micro-batches had since the last call, in order of first use; the same on all ranks."""
-        now = self._now
-        recent, now.recent = list(now.recent), {}
-        return recent
 
     def plan(self, requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
         """Plan this rank's documents together with those of the other ranks, which must ask for the same plans.
@@ -128,8 +107,8 @@ class Planner:
     ) -> Planning:
         """Announce documents, with one collective, and plan them: before this thread goes on, or `beside` it."""
         started, keys = time.perf_counter(), [key for _, key in requests]
-        place = place or f"micro-batch {self._now.number_of(keys)}"
-        layouts = [layout_of(stated) for stated in self.announce(requests, group, place)]
+        place = place or f"micro-batch {self.progress.number_of(keys)}"
+        layouts = [layout_of(stated) for stated in self.progress.announce(requests, group, place, self.config)]
         jobs = list(zip(layouts, self._jobs(keys, group.size, group.per_node), strict=True))
         plans: Future[tuple[list[Plan], float]] = Future()
         milliseconds = (time.perf_counter() - started) * 1e3
@@ -161,15 +140,7 @@ class Planner:
                 f"a micro-batch has documents of {documents.rows[:, 2].tolist()} tokens, and was announced with documents of "
                 f"{planned.rows[:, 2].tolist()}: leave batches as they are after plan_ahead."
             )
-        return self._now.use(planned)
-
-    def announce(self, requests: Sequence[Request], group: AttentionGroup, place: str) -> list[Stated]:
-        """Exchange documents, settings and what each rank measured. Returns what all ranks state for each request."""
-        return self._now.announce(requests, group, place, self.config)
-
-    def gather(self, group: AttentionGroup) -> None:
-        """Gather what ranks measured up to here, with one collective that all of them call, once the device is done with it."""
-        self._now.gather(group)
+        return self.progress.use(planned)
 
     def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
         """Plans that need no other rank."""
@@ -179,9 +150,9 @@ class Planner:
             self._meet_kind(dealt, key, group)
         jobs = self._jobs(keys, group.size, shares[0].per_node)
         plans = [dealt.plan(job) for dealt, job in zip(shares, jobs, strict=True)]
-        place = f"micro-batch {self._now.number_of(keys)} ({shares[0]})"
-        dealt_numbers = [*shares[0].batch, shares[0].rank, shares[0].documents, *map(_number, plans)]
-        self._now.announce_async(dealt_numbers, keys, group, place, self.config)
+        place = f"micro-batch {self.progress.number_of(keys)} ({shares[0]})"
+        dealt_numbers = [*shares[0].batch, shares[0].documents, *map(_number, plans)]
+        self.progress.announce_async(dealt_numbers, keys, group, place, self.config)
         taken = (time.perf_counter() - started) * 1e3 / len(plans)
         return [
             Planned(key, plan, self.config, documents.rows, taken, str(dealt), dealt.per_node, dealt.take_planned_here())
@@ -190,7 +161,7 @@ class Planner:
 
     def _meet_kind(self, dealt: Dealt, key: PlanKey, group: AttentionGroup) -> None:
         """Plan shares for a kind of layer when they are fetched, from its first one on, and say if their loader cannot."""
-        kinds = self._now.kinds_of_shares
+        kinds = self.progress.kinds_of_shares
         if key in kinds:
             return
         other = dealt.other_settings(key, self.config)
@@ -206,14 +177,14 @@ class Planner:
     def _plan_fetched(self, dealt: Dealt) -> None:
         """Start to plan a share for the kinds of layers that there are, where its plans are for other rates or settings."""
         whole = dealt.first_tokens is None
-        keys = dict.fromkeys(key._replace(nano=0) if whole else key for key in tuple(self._now.kinds_of_shares))
+        keys = dict.fromkeys(key._replace(nano=0) if whole else key for key in tuple(self.progress.kinds_of_shares))
         dealt.plan_beside(self._jobs(keys, dealt.ranks, dealt.per_node))
 
     def _jobs(self, keys: Iterable[PlanKey], size: int, per_node: int | None) -> list[PlanJob]:
         """What plans of these keys are made with now, for a group of this size."""
-        ranks, costs = self.costs.ranks(size, per_node), [(key, self.costs.of(key)) for key in keys]
-        # Layers that are left whole hide nothing, whatever the settings are.
-        return [PlanJob(k, cost, replace(self.config, ping_pong=k.nano > 0), ranks.seen_by(cost)) for k, cost in costs]
+        costs = self.progress.costs
+        ranks = costs.ranks(size, per_node)
+        return [PlanJob.of(key, costs.of(key), self.config, ranks) for key in keys]
 
 
 def _compare(plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:

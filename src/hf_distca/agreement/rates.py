@@ -1,4 +1,4 @@
-"""`Rates`: what ranks measured, made into corrections of the cost models that they plan with.
+"""`Costs`: the cost models that ranks plan with, and corrections of them by what the ranks measured.
 
 Every rank learns from the same figures in the same order, so all of them have the same corrections: nothing is exchanged for it.
 Sums run in a fixed order and results are rounded, so that no processor finds others than the next.
@@ -22,11 +22,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hf_distca.agreement.planned import Observation
-from hf_distca.schedule.cost import CostModel, FloatArray, KernelCost
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.planned import Observation, Planned, observed
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 from hf_distca.schedule.ranks import ALIKE, Ranks
 
-__all__ = ["Correction", "Rates"]
+__all__ = ["Correction", "Costs"]
+
+# Layers of one kind, by shape and type of device, have one cost model, whatever their windows are.
+Kind = tuple[AttentionShape, str]
 
 _WARM_UP = 2  # micro-batches that make buffers and caches
 _ENOUGH = 4  # micro-batches for a change
@@ -77,7 +82,7 @@ class Correction:
 
 @dataclass(eq=False)
 class _Fitted:
-    """What is known of one attention shape."""
+    """What is known of one kind of layer."""
 
     correction: Correction = field(default_factory=Correction)
     offered: int = 0
@@ -90,39 +95,65 @@ class _Fitted:
     trying: bool = False  # plans leave exchanges uncorrected, to see how long they take now
 
 
-class Rates:
-    """Corrections by attention shape, and the speeds of the `ranks`."""
+class Costs(dict[Kind, CostModel]):
+    """The cost models that were given, without a window, and what measurements make of them.
+
+    Attributes:
+        measured: the ranks of the group, as fast as measured.
+        dtypes: of q, k and v that attention computes with now, by name.
+    """
 
     def __init__(self) -> None:
-        self.ranks: Ranks = ALIKE
-        self._fitted: dict[object, _Fitted] = {}
+        super().__init__()
+        self.measured: Ranks = ALIKE
+        self.dtypes: dict[Kind, str] = {}
+        self._fitted: dict[Kind, _Fitted] = {}
+
+    def of(self, key: PlanKey) -> CostModel:
+        """The cost model that a plan is made with now, corrected by what was measured."""
+        kind = key.shape, key.device
+        fitted = self._fitted.get(kind, _Fitted())
+        correction = replace(fitted.correction, exchange=1.0) if fitted.trying else fitted.correction
+        return replace(correction.of(self[kind]), window=key.window)
+
+    def ranks(self, count: int, per_node: int | None = None) -> Ranks:
+        """What the ranks of a group of so many are like, as far as it was measured."""
+        speeds = self.measured.speeds
+        return Ranks(speeds if speeds is not None and len(speeds) == count else None, per_node)
 
     @property
     def slower(self) -> float | None:
         """How much longer attention took with exchanges than without, as a fraction, if they were given up for it."""
         return max((fitted.slower for fitted in self._fitted.values() if fitted.slower is not None), default=None)
 
-    def cost(self, shape: object, cost: CostModel) -> CostModel:
-        """The cost model that was given for a shape, which is whatever tells one kind of attention from others, corrected."""
-        fitted = self._fitted.get(shape)
-        if fitted is None:
-            return cost
-        return (replace(fitted.correction, exchange=1.0) if fitted.trying else fitted.correction).of(cost)
+    def learn(self, plans: Sequence[Planned], config: DistCAConfig) -> list[str]:
+        """Correct rates by what was measured of each micro-batch and kind of layer, and say in words what has changed."""
+        changes: list[str] = []
+        if not config.measured_rates or isinstance(config.cost_model, CostModel):  # a user's own model is meant as it is
+            return changes
+        together: dict[tuple[int, PlanKey], list[Planned]] = {}
+        for plan in plans:
+            together.setdefault((plan.number, plan.key._replace(nano=0)), []).append(plan)
+        for (_, key), parts in together.items():
+            kind = key.shape, key.device
+            if self.wants(kind) and (observation := observed(parts, self[kind], config)) is not None:
+                changes += self.correct(kind, observation)
+        return changes
 
-    def wants(self, shape: object) -> bool:
+    def wants(self, kind: Kind) -> bool:
         """Whether the next micro-batch is to be learned from: of many, a few are enough, and observing takes time."""
-        fitted = self._fitted.setdefault(shape, _Fitted())
+        fitted = self._fitted.setdefault(kind, _Fitted())
         fitted.offered += 1
         return fitted.offered <= _WINDOW or fitted.offered % _SELDOM == 0 or fitted.slower is not None
 
-    def learn(self, shape: object, sample: Observation) -> list[str]:
+    def correct(self, kind: Kind, sample: Observation) -> list[str]:
         """Take in what was measured; all ranks the same, in the same order. Returns what changes, as sentences."""
-        fitted, changes = self._fitted.setdefault(shape, _Fitted()), list[str]()
+        fitted, changes = self._fitted.setdefault(kind, _Fitted()), list[str]()
         fitted.seen += 1
         if fitted.seen <= _WARM_UP:
             return changes
-        if self.ranks.speeds is not None and len(self.ranks.speeds) != len(sample.kernel):
-            self.ranks = ALIKE
+        if self.measured.speeds is not None and len(self.measured.speeds) != len(sample.kernel):
+            self.measured = ALIKE
         fitted.new.append(sample)
         alike = [other for other in fitted.new if len(other.kernel) == len(sample.kernel)]  # of as many ranks
         if len(alike) >= _ENOUGH and self._off(fitted.correction, alike):
@@ -131,16 +162,16 @@ class Rates:
 
     def _off(self, correction: Correction, samples: Sequence[Observation]) -> bool:
         """Whether estimates are so far from what was measured that rates are worth a change."""
-        estimated = [self.ranks.taken(sample.estimated(correction.kernel)) for sample in samples]
+        estimated = [self.measured.taken(sample.estimated(correction.kernel)) for sample in samples]
         ratios = [seconds.max() / max(sample.kernel.max(), 1e-12) for seconds, sample in zip(estimated, samples, strict=True)]
         if abs(math.log(max(float(np.median(ratios)), 1e-12))) > _OFF:
             return True
         return bool(np.abs(np.log(_speeds(estimated, samples))).max() > _SPEED_OFF)
 
     def _fit(self, fitted: _Fitted, samples: Sequence[Observation]) -> list[str]:
-        before, ranks_before, changes = fitted.correction, self.ranks, []
+        before, ranks_before, changes = fitted.correction, self.measured, []
         count = len(samples[0].kernel)
-        speeds = np.array(self.ranks.each(count))
+        speeds = np.array(self.measured.each(count))
         factors = before.kernel
         for _ in range(3):  # what is a rank's and what is the kernel's tell each other apart in turns
             factors = _factors(samples, speeds)
@@ -148,15 +179,15 @@ class Rates:
         alike = bool(np.abs(np.log(speeds)).max() <= _SPEED_OFF)
         if alike:
             factors = _factors(samples, np.ones(count))
-        self.ranks = ALIKE if alike else Ranks.of([_rounded(speed) for speed in speeds])
+        self.measured = ALIKE if alike else Ranks.of([_rounded(speed) for speed in speeds])
         task, byte, flop = (_rounded(float(np.clip(factor, *_FACTORS))) for factor in factors)
         fitted.correction = replace(before, task=task, byte=byte, flop=flop)
         fitted.new.clear()
         if fitted.correction != before:
             times = [sample.estimated(fitted.correction.kernel).max() / sample.parts.sum(axis=1).max() for sample in samples]
             changes.append(f"attention takes {np.median(times):.3g} times as long as the cost model says")
-        if self.ranks != ranks_before:
-            changes.append(_said_of(self.ranks))
+        if self.measured != ranks_before:
+            changes.append(_said_of(self.measured))
         return changes
 
     @staticmethod

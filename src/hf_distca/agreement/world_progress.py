@@ -18,71 +18,29 @@ from hf_distca.agreement.announce import (
     HEADER,
     Announcement,
     Announcements,
-    Common,
+    Facts,
     PlanKey,
     Request,
     Stated,
     agree,
+    common_facts,
     fingerprint,
 )
 from hf_distca.agreement.history import History
-from hf_distca.agreement.planned import Planned, observed, take_measured
-from hf_distca.agreement.rates import Rates
+from hf_distca.agreement.planned import Planned
+from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.meter import Meter
-from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import IntArray
-from hf_distca.schedule.ranks import Ranks
 
-__all__ = ["Costs", "Progress"]
+__all__ = ["Progress"]
 
 _log = logging.getLogger("hf_distca")
 
 # Meetings that may go on at once: as many micro-batches a rank can be ahead of the slowest.
 _MEETINGS = 8
-
-# Layers of one kind have one cost model, whatever their windows are.
-Kind = tuple[AttentionShape, str]
-
-
-class Costs(dict[Kind, CostModel]):
-    """The cost models that were given, by shape and device type, without a window.
-
-    Attributes:
-        rates: what the measurements make of them.
-        dtypes: of q, k and v that attention computes with now, by name.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates = Rates()
-        self.dtypes: dict[Kind, str] = {}
-
-    def of(self, key: PlanKey) -> CostModel:
-        """The cost model that a plan is made with now, corrected by what was measured."""
-        kind = key.shape, key.device
-        return replace(self.rates.cost(kind, self[kind]), window=key.window)
-
-    def ranks(self, count: int, per_node: int | None = None) -> Ranks:
-        """What the ranks of a group of so many are like, as far as it was measured."""
-        speeds = self.rates.ranks.speeds
-        return Ranks(speeds if speeds is not None and len(speeds) == count else None, per_node)
-
-    def learn(self, plans: Sequence[Planned], config: DistCAConfig) -> list[str]:
-        """Correct rates by what was measured of each micro-batch and kind of layer, and say in words what has changed."""
-        changes: list[str] = []
-        if not config.measured_rates or isinstance(config.cost_model, CostModel):  # a user's own model is meant as it is
-            return changes
-        together: dict[tuple[int, PlanKey], list[Planned]] = {}
-        for plan in plans:
-            together.setdefault((plan.number, plan.key._replace(nano=0)), []).append(plan)
-        for (_, key), parts in together.items():
-            kind = key.shape, key.device
-            if self.rates.wants(kind) and (observation := observed(parts, self[kind], config)) is not None:
-                changes += self.rates.learn(kind, observation)
-        return changes
 
 
 class Progress:
@@ -97,23 +55,32 @@ class Progress:
     Attributes:
         costs: the cost models that plans are made with.
         number: of the micro-batch that was planned last, from 1.
-        recent: plans that were used, until somebody clears it.
         kinds_of_shares: plans of shares so far.
     """
 
     def __init__(self, meter: Meter, history: History) -> None:
         self.costs = Costs()
         self.number = 0
-        self.recent: dict[PlanKey, None] = {}
         self.kinds_of_shares: dict[PlanKey, None] = {}
         self._meter, self._history = meter, history
         self._exchanges_before = meter.dispatches + meter.returns
         self._rank = self._announced = self._met = 0
+        self._recent: dict[PlanKey, None] = {}  # plans that were used since somebody asked
         self._used: set[PlanKey] = set()  # in this micro-batch
         self._over = True  # whether the next plan begins another one
         self._unannounced: list[Planned] = []  # in the order of use; the same plans on all ranks
         self._measured: deque[tuple[int, Sequence[Planned]]] = deque()  # with the numbers of the announcements that told figures
         self._meetings: deque[tuple[Meeting, list[Planned]]] = deque()  # with the plans whose measurements they tell
+
+    @property
+    def next_number(self) -> int:
+        """Number of the micro-batch that comes next."""
+        return self.number + 1
+
+    def recent_keys(self) -> list[PlanKey]:
+        """The plans that micro-batches had since the last call, in order of first use; the same on all ranks."""
+        recent, self._recent = list(self._recent), {}
+        return recent
 
     def number_of(self, keys: Iterable[PlanKey]) -> int:
         """Number of the micro-batch that these plans are for: a new one if the last one is over, or used such a plan."""
@@ -126,7 +93,7 @@ class Progress:
             self._used.clear()
         self.number, self._over = number, False
         self._used.add(planned.key)
-        self.recent[planned.key] = None
+        self._recent[planned.key] = None
         ranks = self.costs.ranks(planned.plan.layout.world_size, planned.per_node)
         planned.begin(self.number, self.costs.of(planned.key), ranks, Meter(self._meter))
         self._history.planned(planned)
@@ -134,13 +101,13 @@ class Progress:
         return planned.meter
 
     def announce(self, requests: Sequence[Request], group: AttentionGroup, place: str, config: DistCAConfig) -> list[Stated]:
-        """As `Planner.announce`, under these settings."""
+        """Exchange documents, settings and what each rank measured. Returns what all ranks state for each request."""
         self.drain(at_most=0)  # in the order in which micro-batches ran
         self._learn(self._met, config)
-        common, plans, announcement = self._announcement([key for _, key in requests], group, config)
+        facts, plans, announcement = self._announcement([key for _, key in requests], group, config)
         row = replace(announcement, requests=requests).row()
         announced = Announcements.read(group.gather(row, doing=f"planning {place}"))
-        stated = agree(announced, common, group, place)
+        stated = agree(announced, facts, group, place)
         self._unannounced[:0] = self._take_figures(plans, announced.measured)
         self._measured.append((self._met, plans))
         self._learn(self._met + 1, config)
@@ -156,12 +123,9 @@ class Progress:
         self.drain(at_most=_MEETINGS)
         self._learn(self._met - _MEETINGS, config)
         self._met += 1
-        common, plans, announcement = self._announcement(keys, group, config, dealt)
-
-        def compare(rows: Sequence[IntArray]) -> None:
-            agree(Announcements.read(rows), common, group, place)
-
-        meeting = group.gather_async(announcement.row(), doing=f"comparing shares of {place}", agree=compare)
+        facts, plans, announcement = self._announcement(keys, group, config, dealt)
+        row, doing = announcement.row(), f"comparing shares of {place}"
+        meeting = group.gather_async(row, doing=doing, agree=lambda rows: agree(Announcements.read(rows), facts, group, place))
         self._meetings.append((meeting, plans))
 
     def drain(self, at_most: int) -> None:
@@ -178,7 +142,7 @@ class Progress:
             self._measured.append((self._met - len(self._meetings) - 1, plans))
 
     def gather(self, group: AttentionGroup) -> None:
-        """As `Planner.gather`."""
+        """Gather what ranks measured up to here, with one collective that all of them call, once the device is done with it."""
         if self._over:
             return
         self._over = True
@@ -196,20 +160,23 @@ class Progress:
 
     def _announcement(
         self, keys: Sequence[PlanKey], group: AttentionGroup, config: DistCAConfig, dealt: Sequence[int] = ()
-    ) -> tuple[Common, list[Planned], Announcement]:
+    ) -> tuple[Facts, list[Planned], Announcement]:
         """What ranks must have in common for plans of these keys, the measured plans, and the announcement of both."""
         self._rank = group.rank
         self._announced += 1
         kinds = dict.fromkeys((key.shape, key.device) for key in keys)
         dtypes = tuple(self.costs.dtypes[kind] for kind in kinds if kind in self.costs.dtypes)
-        common = Common(config, tuple(dict.fromkeys(self.costs.of(key) for key in keys)), dtypes)
-        plans = take_measured(self._unannounced, keys)
+        facts = common_facts(config, tuple(dict.fromkeys(self.costs.of(key) for key in keys)), dtypes)
+        # All of a plan was launched before the next one of its key. On a GPU the kernels of the newest may still have to run.
+        newest = {plan.key: plan for plan in self._unannounced if plan.key.device != "cpu"}
+        plans = [plan for plan in self._unannounced if plan.key in keys and newest.get(plan.key) is not plan]
+        self._unannounced = [plan for plan in self._unannounced if plan not in plans]
         if dealt:  # what does not fit is announced later; on all ranks the same
             room = (group.most_numbers - HEADER - len(dealt)) // FIGURES
             self._unannounced[:0], plans = plans[room:], plans[:room]
         exchanges = self._meter.dispatches + self._meter.returns - self._exchanges_before
         figures = [planned.own_figures for planned in plans]
-        return common, plans, Announcement(self._announced, fingerprint(common), exchanges, group.checksum, figures, dealt=dealt)
+        return facts, plans, Announcement(self._announced, fingerprint(facts), exchanges, group.checksum, figures, dealt=dealt)
 
     def _take_figures(self, plans: Sequence[Planned], figures: IntArray) -> list[Planned]:
         """Take in the (ranks, plans, 4) figures of all ranks. Returns the plans with a kernel that still runs on some rank."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
@@ -29,7 +29,7 @@ from hf_distca.schedule.layout import Layout
 if TYPE_CHECKING:
     from hf_distca.integration.nano_batches import Handover, NanoBatches
 
-__all__ = ["AttentionHandle", "CachedMask", "Conductor", "ForeignMask", "MaskInfo", "Work"]
+__all__ = ["AttentionHandle", "CachedMask", "ForeignMask", "MaskInfo", "Work"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,13 +156,6 @@ class AttentionHandle:
     def contiguous(self) -> AttentionHandle:
         """The handle itself, as for masks that are tensors."""
         return self
-
-
-class Conductor(Protocol):
-    """What plans the attention of forwards that are parts of something larger."""
-
-    def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
-        """As `Session.work_for`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,9 +105,6 @@ def stand_in(name: str) -> None:
     )
 
 
-_log = logging.getLogger("hf_distca")
-
-
 def make_default() -> None:
     """Give distca to causal language models, and their parts, that name no attention and are of a proven family."""
     choose = PreTrainedModel.get_correct_attn_implementation

@@ -86,7 +86,10 @@ def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
     model, packed, position_ids = next(call.models(), None), call.documents, call.position_ids
     if torch.is_grad_enabled() if model is None else model.training:
         check_layerdrop(config)
-    _prepare_caller(call)
+    session = current_session()  # what `prepare` does, for a model that nobody prepared
+    session.look_for_mesh(call.models())  # from the inside out; the mesh is on the model that was loaded
+    if session.config.ping_pong and model is not None:
+        cut_layers(model)
     if model is not None and isinstance(packed, PackedDocuments) and packed.starts is not None:
         check_positions(model, packed, position_ids, lacking=call.lacks_positions)
         if packed.dealt is not None:
@@ -94,14 +97,6 @@ def _with_caller(info: MaskInfo, config: PreTrainedConfig | None) -> MaskInfo:
     whole = why_whole(info.model_type) or see_longest(model, config, packed)
     # A model can be left in training mode while one rank generates: the mode alone does not tell that the others take part.
     return replace(info, position_ids=position_ids, packed=packed, whole=whole, alone=call.generating)
-
-
-def _prepare_caller(call: MaskCall) -> None:
-    """Do for a model that nobody prepared what `prepare` does, after which there is nothing left to do here."""
-    session = current_session()
-    session.look_for_mesh(call.models())  # from the inside out; the mesh is on the model that was loaded
-    if session.config.ping_pong and (model := next(call.models(), None)) is not None:
-        cut_layers(model)
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[str]:

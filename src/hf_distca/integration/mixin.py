@@ -41,7 +41,7 @@ def plan_ahead(batches: Sequence[Any]) -> list[Any]:
     Raises:
         DistCADesyncError: if ranks do not agree, or do not all call it.
     """
-    announced = announce(batches, current_session().planner.recent_keys())
+    announced = announce(batches, current_session().planner.progress.recent_keys())
     return list(batches) if announced is None else announced.planned()
 
 
@@ -90,7 +90,7 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
     if not keys or documents is None:
         return None
     session = current_session()
-    first = session.planner.next_number + after
+    first = session.planner.progress.next_number + after
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
     with session.group.reporting(f"planning {place}"):
         requests = [_requests(batch, packed, keys, session.config.tile) for batch, packed in zip(batches, documents, strict=True)]
@@ -165,7 +165,7 @@ class DistCATrainerMixin:
         batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
         if self.shares_tokens:
             return (share_tokens(batches), *rest)
-        keys, announced, self._announced = current_session().planner.recent_keys(), self._announced, None
+        keys, announced, self._announced = current_session().planner.progress.recent_keys(), self._announced, None
         if announced is None or not announced.are(batches):
             announced = announce(batches, keys)
         planned = batches if announced is None else announced.planned()

@@ -58,7 +58,7 @@ class Recorder(logging.Filter):
     def __init__(self, folder: Path, session: Session, *, every_plan: bool) -> None:
         super().__init__()
         self._path, self._session, self._every_plan = folder / RECORD_NAME, session, every_plan
-        self._began = session.planner.number
+        self._began = session.planner.progress.number
         self._tally, self._ranks = Tally(), np.zeros((len(fields(PerRank)), 0))
         self._worst: tuple[float, PlannedMicroBatch] | None = None  # seconds of the slowest rank by the mean
         self._plan_bytes = 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.history import Tally
 from hf_distca.integration.processes import say
 from hf_distca.integration.session import Session, current_session
@@ -117,7 +118,8 @@ def why_nothing_moved(done: Tally, session: Session) -> str | None:
     saved, milliseconds = 1 - 1 / ratio, (done.estimated_before - done.estimated_mean) / done.micro_batches * 1e3
     if saved < config.min_gain:
         return f"{said}: {uneven}, and evening that out saves {saved:.1%} at most, less than min_gain={config.min_gain:g}."
-    cost = next(session.planner.costs.rates.cost(kind, given) for kind, given in session.planner.costs.items())
+    costs = session.planner.progress.costs
+    cost = costs.of(PlanKey(*next(iter(costs))))
     return (
         f"{said}: {uneven}, and evening that out saves {milliseconds:.3g} ms a layer at most, of which the exchange would leave "
         f"less than min_gain={config.min_gain:g} (cost model {cost.name!r}: {cost.exchange_bytes_per_second / 1e9:g} GB/s and "
@@ -128,7 +130,7 @@ def why_nothing_moved(done: Tally, session: Session) -> str | None:
 
 def why_given_up(session: Session) -> str | None:
     """That exchanges turned out to take longer than they gain, with the figures; None as long as they do not."""
-    slower = session.planner.costs.rates.slower
+    slower = session.planner.progress.costs.slower
     if slower is None:
         return None
     return (

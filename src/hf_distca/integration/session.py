@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from hf_distca.borrowed import loaded_mesh
 from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.families import known_cost
-from hf_distca.integration.handle import AttentionHandle, Conductor, Work
+from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.processes import data_parallel_group, find_members, said_if_long, size_of_groups
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import to_device
@@ -57,7 +57,7 @@ class Session:
         given: the group that the user gave, None if it is to be found.
         kernels: names of those that attention ran in, in the order of their first use.
         summarized: whether somebody has printed the summary of the run.
-        conductor: what plans forwards in the session's place, while a schedule of pipeline stages runs them.
+        work_elsewhere: finds the work of forwards in the place of `work_for`, while a schedule of pipeline stages runs them.
     """
 
     def __init__(self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -69,7 +69,7 @@ class Session:
         self.kernels: dict[str, None] = {}
         self.summarized = False
         self._fastest: dict[tuple[torch.dtype, tuple[int, int]], str | None] = {}
-        self.conductor: Conductor | None = None
+        self.work_elsewhere: Callable[[AttentionHandle, Mapping[str, Any], torch.Tensor, PlanKey], Work] | None = None
         self._members = members
         self._group: AttentionGroup | None = None
         self._world: object = None
@@ -122,7 +122,7 @@ class Session:
         """Gather what was measured up to here, on all ranks of the group."""
         group = self._group
         if group is not None and group.size > 1 and not group.left and dist.is_initialized():
-            self.planner.gather(group)
+            self.planner.progress.gather(group)
 
     def look_for_mesh(self, models: Iterator[PreTrainedModel]) -> None:
         """Take the ranks of the attention group from the first model that has a mesh, if they are neither given nor found yet."""
@@ -158,8 +158,8 @@ class Session:
             key: which plan.
             training: whether the module is in training mode on this rank, and so on all.
         """
-        if self.conductor is not None:
-            return self.conductor.work_for(handle, arguments, query, key)
+        if self.work_elsewhere is not None:
+            return self.work_elsewhere(handle, arguments, query, key)
         group = self.group_for(handle, training)
         handles = [handle] if handle.second is None else [handle, handle.second]  # both nano-batches, so that ranks meet once
         requests = [(self.documents(part, arguments, training), key._replace(nano=part.nano)) for part in handles]
@@ -167,10 +167,10 @@ class Session:
             alone, pairs = handle.alone or not training, zip(handles, requests, strict=True)
             works = [self._work_alone(part, *request, query.device, evaluating=alone) for part, request in pairs]
         else:
-            with group.reporting(f"measuring costs for micro-batch {self.planner.next_number}"):
+            with group.reporting(f"measuring costs for micro-batch {self.planner.progress.next_number}"):
                 self.learn_cost(key, query, group)
             # The first plan after an installation compiles loops of the scheduler.
-            said = said_if_long("making the first plan") if self.planner.next_number == 1 else nullcontext()
+            said = said_if_long("making the first plan") if self.planner.progress.next_number == 1 else nullcontext()
             with self._reporting(group, "planning"), said:
                 plans = self.planner.plan(requests, group)
             with self._reporting(group, "taking up a plan"):
@@ -206,7 +206,7 @@ class Session:
         )
         self._warn_above_bound(waves, group)
         route = Route.build(planned.plan, group.rank, waves)
-        name = f"micro-batch {self.planner.number}" + (f", nano-batch {nano}" if nano else "")
+        name = f"micro-batch {self.planner.progress.number}" + (f", nano-batch {nano}" if nano else "")
         name += f" ({planned.source}, plan {planned.plan.digest[:8]})" if planned.source else ""
         return Work(group, route, _keep(documents, device), planned.plan.window, meter, nano, OutputStore(), name)
 
@@ -232,7 +232,7 @@ class Session:
     def _reporting(self, group: AttentionGroup, doing: str) -> Iterator[None]:
         """Name this rank in what is wrong with its batch, and tell the ranks that would wait for it."""
         try:
-            with group.reporting(f"{doing} for micro-batch {self.planner.next_number}"):
+            with group.reporting(f"{doing} for micro-batch {self.planner.progress.next_number}"):
                 yield
         except (LayoutError, UnsupportedError) as error:
             if group.size == 1:
@@ -248,8 +248,8 @@ class Session:
 
     def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
         """Make the cost model of a shape, at its first layer; all ranks of the group at the same point."""
-        self.planner.costs.dtypes[key.shape, key.device] = str(query.dtype)
-        if (key.shape, key.device) in self.planner.costs:
+        self.planner.progress.costs.dtypes[key.shape, key.device] = str(query.dtype)
+        if (key.shape, key.device) in self.planner.progress.costs:
             return
         cost = known_cost(key._replace(window=None), self.config)
         if self.config.cost_model == "calibrated":
@@ -261,7 +261,7 @@ class Session:
             kernel = self.kernel(query, widths, Scores(1.0), key.shape.ratio)
             with said_if_long(f"timing the attention kernel {kernel.name!r} before the first plan"):
                 cost = calibrate(cost, kernel, query.dtype, query.device, group)
-        self.planner.costs[key.shape, key.device] = cost
+        self.planner.progress.costs[key.shape, key.device] = cost
 
     def _warn_above_bound(self, waves: Waves, group: AttentionGroup) -> None:
         """A document over ranks needs its keys wherever its rows are. Exact anyway, and most likely it fits: no error."""

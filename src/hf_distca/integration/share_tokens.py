@@ -55,7 +55,7 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
     group = session.group
     if group.size == 1 or not batches:
         return list(batches)
-    place = f"sharing tokens from micro-batch {session.planner.next_number} on"
+    place = f"sharing tokens from micro-batch {session.planner.progress.next_number} on"
     with group.reporting(place):
         drawn = [_Drawn.of(batch) for batch in batches]
         counts = [len(batch.lengths) for batch in drawn]
@@ -63,7 +63,7 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
         check_equal(group, np.array([row[0] for row in rows]), "numbers of micro-batches", place, "draw as many on every rank")
         # The lengths in each micro-batch of each rank.
         lengths = [np.split(row[1 + len(drawn) :], np.cumsum(row[1 : len(drawn)])) for row in rows]
-        costs = {key._replace(nano=0): session.planner.costs.of(key) for key in session.planner.recent_keys()}
+        costs = {key._replace(nano=0): session.planner.progress.costs.of(key) for key in session.planner.progress.recent_keys()}
         shared = [_deal(session, costs, number, [of_rank[number] for of_rank in lengths]) for number in range(len(drawn))]
         tokens = _exchange(group, drawn, shared, place)
     return [
@@ -146,7 +146,7 @@ def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, length
         session.config,
         group.per_node,
     )
-    return _Shared(dealing.share(joined, (0, planner.number + number + 1), group.rank), home, start)
+    return _Shared(dealing.share(joined, (0, planner.progress.number + number + 1), group.rank), home, start)
 
 
 def _exchange(group: AttentionGroup, drawn: Sequence[_Drawn], shared: Sequence[_Shared], place: str) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_distca.agreement.announce import Facts, check_equal, check_facts, fingerprint_of
+from hf_distca.agreement.announce import Facts, check_equal, check_facts, fingerprint
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents
 from hf_distca.config import DistCAConfig
@@ -77,7 +77,7 @@ class StepRow(NamedTuple):
 
     Attributes:
         way: how the batch was loaded; a number that begins no announcement.
-        facts: `fingerprint_of` what all ranks must have in common.
+        facts: `fingerprint` what all ranks must have in common.
         documents: a number that tells those of a dealt global batch from others; 0 of other batches.
         plans: digest of the plans.
         batch, tokens: shape of a micro-batch, which the stages of a copy of the model must have in common.
@@ -104,7 +104,7 @@ def find_ranks(stage: Stage, session: Session, facts: Facts) -> tuple[Pipeline, 
         UnsupportedError: if attention is computed in a way that stages cannot share, or settings ask for what they cannot do.
     """
     group = AttentionGroup.of(_members(stage, session), timeout_seconds=session.config.timeout_seconds)
-    fingerprints = group.gather(np.array([fingerprint_of(facts)]), doing="comparing the models of the pipeline stages")
+    fingerprints = group.gather(np.array([fingerprint(facts)]), doing="comparing the models of the pipeline stages")
     check_facts(group, np.concatenate(fingerprints), facts, "ranks do not run the same in the first step", _SAME)
     check_settings(session.config, group)
     with group.reporting(f"looking at the attention of stage {stage.stage_index}"):
@@ -156,12 +156,12 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[list[LayerKind], torch.
     if not stage.is_first:
         inputs = torch.zeros((1, _TOKENS, model.width), device=device, dtype=next(model.parameters()).dtype)
     devices = [device] if device.type != "cpu" else []
-    session.conductor = finder
+    session.work_elsewhere = finder.work_for
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
             dtype: torch.dtype = stage.submod(inputs, position_ids=positions).dtype
     finally:
-        session.conductor = None
+        session.work_elsewhere = None
         stage.reshard()
     if dtype not in DTYPES:
         raise UnsupportedError(f"stage {stage.stage_index} puts out {dtype}. {WHY_NOT_OTHERS}")

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from hf_distca.agreement.announce import Facts, fingerprint_of
+from hf_distca.agreement.announce import Facts, fingerprint
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.errors import ConfigError, DistCAError, LayoutError
 from hf_distca.integration.session import current_session
@@ -38,7 +38,6 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.watch import patience
-from hf_distca.schedule.layout import IntArray
 
 __all__ = ["Messages", "Schedule", "TickFigures", "clip_grad_norm_"]
 
@@ -140,14 +139,14 @@ class Schedule(OneStageSchedule):
             return output
 
         step = _Step(self.stage, attention, plans, documents, shape, compute)
-        self._session.conductor = attention
+        self._session.work_elsewhere = attention.work_for
         try:
             with _tied_gradients(self.stage, attention.group, name, backward=self.trains):
                 self.figures = step.run()
                 if self.trains:
                     self.stage.perform_reduce_grad(1)  # losses are scaled, not gradients
         finally:
-            self._session.conductor = None
+            self._session.work_elsewhere = None
 
     def _check_session(self) -> None:
         if current_session() is not self._session:
@@ -188,7 +187,7 @@ class Schedule(OneStageSchedule):
         self, pipeline: Pipeline, group: AttentionGroup, documents: Sequence[Documents], shape: tuple[int, int], name: str
     ) -> TickPlans:
         """Plan all ticks: from one announcement, or from what shares of dealt batches know, for which no rank waits."""
-        planner = self._session.planner
+        progress, config = self._session.planner.progress, self._session.config
         shares = [read.dealt for read in documents if read.dealt is not None]
         place = f"{name}, {self.micro_batches} micro-batches in {self.stage.num_stages} stages"
         with group.reporting(f"planning {place}"):
@@ -198,17 +197,15 @@ class Schedule(OneStageSchedule):
                 of_all = documents_of_shares(shares, pipeline.copies)
             else:
                 way, batch, checked = _STATED, {}, 0
-                of_all = documents_of_stated(planner.announce([(read, pipeline.keys[0]) for read in documents], group, place))
+                requests = [(read, pipeline.keys[0]) for read in documents]
+                of_all = documents_of_stated(progress.announce(requests, group, place, config))
                 check_copies(of_all, pipeline, group)
-            costs = {key: planner.costs.of(key) for key in pipeline.keys}
+            costs = {key: progress.costs.of(key) for key in pipeline.keys}
             order = ticks(pipeline.depth, self.micro_batches, backward=self.trains)
-            plans = TickPlans(order, pipeline, of_all, costs, self._session.config, name)
+            plans = TickPlans(order, pipeline, of_all, costs, config, name)
             facts, tied = {**self._facts(), **batch}, checksum(self.stage.unwrapped.tied_weight)
-            row = np.array(StepRow(way, fingerprint_of(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
-
-            def check(rows: Sequence[IntArray]) -> None:
-                check_steps(group, rows, facts, pipeline.copies, place)
-
+            row = np.array(StepRow(way, fingerprint(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
+            check = partial(check_steps, group, facts=facts, copies=pipeline.copies, place=place)
             if way == _STATED:
                 check(group.gather(row, doing=f"comparing plans of {place}"))
             else:

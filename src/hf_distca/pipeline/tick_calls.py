@@ -193,11 +193,11 @@ class KindFinder:
 
     def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
         """As `Session.work_for`."""
-        handle.alone, self.session.conductor = True, None
+        handle.alone, self.session.work_elsewhere = True, None
         try:
             work = self.session.work_for(handle, arguments, query, key, training=False)
         finally:
-            self.session.conductor = self
+            self.session.work_elsewhere = self.work_for
         handle.work[key] = replace(work, attend=partial(self._attend, work, key))
         return handle.work[key]
 

@@ -9,9 +9,9 @@ then backward micro-batch i - 2 (p - 1) + s. That is as many ticks as 1F1B takes
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,6 @@ __all__ = [
     "ticks",
 ]
 
-T = TypeVar("T", bound=Hashable)
 Running = tuple[int | None, ...]  # which micro-batch each stage runs
 
 
@@ -78,7 +77,7 @@ def ticks(stages: int, micro_batches: int, *, backward: bool = True) -> list[Tic
 
 
 @dataclass(frozen=True)
-class JointCall(Generic[T]):
+class JointCall:
     """A call of attention that stages make together.
 
     Attributes:
@@ -86,17 +85,17 @@ class JointCall(Generic[T]):
         calls: of each stage, which of its own calls it is, in the order of its forward; None for those that have no part in it.
     """
 
-    kind: T
+    kind: LayerKind
     calls: tuple[int | None, ...]
 
 
-def joint_calls(stages: Sequence[Sequence[T]]) -> list[JointCall[T]]:
+def joint_calls(stages: Sequence[Sequence[LayerKind]]) -> list[JointCall]:
     """The calls of all stages in one order, with as many stages in each as possible.
 
     Only calls of one kind can be made together. The kind that most stages have next goes first. That gives the fewest joint calls
     where stages have the same kinds of layers in the same order, whatever their number; elsewhere it may give more.
     """
-    done, calls = [0] * len(stages), list[JointCall[T]]()
+    done, calls = [0] * len(stages), list[JointCall]()
     while any(count < len(kinds) for count, kinds in zip(done, stages, strict=True)):
         following = [kinds[count] if count < len(kinds) else None for count, kinds in zip(done, stages, strict=True)]
         kind = max((candidate for candidate in dict.fromkeys(following) if candidate is not None), key=following.count)
@@ -121,7 +120,7 @@ class Pipeline:
     stages: tuple[int, ...]
     copies: tuple[int, ...]
     rank: int
-    calls: tuple[JointCall[LayerKind], ...]
+    calls: tuple[JointCall, ...]
     dtypes: tuple[torch.dtype, ...]
 
     @property
@@ -240,7 +239,7 @@ class TickPlans:
         layout = self._layouts[running, chunk] = Layout.from_segments(ranks)
         return layout
 
-    def _calls(self, tick: Tick) -> Iterator[tuple[JointCall[LayerKind], _PlanOf]]:
+    def _calls(self, tick: Tick) -> Iterator[tuple[JointCall, _PlanOf]]:
         """The joint calls of a tick in their order: those in which a stage with a micro-batch has a part."""
         for call in reversed(self.pipeline.calls) if tick.backward else self.pipeline.calls:
             parts = zip(tick.micro_batches, call.calls, strict=True)

@@ -182,7 +182,7 @@ class AttentionGroup:
             smallest = least(np.concatenate([numbers, ~numbers]), self.control)  # ~x = -x - 1 turns the order round
         return bool((smallest[: len(numbers)] == ~smallest[len(numbers) :]).all())
 
-    def gather_async(self, row: IntArray, *, doing: str, agree: Callable[[Sequence[IntArray]], None]) -> Meeting:
+    def gather_async(self, row: IntArray, *, doing: str, agree: Callable[[Sequence[IntArray]], object]) -> Meeting:
         """Start to gather a row of integers from every rank, for which nobody waits.
 
         Args:

@@ -31,7 +31,7 @@ class Meeting:
         self,
         rows: torch.Tensor,
         work: dist.Work | None,
-        agree: Callable[[Sequence[IntArray]], None],
+        agree: Callable[[Sequence[IntArray]], object],
         watch: Watch | None,
         doing: str,
     ) -> None:
