@@ -29,7 +29,6 @@ def test_packed_documents_are_values_that_travel_to_workers_and_back() -> None:
         assert hash(other) == hash(packed)
     assert packed != PackedDocuments((3, 4))
     assert "lengths=(3, 4)" in repr(packed)
-    assert packed.planned({}) == packed
 
 
 def test_packed_documents_without_a_number_of_each_are_refused() -> None:
@@ -63,13 +62,12 @@ PADDING = torch.tensor([[True] * 6 + [False] * 2])
 )
 @pytest.mark.parametrize("given", ["packed", "cu_seq_lens"])
 def test_documents_that_are_given_decide_beside_padding(given: str, lengths: tuple[int, ...], kept: list[int]) -> None:
-    ahead = {}
-    packed, bounds = PackedDocuments(lengths, ahead=ahead), torch.tensor([0, *lengths]).cumsum(0)
+    packed, bounds = PackedDocuments(lengths), torch.tensor([0, *lengths]).cumsum(0)
     found = TokenBatch(1, 8, **{given: packed if given == "packed" else bounds}, padding=PADDING).documents()
     assert found.rows.tolist() == [[-1, 0, length] for length in kept]
     assert found.keep is not None
     assert found.keep.tolist() == list(range(6))
-    assert given != "packed" or found.ahead is ahead
+    assert given != "packed" or found.ahead is packed.ahead
 
 
 def test_padding_may_be_anywhere_in_documents() -> None:

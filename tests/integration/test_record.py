@@ -157,7 +157,7 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
 ) -> None:
     """Kinds of layers have plans of the same tokens; a rank of half the speed takes twice as long."""
     history, ranks = History(), Ranks(speeds=(0.5, 1.25))
-    planner = SimpleNamespace(number=0, history=history)
+    planner = SimpleNamespace(progress=SimpleNamespace(number=0), history=history)
     session: Any = SimpleNamespace(planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"])
     recorder = Recorder(tmp_path, session, every_plan=True)
     recorder.begin(TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"), 0, None)
@@ -235,13 +235,14 @@ def test_warnings_are_seen_while_they_are_recorded(rank_pool: Callable[[int], Ra
 
 
 def test_the_record_names_no_folder(tmp_path: Path) -> None:
-    planner = SimpleNamespace(number=0, history=History())
+    planner = SimpleNamespace(progress=SimpleNamespace(number=0), history=History())
     session: Any = SimpleNamespace(planner=planner, ranks=2, nodes=1, config=settings(), kernels=["cpu"])
     arguments = TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to="none")
     recorder = Recorder(tmp_path / "run", session, every_plan=True)
     recorder.begin(arguments, 0, None)
     recorder.stop()
     assert len(rows(tmp_path / "run")) == 1
+    assert rows(tmp_path / "run")[0].settings["cost_model"] == PAIRS.name
     assert str(tmp_path) not in (tmp_path / "run" / RECORD_NAME).read_text()
 
 

@@ -104,7 +104,7 @@ def directions(rank: int) -> list[str]:
         for _ in range(launched):
             channel.start(nothing, nothing, {}, {})
         channel.begin_backward()
-        found += [channel.start(nothing, nothing, {}, {}).doing for _ in range(2)]
+        found += [channel.start(nothing, nothing, {}, {}, name).doing for name in ("dispatch", "return")]
     return found
 
 

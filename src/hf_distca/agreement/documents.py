@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +41,10 @@ class PackedDocuments(metaclass=_Explained):
         lengths: tokens of each document (or of each part of one) in token order.
         starts: first document position of each, if documents span ranks; else None.
         documents: a number of each document that is the same on all ranks, if documents span ranks; else None.
-        ahead: plans that `plan_ahead` made, by their keys; each is taken out once.
         dealt: the whole global batch of which this is a rank's share.
+
+    Attributes:
+        ahead: plans that `plan_ahead` made, by their keys; each is taken out once.
 
     Raises:
         LayoutError: if a number is no whole number or negative, or if there are not as many of each.
@@ -55,20 +57,16 @@ class PackedDocuments(metaclass=_Explained):
         lengths: Sequence[int],
         starts: Sequence[int] | None = None,
         documents: Sequence[int] | None = None,
-        ahead: dict[Any, Any] | None = None,
         dealt: Dealt | None = None,
     ) -> None:
         self.lengths = _counts(lengths, "lengths")
         self.starts = None if starts is None else _counts(starts, "starts")
         self.documents = None if documents is None else _counts(documents, "documents")
-        self.ahead, self.dealt = {} if ahead is None else ahead, dealt
+        self.ahead: dict[Any, Any] = {}
+        self.dealt = dealt
         spans = (self.starts, self.documents)
         if (self.starts is None) != (self.documents is None) or any(s is not None and len(s) != len(self.lengths) for s in spans):
             raise LayoutError(f"{self}: give starts and documents for each of the lengths, or neither.")
-
-    def planned(self, ahead: dict[Any, Any]) -> PackedDocuments:
-        """The same documents with these plans."""
-        return PackedDocuments(self.lengths, self.starts, self.documents, ahead, self.dealt)
 
     @property
     def positions(self) -> IntArray:
@@ -182,6 +180,14 @@ class TokenBatch:
     cu_seq_lens: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     padding: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any]) -> TokenBatch:
+        """That of a batch as it goes to a model."""
+        (batch_size, length), mask = batch["input_ids"].shape, batch.get("attention_mask")
+        packed, cu_seq_lens = batch.get("distca_documents"), batch.get("cu_seq_lens_q")
+        padding = mask.bool() if isinstance(mask, torch.Tensor) else None
+        return cls(batch_size, length, packed, cu_seq_lens, batch.get("position_ids"), padding)
 
     def documents(self, *, span_ranks: bool = False, training: bool = False) -> Documents:
         """The documents of the batch, copied from the device at most once.

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainerState
 
 from hf_distca.agreement.announce import PlanKey, Request
@@ -69,8 +68,8 @@ class Announced:
         with session.group.reporting(f"planning {self.planning.place}"):
             plans = iter(session.planner.finish(self.planning, session.group))
         for batch in batches:
-            ahead = {key: next(plans) for key in self.keys}
-            batch["distca_documents"] = batch["distca_documents"].planned(ahead)
+            batch["distca_documents"] = packed = copy(batch["distca_documents"])
+            packed.ahead = {key: next(plans) for key in self.keys}
         return batches
 
 
@@ -86,31 +85,27 @@ def announce(batches: Sequence[Any], keys: list[PlanKey], *, after: int = 0, bes
     Returns:
         None if there is nothing to plan, or a batch has no documents that are to be planned.
     """
-    documents = _documents(batches)
-    if not keys or documents is None:
+    if not keys or not _to_be_planned(batches):
         return None
     session = current_session()
     first = session.planner.progress.next_number + after
     place = f"micro-batches {first} to {first + len(batches) - 1}, ahead"
     with session.group.reporting(f"planning {place}"):
-        requests = [_requests(batch, packed, keys, session.config.tile) for batch, packed in zip(batches, documents, strict=True)]
+        requests = [_requests(batch, keys, session.config.tile) for batch in batches]
         planning = session.planner.begin(list(chain.from_iterable(requests)), session.group, place, beside=beside)
     return Announced(list(batches), keys, planning)
 
 
-def _documents(batches: Sequence[Any]) -> list[PackedDocuments] | None:
-    """The documents of each batch; None if one has none, or is a share, which has its plans."""
-    known = (batch.get("distca_documents") for batch in batches if isinstance(batch, Mapping) and "input_ids" in batch)
-    documents = [packed for packed in known if isinstance(packed, PackedDocuments) and packed.dealt is None]
-    return documents if len(documents) == len(batches) else None
+def _to_be_planned(batches: Sequence[Any]) -> bool:
+    """Whether all batches have documents, and none is a share, which has its plans."""
+    known = [batch.get("distca_documents") if isinstance(batch, Mapping) and "input_ids" in batch else None for batch in batches]
+    return all(isinstance(packed, PackedDocuments) and packed.dealt is None for packed in known)
 
 
-def _requests(batch: Mapping[str, Any], documents: PackedDocuments, keys: Sequence[PlanKey], tile: int) -> list[Request]:
+def _requests(batch: Mapping[str, Any], keys: Sequence[PlanKey], tile: int) -> list[Request]:
     """The documents of a batch, as the attention of each key will find them."""
     shape: tuple[int, int] = batch["input_ids"].shape
-    mask = batch.get("attention_mask")
-    padding = mask.bool() if isinstance(mask, torch.Tensor) else None
-    whole = TokenBatch(*shape, packed=documents, padding=padding).documents()
+    whole = TokenBatch.of(batch).documents()
     chunked = {chunk: whole.in_chunks(chunk) for chunk in {key.chunk for key in keys}}
     nano = {chunk: cut(*shape, chunked[chunk], tile)[2] for chunk in {key.chunk for key in keys if key.nano}}
     return [(nano[key.chunk][key.nano - 1] if key.nano else chunked[key.chunk], key) for key in keys]
@@ -170,7 +165,7 @@ class DistCATrainerMixin:
             announced = announce(batches, keys)
         planned = batches if announced is None else announced.planned()
         state: TrainerState = self.state  # type: ignore[attr-defined]
-        if keys and _documents(batches) and state.global_step + 1 < state.max_steps:
+        if keys and batches and _to_be_planned(batches) and state.global_step + 1 < state.max_steps:
             drawn = list(self._drawn)
             drawn += islice(self._up_to_the_end(epoch_iterator), max(0, num_batches - len(drawn)))
             self._drawn = iter(drawn)

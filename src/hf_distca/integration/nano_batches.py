@@ -272,16 +272,15 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
     return handle.nano_batches
 
 
-def _attends(module: torch.nn.Module) -> bool:
-    """Whether a module is one that calls attention, as transformers writes them."""
-    return hasattr(module, "is_causal") or "attention" in type(module).__name__.lower()
-
-
 def _holds_attention(layer: torch.nn.Module) -> str | None:
-    """What is done with the attention of a layer by itself that nano-batches in turns would not survive; None if nothing."""
+    """What is done with the attention of a layer by itself that nano-batches in turns would not survive; None if nothing.
+
+    A module calls attention if it looks as transformers writes such modules.
+    """
     sharded = [part for part in layer.modules() if part is not layer and isinstance(part, (FSDPModule, FullyShardedDataParallel))]
     for parts, why in ((checkpointed_parts(layer), "checkpointed"), (sharded, "sharded by FSDP")):
-        if any(_attends(module) for part in parts for module in part.modules()):
+        modules = [module for part in parts for module in part.modules()]
+        if any(hasattr(module, "is_causal") or "attention" in type(module).__name__.lower() for module in modules):
             return why
     return None
 

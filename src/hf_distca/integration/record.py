@@ -9,6 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -67,20 +68,20 @@ class Recorder(logging.Filter):
 
     def begin(self, args: TrainingArguments, step: int, model: torch.nn.Module | None) -> None:
         """Begin the record, after `step` steps: a new file, or the next part of one that was left there."""
-        session, planner = self._session, self._session.planner
+        session, cost = self._session, self._session.config.cost_model
         row = RunRow(
             step=step,
             started=datetime.now(UTC).isoformat(timespec="seconds"),
             ranks=session.ranks,
             nodes=session.nodes,
-            device=_device(args.device),
+            device=torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else f"{args.device.type} ({machine()})",
             model=_described(model),
-            settings=asdict(session.config),
+            settings={**asdict(session.config), "cost_model": str(getattr(cost, "name", cost))},
             training={name: getattr(args, name, None) for name in _TRAINING},
             versions={"python": python_version(), **_versions()},
         )
         self._write([row], mode="a" if step else "w")
-        planner.history.observer = self._count
+        session.planner.history.observer = self._count
         _log.addFilter(self)
 
     def write(self, step: int, loss: object = None) -> None:
@@ -160,10 +161,6 @@ def _per_rank(ranks: np.ndarray[Any, np.dtype[np.float64]]) -> PerRank:
     return PerRank(**{**columns, **whole})
 
 
-def _device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({machine()})"
-
-
 def _described(model: torch.nn.Module | None) -> dict[str, Any]:
     """Type, shape and dtype of the first part of a model that asks for distca."""
     for config in distca_configs(model)[:1]:
@@ -176,8 +173,6 @@ def _described(model: torch.nn.Module | None) -> dict[str, Any]:
 def _versions() -> dict[str, str]:
     versions = {}
     for package in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return versions

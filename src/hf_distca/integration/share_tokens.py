@@ -91,16 +91,7 @@ class _Drawn:
                 f"a batch holds {', '.join(unknown)}, and share_tokens deals {', '.join(sorted(_KNOWN))} only: tokens go to "
                 "other ranks, so leave the rest out."
             )
-        batch_size, length = batch["input_ids"].shape
-        mask = batch.get("attention_mask")
-        documents = TokenBatch(
-            batch_size,
-            length,
-            packed=batch.get("distca_documents"),
-            cu_seq_lens=batch.get("cu_seq_lens_q"),
-            position_ids=batch.get("position_ids"),
-            padding=None if mask is None else mask.bool(),
-        ).documents(training=True)
+        documents = TokenBatch.of(batch).documents(training=True)
         if documents.spans:
             raise UnsupportedError("a batch is a share of dealt documents already: share_tokens is for batches that are not.")
         keep = slice(None) if documents.keep is None else torch.from_numpy(documents.keep)

@@ -70,16 +70,20 @@ class Channel:
         sent: torch.Tensor,
         receive_bytes: Mapping[int, int],
         send_bytes: Mapping[int, int],
-        name: str | None = None,
+        name: str = "exchange",
     ) -> Transfer:
         """Start to send and to receive messages, which lie one after another in `sent` and `received`, both uint8.
 
         Args:
             received, sent: the messages of all ranks, in the order of ranks.
             receive_bytes, send_bytes: size of the message by rank, in the order of ranks; those without one may be left out.
-            name: what the exchange is, for errors; by default dispatches and returns take turns.
+            name: what the exchange is, for errors.
         """
-        doing, tag = self._named(name)
+        direction = ""
+        if self.forward_exchanges is not None:
+            direction = " in forward" if self.launched < self.forward_exchanges else " in backward"
+        doing = f"waiting for the {name}{direction} of {self.where}"
+        tag = _checksum(doing, self.launched) >> 1
         self._sum[0] = _checksum(doing, self.launched, self._sum[0])
         self.launched += 1
         landing = received if self._staged(received) else None
@@ -96,14 +100,6 @@ class Channel:
         except RuntimeError as error:
             raise self.watch.give_up(doing, error) from error
         return transfer
-
-    def _named(self, name: str | None) -> tuple[str, int]:
-        """What is launched next, in words and as a tag."""
-        kind, direction = name or ("dispatch" if self.launched % 2 == 0 else "return"), ""
-        if self.forward_exchanges is not None:
-            direction = " in forward" if self.launched < self.forward_exchanges else " in backward"
-        doing = f"waiting for the {kind}{direction} of {self.where}"
-        return doing, _checksum(doing, self.launched) >> 1
 
     @property
     def over_gloo(self) -> bool:

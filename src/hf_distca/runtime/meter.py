@@ -13,8 +13,8 @@ __all__ = ["Mark", "Meter", "now"]
 # A moment: of the host's clock, or on a CUDA stream.
 Mark = float | torch.cuda.Event
 
-# Spans that count, and whether as seconds of exchanges: tasks that run; rows that are packed, waited for, put in their places.
-_COUNTED = {"server": False, "pack": True, "wait": True, "unpack": True}
+# Spans that count, and as which seconds: tasks that run; rows that are packed, waited for, put in their places.
+_COUNTED = {"server": "kernel_seconds", **dict.fromkeys(("pack", "wait", "unpack"), "waited_seconds")}
 
 # Spans on CUDA whose times are not known yet, at most. A stream takes about a thousand launches before it makes the host wait,
 # and each of these is several of them: a host is hardly ever this far ahead.
@@ -34,7 +34,7 @@ class _Running(NamedTuple):
     """A span on a CUDA stream that may not have finished."""
 
     meter: Meter
-    exchange: bool
+    counter: str
     begin: torch.cuda.Event
     end: torch.cuda.Event
 
@@ -50,6 +50,8 @@ class Meter:
         sent_bytes: bytes sent to other ranks.
         calls: calls of core attention that computed it, which is layers times forward passes.
         recalls: calls in a recompute that found what the first forward computed.
+        kernel_seconds, waited_seconds, unfinished: seconds of the spans that were seen to end, and how many were not. `seconds`,
+            `exchange_seconds` and `finished` look first.
         running: spans of this meter, its parts and its whole whose times are not known yet, oldest first: each is held once.
     """
 
@@ -57,10 +59,10 @@ class Meter:
         self.whole = whole
         self.kernel_calls = self.backward_calls = self.dispatches = self.returns = self.sent_bytes = self.calls = self.recalls = 0
         self.running: deque[_Running] = deque() if whole is None else whole.running
-        self._seconds = self._exchange_seconds = 0.0
-        self._unfinished = 0
+        self.kernel_seconds = self.waited_seconds = 0.0
+        self.unfinished = 0
 
-    def count(self, **counts: int) -> None:
+    def count(self, **counts: float) -> None:
         """Add to counters, by their names, of this meter and of the whole."""
         for name, count in counts.items():
             setattr(self, name, getattr(self, name) + count)
@@ -72,48 +74,38 @@ class Meter:
 
         On CUDA the host waits here only where it is more than a thousand spans ahead of the device, for the oldest of them.
         """
-        if (exchange := _COUNTED.get(name)) is None:
+        if (counter := _COUNTED.get(name)) is None:
             return
         if isinstance(begin, float) and isinstance(end, float):
-            self.add(end - begin, exchange=exchange)
+            self.count(**{counter: end - begin})
         elif isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-            self.add(0.0, running=1)
-            self.running.append(_Running(self, exchange, begin, end))
+            self.count(unfinished=1)
+            self.running.append(_Running(self, counter, begin, end))
             self._read()
             if len(self.running) > _MOST_RUNNING:  # the device has the others to go on with
                 self.running[0].end.synchronize()
                 self._read()
 
-    def add(self, seconds: float, *, running: int = 0, exchange: bool = False) -> None:
-        """Add seconds in kernels, or else in exchanges, and spans that run, to this meter and to the whole."""
-        if exchange:
-            self._exchange_seconds += seconds
-        else:
-            self._seconds += seconds
-        self._unfinished += running
-        if self.whole is not None:
-            self.whole.add(seconds, running=running, exchange=exchange)
-
     def _read(self) -> None:
         """Tell the meters of spans that have finished."""
         while self.running and self.running[0].end.query():  # type: ignore[no-untyped-call]
-            meter, exchange, begin, end = self.running.popleft()
-            meter.add(begin.elapsed_time(end) / 1e3, running=-1, exchange=exchange)
+            meter, counter, begin, end = self.running.popleft()
+            meter.count(unfinished=-1, **{counter: begin.elapsed_time(end) / 1e3})
 
     @property
     def seconds(self) -> float:
         """Seconds in attention kernels. On CUDA, of those calls that have finished by now."""
         self._read()
-        return self._seconds
+        return self.kernel_seconds
 
     @property
     def exchange_seconds(self) -> float:
         """Seconds in packing for exchanges, waiting for them and unpacking. On CUDA, of those that have finished by now."""
         self._read()
-        return self._exchange_seconds
+        return self.waited_seconds
 
     @property
     def finished(self) -> bool:
         """Whether nothing that is timed is running any more, so that `seconds` has all of it."""
         self._read()
-        return not self._unfinished
+        return not self.unfinished
