@@ -334,11 +334,6 @@ def test_a_rank_that_asks_alone_whether_the_group_stands_says_so(rank_pool: Call
     assert "while making the attention group again, and not all came" in message
 
 
-def test_checksum_is_that_of_the_exchanges() -> None:
-    data: Any = SimpleNamespace(checksum=5)
-    assert (AttentionGroup().checksum, AttentionGroup(data=data).checksum) == (0, 5)
-
-
 def patient(rank: int) -> list[float]:
     groups = [AttentionGroup.of(), AttentionGroup.create(), AttentionGroup.of(timeout_seconds=7)]
     return [group.timeout_seconds for group in groups]

@@ -150,7 +150,8 @@ class History:
         micro_batch = self._running.get(number)
         if micro_batch is None or micro_batch.ended is None or not all(plan.is_measured for plan in micro_batch.plans):
             return
-        moves, elapsed = any(plan.moves for plan in micro_batch.plans), micro_batch.ended - micro_batch.began
+        moves = any((plan.plan.home != plan.plan.server).any() for plan in micro_batch.plans)
+        elapsed = micro_batch.ended - micro_batch.began
         tally = sum(map(_tally_of, micro_batch.plans), Tally(micro_batches=1, moved=int(moves), elapsed_seconds=elapsed))
         self.total += tally
         del self._running[number]

@@ -81,11 +81,6 @@ class Planned:
         return bool(self.figures[:, 0].min() >= 0)
 
     @property
-    def moves(self) -> bool:
-        """Whether a task has another server than its home."""
-        return bool((self.plan.home != self.plan.server).any())
-
-    @property
     def estimated_before(self) -> FloatArray:
         """(ranks,) seconds if every rank computed its own attention."""
         return self._by_rank(self.plan.home, self.seconds)

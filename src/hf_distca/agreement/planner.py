@@ -122,7 +122,12 @@ class Planner:
         """The plans, in the order of their requests, once they are made and all ranks have the same: one collective."""
         plans, making = planning.plans.result()
         started, requests = time.perf_counter(), planning.requests
-        _compare(plans, group, planning.place)
+        # Plans come from equal inputs, but an exchange with unequal plans would hang.
+        digests, doing = np.array([_number(plan) for plan in plans], dtype=np.int64), f"comparing plans of {planning.place}"
+        if not group.all_equal(digests, doing=doing):
+            for column in np.stack(group.gather(digests, doing=doing)).T:
+                remedy = "use one version of hf_distca and numpy"
+                check_equal(group, column, "plans for the same documents", planning.place, remedy)
         taken = planning.milliseconds + making + (time.perf_counter() - started) * 1e3
         return [
             Planned(key, plan, planning.config, documents.rows, taken / len(requests), per_node=group.per_node)
@@ -185,15 +190,6 @@ class Planner:
         costs = self.progress.costs
         ranks = costs.ranks(size, per_node)
         return [PlanJob.of(key, costs.of(key), self.config, ranks) for key in keys]
-
-
-def _compare(plans: Sequence[Plan], group: AttentionGroup, place: str) -> None:
-    """Plans come from equal inputs, but an exchange with unequal plans would hang: compare before using them."""
-    digests = np.array([_number(plan) for plan in plans], dtype=np.int64)
-    doing = f"comparing plans of {place}"
-    if not group.all_equal(digests, doing=doing):
-        for column in np.stack(group.gather(digests, doing=doing)).T:
-            check_equal(group, column, "plans for the same documents", place, "use one version of hf_distca and numpy")
 
 
 def current_world() -> object:

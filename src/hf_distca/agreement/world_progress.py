@@ -175,8 +175,9 @@ class Progress:
             room = (group.most_numbers - HEADER - len(dealt)) // FIGURES
             self._unannounced[:0], plans = plans[room:], plans[:room]
         exchanges = self._meter.dispatches + self._meter.returns - self._exchanges_before
+        exchanged = 0 if group.data is None else group.data.checksum
         figures = [planned.own_figures for planned in plans]
-        return facts, plans, Announcement(self._announced, fingerprint(facts), exchanges, group.checksum, figures, dealt=dealt)
+        return facts, plans, Announcement(self._announced, fingerprint(facts), exchanges, exchanged, figures, dealt=dealt)
 
     def _take_figures(self, plans: Sequence[Planned], figures: IntArray) -> list[Planned]:
         """Take in the (ranks, plans, 4) figures of all ranks. Returns the plans with a kernel that still runs on some rank."""

@@ -58,10 +58,6 @@ class Announced:
     keys: list[PlanKey]
     planning: Planning
 
-    def are(self, batches: Sequence[Any]) -> bool:
-        """Whether these batches are the announced ones."""
-        return list(map(id, batches)) == list(map(id, self.batches))
-
     def planned(self) -> list[Any]:
         """Copies of the batches, with their plans, once these are made and all ranks have the same."""
         session, batches = current_session(), [copy(batch) for batch in self.batches]
@@ -161,7 +157,7 @@ class DistCATrainerMixin:
         if self.shares_tokens:
             return (share_tokens(batches), *rest)
         keys, announced, self._announced = current_session().planner.progress.recent_keys(), self._announced, None
-        if announced is None or not announced.are(batches):
+        if announced is None or list(map(id, batches)) != list(map(id, announced.batches)):
             announced = announce(batches, keys)
         planned = batches if announced is None else announced.planned()
         state: TrainerState = self.state  # type: ignore[attr-defined]

@@ -116,7 +116,6 @@ class Schedule(OneStageSchedule):
     ) -> None:
         """Run the micro-batches of a step; torch calls it."""
         if self._ranks is None:
-            self._check_session()
             self._ranks = find_ranks(self.stage, self._session, self._facts())
         pipeline, attention = self._ranks
         self._steps += 1

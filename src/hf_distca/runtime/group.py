@@ -69,11 +69,6 @@ class AttentionGroup:
         """Number of ranks."""
         return len(self.ranks)
 
-    @property
-    def checksum(self) -> int:
-        """Of what was exchanged so far: equal on ranks that exchanged the same things. 0 in a group of one."""
-        return 0 if self.data is None else self.data.checksum
-
     @classmethod
     def of(
         cls,

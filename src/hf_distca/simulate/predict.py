@@ -153,16 +153,17 @@ def simulate(
 def _mean(steps: list[Prediction]) -> Prediction:
     degrees = [step.degree for step in steps]
     total = sum(step.tokens_per_second * step.step_seconds for step in steps)
-    names = [field.name for field in fields(Prediction) if field.type == "float"]
+    names = [field.name for field in fields(Prediction) if field.name.endswith(("_seconds", "_share"))]
     means: dict[str, Any] = {name: float(np.mean([getattr(step, name) for step in steps])) for name in names}
-    others = {
-        "peak_bytes": max(step.peak_bytes for step in steps),
-        "fits": all(step.fits for step in steps),
-        "most_tokens": max(step.most_tokens for step in steps),
-        "degree": max(set(degrees), key=degrees.count),
-        "tokens_per_second": total / sum(step.step_seconds for step in steps),
-    }
-    return replace(steps[0], **{**means, **others})
+    return replace(
+        steps[0],
+        **means,
+        peak_bytes=max(step.peak_bytes for step in steps),
+        fits=all(step.fits for step in steps),
+        most_tokens=max(step.most_tokens for step in steps),
+        degree=max(set(degrees), key=degrees.count),
+        tokens_per_second=total / sum(step.step_seconds for step in steps),
+    )
 
 
 def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
