@@ -106,7 +106,7 @@ def server_batches(plan: Plan, rank: int, device: torch.device) -> list[Batch]:
     batches = [Batch(route.local_tasks, int(layout.query_tokens[rank]), tokens)]
     for wave in (*([] if route.local_wave is None else [route.local_wave]), *route.waves):
         rows = wave.own_rows + sum(wave.queries.receive.values())
-        batches.append(Batch(wave.arrived, rows, wave.pool.size, route.groups))
+        batches.append(Batch(wave.arrived, rows, sum(piece.rows for piece in wave.pool.pieces), route.groups))
     return [batch for batch in batches if len(batch.tasks)]
 
 

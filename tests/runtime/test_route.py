@@ -39,14 +39,16 @@ def test_what_is_sent_is_received(random_: random.Random, world: int) -> None:
     for wave in (route.waves[0] for route in routes):
         tasks = wave.arrived
         assert all(k >= q >= 1 for q, k in zip(tasks.query_length, tasks.key_length, strict=True))
-        assert all(a + n <= wave.pool.size for a, n in zip(tasks.key_start, tasks.key_length, strict=True))
+        assert all(
+            a + n <= sum(piece.rows for piece in wave.pool.pieces) for a, n in zip(tasks.key_start, tasks.key_length, strict=True)
+        )
 
 
 def test_slices_of_one_document_share_one_copy_of_its_prefix() -> None:
     layout = Layout.from_lengths([[100], []])
     tasks = [CATask(0, a, b, 0, s) for a, b, s in ((0, 20, 0), (20, 40, 1), (40, 60, 0), (60, 80, 1), (80, 100, 0))]
     wave = Route.build(Plan.from_tasks(layout, tasks), 1).waves[0]
-    assert (wave.pool.size, sum(wave.keys.receive.values())) == (80, 80)
+    assert (sum(piece.rows for piece in wave.pool.pieces), sum(wave.keys.receive.values())) == (80, 80)
     assert (wave.arrived.key_start, wave.arrived.key_length) == ((0, 0), (40, 80))
     assert wave.as_received, "rows of one source are used as they come"
 
@@ -112,7 +114,9 @@ def check_wave(plan: Plan, waves: list[Wave], queries: list[Rows], keys: list[Ro
     for rank, wave in enumerate(waves):
         query = np.concatenate([queries[rank][:0], *(cut(queries[rank], *run[1:]) for run in wave.own_queries), *came[rank]])
         pool = pooled(wave.pool.pieces, keys[rank], got[rank])
-        assert len({tuple(row) for row in pool.tolist()}) == len(pool) == wave.pool.size, "no key comes twice"
+        assert len({tuple(row) for row in pool.tolist()}) == len(pool) == sum(piece.rows for piece in wave.pool.pieces), (
+            "no key comes twice"
+        )
         computed.append(query)
         check_batch(plan, wave.arrived, query, pool)
         back = [pool[run.start : run.start + run.rows] for run in wave.pool.way_back.runs]

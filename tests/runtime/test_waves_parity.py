@@ -85,7 +85,7 @@ def test_waves_cover_the_plan_and_keep_the_bound(random_: random.Random, world: 
         ]
         assert rows[0] == rows[1]
         for wave in route.waves:
-            used = each.query * sum(wave.arrived.query_length) + each.key * wave.pool.size
+            used = each.query * sum(wave.arrived.query_length) + each.key * sum(piece.rows for piece in wave.pool.pieces)
             used += each.sent_query * sum(wave.queries.send.values()) + each.sent_key * sum(wave.keys.send.values())
             if plan.moved:
                 assert waves.bytes is not None

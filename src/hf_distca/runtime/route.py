@@ -38,11 +38,6 @@ class KeyPool:
     way_back: Rows
 
     @cached_property
-    def size(self) -> int:
-        """Tokens of the pool."""
-        return sum(piece.rows for piece in self.pieces)
-
-    @cached_property
     def own(self) -> list[tuple[int, PoolRun]]:
         """Runs of this rank's own keys: row of the pool, and the run."""
         starts = accumulate((piece.rows for piece in self.pieces), initial=0)
