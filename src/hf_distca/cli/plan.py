@@ -114,7 +114,7 @@ def deal(
                 if ping_pong:
                     lines.append(f"{'nano-batch':<26} {number}")
                 lines += _dealt(layout, model, config, Ranks(per_node=layer.ranks_per_node))
-        write(json.dumps(_placement(layouts), separators=(",", ":")), "\n".join(lines), output)
+        write(json.dumps(_placement(layouts, documents), separators=(",", ":")), "\n".join(lines), output)
 
 
 def _dealt(layout: Layout, model: CostModel, config: DistCAConfig, ranks: Ranks) -> list[str]:
@@ -132,14 +132,10 @@ def _dealt(layout: Layout, model: CostModel, config: DistCAConfig, ranks: Ranks)
     ]
 
 
-def _placement(layouts: tuple[Layout, ...]) -> dict[str, Any]:
+def _placement(layouts: tuple[Layout, ...], lengths: list[int]) -> dict[str, Any]:
     """The rows of a rank, those of its first nano-batch first."""
-    ends: dict[int, int] = {}
-    for layout in layouts:
-        for document, end in zip(layout.document.tolist(), layout.end.tolist(), strict=True):
-            ends[document] = max(ends.get(document, 0), end)
     ranks = range(layouts[0].world_size)
-    rows = [[[s.document, s.start, s.end, ends[s.document]] for layout in layouts for s in layout.segments(r)] for r in ranks]
+    rows = [[[s.document, s.start, s.end, lengths[s.document]] for layout in layouts for s in layout.segments(r)] for r in ranks]
     placement: dict[str, Any] = {"rank_segments": rows}
     if len(layouts) > 1:
         placement["first_nano_batch"] = layouts[0].query_tokens.tolist()
