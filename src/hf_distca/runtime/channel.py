@@ -70,7 +70,7 @@ class Channel:
         sent: torch.Tensor,
         receive_bytes: Mapping[int, int],
         send_bytes: Mapping[int, int],
-        name: str = "exchange",
+        name: str | None = None,
     ) -> Transfer:
         """Start to send and to receive messages, which lie one after another in `sent` and `received`, both uint8.
 
@@ -82,7 +82,7 @@ class Channel:
         direction = ""
         if self.forward_exchanges is not None:
             direction = " in forward" if self.launched < self.forward_exchanges else " in backward"
-        doing = f"waiting for the {name}{direction} of {self.where}"
+        doing = f"waiting for the {name or 'exchange'}{direction} of {self.where}"
         tag = _checksum(doing, self.launched) >> 1
         self._sum[0] = _checksum(doing, self.launched, self._sum[0])
         self.launched += 1

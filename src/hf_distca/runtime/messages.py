@@ -251,7 +251,7 @@ class Pending:
         return before[:alone] + [first + second for first, second in zip(before[alone:], came, strict=True)] if before else came
 
 
-def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | None = None, name: str = "exchange") -> Pending:
+def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | None = None, name: str | None = None) -> Pending:
     """Start an exchange. Every rank of the channel must launch the same exchanges in the same order; None is a group of one.
 
     The parts must have the same dtypes and row shapes on every rank. Ranks may send and receive nothing. A format that is not

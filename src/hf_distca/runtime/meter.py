@@ -14,7 +14,7 @@ __all__ = ["Mark", "Meter", "now"]
 Mark = float | torch.cuda.Event
 
 # Spans that count, and as which seconds: tasks that run; rows that are packed, waited for, put in their places.
-_COUNTED = {"server": "kernel_seconds", **dict.fromkeys(("pack", "wait", "unpack"), "waited_seconds")}
+_COUNTED = {"server": "_seconds", **dict.fromkeys(("pack", "wait", "unpack"), "_exchange_seconds")}
 
 # Spans on CUDA whose times are not known yet, at most. A stream takes about a thousand launches before it makes the host wait,
 # and each of these is several of them: a host is hardly ever this far ahead.
@@ -50,8 +50,6 @@ class Meter:
         sent_bytes: bytes sent to other ranks.
         calls: calls of core attention that computed it, which is layers times forward passes.
         recalls: calls in a recompute that found what the first forward computed.
-        kernel_seconds, waited_seconds, unfinished: seconds of the spans that were seen to end, and how many were not. `seconds`,
-            `exchange_seconds` and `finished` look first.
         running: spans of this meter, its parts and its whole whose times are not known yet, oldest first: each is held once.
     """
 
@@ -59,8 +57,8 @@ class Meter:
         self.whole = whole
         self.kernel_calls = self.backward_calls = self.dispatches = self.returns = self.sent_bytes = self.calls = self.recalls = 0
         self.running: deque[_Running] = deque() if whole is None else whole.running
-        self.kernel_seconds = self.waited_seconds = 0.0
-        self.unfinished = 0
+        self._seconds = self._exchange_seconds = 0.0
+        self._unfinished = 0
 
     def count(self, **counts: float) -> None:
         """Add to counters, by their names, of this meter and of the whole."""
@@ -79,7 +77,7 @@ class Meter:
         if isinstance(begin, float) and isinstance(end, float):
             self.count(**{counter: end - begin})
         elif isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-            self.count(unfinished=1)
+            self.count(_unfinished=1)
             self.running.append(_Running(self, counter, begin, end))
             self._read()
             if len(self.running) > _MOST_RUNNING:  # the device has the others to go on with
@@ -90,22 +88,22 @@ class Meter:
         """Tell the meters of spans that have finished."""
         while self.running and self.running[0].end.query():  # type: ignore[no-untyped-call]
             meter, counter, begin, end = self.running.popleft()
-            meter.count(unfinished=-1, **{counter: begin.elapsed_time(end) / 1e3})
+            meter.count(_unfinished=-1, **{counter: begin.elapsed_time(end) / 1e3})
 
     @property
     def seconds(self) -> float:
         """Seconds in attention kernels. On CUDA, of those calls that have finished by now."""
         self._read()
-        return self.kernel_seconds
+        return self._seconds
 
     @property
     def exchange_seconds(self) -> float:
         """Seconds in packing for exchanges, waiting for them and unpacking. On CUDA, of those that have finished by now."""
         self._read()
-        return self.waited_seconds
+        return self._exchange_seconds
 
     @property
     def finished(self) -> bool:
         """Whether nothing that is timed is running any more, so that `seconds` has all of it."""
         self._read()
-        return not self.unfinished
+        return not self._unfinished

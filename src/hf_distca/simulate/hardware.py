@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
@@ -42,8 +42,10 @@ class Hardware:
     sources: tuple[tuple[str, str], ...]
 
     def __post_init__(self) -> None:
-        if not 0 < self.link_gbps < float("inf"):  # what a user may set
-            raise ConfigError(f"{self.name}: link_gbps={self.link_gbps!r} must be a positive number.")
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if isinstance(value, float | int) and not 0 < value < float("inf") and part.name != "exchange_seconds":
+                raise ConfigError(f"{self.name}: {part.name}={value!r} must be a positive number.")
 
     @property
     def link_rate(self) -> float:
