@@ -134,7 +134,7 @@ class DistCAConfig:
             ConfigError: in one line that begins with the file's name, if it cannot be read, a name is none of a field, in which
                 case the nearest one is named, or a value is out of range.
         """
-        return cls(**split_settings(read_values(path), str(path), others=())[0])
+        return split_settings(read_values(path), str(path), others=())[0]
 
     def group_ranks(self, ranks: int) -> int:
         """How many of `ranks` ranks, which could all share attention, do so in one group.
@@ -177,8 +177,8 @@ def parse_values(text: str | bytes, source: str) -> Any:
 
 def split_settings(
     values: Any, source: str, others: tuple[str, ...] = ("tokens_per_rank",)
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of `DistCAConfig` among names and values that a user wrote, and the values of `others`, which may stand beside them.
+) -> tuple[DistCAConfig, dict[str, Any]]:
+    """The settings among names and values that a user wrote, and the values of `others`, which may stand beside them.
 
     Args:
         values: by name; None for none.
@@ -196,14 +196,13 @@ def split_settings(
         if name not in known:
             nearest = get_close_matches(str(name), known, 1, 0.0)[0]
             raise ConfigError(f"{source}: there is no setting {name!r}; the nearest is {nearest!r}.")
-    settings = {name: value for name, value in values.items() if name not in others}
     try:
         if values.get("tokens_per_rank") is not None:
             _check_number("tokens_per_rank", values["tokens_per_rank"], _TOKENS_PER_RANK)
-        DistCAConfig(**settings)
+        config = DistCAConfig(**{name: value for name, value in values.items() if name not in others})
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
-    return settings, {name: values[name] for name in others if name in values}
+    return config, {name: values[name] for name in others if name in values}
 
 
 def _check_number(name: str, value: Any, numbers: _Range) -> None:

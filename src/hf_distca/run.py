@@ -94,12 +94,12 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
         sources["--set"] = parse_values("\n".join(change.replace("=", ": ", 1) for change in changes), "--set")
         names = tuple(name for name in Options._fields if name != "settings")
         for source, values in sources.items():
-            written, beside = split_settings(values, source, names)
+            _, beside = split_settings(values, source, names)
             try:
                 Options(**beside).check()
             except DistCAError as error:
                 raise ConfigError(f"{source}: {error}") from error
-            options, settings = options | beside, settings | written
+            options, settings = options | beside, settings | {n: v for n, v in (values or {}).items() if n not in names}
         if not is_built_in(settings.get("cost_model", "analytic")):  # children may run in other folders
             settings["cost_model"] = str(Path(settings["cost_model"]).absolute())
     options |= {name: value for name, value in given.items() if value is not None}

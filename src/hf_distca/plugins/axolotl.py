@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_distca.config import DistCAConfig, split_settings
+from hf_distca.config import split_settings
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.callback import DistCACallback
 from hf_distca.integration.deal_trainer import deal
@@ -49,8 +49,8 @@ class DistCAPlugin(BasePlugin):  # type: ignore[misc]  # Any, where axolotl is n
             ConfigError: if a name or value under ``distca`` is wrong.
             UnsupportedError: if it names an attention that distca does not stand in for, or a sequence is cut over ranks.
         """
-        settings, beside = split_settings(cfg.get("distca"), "distca")
-        self.config, self.tokens_per_rank = DistCAConfig(**settings), beside.get("tokens_per_rank")
+        self.config, beside = split_settings(cfg.get("distca"), "distca")
+        self.tokens_per_rank = beside.get("tokens_per_rank")
         if self.tokens_per_rank is not None and cfg.get("sample_packing"):
             raise UnsupportedError(
                 "sample_packing: true packs samples of up to sequence_len tokens, and distca: {tokens_per_rank: "
