@@ -152,7 +152,6 @@ def simulate(
 
 def _mean(steps: list[Prediction]) -> Prediction:
     degrees = [step.degree for step in steps]
-    total = sum(step.tokens_per_second * step.step_seconds for step in steps)
     names = [field.name for field in fields(Prediction) if field.name.endswith(("_seconds", "_share"))]
     means: dict[str, Any] = {name: float(np.mean([getattr(step, name) for step in steps])) for name in names}
     return replace(
@@ -162,7 +161,7 @@ def _mean(steps: list[Prediction]) -> Prediction:
         fits=all(step.fits for step in steps),
         most_tokens=max(step.most_tokens for step in steps),
         degree=max(set(degrees), key=degrees.count),
-        tokens_per_second=total / sum(step.step_seconds for step in steps),
+        tokens_per_second=sum(step.tokens_per_second * step.step_seconds for step in steps) / sum(s.step_seconds for s in steps),
     )
 
 
