@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
@@ -27,7 +27,6 @@ from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
-from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 
 __all__ = ["Planner", "Planning", "current_world"]
@@ -40,18 +39,12 @@ class Planning:
     """Plans that are being made.
 
     Attributes:
-        requests: what they are for, in the order of the plans.
-        config: the settings.
         place: what is planned, for errors.
-        milliseconds: what announcing took.
-        plans: the plans and the milliseconds of making them.
+        plans: in the order in which they were asked for.
     """
 
-    requests: Sequence[Request]
-    config: DistCAConfig
     place: str
-    milliseconds: float
-    plans: Future[tuple[list[Plan], float]]
+    plans: Future[list[Planned]]
 
 
 class Planner:
@@ -106,33 +99,37 @@ class Planner:
         self, requests: Sequence[Request], group: AttentionGroup, place: str | None = None, *, beside: bool = False
     ) -> Planning:
         """Announce documents, with one collective, and plan them: before this thread goes on, or `beside` it."""
-        started, keys = time.perf_counter(), [key for _, key in requests]
+        started, config, keys = time.perf_counter(), self.config, [key for _, key in requests]
         place = place or f"micro-batch {self.progress.number_of(keys)}"
-        layouts = [layout_of(stated) for stated in self.progress.announce(requests, group, place, self.config)]
-        jobs = list(zip(layouts, self._jobs(keys, group.size, group.per_node), strict=True))
-        plans: Future[tuple[list[Plan], float]] = Future()
-        milliseconds = (time.perf_counter() - started) * 1e3
+        layouts = [layout_of(stated) for stated in self.progress.announce(requests, group, place, config)]
+        jobs = self._jobs(keys, group.size, group.per_node)
+
+        def make() -> list[Planned]:
+            plans = [balance(layout, job.cost, job.config, job.ranks) for layout, job in zip(layouts, jobs, strict=True)]
+            taken = (time.perf_counter() - started) * 1e3 / max(len(plans), 1)
+            asked = zip(requests, plans, strict=True)
+            return [
+                Planned(key, plan, config, documents.rows, taken, per_node=group.per_node) for (documents, key), plan in asked
+            ]
+
+        planning = Planning(place, Future())
         if beside:
-            Thread(target=_make, args=(jobs, plans), name="distca plans", daemon=True).start()
+            Thread(target=_fulfil, args=(planning.plans, make), name="distca plans", daemon=True).start()
         else:
-            _make(jobs, plans)
-        return Planning(requests, self.config, place, milliseconds, plans)
+            _fulfil(planning.plans, make)
+        return planning
 
     def finish(self, planning: Planning, group: AttentionGroup) -> list[Planned]:
         """The plans, in the order of their requests, once they are made and all ranks have the same: one collective."""
-        plans, making = planning.plans.result()
-        started, requests = time.perf_counter(), planning.requests
+        plans, place, started = planning.plans.result(), planning.place, time.perf_counter()
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
-        digests, doing = np.array([_number(plan) for plan in plans], dtype=np.int64), f"comparing plans of {planning.place}"
+        digests, doing = np.array([_number(planned.plan) for planned in plans], dtype=np.int64), f"comparing plans of {place}"
         if not group.all_equal(digests, doing=doing):
             for column in np.stack(group.gather(digests, doing=doing)).T:
-                remedy = "use one version of hf_distca and numpy"
-                check_equal(group, column, "plans for the same documents", planning.place, remedy)
-        taken = planning.milliseconds + making + (time.perf_counter() - started) * 1e3
-        return [
-            Planned(key, plan, planning.config, documents.rows, taken / len(requests), per_node=group.per_node)
-            for (documents, key), plan in zip(requests, plans, strict=True)
-        ]
+                check_equal(group, column, "plans for the same documents", place, "use one version of hf_distca and numpy")
+        for planned in plans:
+            planned.planning_ms += (time.perf_counter() - started) * 1e3 / len(plans)
+        return plans
 
     def use(self, planned: Planned, documents: Documents) -> Meter:
         """Count a plan as one of the micro-batch at hand, and return the meter for what is done by it.
@@ -202,12 +199,9 @@ def _number(plan: Plan) -> int:
     return int(plan.digest[:15], 16)
 
 
-def _make(jobs: Sequence[tuple[Layout, PlanJob]], plans: Future[tuple[list[Plan], float]]) -> None:
+def _fulfil(plans: Future[list[Planned]], make: Callable[[], list[Planned]]) -> None:
     """Make plans, or keep the exception for whoever takes them."""
-    started = time.perf_counter()
     try:
-        balanced = [balance(layout, job.cost, job.config, job.ranks) for layout, job in jobs]
+        plans.set_result(make())
     except BaseException as error:
         plans.set_exception(error)
-    else:
-        plans.set_result((balanced, (time.perf_counter() - started) * 1e3))
