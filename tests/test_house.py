@@ -25,7 +25,7 @@ class Bounds(NamedTuple):
 
 
 BOUNDS = {
-    "agreement": Bounds(files=9, lines=1901, longest_file=300, longest_function=29, parameters=5, pronouns=0),
+    "agreement": Bounds(files=9, lines=1891, longest_file=300, longest_function=29, parameters=5, pronouns=0),
     "cli": Bounds(files=13, lines=1102, longest_file=156, longest_function=51, parameters=9, pronouns=0),
     "data": Bounds(files=6, lines=895, longest_file=250, longest_function=32, parameters=6, pronouns=0),
     "doctor": Bounds(files=4, lines=421, longest_file=195, longest_function=31, parameters=4, pronouns=0),

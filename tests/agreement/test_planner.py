@@ -104,7 +104,7 @@ def test_plans_made_ahead_are_taken_once_and_only_under_the_same_settings() -> N
 def run(ours: Planner, group: MadeUpGroup, key: PlanKey, seconds: float) -> Meter:
     """Plan a micro-batch and pretend to compute it."""
     (planned,) = ours.plan([(documents(96), key)], group)
-    meter = ours.use(planned, documents(96))
+    meter = ours.progress.use(planned, documents(96))
     meter.span("server", 0.0, seconds)
     return meter
 
@@ -126,7 +126,7 @@ def test_what_is_gathered_waits_for_the_device_and_is_counted_at_once() -> None:
     with device.installed():
         for number in (1, 2, 3):
             (planned,) = ours.plan([(documents(96), key)], group)
-            meter = ours.use(planned, documents(96))
+            meter = ours.progress.use(planned, documents(96))
             begin = now(torch.device("cuda"))
             device.launch(float(number))
             meter.span("server", begin, now(torch.device("cuda")))

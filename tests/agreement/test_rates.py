@@ -96,7 +96,7 @@ class World:
         documents = self._documents(self.lengths[0])
         (planned,) = self.planner.plan([(documents, KEY)], self.group)
         estimate = self.planner.progress.costs.of(KEY)
-        meter = self.planner.use(planned, documents)
+        meter = self.planner.progress.use(planned, documents)
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         plan = planned.plan
         self.plans.append(plan)
@@ -352,7 +352,7 @@ def train_on_shares(over_at_once: bool) -> list[tuple[CostModel, tuple[float, ..
         documents = TokenBatch(1, 4096, packed=share).documents()
         (planned,) = planner.plan([(documents, KEY)], group)
         made.append((planner.progress.costs.of(KEY), planner.progress.costs.ranks(2).speeds, planned.plan.digest))
-        meter = planner.use(planned, documents)
+        meter = planner.progress.use(planned, documents)
         meter.count(calls=1, kernel_calls=2, backward_calls=1)
         meter.span("server", 0.0, 0.1)
         if over_at_once:
@@ -394,7 +394,7 @@ def train_on_fetched(planner: Planner, dealing: Dealing, steps: int, key: PlanKe
             rates.append((planner.progress.costs.of(key), planner.progress.costs.ranks(2)))
             documents = TokenBatch(1, 4096, packed=share).documents()
             (plan,) = planner.plan([(documents, key)], group)
-            meter = planner.use(plan, documents)
+            meter = planner.progress.use(plan, documents)
             meter.count(calls=1, kernel_calls=2, backward_calls=1)
             meter.span("server", 0.0, 0.1)
     waited = [number for thread, number in planned if thread == current_thread().name]

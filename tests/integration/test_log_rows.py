@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_distca
 from hf_distca.agreement.planned import Planned
-from hf_distca.agreement.planner import Planner
+from hf_distca.agreement.world_progress import Progress
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import AttentionShape
@@ -53,23 +53,23 @@ def recorded() -> Iterator[list[Did]]:
     """What the micro-batches inside do, in order."""
     done: dict[int, Did] = {}
     seen: list[Did] = []
-    use = Planner.use
+    use = Progress.use
 
-    def spy(self: Planner, planned: Planned, *args: Any) -> Meter:
+    def spy(self: Progress, planned: Planned, *args: Any) -> Meter:
         meter = use(self, planned, *args)
-        cost, plan = self.progress.costs.of(planned.key), planned.plan
+        cost, plan = self.costs.of(planned.key), planned.plan
         seconds = cost.seconds(plan.end - plan.start, plan.end, plan.heads)
         before = [float(seconds[plan.home == rank].sum()) for rank in (0, 1)]
-        if self.progress.number not in done:
-            done[self.progress.number] = Did(0.0, 0.0, [])
-            seen.append(done[self.progress.number])
-        did = done[self.progress.number]
+        if self.number not in done:
+            done[self.number] = Did(0.0, 0.0, [])
+            seen.append(done[self.number])
+        did = done[self.number]
         did.before += max(before)
         did.mean += sum(before) / 2
         did.meters.append(meter)
         return meter
 
-    with patch.object(Planner, "use", spy):
+    with patch.object(Progress, "use", spy):
         yield seen
 
 

@@ -18,12 +18,10 @@ import torch.distributed as dist
 
 from hf_distca.agreement.announce import PlanKey, Request, check_equal, layout_of
 from hf_distca.agreement.dealt import Dealt, PlanJob, plan_fetched
-from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.history import History
 from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.world_progress import Progress
 from hf_distca.config import DistCAConfig
-from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.balance import balance
@@ -130,19 +128,6 @@ class Planner:
         for planned in plans:
             planned.planning_ms += (time.perf_counter() - started) * 1e3 / len(plans)
         return plans
-
-    def use(self, planned: Planned, documents: Documents) -> Meter:
-        """Count a plan as one of the micro-batch at hand, and return the meter for what is done by it.
-
-        Raises:
-            LayoutError: if it was made for other documents.
-        """
-        if not np.array_equal(planned.rows, documents.rows):
-            raise LayoutError(
-                f"a micro-batch has documents of {documents.rows[:, 2].tolist()} tokens, and was announced with documents of "
-                f"{planned.rows[:, 2].tolist()}: leave batches as they are after plan_ahead."
-            )
-        return self.progress.use(planned)
 
     def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
         """Plans that need no other rank."""

@@ -26,10 +26,12 @@ from hf_distca.agreement.announce import (
     common_facts,
     fingerprint,
 )
+from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.history import History
 from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.rates import Costs
 from hf_distca.config import DistCAConfig
+from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.meter import Meter
@@ -86,8 +88,17 @@ class Progress:
         """Number of the micro-batch that these plans are for: a new one if the last one is over, or used such a plan."""
         return self.number + (self._over or any(key in self._used for key in keys))
 
-    def use(self, planned: Planned) -> Meter:
-        """Count a plan as one of the micro-batch at hand. Returns the meter for what is done by it."""
+    def use(self, planned: Planned, documents: Documents) -> Meter:
+        """Count a plan as one of the micro-batch at hand, and return the meter for what is done by it.
+
+        Raises:
+            LayoutError: if it was made for other documents.
+        """
+        if not np.array_equal(planned.rows, documents.rows):
+            raise LayoutError(
+                f"a micro-batch has documents of {documents.rows[:, 2].tolist()} tokens, and was announced with documents of "
+                f"{planned.rows[:, 2].tolist()}: leave batches as they are after plan_ahead."
+            )
         number = self.number_of([planned.key])
         if number > self.number:
             self._used.clear()

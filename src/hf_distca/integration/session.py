@@ -200,7 +200,7 @@ class Session:
         return Work(_ALONE, route, _keep(documents, device), plan.window, Meter(self.meter), key.nano, OutputStore())
 
     def _work(self, documents: Documents, planned: Planned, group: AttentionGroup, device: torch.device) -> Work:
-        meter, nano = self.planner.use(planned, documents), planned.key.nano
+        meter, nano = self.planner.progress.use(planned, documents), planned.key.nano
         waves = Waves.of(
             planned.plan, planned.key.shape, self.config.tile, self.config.max_transient_bytes, self.config.head_groups
         )
