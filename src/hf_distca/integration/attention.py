@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,10 +28,7 @@ __all__ = ["distca_attention"]
 @contextmanager
 def _unseen_by_policies() -> Iterator[None]:
     """Run without dispatch modes where a checkpointing policy is among them."""
-    if any(is_policy_mode(mode) for mode in dispatch_modes()):
-        with without_dispatch_modes():
-            yield
-    else:
+    with without_dispatch_modes() if any(map(is_policy_mode, dispatch_modes())) else nullcontext():
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,9 +18,8 @@ from hf_distca.integration.callers import calling_trainer
 from hf_distca.integration.checks import check_loader
 from hf_distca.integration.loading import distca_configs, prepare
 from hf_distca.integration.record import Recorder
-from hf_distca.integration.reports import Metrics, metrics, sum_up, why_given_up, why_nothing_moved, write_trace
+from hf_distca.integration.reports import Metrics, metrics, sum_up, trace, why_given_up, why_nothing_moved
 from hf_distca.integration.session import Session, current_session, use_session
-from hf_distca.measure.timeline import Trace
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -70,6 +70,7 @@ class DistCACallback(TrainerCallback):
         self._session: Session | None = None  # the one with these settings
         self._logged = self._began = Metrics()  # at the last log, and when this training began
         self._steps = 0
+        self._tracing = ExitStack()
         self._evaluated: object = None  # the loader that was checked last
         self._calls: int | None = None  # of attention before the first step, until that has run
         self._judged = False  # whether it was looked at if anything moves
@@ -116,10 +117,9 @@ class DistCACallback(TrainerCallback):
             self._take_place(calling_trainer(self))
             self._start_recording(args, state.global_step, kwargs.get("model"))
         self._steps += 1
-        session = current_session()
-        session.planner.history.step = state.global_step + 1
+        current_session().planner.history.step = state.global_step + 1
         if self.trace_path is not None and self._steps == _TRACED_STEP:
-            session.trace = Trace()
+            self._tracing.enter_context(trace(self.trace_path))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After the first step, make sure that attention was called; after the traced one, write the trace; gather for a log.
@@ -128,9 +128,7 @@ class DistCACallback(TrainerCallback):
             UnsupportedError: if the model took the name "distca" and computes its attention without calling it.
         """
         session, model = current_session(), kwargs.get("model")
-        if self.trace_path is not None and self._steps == _TRACED_STEP and session.trace is not None:
-            write_trace(session.trace, self.trace_path)
-            session.trace = None
+        self._tracing.close()
         calls, self._calls = self._calls, None
         if session.meter.calls == calls and distca_configs(model):
             raise UnsupportedError(

@@ -16,7 +16,7 @@ from hf_distca.integration.processes import say
 from hf_distca.integration.session import Session, current_session
 from hf_distca.measure.timeline import Trace
 
-__all__ = ["Metrics", "metrics", "sum_up", "summary", "trace", "why_nothing_moved", "write_trace"]
+__all__ = ["Metrics", "metrics", "sum_up", "summary", "trace", "why_nothing_moved"]
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,5 @@ def trace(folder: str | Path | None = None) -> Iterator[Trace]:
     finally:
         session.trace = before
     if folder is not None:
-        write_trace(recorded, folder)
-
-
-def write_trace(trace: Trace, folder: str | Path) -> None:
-    """Write this rank's file."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    trace.write(Path(folder) / f"rank_{rank}.json", rank)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        recorded.write(Path(folder) / f"rank_{rank}.json", rank)
