@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from hf_distca.pipeline.stage_ranks import (
 from hf_distca.pipeline.stages import Stage
 from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, StageAttention, TickCalls
 from hf_distca.pipeline.ticks import Pipeline, Tick, TickPlans, documents_of_shares, documents_of_stated, ticks
+from hf_distca.runtime.channel import wait_for
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meeting import Meeting
 from hf_distca.runtime.outputs import OutputStore
@@ -323,19 +323,14 @@ class Messages:
 
     def __init__(self, ops: Sequence[dist.P2POp]) -> None:
         self._ops = list(ops)  # what is sent must stay until it has left
-        self._works = dist.batch_isend_irecv(self._ops) if ops else []
+        self._works: list[dist.Work | None] = [*dist.batch_isend_irecv(self._ops)] if ops else []
 
     def wait(self, group: AttentionGroup, doing: str) -> None:
         """Wait until all have arrived and left; over gloo no longer than the ranks of the group wait for each other."""
-        seconds = group.timeout_seconds - patience(group.timeout_seconds)
-        bounded = bool(self._ops) and self._ops[0].group.name() == "gloo"
+        deadline = time.monotonic() + group.timeout_seconds - patience(group.timeout_seconds)
+        over_gloo = bool(self._ops) and self._ops[0].group.name() == "gloo"
         try:
-            while self._works:
-                work = self._works.pop(0)  # to be waited for once only
-                if bounded:
-                    work.wait(datetime.timedelta(seconds=seconds))
-                else:
-                    work.wait()
+            wait_for(self._works, deadline if over_gloo else None)
         except RuntimeError as error:
             raise error if group.watch is None else group.watch.give_up(doing, error) from error
         self._ops.clear()

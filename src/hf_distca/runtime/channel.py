@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from hf_distca.runtime.watch import Watch, patience
 
-__all__ = ["Channel", "Transfer"]
+__all__ = ["Channel", "Transfer", "wait_for"]
 
 
 @dataclass(eq=False)
@@ -148,14 +148,8 @@ class Transfer:
         Raises:
             DistCADesyncError: if other ranks do not take part in time.
         """
-        gloo = self.channel.over_gloo
         try:
-            while self.works:
-                work = self.works.pop(0)  # to be waited for once only; the others are still there after an exception
-                if work is not None and gloo:
-                    work.wait(_until(self.deadline))
-                elif work is not None:
-                    work.wait()
+            wait_for(self.works, self.deadline if self.channel.over_gloo else None)
         except RuntimeError as error:
             raise self.channel.watch.give_up(self.doing, error) from error
         if self.landing is not None:
@@ -166,12 +160,21 @@ class Transfer:
         works, self.works = self.works, []
         for work in works if self.channel.over_gloo else []:
             with suppress(RuntimeError):
-                if work is not None:
-                    work.wait(_until(deadline))
+                wait_for([work], deadline)
 
     def __del__(self) -> None:
         if self.works:  # after an exception nobody waits
             self.see_through(self.channel.watch.deadline())
+
+
+def wait_for(works: list[dist.Work | None], deadline: float | None) -> None:
+    """Wait for messages until a deadline, if there is one. What is left of them after an exception was not waited for."""
+    while works:
+        work = works.pop(0)  # to be waited for once only
+        if work is not None and deadline is not None:
+            work.wait(_until(deadline))
+        elif work is not None:
+            work.wait()
 
 
 def _checksum(text: str, number: int, before: int = 0) -> int:
