@@ -214,11 +214,10 @@ class Session:
         """Core attention of one layer for this rank's tokens."""
         if work.attend is not None:
             return work.attend(module, inputs, scores)
-        group, number = work.group, next(work.numbers)
-        group.raise_pending()
+        number = next(work.numbers)
+        work.group.raise_pending()
         place = f"layer {getattr(module, 'layer_idx', number)} of {work.name}"
-        if group.data is not None:
-            group = replace(group, data=group.data.at(place, work.route.forward_exchanges))
+        group = work.group.at(place, work.route.forward_exchanges)
         reporting = partial(group.reporting, f"computing {place}")
         outputs = None if work.outputs is None else work.outputs.of(module, inputs)
         q_THD, k_TKD, v_TKV = inputs.q_THD, inputs.k_TKD, inputs.v_TKV

@@ -253,13 +253,6 @@ class StageAttention:
             raise UnsupportedError(f"{type(module).__name__} computes attention in backward whose outputs were not kept.")
         return core_attention(inputs, call)
 
-    def channel(self, part: CallPart, *, backward: bool) -> AttentionGroup:
-        """The group, with a channel for a call."""
-        data = self.group.data
-        if data is None:
-            return self.group
-        return replace(self.group, data=data.at(part.name, 0 if backward else 2 * len(part.route.waves)))
-
     def server(self, part: CallPart) -> AttentionServer:
         """What runs the tasks of a call."""
         shape, scores = part.kind.key.shape, Scores(part.kind.scale, part.window, part.kind.softcap)
@@ -271,7 +264,8 @@ class StageAttention:
 
     def serve(self, part: CallPart, *, backward: bool) -> None:
         """Take part in a call without rows of this rank's own."""
-        call = Call(part.route, self.channel(part, backward=backward), self.server(part))
+        group = self.group.at(part.name, 0 if backward else part.route.forward_exchanges)
+        call = Call(part.route, group, self.server(part))
         call.backward = backward
         # Rows of head groups travel if documents are split by heads.
         q_THD, k_TKD, v_TKV = no_rows = in_groups(part.kind.no_rows(self.device), part.route.groups)
@@ -298,7 +292,8 @@ class StageCall(Call):
 
     def __init__(self, attention: StageAttention, micro_batch: MicroBatch, number: int, stored: LayerOutputs | None) -> None:
         part = micro_batch.parts[number]
-        super().__init__(part.route, attention.channel(part, backward=False), attention.server(part), stored)
+        group = attention.group.at(part.name, part.route.forward_exchanges)
+        super().__init__(part.route, group, attention.server(part), stored)
         self._attention, self._micro_batch, self._number = attention, micro_batch, number
 
     @property
@@ -311,4 +306,4 @@ class StageCall(Call):
         super().begin_backward()
         part = self._micro_batch.backward_part(self._number)
         self.route, self.server = part.route, self._attention.server(part)
-        self.group = self._attention.channel(part, backward=True)
+        self.group = self._attention.group.at(part.name, 0)

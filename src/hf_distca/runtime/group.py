@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -148,6 +148,10 @@ class AttentionGroup:
         """Whether this rank has left the group: it failed, or heard that another did."""
         return self.watch is not None and self.watch.left
 
+    def at(self, where: str, forward_exchanges: int) -> AttentionGroup:
+        """The group in a call, as `Channel.at`."""
+        return self if self.data is None else replace(self, data=self.data.at(where, forward_exchanges))
+
     def reporting(self, doing: str) -> AbstractContextManager[None]:
         """A context that tells the other ranks of an exception inside, so that they do not wait for this one."""
         return nullcontext() if self.watch is None else self.watch.reporting(doing)
@@ -197,11 +201,7 @@ class AttentionGroup:
         return received
 
     def raise_pending(self) -> None:
-        """Raise what a `Meeting` has found. Takes no time.
-
-        Raises:
-            DistCADesyncError: if ranks do not do the same.
-        """
+        """As `Watch.raise_pending`; takes no time."""
         if self.watch is not None:
             self.watch.raise_pending()
 

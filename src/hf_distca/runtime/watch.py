@@ -157,7 +157,7 @@ class Watch:
             _break(link)
 
     def raise_pending(self) -> None:
-        """Raise the error that this rank is to be woken for.
+        """Raise the error that this rank is to be woken for: what a `Meeting` has found.
 
         Raises:
             DistCADesyncError: if there is one.
