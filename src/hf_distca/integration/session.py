@@ -92,9 +92,8 @@ class Session:
             if members is None and world is not None:
                 members = find_members()
             with said_if_long("making the attention group, which waits for all its ranks,"):
-                config = self.config
-                size = config.group_size if world is None else size_of_groups(members, config)
-                self._group = AttentionGroup.of(members, timeout_seconds=config.timeout_seconds, size=size)
+                size = None if world is None else size_of_groups(members, self.config)
+                self._group = AttentionGroup.of(members, timeout_seconds=self.config.timeout_seconds, size=size)
             self._world = world
         return self._group
 
@@ -167,7 +166,7 @@ class Session:
             alone, pairs = handle.alone or not training, zip(handles, requests, strict=True)
             works = [self._work_alone(part, *request, query.device, evaluating=alone) for part, request in pairs]
         else:
-            with group.reporting(f"measuring costs for micro-batch {self.planner.progress.next_number}"):
+            with self._reporting(group, "measuring costs"):
                 self.learn_cost(key, query, group)
             # The first plan after an installation compiles loops of the scheduler.
             said = said_if_long("making the first plan") if self.planner.progress.next_number == 1 else nullcontext()
@@ -201,14 +200,13 @@ class Session:
 
     def _work(self, documents: Documents, planned: Planned, group: AttentionGroup, device: torch.device) -> Work:
         meter, nano = self.planner.progress.use(planned, documents), planned.key.nano
-        waves = Waves.of(
-            planned.plan, planned.key.shape, self.config.tile, self.config.max_transient_bytes, self.config.head_groups
-        )
+        plan, config = planned.plan, self.config
+        waves = Waves.of(plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups)
         self._warn_above_bound(waves, group)
-        route = Route.build(planned.plan, group.rank, waves)
+        route = Route.build(plan, group.rank, waves)
         name = f"micro-batch {self.planner.progress.number}" + (f", nano-batch {nano}" if nano else "")
-        name += f" ({planned.source}, plan {planned.plan.digest[:8]})" if planned.source else ""
-        return Work(group, route, _keep(documents, device), planned.plan.window, meter, nano, OutputStore(), name)
+        name += f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
+        return Work(group, route, _keep(documents, device), plan.window, meter, nano, OutputStore(), name)
 
     def attend(self, work: Work, module: torch.nn.Module, inputs: Inputs, scores: Scores) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens."""
