@@ -67,10 +67,7 @@ def check_split(model: PreTrainedModel) -> None:
     elif getattr(text_config, "output_router_logits", False):
         why = "it adds a loss of its routers (output_router_logits=True), which stages do not hand on; set it to False"
     if why is not None:
-        raise UnsupportedError(
-            f"hf_distca.pipeline does not split {config.model_type} models: {why}. Train it with data parallelism, whose ranks "
-            "share attention too."
-        )
+        raise _cannot(model, why)
 
 
 @dataclass(frozen=True, eq=False)
