@@ -1,9 +1,10 @@
 """Rows that segments need of those before them, from all ranks: one exchange, differentiable.
 
-Forward sends rows to every rank that needs them; backward sends the gradients of received rows the same way back, where they are
-added up in the order of ranks, so that the sum is the same whenever it is computed. An exchange is an autograd function that every
-rank must come to, forward and backward, also one that has no rows to send or to receive: `carry` is given tensors that need a
-gradient on every rank, and returns an anchor, a scalar without meaning, which `tied` makes part of the layer's output.
+Forward sends rows to every rank that needs them. Backward sends the gradients of received rows the same way back, where they are
+added up in the order of ranks, so that a sum is the same whenever it is computed. An exchange is an autograd function that every
+rank must come to, forward and backward, also a rank that sends and receives no rows. So `carry` is given the inputs of the layer,
+which need a gradient on every rank or on none, and returns an anchor, a scalar without meaning, which `tied` makes part of the
+layer's output.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.messages import Part, add_rows, joined, launch, pieces
 from hf_distca.runtime.outputs import LayerOutputs
 
-__all__ = ["Carried", "Summaries", "carry", "starting_states", "tied"]
+__all__ = ["Carried", "Summaries", "carry", "starting_states", "tied", "widened"]
 
 
 class Carried(NamedTuple):
@@ -27,6 +28,11 @@ class Carried(NamedTuple):
 
     rows: tuple[torch.Tensor, ...]
     anchor: torch.Tensor
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states, of which layers have inputs in a dtype: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class Summaries(NamedTuple):

@@ -1,15 +1,17 @@
-"""The segments that a rank's tokens consist of, for layers that run along a document, and where the rest of each document lies."""
+"""The segments that the tokens of a rank consist of, and what else of their documents lies where."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from hf_distca.errors import LayoutError
 from hf_distca.runtime.group import AttentionGroup
@@ -40,7 +42,7 @@ class Needed:
     """Rows of what precedes segments, seen from one rank: which it holds and which it needs.
 
     Attributes:
-        held: what the rows are of that this rank holds and some segment needs, here or elsewhere.
+        held: what the rows are of that this rank holds and some segment needs, here or elsewhere; first those of position 0.
         rows: which of them go to which ranks, and how many come from each.
         place: where a row is that this rank holds or receives, in a tensor of the rows held and then those received.
     """
@@ -53,7 +55,7 @@ class Needed:
     def of(cls, rank: int, needs: Iterable[tuple[int, int, Key]]) -> Needed:
         """From (rank that needs a row, rank that holds it, row), in any order; those of other ranks may be left out."""
         unique = set(needs)
-        held = tuple(sorted({key for _, holder, key in unique if holder == rank}))
+        held = tuple(sorted({key for _, holder, key in unique if holder == rank}, key=lambda key: (key.position > 0, key)))
         place = {key: index for index, key in enumerate(held)}
         sent = sorted((target, key) for target, holder, key in unique if holder == rank != target)
         received = sorted((holder, key) for target, holder, key in unique if target == rank != holder)
@@ -108,10 +110,11 @@ class Segments:
         """
         if layout.context.any():
             raise LayoutError(
-                f"a layout with context {layout.context.tolist()}: recurrent layers run on whole micro-batches, not on nano-batches."
+                f"a layout with context of {layout.context.tolist()} segments is that of a nano-batch, and recurrent layers mix "
+                "tokens of both: run these layers on the whole micro-batch."
             )
         if layout.world_size != group.size:
-            raise LayoutError(f"a layout of {layout.world_size} ranks for a group of {group.size}.")
+            raise LayoutError(f"a layout of {layout.world_size} ranks for a group of {group.size}: give the group's own.")
         document = layout.unsplit(layout.document)
         order = np.lexsort((layout.end, layout.run, document))
         columns = (column[order] for column in (document, layout.run, layout.end, layout.rank, layout.token))
@@ -150,6 +153,79 @@ class Segments:
         """Which of `here` a segment is."""
         return {Key(segment.document, segment.start): index for index, segment in enumerate(self.here)}
 
+    @property
+    def whole(self) -> bool:
+        """Whether all documents here are whole, and this rank has no part in an exchange."""
+        return not (self.cut or self.exchanges)
+
+    @cached_property
+    def beginnings(self) -> tuple[int, ...]:
+        """Which of `here` begin a document that goes on after them, in the order of `summaries.held`."""
+        return tuple(self.index[key] for key in self.summaries.held if key.position == 0)
+
+    @cached_property
+    def middles(self) -> tuple[int, ...]:
+        """Which of `here` have others of their document before and after them, in the order of `transitions.held`."""
+        return tuple(self.index[key] for key in self.transitions.held)
+
+    @cached_property
+    def following(self) -> tuple[int, ...]:
+        """Which of `here` have others of their document before them."""
+        return tuple(index for index, segment in enumerate(self.here) if segment.start > 0)
+
+    @cached_property
+    def alone(self) -> tuple[int, ...]:
+        """Which of `here` are whole documents."""
+        return tuple(index for index, segment in enumerate(self.here) if segment.document not in self.cut)
+
+    def token(self, key: Key) -> int:
+        """The index among the tokens here of one that is here."""
+        return next(
+            offset + key.position - segment.start
+            for offset, segment in zip(self.offsets, self.here, strict=False)
+            if segment.document == key.document and segment.start <= key.position < segment.end
+        )
+
+    def lengths_of(self, which: Sequence[int]) -> list[int]:
+        """Tokens of some segments here."""
+        return [self.lengths[index] for index in which]
+
+    def reporting(self, what: str) -> AbstractContextManager[None]:
+        """A context that tells the other ranks of an exception inside."""
+        return self.group.reporting(f"computing {what} of {self.name}") if self.exchanges else nullcontext()
+
+    def check(self, tensor: torch.Tensor, dim: int) -> None:
+        """Check that an input has as many tokens along `dim` as there are here, in one row.
+
+        Raises:
+            LayoutError: states both.
+        """
+        if tensor.shape[0] != 1 or tensor.shape[dim] != self.tokens:
+            raise LayoutError(
+                f"an input of shape {tuple(tensor.shape)}, and the segments of this rank have {self.tokens} tokens: give one row "
+                "of the tokens that the layout has, without padding."
+            )
+
+    def select(self, tensor: torch.Tensor, which: Sequence[int]) -> torch.Tensor:
+        """The tokens of some segments here, along dimension 1, one after another; a view where that is possible."""
+        spans: list[list[int]] = []
+        for index in which:
+            if spans and spans[-1][1] == self.offsets[index]:
+                spans[-1][1] = self.offsets[index + 1]
+            else:
+                spans.append([self.offsets[index], self.offsets[index + 1]])
+        parts = [tensor.narrow(1, begin, end - begin) for begin, end in spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts or [tensor[:, :0]], 1)
+
+    def split(self, tensor: torch.Tensor, which: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Of each of some segments its tokens, from those that `select` put one after another along dimension 1."""
+        return dict(zip(which, torch.split(tensor, self.lengths_of(which), 1), strict=True)) if which else {}
+
+    def arrange(self, by_index: Mapping[int, torch.Tensor], none: torch.Tensor) -> torch.Tensor:
+        """All segments here one after another; `none` if there are none."""
+        ordered = [by_index[index] for index in range(len(self.here))]
+        return torch.cat(ordered, 1) if ordered else none
+
     @cached_property
     def summaries(self) -> Needed:
         """What states are composed of: rows of segments that come before others of their document."""
@@ -165,7 +241,7 @@ class Segments:
         here = self.group.rank
         for document, segments in self.cut.items():
             last = {segment.rank: number for number, segment in enumerate(segments)}
-            for number, segment in enumerate(segments[first : last[here]], first):
+            for segment in segments[first : last[here]]:
                 yield here, segment.rank, Key(document, segment.start)
             for number, segment in enumerate(segments[first:], first):
                 if segment.rank == here:
