@@ -1,6 +1,6 @@
 """Short causal convolutions over segments of documents: each segment sees the last rows before it, wherever they lie.
 
-All segments are convolved in one call, one after another. In front of each are the rows before it, or zeros, if it is the first of
+All segments are convolved in one call, one after another. In front of each are the rows before it, or zeros if it is the first of
 its document. Of the outputs, those of the segments are taken.
 
 Shape suffixes: B rows of the batch (1), C channels, T tokens, W width of the kernel.
@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 
 from hf_distca.recurrent.carryover import carry, tied
-from hf_distca.recurrent.segments import Key, Needed, Segments
+from hf_distca.recurrent.segments import Key, Needed, Segments, with_token
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.schedule.layout import Segment
 
@@ -93,7 +93,9 @@ def _convolved(
         begin += sum(tensor.shape[2] for tensor in front)
         begins.append(begin)
         begin += length
-    if len(row) <= 1:
-        return convolve(x_BCT) if row else x_BCT
+    if not row:
+        return convolve(with_token(x_BCT, 2))[..., :0]
+    if len(row) == 1:
+        return convolve(x_BCT)
     output = convolve(torch.cat(row, 2))
     return torch.cat([output[..., begin : begin + length] for begin, length in zip(begins, segments.lengths, strict=True)], 2)

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from hf_distca.recurrent.carryover import Summaries, carry, starting_states, tied, widened
-from hf_distca.recurrent.segments import Segments
+from hf_distca.recurrent.segments import Segments, with_token
 from hf_distca.runtime.outputs import LayerOutputs
 
 __all__ = ["DeltaInputs", "DeltaRule", "RuleOutputs", "delta_rule_by_token", "document_by_document", "gated_delta_rule"]
@@ -141,7 +141,9 @@ def gated_delta_rule(
     with segments.reporting("a delta rule"):
         segments.check(inputs.value, 1)
         layer = _Layer(inputs, segments, rule)
-        return layer.run(segments.alone).output if segments.whole else _with_states(layer, stored)
+        if not segments.whole:
+            return _with_states(layer, stored)
+        return layer.run(segments.alone).output if segments.here else layer.run_none()
 
 
 class _Layer(NamedTuple):
@@ -157,6 +159,11 @@ class _Layer(NamedTuple):
             return RuleOutputs(self.inputs.value[:, :0], None)
         start = torch.stack(list(states)) if states else None
         return self.rule(self.inputs_of(which), self.segments.lengths_of(which), start, final_states=final_states)
+
+    def run_none(self) -> torch.Tensor:
+        """The output of a rank without tokens."""
+        inputs = DeltaInputs(*map(with_token, self.inputs))
+        return self.rule(inputs, [1], None, final_states=False).output[:, :0]
 
     def inputs_of(self, which: Sequence[int]) -> DeltaInputs:
         """Those of some segments."""
@@ -197,4 +204,4 @@ def _with_states(layer: _Layer, stored: LayerOutputs | None) -> torch.Tensor:
     whole = layer.run(segments.alone)
     outputs = [(first, segments.beginnings), (rest, list(states)), (whole, segments.alone)]
     by_index = {index: part for run, which in outputs for index, part in segments.split(run.output, which).items()}
-    return tied(segments.arrange(by_index, inputs.value), carried.anchor)
+    return tied(segments.arrange(by_index) if by_index else layer.run_none(), carried.anchor)

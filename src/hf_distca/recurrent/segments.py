@@ -19,7 +19,7 @@ from hf_distca.runtime.messages import Formats, Rows, Run
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.layout import Layout, Segment
 
-__all__ = ["HeldSegment", "Key", "Needed", "Segments"]
+__all__ = ["HeldSegment", "Key", "Needed", "Segments", "with_token"]
 
 
 class HeldSegment(NamedTuple):
@@ -221,10 +221,9 @@ class Segments:
         """Of each of some segments its tokens, from those that `select` put one after another along dimension 1."""
         return dict(zip(which, torch.split(tensor, self.lengths_of(which), 1), strict=True)) if which else {}
 
-    def arrange(self, by_index: Mapping[int, torch.Tensor], none: torch.Tensor) -> torch.Tensor:
-        """All segments here one after another; `none` if there are none."""
-        ordered = [by_index[index] for index in range(len(self.here))]
-        return torch.cat(ordered, 1) if ordered else none
+    def arrange(self, by_index: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """All segments here, at least one, one after another."""
+        return torch.cat([by_index[index] for index in range(len(self.here))], 1)
 
     @cached_property
     def summaries(self) -> Needed:
@@ -265,3 +264,12 @@ class Segments:
                     if here in (before.rank, segment.rank):
                         positions = range(first, before.end)
                         yield from ((segment.rank, before.rank, Key(document, position)) for position in positions)
+
+
+def with_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """No tokens and then a token of zeros.
+
+    A rank without tokens runs its kernels on this and drops the outputs, so that weights get a gradient as on all other ranks.
+    """
+    shape = [1 if number == dim else size for number, size in enumerate(tensor.shape)]
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)

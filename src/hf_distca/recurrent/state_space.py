@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from hf_distca.recurrent.carryover import Summaries, carry, starting_states, tied, widened
-from hf_distca.recurrent.segments import Segments
+from hf_distca.recurrent.segments import Segments, with_token
 from hf_distca.runtime.outputs import LayerOutputs
 
 __all__ = ["Scan", "ScanInputs", "ScanOutputs", "mamba2", "scan_by_document", "scan_by_token"]
@@ -126,9 +126,9 @@ def mamba2(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutp
     """
     with segments.reporting("a state space"):
         segments.check(inputs.x, 1)
-        if segments.whole:
-            return _scanned(inputs, segments, scan, segments.alone).output
-        return _with_states(inputs, segments, scan, stored)
+        if not segments.whole:
+            return _with_states(inputs, segments, scan, stored)
+        return _scanned(inputs, segments, scan, segments.alone).output if segments.here else _none_scanned(inputs, scan)
 
 
 def _scanned(
@@ -138,6 +138,12 @@ def _scanned(
     if not which:
         return ScanOutputs(inputs.x[:, :0], None)
     return scan(inputs.of(segments, which), segments.lengths_of(which), final_states=final_states)
+
+
+def _none_scanned(inputs: ScanInputs, scan: Scan) -> torch.Tensor:
+    """The output of a rank without tokens."""
+    x, dt, *projections = map(with_token, (inputs.x, inputs.dt, inputs.B, inputs.C))
+    return scan(ScanInputs(x, dt, inputs.A, *projections), [1], final_states=False).output[:, :0]
 
 
 def _with_states(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None) -> torch.Tensor:
@@ -157,7 +163,7 @@ def _with_states(inputs: ScanInputs, segments: Segments, scan: Scan, stored: Lay
     for index, state in states.items():
         added = _added(inputs.of(segments, [index]), state)
         outputs[index] = (outputs[index] + added).to(outputs[index].dtype)
-    return tied(segments.arrange(outputs, ended.output), carried.anchor)
+    return tied(segments.arrange(outputs) if outputs else _none_scanned(inputs, scan), carried.anchor)
 
 
 def _decayed(transition_H: torch.Tensor, state_HPN: torch.Tensor) -> torch.Tensor:

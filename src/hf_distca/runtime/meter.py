@@ -50,8 +50,7 @@ class Meter:
         sent_bytes: bytes sent to other ranks.
         calls: calls of core attention that computed it, which is layers times forward passes.
         recalls: calls in a recompute that found what the first forward computed.
-        state_exchanges, state_bytes: exchanges of recurrent layers launched, forward and backward, and bytes sent in them to other
-            ranks.
+        state_exchanges, state_bytes: exchanges of recurrent layers launched, forward and backward; bytes sent in them.
         running: spans of this meter, its parts and its whole whose times are not known yet, oldest first: each is held once.
     """
 
