@@ -287,8 +287,3 @@ def test_a_rank_that_does_not_come_ends_the_wait(rank_pool: Callable[[int], Rank
         assert "waiting for the states in forward of exchange 0 of recurrent layers in a micro-batch" in message
     finally:
         pool.close()
-
-
-def test_gradients_come_back_in_the_dtype_of_what_was_sent() -> None:
-    assert carryover.widened(torch.bfloat16) == carryover.widened(torch.float32) == torch.float32
-    assert carryover.widened(torch.float64) == torch.float64
