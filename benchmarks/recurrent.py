@@ -3,9 +3,11 @@
     python benchmarks/recurrent.py --placements benchmarks/placements --json out.json
 
 Bytes are counted, not sent: each document of a placement lies in order of ranks, or head and tail as `deal` cuts it. Layers are
-those of Qwen3-Next (gated delta rule) and of Nemotron-H-8B (Mamba 2); the states are float32. Times are forward and backward of
-this machine's CPU, with the functions of transformers: one document in several segments, beside the same document whole. Ends
-with 1 if a figure misses its limit.
+those of Qwen3-Next (gated delta rule) and of Nemotron-H-8B (Mamba 2); the states are float32. Beside them stands what the slowest
+rank takes in a layer of attention, and with the states of three recurrent layers, at the built-in rates of a GPU.
+
+Times are forward and backward of this machine's CPU, with the functions of transformers: one document in several segments, beside
+as many documents, each as long as a segment. Ends with 1 if a figure misses its limit.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delt
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
+from hf_distca.config import DistCAConfig
 from hf_distca.recurrent.delta_rule import DeltaInputs, document_by_document, gated_delta_rule
 from hf_distca.recurrent.segments import Needed, Segments
 from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.deal import deal, in_order
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from machine import describe
 from output import add_json_option, put_out
@@ -45,7 +50,8 @@ LAYERS = {
     "Qwen3-Next": {"bias": 32 * 128 * 128 * 4, "transition": 32 * 128 * 128 * 4, "row": (2 * 16 + 32) * 128 * 2},
     "Nemotron-H": {"bias": 128 * 64 * 128 * 4, "transition": 128 * 4, "row": (128 * 64 + 2 * 8 * 128) * 2},
 }
-# Time of a document in so many segments, by that of the whole one; a segment between others is a run of twice the width.
+RECURRENT_LAYERS = 3  # for each layer of attention
+# Time of a document in eight segments, by that of eight documents. A segment between others is one run with twice the columns.
 LIMITS = {"gated delta rule": 2.0, "delta rule by channel": 1.6, "mamba2": 1.6}
 
 
@@ -61,11 +67,17 @@ def bytes_of(layout: Layout) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "cut_documents": int((np.bincount(layout.place) > 1).sum()),
         "segments_of_the_most_cut": int(np.bincount(layout.place).max()),
+        "attention_seconds": float(PlanLoad(balance(layout, COST, DistCAConfig()), COST).slowest_seconds),
     }
     for name, layer in LAYERS.items():
         states = [sent_bytes(s.summaries, layer["bias"]) + sent_bytes(s.transitions, layer["transition"]) for s in segments]
         halos = [sent_bytes(s.halo(3), layer["row"]) for s in segments]
-        figures[name] = {"mean": statistics.mean(states), "most": max(states), "most_of_convolution": max(halos)}
+        figures[name] = {
+            "mean": statistics.mean(states),
+            "most": max(states),
+            "most_of_convolution": max(halos),
+            "seconds": figures["attention_seconds"] + RECURRENT_LAYERS * max(states) / COST.exchange_bytes_per_second,
+        }
     return figures
 
 
@@ -102,7 +114,7 @@ def scan_layer(heads: int, tokens: int) -> Callable[[Segments], torch.Tensor]:
 
 
 def in_segments(count: int, tokens: int) -> Segments:
-    """One document in so many segments of this rank, with documents of one token between them; or whole, and then those."""
+    """One document in so many segments of this rank, with documents of one token between them."""
     rows = [row for number in range(count) for row in ((0, number * tokens, tokens), (number + 1, 0, 1))]
     return Segments.from_layout(Layout.from_segments([rows]), AttentionGroup())
 
@@ -118,7 +130,7 @@ def seconds_of(layer: Callable[[Segments], torch.Tensor], segments: Segments, ro
 
 
 def of_segments(options: argparse.Namespace) -> dict[str, Any]:
-    """Time of a document in 2 and in 8 segments by that of the same document whole."""
+    """Time of a document in 2 and in 8 segments by that of as many documents."""
     torch.manual_seed(0)
     figures: dict[str, Any] = {}
     for name in LIMITS:
@@ -131,12 +143,12 @@ def of_segments(options: argparse.Namespace) -> dict[str, Any]:
                 if name == "mamba2"
                 else delta_layer(options.heads, tokens, by_channel=by_channel)
             )
-            whole = Segments.packed([count * options.tokens, *[1] * count])
+            whole = Segments.packed([options.tokens, 1] * count)
             seconds_of(layer, whole, 1)
             before, after = (
                 seconds_of(layer, segments, options.rounds) for segments in (whole, in_segments(count, options.tokens))
             )
-            figures[name][count] = {"whole_seconds": before, "cut_seconds": after, "ratio": after / before}
+            figures[name][count] = {"documents_seconds": before, "segments_seconds": after, "ratio": after / before}
     return figures
 
 
@@ -149,13 +161,13 @@ def show(result: dict[str, Any]) -> None:
         for way, figures in ways.items():
             for layer in LAYERS:
                 row = [f"{figures[layer][name] / 1e6:.2f}" for name in ("mean", "most", "most_of_convolution")]
-                table.add_row(
-                    placement, way, str(figures["cut_documents"]), str(figures["segments_of_the_most_cut"]), layer, *row
-                )
-    times = Table("layer", "segments", "whole, s", "cut, s", "ratio")
+                row += [f"{1e3 * seconds:.1f}" for seconds in (figures["attention_seconds"], figures[layer]["seconds"])]
+                cut = [str(figures[name]) for name in ("cut_documents", "segments_of_the_most_cut")]
+                table.add_row(placement, way, *cut, layer, *row)
+    times = Table("layer", "segments", "documents, s", "segments, s", "ratio")
     for layer, by_count in result["times"].items():
         for count, row in by_count.items():
-            times.add_row(layer, str(count), *(f"{row[name]:.3f}" for name in ("whole_seconds", "cut_seconds", "ratio")))
+            times.add_row(layer, str(count), *(f"{row[name]:.3f}" for name in ("documents_seconds", "segments_seconds", "ratio")))
     console = Console()
     console.print(table)
     console.print(times)

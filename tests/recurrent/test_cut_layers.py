@@ -200,7 +200,7 @@ def test_a_recompute_exchanges_nothing_if_what_came_was_kept(kind: str, use_reen
     def work(group: AttentionGroup, kept: bool) -> tuple[int, dict[str, torch.Tensor]]:
         meter, module, store = Meter(), torch.nn.Identity(), OutputStore()
         segments = Segments.from_layout(Layout.from_segments(ODD), group, meter)
-        count = segments.tokens
+        count = segments.offsets[-1]
         leaves = {name: tensor.requires_grad_() for name, tensor in tokens_of(kind, group.rank, count).items()} | weights_of(kind)
 
         def layer(*tensors: torch.Tensor) -> torch.Tensor:

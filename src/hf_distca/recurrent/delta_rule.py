@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hf_distca.recurrent.carryover import Summaries, carry, starting_states, tied, widened
+from hf_distca.recurrent.carryover import RuleOutputs, Summaries, carry, starting_states, tied, widened
 from hf_distca.recurrent.segments import Segments, with_token
 from hf_distca.runtime.outputs import LayerOutputs
 
@@ -47,17 +47,6 @@ class DeltaInputs(NamedTuple):
         """(0, H, K, V), in float32, or float64 if the values are."""
         shape = 0, self.value.shape[2], self.key.shape[3], self.value.shape[3]
         return self.value.new_zeros(shape, dtype=widened(self.value.dtype))
-
-
-class RuleOutputs(NamedTuple):
-    """What a rule returns: outputs (1, T, H, V), and the state after each document, (N, H, K, V), if it was asked for."""
-
-    output: torch.Tensor
-    states: torch.Tensor | None
-
-    def states_like(self, none: torch.Tensor) -> torch.Tensor:
-        """The states in the dtype of others, or `none` of them."""
-        return none if self.states is None else self.states.to(none.dtype)
 
 
 class DeltaRule(Protocol):
@@ -140,7 +129,7 @@ def gated_delta_rule(
         LayoutError: if the inputs have another number of tokens than the segments.
         DistCADesyncError: if other ranks do not take part in time.
     """
-    with segments.reporting("a delta rule"):
+    with segments.group.reporting(f"computing a delta rule of {segments.name}"):
         segments.check(inputs.value, 1)
         layer = _Layer(inputs, segments, rule)
         if not segments.whole:
