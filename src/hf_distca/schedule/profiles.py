@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import resources
@@ -27,6 +28,10 @@ _SHIPPED = "profiles_data"
 _LEAST_RATE = 1.0  # a second
 _MOST_SECONDS = 1e6
 _MOST = 2**31  # of a width or a tile
+# By a word of a GPU's name, the device whose timings stand for it, and by the name of a kernel, what it runs. No timings of kernels
+# on an H200 are published; its multiprocessors are those of an H100.
+_GPUS = {"A100": "a100", "H100": "h100", "H200": "h100", "GH200": "h100", "B200": "b200", "GB200": "b200"}
+_KERNELS = {"cuda": "flash_attn_2", "flash_attn": "flash_attn_2", "flash_attn_3": "flash_attn_3", "flash_attn_4": "flash_attn_4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,17 @@ class Profile:
             names = ", ".join(cls.shipped())
             raise ConfigError(f"{source}: neither a profile in a file ({error}) nor a shipped one ({names}).") from error
         return cls.from_json(text)
+
+    @staticmethod
+    def of_gpu(device: str, kernel: str) -> str | None:
+        """The name of the shipped profile of a GPU and a kernel, both as torch and `DistCAConfig` name them; None if none is.
+
+        Cards with fewer multiprocessors than those that were timed, as PCIe ones of Hopper, have none.
+        """
+        words = set(re.split(r"[\s-]+", device))
+        kind = next((kind for model, kind in _GPUS.items() if model in words), None)
+        name = f"{kind}_{_KERNELS.get(kernel)}"
+        return name if name in Profile.shipped() and not (kind == "h100" and words & {"PCIe", "NVL"}) else None
 
     @staticmethod
     def shipped() -> list[str]:
