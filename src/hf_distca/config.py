@@ -69,8 +69,8 @@ class DistCAConfig:
         cost_model: ``"analytic"`` for the shipped `Profile` of the GPU and the kernel that runs, from published timings; where
             there is none, or ranks differ, and for dealing, built-in figures of the device type. ``"calibrated"`` to time the
             kernel on rank 0, on batches of tasks, before the first plan (a few seconds on a CPU); the name of a shipped
-            `Profile`, or the path of one that ``hf-distca profile`` measured, which is read at once, or the `Profile` itself; or a `CostModel` of your
-            own, whose shape is replaced by that of the layer at hand.
+            `Profile`, or the path of one that ``hf-distca profile`` measured, which is read at once, or the `Profile` itself; or
+            a `CostModel` of your own, whose shape is replaced by that of the layer at hand.
         measured_rates: correct the cost model by what ranks measure while they train, give slower ranks less, and move less or
             nothing where exchanges turn out to take longer than they gain. Off, plans depend on the documents alone, as they
             do with a `CostModel` of your own, which is taken as it is.
