@@ -189,9 +189,9 @@ def test_advice_on_documents_of_ones_own(tmp_path: Path) -> None:
     arguments = (
         "advise",
         "--lengths",
-        lengths(tmp_path, [32768, *[500] * 100]),
+        lengths(tmp_path, [32768, *[500] * 160]),
         "--ranks",
-        8,
+        16,
         "--tokens-per-rank",
         8192,
         "--batches",

@@ -87,7 +87,7 @@ class Scale:
             self.tensor,
             self.stages,
             self.micro_batches,
-            self.ranks_per_node or device.ranks_per_node,
+            device.ranks_per_node if self.ranks_per_node is None else self.ranks_per_node,
             by_degrees if self.sharding == "auto" else self.sharding,
             "none" if self.checkpointing == "auto" else self.checkpointing,
             None if self.profile is None else _measured(self.profile),

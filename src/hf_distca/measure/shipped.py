@@ -18,8 +18,8 @@ def shipped_profile(device: torch.device, kernel: Kernel, group: AttentionGroup)
     Ranks plan with one cost model: where GPUs differ, the built-in figures are at least the same, and speeds are learned.
     """
     active = torch.nn.attention.current_flash_attention_impl() if kernel.name == "cuda" else None  # not torch's own kernel
-    found = None if active is not None else Profile.of_gpu(torch.cuda.get_device_name(device), kernel.name)
+    profile = None if active is not None else Profile.of_gpu(torch.cuda.get_device_name(device), kernel.name)
     names = Profile.shipped()
-    place = -1 if found is None else names.index(found)
+    place = -1 if profile is None else names.index(profile)
     same = group.all_equal(np.array([place]), doing="comparing GPUs and attention kernels")
     return Profile.load(names[place]) if same and place >= 0 else None

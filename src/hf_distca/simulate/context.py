@@ -67,13 +67,13 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
     All ranks of a row take about as long. Chunks shorter than a tile still fill it. With `hops`, as many kernel calls see a part
     of the keys each, and read q and write o again. Shape (2, rows).
     """
-    shape, length, chunks = cost.shape, rows.length, np.minimum(2 * degree, rows.length)
+    shape, length, chunks = cost.shape, rows.length, np.minimum(2 * degree if degree > 1 else 1, rows.length)
     chunk_rows = -(-length // chunks)
     tiled = -(-chunk_rows // cost.tile) * cost.tile
     pairs = causal_pairs(length, length, cost.window) * (tiled / chunk_rows)
     read = length * (chunks + 1) / 2
     if cost.window is not None:
-        read = np.minimum(read, chunks * (chunk_rows + cost.window - 1.0))
+        read = np.minimum(read, length + (chunks - 1) * (cost.window - 1.0))
     row_bytes = shape.query_bytes + shape.output_bytes
     moved = tiled * chunks * row_bytes * hops + read * shape.key_value_bytes
     # Of keys in front of a chunk, as `task_seconds` has it; each is in one of the calls.
