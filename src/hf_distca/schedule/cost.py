@@ -171,8 +171,8 @@ class KernelCost:
 
 
 # Round figures, good enough to decide what is worth moving; calibrate where the decision is close.
-# cpu: one thread of a recent server core over loopback. cuda: H100 with flash-attention 2 and a 400 Gbit/s link a GPU; forward is
-# close to what benchmarks/published_timings.py fits to packed documents, backward is assumed to reach 0.8 of its rate. Inside a
+# cpu: one thread of a recent server core over loopback. cuda: for GPUs without a shipped profile; an H100, flash-attention 2 and
+# a 400 Gbit/s link a GPU; forward is close to published packed documents, backward is assumed to reach 0.8 of its rate. Inside a
 # node, NVLink 4 carries 450 GB/s each way (NVIDIA H100 datasheet: 900 GB/s in both directions together), of which exchanges are
 # taken to reach two thirds. Processes of one machine without a GPU exchange over loopback, for which the one rate stands.
 _PROFILES = {
