@@ -29,6 +29,7 @@ from rich.table import Table
 
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
+from hf_distca.simulate.hardware import find_hardware
 from machine import describe
 from output import add_json_option, put_out
 from packed_documents import SOURCE as PACKED_SOURCE
@@ -244,6 +245,20 @@ LINKS = {
 PROCESSORS = {"a100": "NVIDIA A100 80GB SXM4", "h100": "NVIDIA H100 80GB SXM5 (also stands for H200)", "b200": "NVIDIA B200"}
 
 
+# Bus GB/s of an all-gather on 8 H200 by MiB, nccl-tests in hao-ai-lab/DistCA, commit 2afd219. None is fitted to.
+GATHERS = {8: 97, 16: 167, 32: 236, 64: 284, 128: 331, 1024: 363, 8192: 368}
+
+
+def link_cells() -> list[dict[str, float]]:
+    """Seconds of these all-gathers by what the simulator takes for an H200."""
+    hardware, cells = find_hardware("h200"), []
+    for size, bus in GATHERS.items():
+        moved = size * 2**20 * 7 / 8
+        seconds = moved / hardware.gather_rate + hardware.exchange_seconds + 7 * hardware.peer_seconds
+        cells.append({"mebibytes": size, "published_seconds": moved / bus / 1e9, "error": seconds / (moved / bus / 1e9) - 1})
+    return cells
+
+
 def profile_of(name: str, rates: KernelRates) -> Profile:
     device = name.partition("_")[0]
     inside, between, source = LINKS[device]
@@ -276,6 +291,7 @@ def show(result: dict[str, Any]) -> None:
     for key, errors in rows.items():
         table.add_row(*key, " ".join(errors))
     Console(width=140).print(table)
+    print("all-gathers on 8 H200, MiB:", ", ".join(f"{cell['mebibytes']} {cell['error']:+.0%}" for cell in result["links"]))
     print("* fitted to. Largest of those, and largest and median of the others:")
     for name, found in result["profiles"].items():
         print(name, found["errors"])
@@ -297,7 +313,8 @@ def main() -> None:
     shown = [{**cell._asdict(), "error": error(found[cell.profile], cell)} for cell in cells]
     for cell in shown:
         del cell["counts"]
-    result = {"machine": describe(), "profiles": {name: asdict(rates) for name, rates in found.items()}, "cells": shown}
+    profiles = {name: asdict(rates) for name, rates in found.items()}
+    result = {"machine": describe(), "profiles": profiles, "cells": shown, "links": link_cells()}
     put_out(result, arguments.json, show)
 
 

@@ -66,6 +66,6 @@ def test_a_gpu_begins_with_the_shipped_profile_of_its_kernel(
     hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost_model, tile=256))
     session, query = current_session(), SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
     shape = AttentionShape(32, 8, 128, 128, 2)
-    session.learn_cost(PlanKey(shape, "cuda", 4096), cast(torch.Tensor, query), AttentionGroup())
+    session.learn_cost(PlanKey(shape, "cuda", 4096), cast("torch.Tensor", query), AttentionGroup())
     cost = session.planner.costs[shape, "cuda"]
     assert (cost.name, cost.tile, cost.window) == (name, 256, None)
