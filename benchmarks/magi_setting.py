@@ -4,8 +4,9 @@
     python benchmarks/magi_setting.py --picture docs/magi.png
 
 One row of packed causal documents, 8K tokens a GPU, 64 query and 8 key/value heads of 128, bfloat16, flash-attention 3, 20 rows
-drawn as there. Figures are TFLOP/s of a GPU, of the attention module alone, forward and backward. Nothing is fitted to them:
-kernel and links are the profile ``h100_flash_attn_3``, and how others share attention is as `hf_distca.simulate` has it.
+drawn as there. Figures are TFLOP/s of a GPU, of the attention module alone, forward and backward. No constant is adjusted to
+them: kernel and links are the profile ``h100_flash_attn_3``, and how others share attention is as `hf_distca.simulate` has it,
+whose terms were chosen with these figures in view.
 
 "with their copies" adds what the benchmark's own implementations copy besides, counted in their source (exps/dist_attn/baselines
 of SandAI-org/MagiAttention, commit 2c641357), at the rate of memory: tensors are freed of padding before a kernel, and padded

@@ -42,7 +42,7 @@ def test_gathers_inside_a_node_take_what_was_measured(benchmarks: tuple[ModuleTy
 
 
 def test_others_share_attention_as_fast_as_was_measured(benchmarks: tuple[ModuleType, ModuleType]) -> None:
-    """Within 15 % in the median, with the copies of their code; nothing is fitted to them."""
+    """Within 15 % in the median, with the copies of their code; no constant is adjusted to them."""
     _, magi = benchmarks
     errors = []
     for place, gpus in enumerate(magi.GPUS):
