@@ -29,8 +29,9 @@ from hf_distca.runtime import meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.plan import Plan
-from hf_distca.simulate.hardware import Hardware
-from hf_distca.simulate.models import ModelShape
+from hf_distca.simulate.hardware import Hardware, find_hardware
+from hf_distca.simulate.models import ModelShape, find_model
+from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import of_plan
 
 Array = npt.NDArray[np.float64]
@@ -129,7 +130,7 @@ class Sampler:
         latency, per_byte = self._exchange(plans, depths, rest - layer * depths[:, None] - beside)
         flops = 6 * self.tokens * model.layer_parameters / layer
         gbps = 8 / per_byte / 1e9
-        sizes = (flops, _FREE, 1e12, 1 / per_byte, gbps, 1.0, latency, *kernels, 4)
+        sizes = (flops, _FREE, 1e12, 1 / per_byte, 1 / per_byte, gbps, 1.0, latency, 0.0, *kernels, 4)
         return Machine(Hardware("this machine", *sizes, ()), float(beside))
 
     def _each(self) -> Sequence[tuple[Sample, hf_distca.DistCAConfig, Steps]]:
@@ -139,7 +140,10 @@ class Sampler:
         """Seconds of an exchange, and of a byte that a rank sends or receives in it, neither negative."""
         one = replace(self.cost, exchange_bytes_per_second=np.inf, exchange_seconds=1.0)
         byte = replace(self.cost, exchange_bytes_per_second=1.0, exchange_seconds=0.0)
-        asked = np.array([[sum(of_plan(plan, unit).wire for plan in step) for unit in (one, byte)] for step in plans])
+        # What is measured has the copies in it: of a setting, only memory counts here, and it takes nothing.
+        hardware = replace(find_hardware("h100"), memory_rate=_FREE)
+        setting = Setting(find_model("llama-3-8b"), hardware, self.ranks, self.tokens)
+        asked = np.array([[sum(of_plan(setting, plan, unit).wire for plan in step) for unit in (one, byte)] for step in plans])
         asked = (asked * depths[:, None, None]).transpose(0, 2, 1).reshape(-1, 2)  # (samples * ranks, 2)
         moving = asked[:, 1] > 0
         latency, per_byte = _not_negative(asked[moving], seconds.ravel()[moving])

@@ -92,6 +92,5 @@ def machine_of(arguments: argparse.Namespace, here: list[list[float]], messages:
         per_flop, per_moved = layer / products[0], 1e-18
     costs = [KernelCost(kernel[at], 1 / max(kernel[at + 1], 1e-18), 1 / max(kernel[at + 2], 1e-18)) for at in (0, 3)]
     rate = 1 / max(per_byte, 1e-12)
-    return Hardware(
-        "this machine", 1 / per_flop, 1 / per_moved, 1e12, rate, rate * 8 / 1e9, 1.0, max(latency, 0.0), costs[0], costs[1], 4, ()
-    )
+    links = (rate, rate, rate * 8 / 1e9, 1.0, max(latency, 0.0), 0.0)
+    return Hardware("this machine", 1 / per_flop, 1 / per_moved, 1e12, *links, costs[0], costs[1], 4, ())

@@ -1,9 +1,13 @@
-"""The form of the cost model on published timings of a GPU: fitted to half of them, compared with the other half.
+"""Shipped profiles of GPUs against published timings, cell by cell: those that they are fitted to, and others kept aside.
 
-    python benchmarks/published_timings.py --profiles data/profiles
+    python benchmarks/published_timings.py --json
+    python benchmarks/published_timings.py --write src/hf_distca/schedule/profiles_data   # fits them anew
 
-Reads ``attention_forward_fa2_h100.csv`` (one document a call) and ``attention_forward_fa2_h100_packed.psv`` (equal documents of
-32K tokens in all): forward of flash-attention 2 on an H100, 64 query and 4 key/value heads of 128.
+A call of a kernel takes ``max(least, call + bytes / rate + flops / rate)`` seconds. Each direction has one of `call` and `least`,
+the one with the smaller largest error. Fitted to: single causal sequences of 1K to 32K tokens, and packed rows of 4K and 16K.
+Kept aside: packed rows of other lengths, and all timings by others. Nothing else is told apart: packed documents and single ones
+differ in tiles, bytes and flops alone. With ``--profiles`` it also reads a folder with ``attention_forward_fa2_h100_packed.psv``
+of hao-ai-lab/DistCA: equal documents of 32K tokens in all, down to 32 tokens each.
 """
 
 from __future__ import annotations
@@ -11,84 +15,306 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
+from hf_distca.simulate.hardware import find_hardware
 from machine import describe
 from output import add_json_option, put_out
+from packed_documents import SOURCE as PACKED_SOURCE
+from packed_documents import packed_rows
 
-ANALYTIC = CostModel.analytic(AttentionShape(64, 4, 128, 128, 2), device_type="cuda")
+K = 1024
+DRAWN = 200  # packed rows of each length
+FITTED_PACKED = (4 * K, 16 * K)
+# Backward has twice the bytes and 2.5 times the flops of forward, in the columns call, bytes and flops.
+BACKWARD = np.array([1.0, 2.0, 2.5])
+GQA, MHA, DISTCA = AttentionShape(64, 8, 128, 128, 2), AttentionShape(16, 16, 128, 128, 2), AttentionShape(64, 4, 128, 128, 2)
+MAGI = "SandAI-org/MagiAttention, commit 2c641357, docs/source/blog/cp_benchmark.md, kernel level: read off the charts, +-3 %"
+FLASH = "Dao-AILab/flash-attention, commit 0251105a, assets: hidden size 2048, 16K tokens in all"
+LENGTHS = [2**n * K for n in range(6)]
+SHORTER = [2**n * K // 2 for n in range(6)]  # those of flash-attention's charts
+# TFLOP/s forward and backward, of one causal sequence and of packed rows, by length of the whole. None: not published.
+CHARTS: dict[str, dict[str, tuple[list[int], list[int] | None]]] = {
+    "h100_flash_attn_2": {
+        "single": ([187, 271, 328, 352, 363, 366], [141, 209, 266, 302, 323, 330]),
+        "packed": ([46, 147, 228, 303, 331, 344], [48, 95, 150, 205, 241, 263]),
+    },
+    "h100_flash_attn_3": {
+        "single": ([282, 584, 663, 657, 672, 680], [208, 353, 462, 518, 562, 586]),
+        "packed": ([60, 218, 357, 483, 543, 584], [53, 114, 205, 318, 375, 425]),
+    },
+    "b200_flash_attn_4": {
+        "single": ([100, 397, 1333, 1377, 1367, 1390], [75, 247, 611, 938, 1032, 1091]),
+        "packed": ([20, 78, 290, 838, 1022, 1080], None),
+    },
+}
+# Charts of flash-attention: equal sequences of each of `SHORTER`, 16K tokens in all.
+EQUAL = (
+    ("h100_flash_attn_2", "forward", "causal", [191, 260, 298, 319, 333, 335]),
+    ("h100_flash_attn_2", "forward", "full", [309, 350, 362, 368, 370, 370]),
+    ("h100_flash_attn_2", "both", "causal", [163, 221, 265, 294, 308, 328]),
+    ("h100_flash_attn_3", "forward", "causal", [292, 423, 521, 579, 602, 616]),
+    ("h100_flash_attn_3", "forward", "full", [467, 565, 625, 638, 646, 648]),
+    ("a100_flash_attn_2", "both", "causal", [99, 133, 155, 173, 182, 189]),
+    ("a100_flash_attn_2", "both", "full", [151, 173, 187, 196, 201, 203]),
+)
+# Four causal sequences of 8K, 16 heads: dense, and the same as varlen; backward without and with pairs of SMs, varlen.
+FA4 = "FA#2150, #2280"  # pull requests of Dao-AILab/flash-attention
+FA4_FORWARD = (("dense", 1418), ("varlen", 1388))
+FA4_BACKWARD = (("dense", 1123), ("dense, 2 CTAs", 1208), ("varlen", 1081))
 
 
-class Timing(NamedTuple):
-    """Seconds of one call for so many documents of a length."""
+class Cell(NamedTuple):
+    """A published figure.
 
-    documents: int
-    length: int
-    seconds: float
+    Attributes:
+        profile, direction: which kernel; "both" for forward and backward together.
+        timing, tokens: what was timed, in words, and tokens of a row, or of a sequence where they are equal.
+        fitted: whether the profile is fitted to it.
+        tflops: published, in 10**12 flops a second.
+        counts: columns call, bytes and flops of forward: one row a drawn call, shape (calls, 3).
+    """
+
+    profile: str
+    direction: str
+    timing: str
+    tokens: int
+    fitted: bool
+    tflops: float
+    counts: npt.NDArray[np.float64]
+
+    @property
+    def flops(self) -> npt.NDArray[np.float64]:
+        return self.counts[:, 2] * {"forward": 1.0, "backward": 2.5, "both": 3.5}[self.direction]
+
+    @property
+    def seconds(self) -> float:
+        """Of a mean call."""
+        return float(self.flops.mean()) / self.tflops / 1e12
 
 
-def single(path: Path) -> list[Timing]:
-    with path.open() as lines:
-        rows = [row for row in csv.DictReader(lines) if row["cp"] == row["tp"] == "1"]
-    return [Timing(1, int(row["L"]), float(row["duration_per_doc"]) / 1e3) for row in rows]
+def counts(shape: AttentionShape, lengths: npt.ArrayLike, *, causal: bool = True) -> npt.NDArray[np.float64]:
+    """Columns call, bytes and flops of one forward call for these sequences."""
+    length = np.asarray(lengths)
+    parts = CostModel.analytic(shape).counts(length, length)[:, 1:]
+    if not causal:
+        parts[:, 1] = shape.pair_flops * length.astype(np.float64) ** 2
+    return np.array([1.0, *parts.sum(axis=0)])
 
 
-def packed(path: Path) -> list[Timing]:
-    with path.open() as lines:
-        rows = [row for row in csv.DictReader(lines, delimiter="|") if row["cp"] == row["tp"] == "1"]
-    sizes = [(int(row["batch_size"]), int(row["total_len"]), float(row["total_latency(ms)"]) / 1e3) for row in rows]
-    return [Timing(count, total // count, seconds) for count, total, seconds in sizes]
+@cache
+def packed_counts(tokens: int) -> npt.NDArray[np.float64]:
+    return np.array([counts(GQA, row) for row in packed_rows(tokens, DRAWN)])
 
 
-def fitted(timings: list[Timing]) -> CostModel:
-    counts = np.concatenate([ANALYTIC.counts(row.length, row.length) * row.documents for row in timings])
-    return replace(ANALYTIC, forward=KernelCost.fit(counts, np.array([row.seconds for row in timings])))
+def chart_cells() -> list[Cell]:
+    cells = []
+    for (profile, kinds), (kind, n) in product(CHARTS.items(), product(("single", "packed"), range(6))):
+        tokens = LENGTHS[n]
+        drawn = counts(GQA, [tokens])[None] if kind == "single" else packed_counts(tokens)
+        for direction, figures in zip(("forward", "backward"), kinds[kind], strict=True):
+            if figures is not None:
+                fitted = kind == "single" or tokens in FITTED_PACKED
+                cells.append(Cell(profile, direction, kind, tokens, fitted, figures[n], drawn))
+    return cells
 
 
-def error(model: CostModel, timings: list[Timing]) -> dict[str, Any]:
-    """Estimate over published seconds, less one."""
-    off = [float(model.forward_seconds(row.length, row.length)[0]) * row.documents / row.seconds - 1 for row in timings]
-    size = [abs(x) for x in off]
-    return {
-        "median": statistics.median(size),
-        "largest": max(size),
-        "by_length": {t.length: x for t, x in zip(timings, off, strict=True)},
-    }
+def other_cells(folder: Path | None) -> list[Cell]:
+    cells = []
+    for profile, direction, mask, figures in EQUAL:
+        for n, (length, tflops) in enumerate(zip(SHORTER, figures, strict=True)):
+            fitted = profile.startswith("a100") and mask == "causal" and n % 2 == 0
+            row = counts(MHA, np.full(16 * K // length, length), causal=mask == "causal")
+            cells.append(Cell(profile, direction, f"equal, {mask}", length, fitted, tflops, row[None]))
+    four = counts(MHA, np.full(4, 8 * K))[None]
+    for direction, figures in (("forward", FA4_FORWARD), ("backward", FA4_BACKWARD)):
+        cells += [Cell("b200_flash_attn_4", direction, f"{FA4}: {what}", 8 * K, False, tflops, four) for what, tflops in figures]
+    if folder is not None:
+        with (folder / "attention_forward_fa2_h100_packed.psv").open() as lines:
+            for row in (row for row in csv.DictReader(lines, delimiter="|") if row["cp"] == row["tp"] == "1"):
+                number, total = int(row["batch_size"]), int(row["total_len"])
+                drawn = counts(DISTCA, np.full(number, total // number))[None]
+                tflops = float(drawn[0, 2]) / float(row["total_latency(ms)"]) * 1e3 / 1e12
+                cells.append(Cell("h100_flash_attn_2", "forward", "equal, DistCA", total // number, False, tflops, drawn))
+    return cells
+
+
+def modelled(cost: KernelCost, drawn: npt.NDArray[np.float64], direction: str) -> float:
+    """Seconds of a mean call in one direction."""
+    _, moved, flops = (drawn * (BACKWARD if direction == "backward" else 1.0)).T
+    return float(cost.of_call(moved / cost.bytes_per_second + flops / cost.flops_per_second).mean())
+
+
+def error(rates: KernelRates, cell: Cell) -> float:
+    """Modelled over published seconds, less one."""
+    directions = ("forward", "backward") if cell.direction == "both" else (cell.direction,)
+    return sum(modelled(getattr(rates, direction), cell.counts, direction) for direction in directions) / cell.seconds - 1
+
+
+def non_negative(columns: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Least squares of relative errors: `KernelCost.fit` for three columns, of which "tasks" are calls here."""
+    cost = KernelCost.fit(columns, seconds)
+    return np.array([cost.task_seconds, 1 / cost.bytes_per_second, 1 / cost.flops_per_second])
+
+
+def fit(cells: list[Cell]) -> KernelCost:
+    """One direction of a kernel."""
+    direction = cells[0].direction
+    means = np.array([cell.counts.mean(axis=0) for cell in cells]) * (BACKWARD if direction == "backward" else 1.0)
+    seconds = np.array([cell.seconds for cell in cells])
+    call, byte, flop = non_negative(means, seconds)
+    added = KernelCost(0.0, 1 / byte if byte else np.inf, 1 / flop, call_seconds=float(call))
+    least, used = float(seconds.min()), seconds > seconds.min() * 1.05
+    for _ in range(4):  # which cells the launch decides depends on the fit to the others
+        _, byte, flop = non_negative(means[used] * [0.0, 1.0, 1.0], seconds[used])
+        used = means @ [0.0, byte, flop] > least
+        least = float(np.sqrt(seconds[~used].min() * seconds[~used].max())) if not used.all() else least
+    launched = KernelCost(0.0, 1 / byte if byte else np.inf, 1 / flop, least_seconds=least)
+
+    def largest(cost: KernelCost) -> float:
+        return max(abs(modelled(cost, cell.counts, direction) / cell.seconds - 1) for cell in cells)
+
+    return min(added, launched, key=largest)
+
+
+def scaled(rates: KernelRates, cells: list[Cell]) -> KernelRates:
+    """Those of another device: all bytes of both directions are slower by one factor, and all flops by another."""
+    parts = []
+    for cell in cells:
+        byte, flop = cell.counts[:, 1].mean(), cell.counts[:, 2].mean()
+        moved = byte / rates.forward.bytes_per_second + 2 * byte / rates.backward.bytes_per_second
+        parts.append([0.0, moved, flop / rates.forward.flops_per_second + 2.5 * flop / rates.backward.flops_per_second])
+    _, byte, flop = non_negative(np.array(parts), np.array([cell.seconds for cell in cells]))
+
+    def slower(cost: KernelCost) -> KernelCost:
+        return replace(cost, bytes_per_second=cost.bytes_per_second / byte, flops_per_second=cost.flops_per_second / flop)
+
+    return replace(rates, forward=slower(rates.forward), backward=slower(rates.backward))
+
+
+def fitted(cells: list[Cell]) -> dict[str, KernelRates]:
+    """The rates of each profile."""
+    found = {}
+    for profile in (*CHARTS, "a100_flash_attn_2"):
+        mine = [cell for cell in cells if cell.profile == profile and cell.fitted]
+        if profile in CHARTS:
+            directions = [fit([cell for cell in mine if cell.direction == name]) for name in ("forward", "backward")]
+            found[profile] = KernelRates(profile.partition("_")[2], 2, 128, 128, *directions)
+        else:
+            found[profile] = scaled(found["h100_flash_attn_2"], mine)
+        others = [cell for cell in cells if cell.profile == profile and not cell.fitted]
+        rates = found[profile]
+        errors = {**dict(summary(rates, mine, "fitted_")), **dict(summary(rates, others, ""))}
+        found[profile] = replace(rates, errors=errors, fitted=len(mine), kept_aside=len(others))
+    return found
+
+
+def summary(rates: KernelRates, cells: list[Cell], which: str) -> Iterable[tuple[str, float]]:
+    """Median and largest size of errors in each direction; timings of both together count in both."""
+    for direction in ("forward", "backward"):
+        sizes = [abs(error(rates, cell)) for cell in cells if cell.direction in (direction, "both")]
+        yield f"{which}{direction}_median", round(statistics.median(sizes), 4)
+        yield f"{which}{direction}_largest", round(max(sizes), 4)
+
+
+NVIDIA = "NVIDIA GTC25 S72583 (in stas00/ml-engineering, network)"
+FIXED = "fixed seconds: NVIDIA/nccl issue 1531, all-to-all of 8 MiB over 64 H800 in 338 us, where 30 us and the bytes make 228"
+PEER_SECONDS = (338e-6 - 30e-6 - 2**23 * 56 / 64 / 3.7e10) / 63
+# Bytes a second inside a node and between nodes, and where they come from.
+LINKS = {
+    "a100": (2.1e11, 1.8e10, f"{NVIDIA}: all-to-all bus of 8 GPUs 210 GB/s, of 32 24 GB/s, of which 3/4 leaves a node"),
+    "h100": (
+        3.0e11,
+        3.7e10,
+        f"{NVIDIA}: all-to-all bus of 8 GPUs 320 GB/s; between nodes nccl-tests issue 130, 48 GB/s of 4 nodes",
+    ),
+    "b200": (6.4e11, 3.7e10, f"{NVIDIA}: all-to-all bus of 8 GPUs 640 GB/s; between nodes ml-engineering, P6-B200 over EFA"),
+}
+PROCESSORS = {"a100": "NVIDIA A100 80GB SXM4", "h100": "NVIDIA H100 80GB SXM5 (also stands for H200)", "b200": "NVIDIA B200"}
+
+
+# Bus GB/s of an all-gather on 8 H200 by MiB, nccl-tests in hao-ai-lab/DistCA, commit 2afd219. None is fitted to.
+GATHERS = {8: 97, 16: 167, 32: 236, 64: 284, 128: 331, 1024: 363, 8192: 368}
+
+
+def link_cells() -> list[dict[str, float]]:
+    """Seconds of these all-gathers by what the simulator takes for an H200."""
+    hardware, cells = find_hardware("h200"), []
+    for size, bus in GATHERS.items():
+        moved = size * 2**20 * 7 / 8
+        seconds = moved / hardware.gather_rate + hardware.exchange_seconds + 7 * hardware.peer_seconds
+        cells.append({"mebibytes": size, "published_seconds": moved / bus / 1e9, "error": seconds / (moved / bus / 1e9) - 1})
+    return cells
+
+
+def profile_of(name: str, rates: KernelRates) -> Profile:
+    device = name.partition("_")[0]
+    inside, between, source = LINKS[device]
+    forward = "forward and backward apart"
+    if device == "a100":
+        forward = "rates of h100_flash_attn_2, bytes and flops scaled: only forward and backward together are published"
+    kernel = f"{FLASH}; {forward}" if device == "a100" else f"{MAGI}; {forward}; packed rows drawn from {PACKED_SOURCE}"
+    return Profile(
+        name=name,
+        device="cuda",
+        processor=PROCESSORS[device],
+        date="2026-11-24",
+        versions={},
+        made_by="python benchmarks/published_timings.py --write src/hf_distca/schedule/profiles_data",
+        kernels=(rates,),
+        inside=ExchangeRates(inside, 3e-5, 8, peer_seconds=PEER_SECONDS),
+        between=ExchangeRates(between, 3e-5, 32, peer_seconds=PEER_SECONDS),
+        sources={"kernel": kernel, "links": f"{source}; {FIXED}"},
+    )
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title="size of relative errors of forward")
-    for column in ("model", "on", "median", "largest"):
+    table = Table(title="modelled over published seconds, less one")
+    for column in ("profile", "direction", "timing", "by length"):
         table.add_column(column)
-    for model, sets in result["errors"].items():
-        for name, found in sets.items():
-            table.add_row(model, name, f"{found['median']:.1%}", f"{found['largest']:.1%}")
-    Console().print(table)
-    for name, cost in result["coefficients"].items():
-        print(f"{name}: {cost}")
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for cell in result["cells"]:
+        key = (cell["profile"], cell["direction"], cell["timing"])
+        rows.setdefault(key, []).append(f"{cell['error']:+.0%}{'*' if cell['fitted'] else ''}")
+    for key, errors in rows.items():
+        table.add_row(*key, " ".join(errors))
+    Console(width=140).print(table)
+    print("all-gathers on 8 H200, MiB:", ", ".join(f"{cell['mebibytes']} {cell['error']:+.0%}" for cell in result["links"]))
+    print("* fitted to. Largest of those, and largest and median of the others:")
+    for name, found in result["profiles"].items():
+        print(name, found["errors"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--profiles", type=Path, required=True, help="folder of the published timings")
+    parser.add_argument("--profiles", type=Path, help="folder of the timings of hao-ai-lab/DistCA")
+    parser.add_argument("--write", type=Path, help="fit the profiles, and write them into this folder")
     add_json_option(parser)
     arguments = parser.parse_args()
-    one = single(arguments.profiles / "attention_forward_fa2_h100.csv")
-    many = packed(arguments.profiles / "attention_forward_fa2_h100_packed.psv")
-    models = {"built in": ANALYTIC, "fitted to single documents": fitted(one[::2]), "fitted to packed ones": fitted(many[::2])}
-    held = {"held-out single documents": one[1::2], "held-out packed ones": many[1::2]}
-    result = {
-        "machine": describe(),
-        "coefficients": {name: str(model.forward) for name, model in models.items()},
-        "errors": {name: {what: error(model, rows) for what, rows in held.items()} for name, model in models.items()},
-    }
+    cells = [*chart_cells(), *other_cells(arguments.profiles)]
+    if arguments.write is None:
+        found = {name: Profile.load(name).kernels[0] for name in (*CHARTS, "a100_flash_attn_2")}
+    else:
+        found = fitted([*chart_cells(), *other_cells(None)])
+        for name, rates in found.items():
+            (arguments.write / f"{name}.json").write_text(profile_of(name, rates).to_json() + "\n", encoding="utf-8")
+    shown = [{**cell._asdict(), "error": error(found[cell.profile], cell)} for cell in cells]
+    for cell in shown:
+        del cell["counts"]
+    profiles = {name: asdict(rates) for name, rates in found.items()}
+    result = {"machine": describe(), "profiles": profiles, "cells": shown, "links": link_cells()}
     put_out(result, arguments.json, show)
 
 

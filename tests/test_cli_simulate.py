@@ -169,6 +169,7 @@ def test_bad_lengths(tmp_path: Path, content: object, message: str) -> None:
         (("--lengths", "equal:nan"), "lengths 'equal:nan'"),
         (("--lengths", "equal:1", "--ranks", 65536, "--tokens-per-rank", 2**28), "would hold over 33554432 of these documents"),
         (("--ranks-per-node", 0), "ranks_per_node=0"),
+        (("--hardware", "a100", "--kernel", "flash_attn_3"), "kernel 'flash_attn_3' has no published timings on a100"),
         (("--seed", -1), "seed=-1"),
         (("--lengths", "none.parquet"), "none.parquet: No such file"),
         (("--ranks", "many"), "Invalid value for '--ranks'"),
@@ -189,9 +190,9 @@ def test_advice_on_documents_of_ones_own(tmp_path: Path) -> None:
     arguments = (
         "advise",
         "--lengths",
-        lengths(tmp_path, [32768, *[500] * 100]),
+        lengths(tmp_path, [32768, *[500] * 160]),
         "--ranks",
-        8,
+        16,
         "--tokens-per-rank",
         8192,
         "--batches",
@@ -226,6 +227,7 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         words_of("hf-distca advise --lengths prolong --ranks 64"),
         words_of("hf-distca advise --lengths lognormal:1000:0.5 --ranks 64"),
         words_of("hf-distca simulate --lengths lengths.json --ranks 64 --hardware h200"),
+        words_of("hf-distca simulate --lengths lengths.json --ranks 64 --hardware h100 --kernel flash_attn_3"),
         words_of(
             "hf-distca simulate --lengths prolong --max-length 524288 --ranks 256 --tp 8 --tokens-per-rank 131072 --hardware h200"
         ),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -47,3 +48,24 @@ def test_it_is_taken_and_calibrated(
     assert session.kernel(QUERY, (16, 24), Scores(1.0), 2).name == ("cpu" if kernel == "auto" else kernel), "of this shape alone"
     assert calibrated == ([expected] if cost_model == "calibrated" else [])
     hf_distca.configure()
+
+
+@pytest.mark.parametrize(
+    ("cost_model", "device", "name"),
+    [
+        ("analytic", "NVIDIA H100 80GB HBM3", "profile h100_flash_attn_3"),
+        ("analytic", "NVIDIA L40S", "analytic cuda"),
+        ("a100_flash_attn_2", "NVIDIA H100 80GB HBM3", "profile a100_flash_attn_2"),
+    ],
+)
+def test_a_gpu_begins_with_the_shipped_profile_of_its_kernel(
+    monkeypatch: pytest.MonkeyPatch, cost_model: str, device: str, name: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
+    monkeypatch.setattr(module.Session, "kernel", lambda *_: SimpleNamespace(name="flash_attn_3"))
+    hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost_model, tile=256))
+    session, query = current_session(), SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    shape = AttentionShape(32, 8, 128, 128, 2)
+    session.learn_cost(PlanKey(shape, "cuda", 4096), cast("torch.Tensor", query), AttentionGroup())
+    cost = session.planner.costs[shape, "cuda"]
+    assert (cost.name, cost.tile, cost.window) == (name, 256, None)

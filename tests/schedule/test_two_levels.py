@@ -47,6 +47,13 @@ def long_and_short(nodes: int, per_node: int) -> Layout:
     )
 
 
+def test_every_peer_adds_to_the_fixed_seconds_of_an_exchange() -> None:
+    load = PlanLoad(two_moves(), replace(SLOW, exchange_seconds=1.0, peer_seconds=0.25), ranks=Ranks(per_node=2))
+    assert load.peers.tolist() == [2, 1, 1, 0], "rank 0 sends to rank 1 and to rank 2"
+    assert (load.exchange_seconds - load.wire_seconds.max(axis=0)).tolist() == pytest.approx([6.0, 5.0, 5.0, 4.0])
+    assert not PlanLoad(two_moves(), SLOW).peers.any(), "not counted where they cost nothing"
+
+
 def test_bytes_inside_nodes_and_between_them() -> None:
     load = PlanLoad(two_moves(), SLOW, ranks=Ranks(per_node=2))
     inside, between = 4 * QUERY + 16 * KEY, 2 * QUERY + 12 * KEY

@@ -21,7 +21,7 @@ from hf_distca.simulate.memory import most_tokens, peak_bytes, weight_bytes
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES
-from hf_distca.simulate.work import of_documents, of_nano_batches, of_plan
+from hf_distca.simulate.work import in_calls, of_documents, of_nano_batches, of_plan, task_seconds
 
 LLAMA = AttentionShape(32, 8, 128, 128, 2)
 LENGTHS = np.array([9000, 700, 300, 5000, 1384, 12000, 129, 1, 4254])
@@ -39,15 +39,15 @@ def test_a_large_layer_takes_little_more_than_its_arithmetic(setting: Setting) -
 
 def test_tensor_parallelism_exchanges_hidden_states_four_times(setting: Setting) -> None:
     tokens = np.array([1000.0])
-    expected = 4 * 1000 * 4096 * 2 * 7 / 8 / setting.hardware.node_rate
+    expected = 4 * 1000 * 4096 * 2 * 7 / 8 / setting.hardware.gather_rate
     assert tensor_seconds(setting, tokens)[0] == 0
     assert tensor_seconds(replace(setting, tensor=8), tokens)[0] == pytest.approx(expected)
 
 
 def test_gathering_between_nodes_uses_the_links_of_a_whole_node(setting: Setting) -> None:
     hardware = setting.hardware
-    assert gather_rate(setting, 8) == hardware.node_rate
-    assert gather_rate(replace(setting, ranks=64), 64) == pytest.approx(min(hardware.node_rate, 8 * hardware.link_rate))
+    assert gather_rate(setting, 8) == hardware.gather_rate
+    assert gather_rate(replace(setting, ranks=64), 64) == pytest.approx(min(hardware.gather_rate, 8 * hardware.link_rate))
     assert gather_rate(replace(setting, ranks=64, tensor=8), 8) == pytest.approx(hardware.link_rate)
 
 
@@ -104,7 +104,9 @@ def test_rows_end_where_they_are_full() -> None:
 
 def test_alone_a_rank_takes_the_same_however_a_row_is_cut(setting: Setting) -> None:
     row, cost = np.zeros(len(LENGTHS), dtype=np.int64), setting.cost()
-    expected = (cost.forward_seconds(LENGTHS, LENGTHS).sum(), cost.backward_seconds(LENGTHS, LENGTHS).sum())
+    tasks = (cost.forward_seconds(LENGTHS, LENGTHS).sum(), cost.backward_seconds(LENGTHS, LENGTHS).sum())
+    expected = in_calls(cost, np.array(tasks))
+    assert (expected > tasks).all(), "a call takes something besides its tasks"
     work = of_documents(replace(setting, ranks=1), LENGTHS, row)
     assert work.attention[:, 0] / 32 == pytest.approx(expected)
     for cut in (context.shared_by_document, context.shared_by_row):
@@ -117,9 +119,22 @@ def test_a_head_and_a_tail_of_every_document_cost_what_their_tasks_do(setting: S
     lengths = np.array([8192, 4096, 16384])
     chunks = [(n // 8, n // 8 * (at + 1)) for n in lengths.tolist() for at in range(8)]
     rows, keys = np.array(chunks).T
-    forward, backward = context.shared_by_document(cost, context.SharedRows(lengths, np.zeros(3, dtype=np.int64), 1), degree)
-    assert forward[0] == pytest.approx(cost.forward_seconds(rows, keys).sum() / degree, rel=0.02)
-    assert backward[0] == pytest.approx(cost.backward_seconds(rows, keys).sum() / degree, rel=0.02)
+    found = context.shared_by_document(cost, context.SharedRows(lengths, np.zeros(3, dtype=np.int64), 1), degree)
+    heads_and_tails = in_calls(cost, task_seconds(cost, rows, keys).sum(axis=1) / degree, 2)
+    assert found[:, 0] == pytest.approx(heads_and_tails, rel=0.02)
+
+
+def test_backward_of_a_slice_pays_for_the_keys_before_it(setting: Setting) -> None:
+    """The gradient of a key is written for every query head, so of a document in slices, early keys are written again."""
+    cost, shape = setting.cost(), setting.shape
+    whole, late = task_seconds(cost, 65536, 65536)[:, 0], task_seconds(cost, 1024, 65536)[:, 0]
+    assert whole == pytest.approx([cost.forward_seconds(65536, 65536)[0], cost.backward_seconds(65536, 65536)[0]])
+    assert late[0] == cost.forward_seconds(1024, 65536)[0]
+    keys = (65536 - 1024) * (shape.query_bytes + shape.output_bytes) / cost.backward.bytes_per_second
+    assert late[1] == pytest.approx(cost.backward_seconds(1024, 65536)[0] + keys)
+    windowed = replace(cost, window=1025)
+    keys *= 1024 / (65536 - 1024)
+    assert task_seconds(windowed, 1024, 65536)[1, 0] == pytest.approx(windowed.backward_seconds(1024, 65536)[0] + keys)
 
 
 def test_a_row_cut_as_one_sequence_costs_what_its_slowest_rank_does(setting: Setting) -> None:
@@ -138,7 +153,7 @@ def test_a_row_cut_as_one_sequence_costs_what_its_slowest_rank_does(setting: Set
                 if low < high:
                     seconds[min(chunk, 3 - chunk)] += float(cost.forward_seconds(high - low, high - start)[0])
             start += n
-        slowest.append(max(seconds))
+        slowest.append(float(cost.forward.of_call(max(seconds))))
     assert context.shared_by_row(cost, context.SharedRows(LENGTHS, row, 2), degree)[0].tolist() == pytest.approx(slowest)
 
 
@@ -146,17 +161,34 @@ def test_context_parallel_ranks_wait_for_keys_and_ring_hides_them(setting: Setti
     wide = replace(setting, ranks=64)
     rows = context.SharedRows(np.full(64, 16384), np.arange(64) // 8, 8)
     gathered, ringed = context.all_gather(wide, rows, 8), context.ring(wide, rows, 8)
-    keys = 8 * 16384 * 4096 * 7 / 8
-    assert gathered.exposed[0, 0] == pytest.approx(32 * (keys / wide.hardware.node_rate + 3e-5))
+    keys, hardware = 8 * 16384 * 4096, wide.hardware
+    fixed, ordered = hardware.exchange_seconds + 7 * hardware.peer_seconds, 2 * keys / hardware.memory_rate
+    assert gathered.exposed[0, 0] == pytest.approx(32 * (keys * 7 / 8 / hardware.gather_rate + fixed + ordered))
     assert ringed.exposed[0, 0] < gathered.exposed[0, 0]
     assert ringed.attention[0, 0] > gathered.attention[0, 0]
     spread = context.ulysses(wide, rows, 8)
     assert spread.attention[0].sum() == pytest.approx(of_documents(wide, rows.length, rows.row).attention[0].sum(), rel=0.01)
 
 
+@pytest.mark.parametrize(("ranks", "away"), [(8, 0), (64, 56)])
+def test_heads_for_tokens_take_the_links_of_both_kinds(setting: Setting, ranks: int, away: int) -> None:
+    """q, k, v and o change ranks in an exchange each, over both kinds of links at once, and are put in order twice."""
+    wide = replace(setting, ranks=ranks)
+    rows = context.SharedRows(np.full(ranks // 8, 8 * 16384), np.zeros(ranks // 8, dtype=np.int64), 1)
+    hardware, held = wide.hardware, 16384 * (2 * 8192 + 4096 * max(ranks / 8, 1))
+    wire = held / ranks * (away / hardware.link_rate if away else 7 / hardware.node_rate)
+    fixed = 4 * (hardware.exchange_seconds + (ranks - 1) * hardware.peer_seconds)
+    if ranks <= 32:
+        assert context.ulysses(wide, rows, ranks).exposed[0, 0] == pytest.approx(
+            32 * (wire + fixed + 4 * held / hardware.memory_rate)
+        )
+    else:  # by the part of the heads that a rank has
+        assert wire < context.ulysses(wide, rows, ranks).exposed[0, 0] / 32 < 2 * wire
+
+
 def test_a_plan_that_moves_nothing_waits_for_nothing(setting: Setting) -> None:
     layout = Layout.from_lengths([[16384], [2048] * 8])
-    work = of_plan(Plan.local(layout), setting.cost())
+    work = of_plan(setting, Plan.local(layout), setting.cost())
     assert not np.any([*work.exposed, work.wire, work.received])
     assert work.attention[0, 0] > work.attention[0, 1]
 
@@ -165,10 +197,17 @@ def test_messages_of_a_plan_take_what_the_scheduler_says(setting: Setting) -> No
     layout = Layout.from_lengths([[65536], [2048] * 32])
     cost = replace(setting, ranks=16).cost()
     plan = balance(layout, cost, DistCAConfig())
-    work, load = of_plan(plan, cost), PlanLoad(plan, cost)
+    free = replace(setting, hardware=replace(setting.hardware, memory_rate=1e30))
+    work, load = of_plan(free, plan, cost), PlanLoad(plan, cost)
     assert plan.moved
+    assert load.peers.tolist() == [1, 1]
     assert work.wire.tolist() == pytest.approx(load.exchange_seconds.tolist(), rel=0.05)
-    assert work.attention.sum(axis=0).tolist() == pytest.approx(load.compute_seconds.tolist())
+    copied = of_plan(setting, plan, cost).wire - work.wire
+    assert copied.tolist() == pytest.approx(
+        (2 * load.exchange_bytes.sum(axis=0) / setting.hardware.memory_rate).tolist(), rel=0.05
+    )
+    forward = np.bincount(plan.server, cost.forward_seconds(plan.end - plan.start, plan.end, plan.heads))
+    assert work.attention[0].tolist() == pytest.approx(cost.forward.of_call(forward).tolist())
     exposed = work.exposed.sum(axis=0)
     assert (exposed <= work.wire + 1e-12).all()
     assert exposed.max() < work.wire.max(), "the rank's own tasks run while it waits"
@@ -179,7 +218,7 @@ def test_relays_pass_keys_on_in_exchanges_of_their_own(setting: Setting) -> None
     cost = replace(setting, ranks=64).cost()
     plan = balance(layout, cost, DistCAConfig(head_groups=1))
     assert plan.relays is not None
-    slow, fast = (of_plan(one, replace(cost, exchange_seconds=1.0)).wire for one in (plan, plan.with_relays(None)))
+    slow, fast = (of_plan(setting, one, replace(cost, exchange_seconds=1.0)).wire for one in (plan, plan.with_relays(None)))
     assert round(float(np.median(slow - fast))) == 3, "keys again in both directions, and their gradients"
 
 
@@ -188,9 +227,10 @@ def test_gathered_keys_are_kept_or_come_again(setting: Setting) -> None:
     rows = context.SharedRows(np.full(64, 16384), np.arange(64) // 8, 8)
     kept = context.all_gather(wide, rows, 8)
     again = context.all_gather(wide, rows, 8, again=True)
-    assert kept.exposed[1].tolist() == kept.exposed[0].tolist(), "only gradients go back"
-    assert again.exposed[1, 0] == pytest.approx(2 * kept.exposed[0, 0])
     keys = 8 * 16384 * 4096
+    added = 32 * 4 * keys / wide.hardware.memory_rate
+    assert kept.exposed[1, 0] == pytest.approx(kept.exposed[0, 0] + added), "only gradients go back, those of two calls added"
+    assert again.exposed[1, 0] == pytest.approx(2 * kept.exposed[0, 0] + added)
     assert kept.received[0] == pytest.approx(keys * (32 + 2))
     assert again.received[0] == pytest.approx(keys * 3)
 

@@ -13,8 +13,9 @@ import pytest
 
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.schedule.cost import CostModel
+from hf_distca.schedule.profiles import Profile
 from hf_distca.simulate.document_lengths import distribution, from_list
-from hf_distca.simulate.hardware import KNOWN_HARDWARE, find_hardware
+from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.models import KNOWN_MODELS, find_model
 from hf_distca.simulate.setting import Setting
 
@@ -92,16 +93,36 @@ def test_a_config_that_describes_no_dense_decoder(tmp_path: Path, content: str, 
 def test_unknown_names_say_which_are_known() -> None:
     with pytest.raises(ConfigError, match="llama-3-8b"):
         find_model("llama-9")
-    with pytest.raises(ConfigError, match="h100, h200, a100"):
+    with pytest.raises(ConfigError, match="h100, h200, a100, b200"):
         find_hardware("v100")
 
 
-def test_hopper_attention_is_the_built_in_cost_model(setting: Setting) -> None:
-    for name in ("h100", "h200"):
-        own, built_in = replace(setting, hardware=KNOWN_HARDWARE[name]).cost(), CostModel.analytic(setting.shape)
-        assert (own.forward, own.backward) == (built_in.forward, built_in.backward)
-        assert own.exchange_bytes_per_second == built_in.exchange_bytes_per_second
-    assert setting.cost().node_bytes_per_second == find_hardware("h100").node_rate
+@pytest.mark.parametrize(
+    ("name", "kernel", "profile"),
+    [
+        ("h100", None, "h100_flash_attn_2"),
+        ("h200", "flash_attn_3", "h100_flash_attn_3"),
+        ("a100", None, "a100_flash_attn_2"),
+        ("B200", None, "b200_flash_attn_4"),
+        ("gb200", "flash_attn_4", "b200_flash_attn_4"),
+    ],
+)
+def test_attention_and_links_are_those_of_a_shipped_profile(
+    setting: Setting, name: str, kernel: str | None, profile: str
+) -> None:
+    hardware = find_hardware(name, kernel)
+    simulated, shipped = replace(setting, hardware=hardware).cost(), Profile.load(profile).cost_model(setting.shape)
+    assert (simulated.forward, simulated.backward) == (shipped.forward, shipped.backward)
+    assert simulated.exchange_bytes_per_second == pytest.approx(shipped.exchange_bytes_per_second)
+    assert simulated.node_bytes_per_second == shipped.node_bytes_per_second
+    assert simulated.peer_seconds == shipped.peer_seconds > 0
+    assert {"matmul", "memory", "gather", "links", "attention"} == dict(hardware.sources).keys()
+    assert hardware.ranks_per_node == (72 if name == "gb200" else 8)
+
+
+def test_a_kernel_without_timings_on_a_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="flash_attn_3' has no published timings on a100: it must be one of flash_attn_2"):
+        find_hardware("a100", "flash_attn_3")
 
 
 @pytest.mark.parametrize(

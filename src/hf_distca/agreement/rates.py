@@ -77,7 +77,8 @@ class Correction:
         return np.array([self.task, self.byte, self.flop])
 
     def _kernel(self, cost: KernelCost) -> KernelCost:
-        return KernelCost(cost.task_seconds * self.task, cost.bytes_per_second / self.byte, cost.flops_per_second / self.flop)
+        rates = {"bytes_per_second": cost.bytes_per_second / self.byte, "flops_per_second": cost.flops_per_second / self.flop}
+        return replace(cost, task_seconds=cost.task_seconds * self.task, **rates)
 
 
 @dataclass(eq=False)

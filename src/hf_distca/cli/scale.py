@@ -37,11 +37,15 @@ class Scale:
         65536
     )
     model: Annotated[str, typer.Option(help="A known shape by name, or a config.json or its folder.")] = "llama-3-8b"
-    hardware: Annotated[str, typer.Option(help="h100, h200 or a100.")] = "h100"
+    hardware: Annotated[str, typer.Option(help="a100, h100, h200, b200, or gb200 for NVL72.")] = "h100"
+    kernel: Annotated[
+        str | None,
+        typer.Option(help="Attention kernel, as flash_attn_3 on h100.", show_default="flash_attn_2, on b200 flash_attn_4"),
+    ] = None
     tensor: Annotated[int, typer.Option("--tp", help="Tensor-parallel degree.")] = 1
     stages: Annotated[int, typer.Option("--pp", help="Pipeline stages.")] = 1
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1
-    ranks_per_node: Annotated[int, typer.Option(help="Devices of a node.")] = 8
+    ranks_per_node: Annotated[int | None, typer.Option(help="Devices of a node.", show_default="8, of gb200 72")] = None
     link_gbps: Annotated[
         float | None, typer.Option(help="Gigabits per second of a device between nodes, instead of the hardware's.")
     ] = None
@@ -71,7 +75,7 @@ class Scale:
         from hf_distca.simulate.models import find_model
         from hf_distca.simulate.setting import Setting
 
-        device = find_hardware(self.hardware)
+        device = find_hardware(self.hardware, self.kernel)
         if self.link_gbps is not None:
             device = replace(device, link_gbps=self.link_gbps)
         by_degrees: Literal["fsdp", "zero1"] = "fsdp" if self.tensor == self.stages == 1 else "zero1"
@@ -83,7 +87,7 @@ class Scale:
             self.tensor,
             self.stages,
             self.micro_batches,
-            self.ranks_per_node,
+            device.ranks_per_node if self.ranks_per_node is None else self.ranks_per_node,
             by_degrees if self.sharding == "auto" else self.sharding,
             "none" if self.checkpointing == "auto" else self.checkpointing,
             None if self.profile is None else _measured(self.profile),

@@ -31,6 +31,7 @@ from hf_distca.integration.processes import data_parallel_group, find_members, s
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import to_device
 from hf_distca.measure.calibrate import calibrate, fastest
+from hf_distca.measure.shipped import shipped_profile
 from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
@@ -249,8 +250,12 @@ class Session:
         if (key.shape, key.device) in self.planner.progress.costs:
             return
         cost = known_cost(key._replace(window=None), self.config)
+        widths = key.shape.head_dim, key.shape.value_head_dim
+        if self.config.cost_model == "analytic" and query.device.type == "cuda":
+            kernel = self.kernel(query, widths, Scores(1.0), key.shape.ratio)
+            if (profile := shipped_profile(query.device, kernel, group)) is not None:
+                cost = profile.cost_model(key.shape, tile=self.config.tile)
         if self.config.cost_model == "calibrated":
-            widths = key.shape.head_dim, key.shape.value_head_dim
             if self.config.kernel == "auto" and key.device == "cuda":
                 names = get_args(KernelName)
                 with said_if_long("comparing attention kernels before the first plan"):

@@ -118,17 +118,34 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """One direction of a kernel: seconds per task, memory bytes and floating-point operations per second."""
+    """One direction of a kernel: seconds per task, memory bytes and floating-point operations per second.
+
+    What a call of the kernel takes besides its tasks is about the same on all ranks, so plans leave it out.
+
+    Attributes:
+        task_seconds, bytes_per_second, flops_per_second: what tasks take.
+        call_seconds: what a call takes besides its tasks.
+        least_seconds: what no call takes less than, however little it computes: its launch.
+    """
 
     task_seconds: float
     bytes_per_second: float
     flops_per_second: float
+    call_seconds: float = 0.0
+    least_seconds: float = 0.0
+
+    def of_call(self, seconds: npt.ArrayLike, calls: npt.ArrayLike = 1) -> FloatArray:
+        """Seconds of so many calls whose tasks take `seconds` together; nothing to compute is no call."""
+        taken = np.asarray(seconds, dtype=np.float64)
+        whole = np.maximum(taken + self.call_seconds * np.asarray(calls), self.least_seconds * np.asarray(calls))
+        return np.where(taken > 0, whole, 0.0)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> KernelCost:
         """The coefficients by name, None for an infinite one."""
         cost = cls(**{name: rate_or_infinity(value) for name, value in data.items()})
-        if not (0 <= cost.task_seconds < math.inf and cost.bytes_per_second > 0 and cost.flops_per_second > 0):
+        seconds = cost.task_seconds, cost.call_seconds, cost.least_seconds
+        if not (min(seconds) >= 0 and max(seconds) < math.inf and cost.bytes_per_second > 0 and cost.flops_per_second > 0):
             raise ValueError(f"{cost}: seconds must be finite and not negative, rates positive")
         return cost
 
@@ -154,8 +171,8 @@ class KernelCost:
 
 
 # Round figures, good enough to decide what is worth moving; calibrate where the decision is close.
-# cpu: one thread of a recent server core over loopback. cuda: H100 with flash-attention 2 and a 400 Gbit/s link a GPU; forward is
-# close to what benchmarks/published_timings.py fits to packed documents, backward is assumed to reach 0.8 of its rate. Inside a
+# cpu: one thread of a recent server core over loopback. cuda: for GPUs without a shipped profile; an H100, flash-attention 2 and
+# a 400 Gbit/s link a GPU; forward is close to published packed documents, backward is assumed to reach 0.8 of its rate. Inside a
 # node, NVLink 4 carries 450 GB/s each way (NVIDIA H100 datasheet: 900 GB/s in both directions together), of which exchanges are
 # taken to reach two thirds. Processes of one machine without a GPU exchange over loopback, for which the one rate stands.
 _PROFILES = {
@@ -180,6 +197,7 @@ class CostModel:
         node_bytes_per_second: what one rank sends to ranks of its node while it also receives as much; None if that is no faster.
         ranks_per_link: ranks of a node that share a link to other nodes, which carries ``exchange_bytes_per_second`` for each of
             them, and for all together where only some have something to send. 1 if each has its own.
+        peer_seconds: what each rank that one exchanges with adds to the fixed seconds of an exchange.
     """
 
     shape: AttentionShape
@@ -192,6 +210,7 @@ class CostModel:
     window: int | None = None
     node_bytes_per_second: float | None = None
     ranks_per_link: int = 1
+    peer_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -240,7 +259,7 @@ class CostModel:
             forward, backward = (KernelCost.from_json(data.pop(direction)) for direction in ("forward", "backward"))
             data["exchange_bytes_per_second"] = rate_or_infinity(data["exchange_bytes_per_second"])
             model = cls(shape, forward, backward, **data)
-            numbers = (model.exchange_bytes_per_second, model.exchange_seconds, model.tile)
+            numbers = (model.exchange_bytes_per_second, model.exchange_seconds, model.peer_seconds, model.tile)
             if not (min(numbers) >= 0 and model.exchange_bytes_per_second > 0 and model.tile >= 1):
                 raise ValueError(f"exchange and tile are {numbers}: a rate must be positive, a tile at least 1")
         except (AttributeError, KeyError, TypeError, ValueError) as error:

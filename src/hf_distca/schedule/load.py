@@ -189,7 +189,19 @@ class PlanLoad:
         """Seconds that each rank exchanges: the busier of its two roles, plus the fixed part of every exchange."""
         exchanges = _EXCHANGES_PER_LAYER * (1 if self.waves is None else self.waves.count)
         exchanges += _RELAY_EXCHANGES if self.plan.relays is not None else 0
-        return np.asarray(self.wire_seconds.max(axis=0) + exchanges * self.cost.exchange_seconds * self.plan.moved)
+        fixed = self.cost.exchange_seconds + self.cost.peer_seconds * self.peers
+        return np.asarray(self.wire_seconds.max(axis=0) + exchanges * fixed * self.plan.moved)
+
+    @cached_property
+    def peers(self) -> npt.NDArray[Any]:
+        """How many ranks each sends to or receives from, whichever are more; not counted where they cost nothing."""
+        plan, sent, ranks = self.plan, self.sent_keys, self.plan.layout.world_size
+        if not (self.cost.peer_seconds and plan.moved):
+            return np.zeros(ranks)
+        away = plan.home != plan.server
+        source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
+        pairs = np.unique(source[source != server] * ranks + server[source != server])
+        return np.maximum(np.bincount(pairs // ranks, minlength=ranks), np.bincount(pairs % ranks, minlength=ranks))
 
     @cached_property
     def slowest_seconds(self) -> float:

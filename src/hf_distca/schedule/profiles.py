@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import resources
@@ -27,6 +28,10 @@ _SHIPPED = "profiles_data"
 _LEAST_RATE = 1.0  # a second
 _MOST_SECONDS = 1e6
 _MOST = 2**31  # of a width or a tile
+# By a word of a GPU's name, the device whose timings stand for it; by the name of a kernel, what it runs. No timings of kernels
+# on an H200 are published; its multiprocessors are those of an H100.
+_GPUS = {"A100": "a100", "H100": "h100", "H200": "h100", "GH200": "h100", "B200": "b200", "GB200": "b200"}
+_KERNELS = {"cuda": "flash_attn_2", "flash_attn": "flash_attn_2", "flash_attn_3": "flash_attn_3", "flash_attn_4": "flash_attn_4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +66,14 @@ class ExchangeRates:
         seconds: fixed seconds of one exchange.
         ranks: how many exchanged when it was measured.
         errors: as in `KernelRates`: median and largest, of sizes that were kept aside.
+        peer_seconds: what each of the other ranks adds to the fixed seconds.
     """
 
     bytes_per_second: float
     seconds: float
     ranks: int = 2
     errors: Mapping[str, float] = field(default_factory=dict, hash=False)
+    peer_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ class Profile:
         between: exchanges between nodes; None if they were not measured.
         threads: threads of the kernel's process, on a CPU.
         tile: query rows of a kernel tile.
+        sources: where figures come from that others measured, by what they are of.
     """
 
     name: str
@@ -98,6 +106,7 @@ class Profile:
     between: ExchangeRates | None = None
     threads: int | None = None
     tile: int = 128
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not self.kernels:
@@ -143,6 +152,7 @@ class Profile:
             f"profile {self.name}",
             window,
             node_bytes_per_second=self.inside.bytes_per_second if self.inside and self.between else None,
+            peer_seconds=0.0 if links is None else links.peer_seconds,
         )
 
     def to_json(self) -> str:
@@ -165,8 +175,9 @@ class Profile:
                 data[link] = None if data.get(link) is None else _exchange_rates(data[link])
             profile = cls(**data)
             names = (profile.name, profile.device, profile.processor, *(rates.kernel for rates in profile.kernels))
-            if not all(isinstance(text, str) for text in (*names, profile.date, profile.made_by, *profile.versions.values())):
-                raise TypeError("its names, date, versions and command must be texts")
+            told = (*profile.versions.values(), *profile.sources.values())
+            if not all(isinstance(text, str) for text in (*names, profile.date, profile.made_by, *told)):
+                raise TypeError("its names, date, versions, sources and command must be texts")
             links = [link for link in (profile.inside, profile.between) if link is not None]
             errors = [rates.errors for rates in profile.kernels] + [rates.errors for rates in links]
             if not all(isinstance(error, int | float) for by_name in errors for error in by_name.values()):
@@ -197,6 +208,17 @@ class Profile:
         return cls.from_json(text)
 
     @staticmethod
+    def of_gpu(device: str, kernel: str) -> str | None:
+        """The name of the shipped profile of a GPU and a kernel, both as torch and `DistCAConfig` name them; None if none is.
+
+        Cards with fewer multiprocessors than those that were timed, as PCIe ones of Hopper, have none.
+        """
+        words = set(re.split(r"[\s-]+", device))
+        kind = next((kind for model, kind in _GPUS.items() if model in words), None)
+        name = f"{kind}_{_KERNELS.get(kernel)}"
+        return name if name in Profile.shipped() and not (kind == "h100" and words & {"PCIe", "NVL"}) else None
+
+    @staticmethod
     def shipped() -> list[str]:
         """The names of the profiles that come with the package."""
         files = (resources.files(__package__) / _SHIPPED).iterdir()
@@ -206,7 +228,8 @@ class Profile:
 def _kernel_rates(row: dict[str, Any]) -> KernelRates:
     rates = KernelRates(**{**row, **{name: KernelCost.from_json(row[name]) for name in ("forward", "backward")}})
     for cost in (rates.forward, rates.backward):
-        if not (0 <= cost.task_seconds <= _MOST_SECONDS and min(cost.bytes_per_second, cost.flops_per_second) >= _LEAST_RATE):
+        longest = max(cost.task_seconds, cost.call_seconds, cost.least_seconds)
+        if not (longest <= _MOST_SECONDS and min(cost.bytes_per_second, cost.flops_per_second) >= _LEAST_RATE):
             raise ValueError(f"{cost}: seconds must be from 0 to 1e6, rates positive, at least 1 a second")
     if not all(type(size) is int and 1 <= size < _MOST for size in (rates.element_bytes, rates.head_dim, rates.value_head_dim)):
         raise ValueError(f"{rates}: bytes and widths must be from 1 to 2**31")
@@ -215,6 +238,7 @@ def _kernel_rates(row: dict[str, Any]) -> KernelRates:
 
 def _exchange_rates(row: dict[str, Any]) -> ExchangeRates:
     rates = ExchangeRates(**{**row, "bytes_per_second": rate_or_infinity(row["bytes_per_second"])})
-    if not (rates.bytes_per_second >= _LEAST_RATE and 0 <= rates.seconds <= _MOST_SECONDS):
+    seconds = rates.seconds, rates.peer_seconds
+    if not (rates.bytes_per_second >= _LEAST_RATE and min(seconds) >= 0 and max(seconds) <= _MOST_SECONDS):
         raise ValueError(f"{rates}: seconds must be from 0 to 1e6, a rate at least 1 a second")
     return rates

@@ -70,7 +70,7 @@ def tensor_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
     if setting.tensor == 1:
         return np.zeros_like(tokens)
     hardware = setting.hardware
-    rate = hardware.node_rate if setting.tensor <= setting.ranks_per_node else hardware.link_rate
+    rate = hardware.gather_rate if setting.tensor <= setting.ranks_per_node else hardware.link_rate
     share = (setting.tensor - 1) / setting.tensor
     return np.asarray(_TENSOR_EXCHANGES * tokens * setting.model.hidden * hardware.element_bytes * share / rate)
 
@@ -89,9 +89,9 @@ def gather_rate(setting: Setting, ranks: int) -> float:
     """
     hardware = setting.hardware
     if ranks * setting.tensor <= setting.ranks_per_node:
-        return hardware.node_rate
+        return hardware.gather_rate
     beside = max(1, min(ranks, setting.ranks_per_node // setting.tensor))
-    return min(hardware.node_rate, hardware.link_rate * beside)
+    return min(hardware.gather_rate, hardware.link_rate * beside)
 
 
 def weight_exchange(setting: Setting, forward: float, backward: float) -> Exchange:

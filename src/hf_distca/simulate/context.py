@@ -18,7 +18,7 @@ from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.beside_attention import Directions, gather_rate
 from hf_distca.simulate.memory import in_flight
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import MicroBatchWork, all_layers, sums, task_seconds
+from hf_distca.simulate.work import MicroBatchWork, all_layers, copy_seconds, fixed_seconds, in_calls, sums, task_seconds
 
 __all__ = [
     "SharedRows",
@@ -67,22 +67,26 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
     All ranks of a row take about as long. Chunks shorter than a tile still fill it. With `hops`, as many kernel calls see a part
     of the keys each, and read q and write o again. Shape (2, rows).
     """
-    shape, length, chunks = cost.shape, rows.length, np.minimum(2 * degree, rows.length)
+    shape, length, chunks = cost.shape, rows.length, np.minimum(2 * degree if degree > 1 else 1, rows.length)
     chunk_rows = -(-length // chunks)
     tiled = -(-chunk_rows // cost.tile) * cost.tile
     pairs = causal_pairs(length, length, cost.window) * (tiled / chunk_rows)
     read = length * (chunks + 1) / 2
     if cost.window is not None:
-        read = np.minimum(read, chunks * (chunk_rows + cost.window - 1.0))
-    moved = tiled * chunks * (shape.query_bytes + shape.output_bytes) * hops + read * shape.key_value_bytes
-    counts = np.stack([rows.sums(part / degree) for part in (chunks * hops, moved, shape.pair_flops * pairs)])
+        read = np.minimum(read, length + (chunks - 1) * (cost.window - 1.0))
+    row_bytes = shape.query_bytes + shape.output_bytes
+    moved = tiled * chunks * row_bytes * hops + read * shape.key_value_bytes
+    # Of keys in front of a chunk, as `task_seconds` has it; each is in one of the calls.
+    gradients = (read - length) * row_bytes
+    counts = np.stack([rows.sums(part / degree) for part in (chunks * hops, moved, shape.pair_flops * pairs, gradients)])
     # As `CostModel` has it, backward moves twice the bytes and computes 2.5 times the flops.
     forward, backward = cost.forward, cost.backward
     prices = [
-        (forward.task_seconds, 1 / forward.bytes_per_second, 1 / forward.flops_per_second),
-        (backward.task_seconds, 2 / backward.bytes_per_second, 2.5 / backward.flops_per_second),
+        (forward.task_seconds, 1 / forward.bytes_per_second, 1 / forward.flops_per_second, 0.0),
+        (backward.task_seconds, 2 / backward.bytes_per_second, 2.5 / backward.flops_per_second, 1 / backward.bytes_per_second),
     ]
-    return np.asarray(np.array(prices) @ counts)
+    calls = 2 if hops == 1 and degree > 1 else hops  # heads and tails are computed one after the other
+    return in_calls(cost, np.array(prices) @ counts, calls)
 
 
 def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
@@ -102,7 +106,7 @@ def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
     chunk += piece >= begins[owner] + sizes[owner] * np.minimum(chunk + 1, 2 * degree) // (2 * degree)
     rank = np.minimum(chunk, 2 * degree - 1 - chunk)
     seconds = sums(task_seconds(cost, end - piece, end - starts[document]), owner * degree + rank, rows.row_count * degree)
-    return np.asarray(seconds.reshape(2, rows.row_count, degree).max(axis=2))
+    return in_calls(cost, seconds.reshape(2, rows.row_count, degree).max(axis=2))
 
 
 def _work(
@@ -138,9 +142,17 @@ def _others_key_bytes(cost: CostModel, rows: SharedRows, degree: int) -> FloatAr
 
 
 def _neighbour_rate(setting: Setting, degree: int) -> float:
-    """Bytes per second from a rank to others of its row."""
+    """Bytes per second from a rank to the next one of its row."""
     inside = degree * setting.tensor <= setting.ranks_per_node
     return setting.hardware.node_rate if inside else setting.hardware.link_rate
+
+
+def _all_to_all_rate(setting: Setting, degree: int) -> float:
+    """Bytes per second from a rank to all others of its row, of which some may be in its node: both links carry at once."""
+    beside = min(degree, max(setting.ranks_per_node // setting.tensor, 1))
+    away, others = degree - beside, max(degree - 1, 1)
+    seconds = max(away / others / setting.hardware.link_rate, (beside - 1) / others / setting.hardware.node_rate)
+    return 1 / seconds if seconds else setting.hardware.node_rate
 
 
 def _gathering(
@@ -148,12 +160,17 @@ def _gathering(
 ) -> MicroBatchWork:
     """Keys and values of a row come to all its ranks, which keep them for backward, or get them `again` then.
 
-    Gradients of keys go back in backward, summed.
+    Gradients of keys go back in backward, summed: those of heads and of tails are added before. What came is put in order, and so
+    is what goes back.
     """
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
-        once = _others_key_bytes(cost, rows, degree) / gather_rate(setting, degree) + cost.exchange_seconds
-        return cut(cost, rows, degree), np.stack([once, 2 * once if again else once]) * (degree > 1)
+        once = _others_key_bytes(cost, rows, degree) / gather_rate(setting, degree) + fixed_seconds(cost, degree - 1)
+        order = copy_seconds(setting, rows.tokens * cost.shape.key_value_bytes)
+        added = 2 * order  # set to zero, and then read with what is added, and written
+        back = once + order + added
+        gather = once + order
+        return cut(cost, rows, degree), np.stack([gather, gather + back if again else back]) * (degree > 1)
 
     work = _work(setting, rows, degree, of_rows)
     return replace(work, received=work.tokens * key_bytes(setting, degree, again=again))
@@ -178,7 +195,7 @@ def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     """Keys travel from neighbour to neighbour beside the attention to those that came before."""
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
-        once = _others_key_bytes(cost, rows, degree) / _neighbour_rate(setting, degree) + (degree - 1) * cost.exchange_seconds
+        once = _others_key_bytes(cost, rows, degree) / _neighbour_rate(setting, degree) + (degree - 1) * fixed_seconds(cost, 1)
         # In backward gradients of keys travel with them.
         return shared_by_document(cost, rows, degree, hops=degree), np.stack([once, 2 * once])
 
@@ -192,11 +209,16 @@ def ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     shape = setting.shape
     # Where there are fewer key/value heads than ranks, each is sent to several.
     keys = shape.key_value_bytes * max(degree / shape.key_value_heads, 1)
-    moved = (shape.query_bytes + keys + shape.output_bytes) * (degree - 1) / degree
+    held = shape.query_bytes + keys + shape.output_bytes
+    moved = held * (degree - 1) / degree
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
-        once = rows.tokens / degree * moved / _neighbour_rate(setting, degree) + 2 * cost.exchange_seconds * (degree > 1)
-        return rows.sums(task_seconds(cost, rows.length, rows.length, 1 / degree)), np.stack([once, once])
+        tokens = rows.tokens / degree
+        # q, k, v and o each go by themselves, and are put in order before and after.
+        once = tokens * moved / _all_to_all_rate(setting, degree) + 4 * fixed_seconds(cost, degree - 1)
+        once = once + 2 * copy_seconds(setting, tokens * held) * (degree > 1)
+        attention = rows.sums(task_seconds(cost, rows.length, rows.length, 1 / degree))
+        return in_calls(cost, attention), np.stack([once, once])
 
     work = _work(setting, rows, degree, of_rows)
     return replace(work, received=work.tokens * (moved + shape.output_bytes) * (degree > 1))

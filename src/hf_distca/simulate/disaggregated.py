@@ -77,7 +77,7 @@ def work_of(setting: Setting, placement: Placement, planner: Planner = balance) 
     def of_layer(cost: CostModel) -> MicroBatchWork:
         nodes = setting.nodes.seen_by(cost)
         plans = [planner(layout, cost, config, nodes) for layout in placement]
-        return of_plan(plans[0], cost, nodes) if len(plans) == 1 else of_nano_batches(setting, plans, cost, nodes)
+        return of_plan(setting, plans[0], cost, nodes) if len(plans) == 1 else of_nano_batches(setting, plans, cost, nodes)
 
     return all_layers(setting, of_layer)
 

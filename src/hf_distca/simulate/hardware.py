@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.cost import KernelCost
+from hf_distca.schedule.profiles import Profile
 
 __all__ = ["KNOWN_HARDWARE", "Hardware", "find_hardware"]
 
@@ -19,32 +20,37 @@ class Hardware:
         matmul_flops: floating-point operations per second of a large matrix product.
         memory_rate: bytes per second of operations that only read and write memory.
         memory_bytes: memory of the device.
+        gather_rate: bytes per second of an all-gather or a reduce-scatter on each device, within a node.
         node_rate: bytes per second that a device sends, while it receives as much, within a node.
         link_gbps: gigabits per second of a device's share of the network between nodes.
         link_share: part of `link_gbps` that messages reach.
-        exchange_seconds: fixed seconds of one exchange.
+        exchange_seconds, peer_seconds: fixed seconds of one exchange, and what each other rank in it adds.
         forward, backward: coefficients of the attention kernel.
         element_bytes: bytes of one element of weights and activations.
         sources: where each figure comes from, by name.
+        ranks_per_node: devices that share a fast link.
     """
 
     name: str
     matmul_flops: float
     memory_rate: float
     memory_bytes: float
+    gather_rate: float
     node_rate: float
     link_gbps: float
     link_share: float
     exchange_seconds: float
+    peer_seconds: float
     forward: KernelCost
     backward: KernelCost
     element_bytes: int
     sources: tuple[tuple[str, str], ...]
+    ranks_per_node: int = 8
 
     def __post_init__(self) -> None:
         for part in fields(self):
             value = getattr(self, part.name)
-            if isinstance(value, float | int) and not 0 < value < float("inf") and part.name != "exchange_seconds":
+            if isinstance(value, float | int) and not 0 < value < float("inf") and "seconds" not in part.name:
                 raise ConfigError(f"{self.name}: {part.name}={value!r} must be a positive number.")
 
     @property
@@ -53,59 +59,84 @@ class Hardware:
         return self.link_gbps * 1e9 / 8 * self.link_share
 
 
-# Coefficients, bandwidth and latency of the built-in profile, which training uses: one source for both.
-_H100 = CostModel.analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
-_A100_KERNEL = (KernelCost(5e-7, 1.6e12, 2.0e14), KernelCost(1e-6, 1.2e12, 1.7e14))
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """A device without its attention kernel and links, which a shipped profile has."""
 
-_HOPPER_SOURCES = (
-    ("matmul", "794.5 of 989 TFLOP/s: largest measured bf16 product, ml-engineering, 'Maximum Achievable Matmul FLOPS'"),
-    ("node", "350 GB/s: all-gather and reduce-scatter of 0.5 to 1 GB on 8 H200, nccl-tests in hao-ai-lab/DistCA, commit 2afd219"),
-    ("link", "400 Gbit/s a GPU (DGX data sheet), of which messages reach 80 %: assumed, as in the built-in cost model"),
-    (
-        "attention",
-        "the built-in cost model: forward 350 TFLOP/s fits published FlashAttention-2 timings on an H100; backward 280 is "
-        "assumed (arXiv 2407.08608, figure 6, has 370 and 320 for equal long documents)",
-    ),
+    matmul_flops: float
+    memory_rate: float  # of the data sheet
+    memory_bytes: float
+    gather_rate: float
+    link_gbps: float
+    profile: str  # without the kernel
+    kernel: str  # unless another one is named
+    matmul: str  # where the figure comes from
+    gather: str
+    ranks_per_node: int = 8
+
+    def with_kernel(self, name: str, kernel: str) -> Hardware:
+        measured = Profile.load(f"{self.profile}_{kernel}")
+        rates, inside, between = measured.kernels[0], measured.inside, measured.between
+        assert inside is not None  # shipped profiles of GPUs have both kinds of links
+        assert between is not None
+        memory = f"{self.memory_rate / 1e12:.2f} TB/s and {self.memory_bytes / 1e9:.0f} GB (data sheet), 85 % reached: assumed"
+        wire = self.link_gbps * 1e9 / 8
+        link = f"{self.link_gbps:.0f} Gbit/s a GPU, of which messages reach {between.bytes_per_second / wire:.0%}"
+        errors = f"largest error of fitted timings {rates.errors['fitted_forward_largest']:.0%} forward"
+        return Hardware(
+            name,
+            *(self.matmul_flops, 0.85 * self.memory_rate, self.memory_bytes, self.gather_rate, inside.bytes_per_second),
+            *(self.link_gbps, between.bytes_per_second / wire, between.seconds, between.peer_seconds),
+            *(rates.forward, rates.backward, rates.element_bytes),
+            sources=(
+                ("matmul", self.matmul),
+                ("memory", memory),
+                ("gather", self.gather),
+                ("links", f"{link}; {measured.sources['links']}"),
+                ("attention", f"profile {measured.name}, {errors}, {measured.sources['kernel']}"),
+            ),
+            ranks_per_node=self.ranks_per_node,
+        )
+
+
+_ML_ENGINEERING = "largest measured bf16 product, ml-engineering, 'Maximum Achievable Matmul FLOPS'"
+_H200_GATHER = "350 GB/s: all-gather and reduce-scatter of 0.5 to 1 GB on 8 H200, nccl-tests in hao-ai-lab/DistCA, commit 2afd219"
+_HOPPER = _Device(
+    *(7.945e14, 3.35e12, 80e9, 3.5e11, 400.0, "h100", "flash_attn_2"),
+    matmul=f"794.5 of 989 TFLOP/s: {_ML_ENGINEERING}",
+    gather=_H200_GATHER,
 )
-
-
-def _hopper(name: str, memory_rate: float, memory_bytes: float) -> Hardware:
-    memory = (
-        "memory",
-        f"{memory_rate / 0.85 / 1e12:.2f} TB/s and {memory_bytes / 1e9:.0f} GB (data sheet), 85 % reached: assumed",
-    )
-    return Hardware(
-        name,
-        *(7.945e14, memory_rate, memory_bytes, 3.5e11, 400.0, 0.8, _H100.exchange_seconds),
-        *(_H100.forward, _H100.backward, 2),
-        sources=(_HOPPER_SOURCES[0], memory, *_HOPPER_SOURCES[1:]),
-    )
-
-
-KNOWN_HARDWARE = {
-    "h100": _hopper("h100", 0.85 * 3.35e12, 80e9),
-    "h200": _hopper("h200", 0.85 * 4.8e12, 141e9),
-    "a100": Hardware(
-        "a100",
-        *(2.679e14, 0.85 * 2.039e12, 80e9, 2.3e11, 200.0, 0.8, _H100.exchange_seconds),
-        *(*_A100_KERNEL, 2),
-        sources=(
-            ("matmul", "267.9 of 312 TFLOP/s: largest measured bf16 product, ml-engineering, 'Maximum Achievable Matmul FLOPS'"),
-            ("memory", "2.04 TB/s and 80 GB (data sheet), 85 % reached: assumed"),
-            ("node", "230 GB/s: 300 GB/s each way (data sheet), of which collectives reach as large a part as on H200: assumed"),
-            ("link", "200 Gbit/s a GPU (DGX data sheet), of which messages reach 80 %: assumed"),
-            ("attention", "200 and 170 TFLOP/s: FlashAttention-2 on an A100, arXiv 2307.08691, figures 4 to 6, read off"),
-        ),
+_BLACKWELL = _Device(
+    *(1.745e15, 8e12, 180e9, 7.4e11, 400.0, "b200", "flash_attn_4"),
+    matmul=f"1745 of 2250 TFLOP/s: {_ML_ENGINEERING}",
+    gather="740 GB/s: as much more than an all-to-all as on H200, which is what DeepEP V2 reaches over NVLink on SM100",
+)
+_DEVICES = {
+    "h100": _HOPPER,
+    "h200": replace(_HOPPER, memory_rate=4.8e12, memory_bytes=141e9),
+    "a100": _Device(
+        *(2.679e14, 2.039e12, 80e9, 2.3e11, 200.0, "a100", "flash_attn_2"),
+        matmul=f"267.9 of 312 TFLOP/s: {_ML_ENGINEERING}",
+        gather="230 GB/s: 300 GB/s each way (data sheet), of which collectives reach as large a part as on H200: assumed",
     ),
+    "b200": _BLACKWELL,
+    "gb200": replace(_BLACKWELL, memory_bytes=186e9, ranks_per_node=72),  # NVL72: the links of a node join 72
 }
+KNOWN_HARDWARE = {name: device.with_kernel(name, device.kernel) for name, device in _DEVICES.items()}
 
 
-def find_hardware(name: str) -> Hardware:
-    """Known hardware by name.
+def find_hardware(name: str, kernel: str | None = None) -> Hardware:
+    """Known hardware by name, with an attention kernel: flash-attention 2 if none is named, and 4 on Blackwell.
 
     Raises:
-        ConfigError: if there is none of this name.
+        ConfigError: if there is none of this name, or no published timings of the kernel on it.
     """
-    if name.lower() not in KNOWN_HARDWARE:
-        raise ConfigError(f"hardware {name!r} is not known: it must be one of {', '.join(KNOWN_HARDWARE)}.")
-    return KNOWN_HARDWARE[name.lower()]
+    device = _DEVICES.get(name.lower())
+    if device is None:
+        raise ConfigError(f"hardware {name!r} is not known: it must be one of {', '.join(_DEVICES)}.")
+    if kernel is None:
+        return KNOWN_HARDWARE[name.lower()]
+    kernels = [shipped.removeprefix(f"{device.profile}_") for shipped in Profile.shipped() if shipped.startswith(device.profile)]
+    if kernel not in kernels:
+        raise ConfigError(f"kernel {kernel!r} has no published timings on {name}: it must be one of {', '.join(kernels)}.")
+    return device.with_kernel(name.lower(), kernel)

@@ -157,4 +157,5 @@ class Setting:
             hardware.name,
             window,
             node_bytes_per_second=hardware.node_rate,
+            peer_seconds=hardware.peer_seconds,
         )

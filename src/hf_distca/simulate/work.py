@@ -22,6 +22,9 @@ __all__ = [
     "Candidate",
     "MicroBatchWork",
     "all_layers",
+    "copy_seconds",
+    "fixed_seconds",
+    "in_calls",
     "of_documents",
     "of_nano_batches",
     "of_plan",
@@ -77,8 +80,30 @@ def sums(values: npt.NDArray[Any], index: IntArray, count: int) -> FloatArray:
 
 
 def task_seconds(cost: CostModel, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-    """Seconds of tasks as `CostModel` has them, forward and backward: shape (2, tasks)."""
-    return np.stack([cost.forward_seconds(rows, keys, heads), cost.backward_seconds(rows, keys, heads)])
+    """Seconds of tasks, forward and backward: shape (2, tasks).
+
+    As `CostModel` has them, but for keys in front of a task's rows. Backward writes the gradient of a key for every query head,
+    in float32 where these share the key, so that a key costs about what a row does; of a whole document there are as many.
+    """
+    n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
+    before = m - n if cost.window is None else np.minimum(m - n, cost.window - 1)
+    gradients = before * np.asarray(heads) * (cost.shape.query_bytes + cost.shape.output_bytes) / cost.backward.bytes_per_second
+    return np.stack([cost.forward_seconds(rows, keys, heads), cost.backward_seconds(rows, keys, heads) + gradients])
+
+
+def in_calls(cost: CostModel, seconds: Directions, calls: int = 1) -> Directions:
+    """Seconds of tasks, shape (2, ranks), in so many calls of the kernel."""
+    return np.stack([cost.forward.of_call(seconds[0], calls), cost.backward.of_call(seconds[1], calls)])
+
+
+def copy_seconds(setting: Setting, bytes_: npt.ArrayLike) -> FloatArray:
+    """Seconds of packing what is sent, or of putting what came where it belongs: each byte is read and written."""
+    return np.asarray(2 * np.asarray(bytes_) / setting.hardware.memory_rate)
+
+
+def fixed_seconds(cost: CostModel, peers: int) -> float:
+    """The fixed seconds of an exchange with so many other ranks."""
+    return cost.exchange_seconds + cost.peer_seconds * peers if peers else 0.0
 
 
 def all_layers(setting: Setting, of_layer: Callable[[CostModel], MicroBatchWork]) -> MicroBatchWork:
@@ -108,7 +133,7 @@ def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBat
     nothing = np.zeros((2, ranks))
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
-        attention = sums(task_seconds(cost, length, length), rank, ranks)
+        attention = in_calls(cost, sums(task_seconds(cost, length, length), rank, ranks))
         pairs = float(causal_pairs(length, length, cost.window).sum())
         return MicroBatchWork(sums(length, rank, ranks), attention, nothing, nothing[0], nothing[0], pairs)
 
@@ -130,12 +155,12 @@ class _Moves(NamedTuple):
         return np.asarray(np.concatenate([self.dispatch, self.back]).sum(axis=0))
 
 
-def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
+def _moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
     load = PlanLoad(plan, cost, ranks=nodes)
     cost, shape, ranks = load.cost, load.cost.shape, plan.layout.world_size
     rows = plan.end - plan.start
     tasks = task_seconds(cost, rows, plan.end, plan.heads)
-    attention, nothing = sums(tasks, plan.server, ranks), np.zeros((2, ranks))
+    attention, nothing = in_calls(cost, sums(tasks, plan.server, ranks)), np.zeros((2, ranks))
     pairs = float(load.pairs.sum())
     if not plan.moved:
         return _Moves(attention, attention, nothing, nothing, nothing[0], pairs)
@@ -148,9 +173,11 @@ def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
         # The way back takes as long as the way there: what counts is the busier of a rank's two roles.
         messages = source, server, np.concatenate([query_tokens * query_bytes, load.key_messages * key_bytes])
         moved = NodeBytes.of(messages, ranks, load.ranks.per_node or 1)
+        copied = copy_seconds(setting, sum(moved))  # packed where they leave, and put in place where they come
         # Relays pass keys on, and get their gradients, in an exchange of their own.
         exchanges = 2 if plan.relays is not None and key_bytes else 1
-        return np.asarray(np.maximum(*wire_seconds(moved, cost, load.ranks)) + exchanges * cost.exchange_seconds)
+        fixed = exchanges * (cost.exchange_seconds + cost.peer_seconds * load.peers)
+        return np.asarray(np.maximum(*wire_seconds(moved, cost, load.ranks)) + copied + fixed)
 
     saved_bytes = shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes
     dispatch = np.stack([seconds(shape.query_bytes, shape.key_value_bytes), seconds(saved_bytes, shape.key_value_bytes)])
@@ -164,9 +191,9 @@ def _moves(plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
     return _Moves(attention, unblocked, dispatch, back, received, pairs)
 
 
-def of_plan(plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
+def of_plan(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
     """One layer of a plan, single-stream: a rank computes its own tasks while messages come, and waits for outputs."""
-    layer = _moves(plan, cost, nodes)
+    layer = _moves(setting, plan, cost, nodes)
     exposed = np.maximum(layer.dispatch - layer.unblocked, 0) + layer.back
     tokens = plan.layout.query_tokens.astype(np.float64)
     meeting = plan.layout.world_size if plan.moved else 1
@@ -179,7 +206,7 @@ def of_nano_batches(setting: Setting, plans: Sequence[Plan], cost: CostModel, no
     In turns: linear layers of A beside the return of B, those of B beside the dispatch of A, attention of A beside the dispatch
     of B, attention of B beside the return of A. What of a message is longer than what runs beside it is waited for.
     """
-    first, second = (_moves(plan, cost, nodes) for plan in plans)
+    first, second = (_moves(setting, plan, cost, nodes) for plan in plans)
     tokens = [plan.layout.query_tokens.astype(np.float64) for plan in plans]
     linear = [layer_seconds(setting, count) + tensor_seconds(setting, count) for count in tokens]
     beside = (

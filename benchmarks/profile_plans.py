@@ -1,0 +1,103 @@
+"""Plans of real placements under each shipped profile of a GPU, against those made with the built-in figures for any GPU.
+
+    python benchmarks/profile_plans.py FOLDER --json
+
+Each plan of the built-in figures is priced by the profile, too: what it would take on that GPU with that kernel. Of Llama-3-8B in
+bfloat16, a layer forward and backward, nodes of 8 ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad, imbalance
+from hf_distca.schedule.placement import parse_placement
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.profiles import Profile
+from hf_distca.schedule.ranks import Ranks
+from machine import describe
+from output import add_json_option, put_out
+
+SHAPE = AttentionShape(32, 8, 128, 128, 2)
+NAMES = [name for name in Profile.shipped() if Profile.load(name).device == "cuda"]
+NODES = Ranks(per_node=8)
+CONFIG = DistCAConfig()
+
+
+def figures(plan: Plan, cost: CostModel) -> dict[str, float]:
+    load = PlanLoad(plan, cost, ranks=NODES)
+    return {
+        "gigabytes": float(load.exchange_bytes[0].sum() / 1e9),
+        "busiest_gigabytes": float(load.exchange_bytes.max() / 1e9),
+        "imbalance": imbalance(load.compute_seconds),
+        "slowest_ms": load.slowest_seconds * 1e3,
+    }
+
+
+def of_placement(layout: Layout) -> dict[str, Any]:
+    built_in = balance(layout, CostModel.analytic(SHAPE), CONFIG, NODES)
+    found: dict[str, Any] = {"built_in": figures(built_in, CostModel.analytic(SHAPE))}
+    for name in NAMES:
+        cost = Profile.load(name).cost_model(SHAPE)
+        local = PlanLoad(Plan.local(layout), cost, ranks=NODES)
+        found[name] = {
+            "with_profile": figures(balance(layout, cost, CONFIG, NODES), cost),
+            "with_built_in": figures(built_in, cost),
+            "unmoved_ms": local.slowest_seconds * 1e3,
+        }
+    return found
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table(title="plans made with a profile; in brackets those made with built-in figures, on that GPU")
+    for column in ("placement", "built in", *NAMES):
+        table.add_column(column)
+    for placement, row in result["placements"].items():
+        cells = [f"{row['built_in']['gigabytes']:.1f} GB"]
+        for name in NAMES:
+            ours, other = row[name]["with_profile"], row[name]["with_built_in"]
+            cells.append(f"{ours['gigabytes']:.1f} GB\n{ours['slowest_ms']:.1f} ms ({other['slowest_ms']:.1f})")
+        table.add_row(placement, *cells)
+    Console(width=150).print(table)
+    for name, row in result["summary"].items():
+        print(f"{name}: {row}")
+
+
+def summary(placements: dict[str, Any]) -> dict[str, Any]:
+    """Medians over placements of plans made with a profile over those made with built-in figures."""
+    found = {}
+    for name in NAMES:
+        pairs = [(row[name]["with_profile"], row[name]["with_built_in"]) for row in placements.values()]
+        seconds = [ours["slowest_ms"] / other["slowest_ms"] for ours, other in pairs]
+        moved = [ours["gigabytes"] / other["gigabytes"] for ours, other in pairs if other["gigabytes"]]
+        found[name] = {
+            "slowest_median": round(statistics.median(seconds), 3),
+            "slowest_best": round(min(seconds), 3),
+            "slowest_worst": round(max(seconds), 3),
+            "bytes_median": round(statistics.median(moved), 3),
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="folder of placements, as `hf-distca plan` reads them")
+    add_json_option(parser)
+    arguments = parser.parse_args()
+    layouts = {path.stem: parse_placement(path.read_bytes(), path.name) for path in sorted(arguments.folder.glob("*.json"))}
+    placements = {name: of_placement(layout) for name, layout in layouts.items()}
+    put_out({"machine": describe(), "placements": placements, "summary": summary(placements)}, arguments.json, show)
+
+
+if __name__ == "__main__":
+    main()

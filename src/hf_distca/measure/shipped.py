@@ -1,0 +1,25 @@
+"""The shipped profile of the GPU and the attention kernel at hand, for plans before anything is measured."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hf_distca.kernels import Kernel
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.schedule.profiles import Profile
+
+__all__ = ["shipped_profile"]
+
+
+def shipped_profile(device: torch.device, kernel: Kernel, group: AttentionGroup) -> Profile | None:
+    """The same on all ranks, which must all call it; None if there is none, or if ranks have different GPUs or kernels.
+
+    Ranks plan with one cost model: where GPUs differ, the built-in figures are at least the same, and speeds are learned.
+    """
+    active = torch.nn.attention.current_flash_attention_impl() if kernel.name == "cuda" else None  # not torch's own kernel
+    profile = None if active is not None else Profile.of_gpu(torch.cuda.get_device_name(device), kernel.name)
+    names = Profile.shipped()
+    place = -1 if profile is None else names.index(profile)
+    same = group.all_equal(np.array([place]), doing="comparing GPUs and attention kernels")
+    return Profile.load(names[place]) if same and place >= 0 else None

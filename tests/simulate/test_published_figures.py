@@ -1,0 +1,55 @@
+"""Figures that others published, and what is predicted of them: profiles of GPUs, links, and ways to share attention."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hf_distca.schedule.profiles import Profile
+
+
+@pytest.fixture(scope="module")
+def benchmarks() -> Iterator[tuple[ModuleType, ModuleType]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+        yield import_module("published_timings"), import_module("magi_setting")
+
+
+def test_shipped_profiles_are_the_fit_to_published_timings(benchmarks: tuple[ModuleType, ModuleType]) -> None:
+    timings, _ = benchmarks
+    cells = [*timings.chart_cells(), *timings.other_cells(None)]
+    for name, rates in timings.fitted(cells).items():
+        shipped = Profile.load(name).kernels[0]
+        for direction in ("forward", "backward"):
+            fit, cost = getattr(rates, direction), getattr(shipped, direction)
+            for part in ("bytes_per_second", "flops_per_second", "call_seconds", "least_seconds"):
+                assert getattr(cost, part) == pytest.approx(getattr(fit, part), rel=1e-3), (name, direction, part)
+            assert rates.errors[f"fitted_{direction}_largest"] < 0.10, (name, direction)
+        long = [cell for cell in cells if cell.profile == name and cell.timing == "packed" and cell.tokens >= 8192]
+        assert all(abs(timings.error(shipped, cell)) < 0.15 for cell in long), name
+
+
+def test_gathers_inside_a_node_take_what_was_measured(benchmarks: tuple[ModuleType, ModuleType]) -> None:
+    timings, _ = benchmarks
+    errors = [abs(cell["error"]) for cell in timings.link_cells()]
+    assert max(errors) < 0.20
+    assert statistics.median(errors) < 0.06
+
+
+def test_others_share_attention_as_fast_as_was_measured(benchmarks: tuple[ModuleType, ModuleType]) -> None:
+    """Within 15 % in the median, with the copies of their code; no constant is adjusted to them."""
+    _, magi = benchmarks
+    errors = []
+    for place, gpus in enumerate(magi.GPUS):
+        rows = magi.packed_rows(gpus * magi.TOKENS, 10)
+        for name in ("Ulysses", "ring all-gather"):
+            speeds = magi.speed(name, gpus, rows)
+            published = [magi.PUBLISHED[name][direction][place] for direction in (0, 1)]
+            assert (speeds.plain > speeds.with_copies).all()
+            errors += (abs(speeds.with_copies / published - 1)).tolist()
+    assert statistics.median(errors) < 0.15
