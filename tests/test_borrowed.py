@@ -141,3 +141,18 @@ def test_a_trainer_takes_another_batch_size_after_it_was_made(tmp_path: Path) ->
     trainer = Trainer(model, args, train_dataset=[{"input_ids": [1, 2]}] * 8)
     borrowed.set_batch_size(trainer, 1)
     assert len(trainer.get_train_dataloader()) == 8
+
+
+@pytest.mark.parametrize(("installed", "targets"), [("5.10.2", 5), ("5.11.0", 2)])
+def test_older_trainers_count_the_targets_of_shares(monkeypatch: pytest.MonkeyPatch, installed: str, targets: int) -> None:
+    from transformers import Trainer
+
+    def count(trainer: object, batches: list[dict[str, torch.Tensor]], device: str) -> int:
+        return sum(int((batch["labels"] != -100).sum()) for batch in batches)
+
+    monkeypatch.setattr(Trainer, "_get_num_items_in_batch", count)
+    monkeypatch.setattr(borrowed, "version", lambda _: installed)
+    borrowed.count_shifted_targets.__wrapped__()  # without its cache
+    share = {"labels": torch.full((1, 4), -100), "shift_labels": torch.tensor([[5, 6, -100, 7]])}
+    whole = {"labels": torch.tensor([[-100, 2, 3, -100]])}
+    assert Trainer._get_num_items_in_batch(Trainer.__new__(Trainer), [share, whole], "cpu") == targets

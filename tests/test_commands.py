@@ -75,6 +75,7 @@ OF_OTHER_TRAINERS = {
     r"""printf 'import hf_distca\n\nhf_distca.configure(instead_of="flash_attention_2")\n' > distca_plugin.py""",
     "swift sft --external_plugins distca_plugin.py --attn_impl flash_attention_2 --packing true --model m --dataset d.jsonl",
     "torchrun --nproc_per_node 2 -m hf_distca.run --instead-of sdpa -m llamafactory.launcher train.yaml",
+    "hf-distca run --attn-implementation distca --tokens-per-rank 16384 llamafactory-cli train train.yaml",
 }
 # Cannot be run by a test: they start all tests, or never end. The last one writes what tests/models/test_families.py compares.
 NOT_HERE = {"bash .ci/run", "make test", "mkdocs serve", "python tests/models/generate.py", *OF_OTHER_TRAINERS}

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cache, wraps
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch._C import _autograd
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable.contract import _get_registry
@@ -38,6 +40,7 @@ __all__ = [
     "changes_in_place",
     "checkpoints_itself",
     "copy_each",
+    "count_shifted_targets",
     "cpu_attention",
     "cpu_attention_backward",
     "cuda_attention",
@@ -259,3 +262,23 @@ def let_names_pass(names: frozenset[str]) -> None:
 def set_batch_size(trainer: Any, rows: int) -> None:
     """Rows of a batch of this process, which the Trainer reads from its arguments only when it is made."""
     trainer._train_batch_size = rows
+
+
+@cache
+def count_shifted_targets() -> None:
+    """Let the Trainer count the targets of a step in `shift_labels`, where a batch has them.
+
+    Since 5.11 it does so by itself. Before, it counts `labels`, which lack the targets where documents are cut.
+    """
+    if Version(version("transformers")) >= Version("5.11.0"):
+        return
+    from transformers import Trainer
+
+    count = Trainer._get_num_items_in_batch
+
+    @wraps(count)
+    def count_shifted(self: Any, batch_samples: list[Any], device: Any) -> Any:
+        batches = [{"labels": batch["shift_labels"]} if "shift_labels" in batch else batch for batch in batch_samples]
+        return count(self, batches, device)
+
+    Trainer._get_num_items_in_batch = count_shifted  # type: ignore[method-assign]

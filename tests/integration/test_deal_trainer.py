@@ -198,12 +198,14 @@ def train_trl(rank: int, ranks: int, implementation: str, name: str) -> list[flo
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
 @pytest.mark.parametrize("name", TRL)
 def test_trl(rank_pool: Callable[[int], RankPool], name: str) -> None:
+    pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     expected = train_trl(0, 1, "sdpa", name)
     assert rank_pool(2)(train_trl, 2, "distca", name)[0] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
 def test_trl_trainers_of_other_methods_are_refused_by_name() -> None:
+    pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     from trl import DPOConfig, DPOTrainer
 
     pairs = Dataset.from_dict({"prompt": ["2 3"] * 2, "chosen": ["4 5"] * 2, "rejected": ["6"] * 2})

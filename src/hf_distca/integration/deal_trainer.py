@@ -119,7 +119,7 @@ def _check_kind(trainer: Trainer) -> None:
     if of_trl and "SFTTrainer" not in of_trl:
         raise UnsupportedError(
             f"{of_trl[0]} trains on pairs, prompts or rewards rather than on documents, and a share is of documents. Train it "
-            'without hf_distca.deal: attn_implementation="distca" balances its batches as they are.'
+            'without hf_distca.deal or --tokens-per-rank: attn_implementation="distca" balances its batches as they are.'
         )
 
 

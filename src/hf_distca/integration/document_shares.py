@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,17 +12,16 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import get_int_from_env, parse_flag_from_env
-from packaging.version import Version
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.dealt import Dealing, Placement
-from hf_distca.borrowed import has_partial_state
+from hf_distca.borrowed import count_shifted_targets, has_partial_state
 from hf_distca.config import DistCAConfig
 from hf_distca.data.global_batches import Fill, GlobalBatches, Longer
 from hf_distca.data.reading import document_lengths
 from hf_distca.data.shares import Shares
 from hf_distca.data.streaming import StreamedShares
-from hf_distca.errors import ConfigError, UnsupportedError
+from hf_distca.errors import ConfigError
 from hf_distca.integration.families import known_cost, layer_keys
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.members import launched_per_node
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 __all__ = ["document_shares", "lazy_dataset", "shares_of"]
-
-_COUNTS_SHIFTED = Version("5.11.0")
 
 
 def document_shares(
@@ -104,7 +100,6 @@ def document_shares(
 
     Raises:
         ConfigError: if an argument is out of its range, or neither a model that can be read nor shapes are given.
-        UnsupportedError: if this version of transformers counts targets in another way.
         LayoutError: if documents have no tokens, too few for one global batch, or not such a column.
     """
     config = config or current_session().config
@@ -113,7 +108,7 @@ def document_shares(
         ranks = config.group_size or config.group_ranks(_launched_processes())
     device_type = torch.device(_training_device() if device is None else device).type
     ranks_per_node = launched_per_node(ranks) if launched else ranks_per_node
-    _check_version(ranks)
+    count_shifted_targets()
     keys = _given_keys(shapes, device_type) if shapes is not None else layer_keys(model, dtype or _mixed_dtype(), device_type)
     dealing = Dealing(ranks, tokens_per_rank, {key: known_cost(key, config) for key in keys}, config, ranks_per_node, placement)
     dealing.layouts(np.array([ranks * tokens_per_rank]))  # what is wrong with these numbers is raised here, not in a worker
@@ -148,16 +143,6 @@ def shares_of(dataset: object) -> Shares | StreamedShares | None:
         transform = form["format_kwargs"].get("transform") if isinstance(form, dict) and "format_kwargs" in form else None
         dataset = getattr(dataset, "dataset", None) if transform is None else transform
     return None
-
-
-def _check_version(ranks: int) -> None:
-    """Refuse versions whose Trainers count targets in `labels`, which lack those at cuts: losses would be too large."""
-    installed = Version(version("transformers"))
-    if ranks > 1 and installed < _COUNTS_SHIFTED:
-        raise UnsupportedError(
-            f"documents over {ranks} ranks need transformers {_COUNTS_SHIFTED} or newer, whose Trainer counts the targets in "
-            f"shift_labels; this is {installed}."
-        )
 
 
 def _launched_processes() -> int:

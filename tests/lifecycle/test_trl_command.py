@@ -1,0 +1,69 @@
+"""`trl sft` without a changed line: documents longer than a rank, dealt in the processes that the command starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_first_script import LENGTHS, write_model_and_documents
+
+from pages import words_of
+from test_example import run_program
+from tiny_runs import documents
+
+SETTINGS = """
+model_name_or_path: model
+dataset_name: data
+max_length: null  # TRL would cut documents to 1,024 tokens
+eos_token: "1"  # the tokenizer names none
+max_steps: 4
+logging_steps: 1
+learning_rate: 0.01
+use_cpu: true
+bf16: false
+report_to: none
+save_steps: 4
+output_dir: out
+"""
+
+
+def write_rows(folder: Path, prompts: bool) -> None:
+    """The model, its tokenizer and the documents: as text, or as prompts of a third and completions."""
+    write_model_and_documents(folder)
+    (folder / "data").mkdir()
+    rows = folder / "data" / "train.jsonl"
+    (folder / "documents.jsonl").rename(rows)
+    if prompts:
+        halves = [(ids[: len(ids) // 3 + 1], ids[len(ids) // 3 + 1 :]) for ids in documents(*LENGTHS)]
+        lines = [{"prompt": " ".join(map(str, first)), "completion": " " + " ".join(map(str, rest))} for first, rest in halves]
+        rows.write_text("\n".join(map(json.dumps, lines)))
+
+
+def trained(command: list[str], folder: Path) -> tuple[list[float], str]:
+    """Loss and gradient norm of each step, and what the command said."""
+    said = run_program(command, folder, timeout=140)
+    state = folder / "out/checkpoint-4/trainer_state.json"
+    history = json.loads(state.read_text())["log_history"]
+    state.unlink()  # the next run writes its own
+    return [row[name] for row in history if "loss" in row for name in ("loss", "grad_norm")], said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("prompts", [False, True], ids=["text", "prompts and completions"])
+def test_trl_sft_trains_as_one_process_does(prompts: bool, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
+    write_rows(tmp_path, prompts)
+    (tmp_path / "sft.yaml").write_text(SETTINGS)
+    words = words_of(
+        "hf-distca run --attn-implementation distca --tokens-per-rank 16384 "
+        "trl sft --accelerate_config configs/accelerate/cpu_2_processes.yaml --config sft.yaml"
+    )
+    ours, said = trained(["48" if word == "16384" else word for word in words], tmp_path)
+    assert "to 2 ranks with 48 tokens each" in said
+    alone = ["--num_processes", "1", "--attn_implementation", "sdpa", "--config", "sft.yaml"]
+    theirs, said = trained(["hf-distca", "run", "--tokens-per-rank", "96", "trl", "sft", *alone], tmp_path)
+    assert "to 1 rank with 96 tokens" in said
+    assert len(theirs) == 8
+    assert ours == pytest.approx(theirs, rel=1e-5)
