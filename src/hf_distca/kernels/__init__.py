@@ -12,6 +12,7 @@ from hf_distca.errors import KernelError
 from hf_distca.kernels.base import Case, Kernel, Scores, TaskBatch
 from hf_distca.kernels.check import wrong
 from hf_distca.kernels.cpu import CpuKernel
+from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, import_error
 from hf_distca.kernels.plain_torch import ReferenceKernel
 
@@ -27,6 +28,7 @@ _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
     (FLASH_ATTN_4, "cuda"),
     (FLASH_ATTN, "cuda"),
     (CUDA, "cuda"),
+    (EFFICIENT, "cuda"),
     (CpuKernel(), "cpu"),
     (ReferenceKernel(), None),
 )
