@@ -7,7 +7,7 @@ change places are not seen. What each condition finds was tried by changes of th
   again while its message may still travel (`launch` packs into memory of the exchange before).
 - jitter: sums in the order of arrival (`add_rows` takes sections in any order), which three ranks show and two cannot.
 - poisoned: a buffer of which not all is written, or that is summed into without zeros (`KeyRelay.add_copies` with `new_empty`).
-- strided: rows that are taken to lie one after another (`core_attention` without `contiguous`).
+- strided: rows that are taken to lie one after another (`core_attention`, or `_begin_backward`, without `contiguous`).
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Stack:
             # q of all heads, k and v; v of one head that all share, expanded.
             x = torch.randn(tokens, HEADS + KEY_HEADS + 1, DIM, generator=random_).requires_grad_()
             leaves.append(x)
-            upstream.append(torch.randn(tokens, HEADS, DIM, generator=random_))
+            upstream.append(lay_out(torch.randn(tokens, HEADS, DIM, generator=random_)))
             halves.append((x, Route.build(plan, self.rank, waves)))
 
         def layers(x: torch.Tensor, route: Route) -> torch.Tensor:
