@@ -25,7 +25,7 @@ from hf_distca.kernels.flash import AtenFlash
 from hf_distca.kernels.varlen import Sequences
 
 OP = StrictVarlenOp()
-KERNELS = (flash.CUDA, efficient.EFFICIENT, flash.FLASH_ATTN, flash.FLASH_ATTN_3, flash.FLASH_ATTN_4)
+KERNELS = (flash.CUDA, efficient.EFFICIENT, flash.FLASH_ATTN, flash.FLASH_ATTN_3, flash.FLASH_ATTN_3_BESIDE, flash.FLASH_ATTN_4)
 BACKWARD = torch.ops.aten._efficient_attention_backward
 
 
@@ -245,6 +245,7 @@ class Interface3:
     @staticmethod
     def _scores(options: dict[str, Any], causal: str) -> Scores:
         left, right = options.pop("window_size_left"), options.pop("window_size_right")
+        assert 0 <= options.pop("sm_margin", 0) < 132, "an H100 has 132"
         scores = scores_of(options.pop("softmax_scale"), left, right, options.pop(causal), options.pop("softcap"))
         assert not options
         return scores
@@ -271,10 +272,20 @@ class Interface4(Interface3):
         return options
 
 
-@pytest.fixture(params=["cuda", "efficient", "flash_attn 2.6.2", "flash_attn 2.8.3", "flash_attn_3", "flash_attn_4"])
+@pytest.fixture(
+    params=[
+        "cuda",
+        "efficient",
+        "flash_attn 2.6.2",
+        "flash_attn 2.8.3",
+        "flash_attn_3",
+        "flash_attn_3 beside messages",
+        "flash_attn_4",
+    ]
+)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     name, _, numbers = request.param.partition(" ")
-    version = tuple(map(int, numbers.split("."))) if numbers else None
+    version = tuple(map(int, numbers.split("."))) if name == "flash_attn" else None
     functions = SimpleNamespace(**package(version)) if version else None
     modules = {
         "flash_attn.flash_attn_interface": functions,
@@ -287,7 +298,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", EFFICIENT_OP.forward)
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", EFFICIENT_OP.backward)
-    return {kernel.name: kernel for kernel in KERNELS}[name]
+    return {kernel.name: kernel for kernel in KERNELS}[name if version else request.param]
 
 
 @pytest.mark.parametrize("scores", SCORES)
