@@ -30,15 +30,15 @@ BOUNDS = {
     "data": Bounds(files=6, lines=895, longest_file=250, longest_function=32, parameters=6, pronouns=0),
     "doctor": Bounds(files=4, lines=421, longest_file=195, longest_function=31, parameters=4, pronouns=0),
     "integration": Bounds(files=19, lines=3791, longest_file=349, longest_function=87, parameters=16, pronouns=0),
-    "kernels": Bounds(files=8, lines=1398, longest_file=276, longest_function=35, parameters=5, pronouns=0),
+    "kernels": Bounds(files=9, lines=1559, longest_file=300, longest_function=35, parameters=5, pronouns=0),
     "measure": Bounds(files=4, lines=656, longest_file=299, longest_function=34, parameters=8, pronouns=0),
     "pipeline": Bounds(files=8, lines=2010, longest_file=405, longest_function=39, parameters=6, pronouns=0),
     "plugins": Bounds(files=2, lines=92, longest_file=91, longest_function=28, parameters=2, pronouns=0),
     "run_report": Bounds(files=5, lines=807, longest_file=246, longest_function=27, parameters=4, pronouns=0),
-    "runtime": Bounds(files=14, lines=2371, longest_file=338, longest_function=43, parameters=5, pronouns=0),
+    "runtime": Bounds(files=14, lines=2421, longest_file=340, longest_function=43, parameters=5, pronouns=0),
     "schedule": Bounds(files=18, lines=4235, longest_file=424, longest_function=59, parameters=7, pronouns=0),
     "simulate": Bounds(files=15, lines=2149, longest_file=215, longest_function=41, parameters=6, pronouns=0),
-    "top": Bounds(files=7, lines=1033, longest_file=263, longest_function=30, parameters=5, pronouns=0),
+    "top": Bounds(files=7, lines=1045, longest_file=273, longest_function=30, parameters=5, pronouns=0),
 }
 # Names that may still occur more than once. Of each other name there is one.
 SHARED_FILE_NAMES: set[str] = set()
