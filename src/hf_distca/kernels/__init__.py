@@ -16,7 +16,7 @@ from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, import_error
 from hf_distca.kernels.plain_torch import ReferenceKernel
 
-__all__ = ["Case", "Kernel", "Scores", "TaskBatch", "runnable", "select_kernel", "survey", "why_not"]
+__all__ = ["Case", "Kernel", "Scores", "TaskBatch", "is_slow", "runnable", "select_kernel", "survey", "why_not"]
 
 _logger = logging.getLogger("hf_distca")
 
@@ -120,10 +120,15 @@ def _announce(name: str, case: Case, refused: list[str], *, automatic: bool) -> 
     _said.add(saying)
     message = f"core attention in {dtype} on {device.type}{_extras(scores)} runs in kernel {name!r}"
     why = f" ({'; '.join(refused)})" if refused else ""
-    if name == "reference" and refused and device.type == "cuda":
+    if refused and device.type == "cuda" and is_slow(name, dtype):
         _logger.warning("%s, far slower than flash attention%s.%s", message, why, _way_out(dtype, scores))
     else:
         _logger.info("%s%s%s", message, why, _faster(name, device, automatic))
+
+
+def is_slow(name: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel is far slower than flash attention, which another dtype or package would bring to most cases."""
+    return name == "reference" or (name == EFFICIENT.name and dtype == torch.float32)
 
 
 def _extras(scores: Scores) -> str:
