@@ -229,12 +229,24 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
             assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
             assert select("auto", CUDA, torch.bfloat16, 64, 64, WINDOW).name == "flash_attn_3"
             assert select("auto", CUDA, torch.bfloat16, 64, 64, Scores(0.3, window=99)).name == "flash_attn_3"
-    assert checked == [("flash_attn_3", False), ("cuda", False), ("flash_attn_3", True)]
+    beside = "flash_attn_3 beside messages"
+    assert checked == [("flash_attn_3", False), ("cuda", False), ("flash_attn_3", True), (beside, True)]
     assert "(flash_attn_3: its results on cuda:0 are wrong: dq by 0.3; flash_attn_4: " in caplog.records[0].getMessage()
     with pytest.raises(KernelError, match=r"'flash_attn_3' cannot run .*: its results on cuda:0 are wrong: dq by 0.3. Set"):
         select("flash_attn_3", CUDA, torch.bfloat16, 64, 64, PLAIN)
     assert select("reference", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "reference"
-    assert len(checked) == 3
+    assert len(checked) == 4
+
+
+@pytest.mark.usefixtures("_one_hopper")
+def test_a_kernel_that_is_wrong_beside_messages_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
+) -> None:
+    monkeypatch.setattr(flash, "_installed", lambda: None)
+    packages["flash_attn_interface"] = object()
+    reason = "its check on cuda:0 raised TypeError: unexpected keyword argument 'sm_margin'"
+    monkeypatch.setattr(kernels, "wrong", lambda kernel, case: reason if "beside" in kernel.name else None)
+    assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
 
 
 @pytest.mark.usefixtures("_one_hopper")

@@ -13,7 +13,7 @@ from hf_distca.kernels.base import Case, Kernel, Scores, TaskBatch
 from hf_distca.kernels.check import wrong
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.efficient import EFFICIENT
-from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, import_error
+from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, beside_messages, import_error
 from hf_distca.kernels.plain_torch import ReferenceKernel
 
 __all__ = ["Case", "Kernel", "Scores", "TaskBatch", "is_slow", "runnable", "select_kernel", "survey", "why_not"]
@@ -97,8 +97,9 @@ def why_not(kernel: Kernel, case: Case) -> str | None:
 
 @lru_cache(maxsize=256)
 def _checked(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
-    """What the check of a kernel on a GPU found. What it raises, such as a lack of memory, is not kept."""
-    return wrong(kernel, case)
+    """What the check of a kernel on a GPU found, also beside messages. What it raises, such as a lack of memory, is not kept."""
+    found = (wrong(either, case) for either in dict.fromkeys((kernel, beside_messages(kernel))))
+    return next((reason for reason in found if reason is not None), None)
 
 
 def survey(case: Case) -> list[tuple[str, str | None]]:
