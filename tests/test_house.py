@@ -30,7 +30,7 @@ BOUNDS = {
     "data": Bounds(files=6, lines=895, longest_file=250, longest_function=32, parameters=6, pronouns=0),
     "doctor": Bounds(files=4, lines=421, longest_file=195, longest_function=31, parameters=4, pronouns=0),
     "integration": Bounds(files=19, lines=3791, longest_file=349, longest_function=87, parameters=16, pronouns=0),
-    "kernels": Bounds(files=9, lines=1559, longest_file=300, longest_function=35, parameters=5, pronouns=0),
+    "kernels": Bounds(files=9, lines=1565, longest_file=300, longest_function=35, parameters=5, pronouns=0),
     "measure": Bounds(files=4, lines=656, longest_file=299, longest_function=34, parameters=8, pronouns=0),
     "pipeline": Bounds(files=8, lines=2010, longest_file=405, longest_function=39, parameters=6, pronouns=0),
     "plugins": Bounds(files=2, lines=92, longest_file=91, longest_function=28, parameters=2, pronouns=0),

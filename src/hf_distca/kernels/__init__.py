@@ -98,8 +98,8 @@ def why_not(kernel: Kernel, case: Case) -> str | None:
 @lru_cache(maxsize=256)
 def _checked(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
     """What the check of a kernel on a GPU found, also beside messages. What it raises, such as a lack of memory, is not kept."""
-    found = (wrong(either, case) for either in dict.fromkeys((kernel, beside_messages(kernel))))
-    return next((reason for reason in found if reason is not None), None)
+    reasons = (wrong(variant, case) for variant in dict.fromkeys((kernel, beside_messages(kernel))))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def survey(case: Case) -> list[tuple[str, str | None]]:
