@@ -4,8 +4,8 @@
 
 Every step has the same documents in all ways: bytes of Python's own library, one of them longer than what a rank holds. Under
 sdpa, each document is a forward of its own. The second of these runs takes the documents in another order, which changes nothing
-but the rounding of sums: so much may curves differ that are equal. Rounding grows from step to step, so the default is float64:
-there, what is not rounding stands out.
+but the rounding of sums. Rounding grows from step to step, so the default is float64, where what is not rounding stands out;
+transformers computes norms, rotary embeddings and the loss in float32 all the same.
 """
 
 from __future__ import annotations
