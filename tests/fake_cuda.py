@@ -117,7 +117,11 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[list[tuple[int, 
         plain.contiguous: _contiguous,
         plain.copy_: _copy_,
     }
-    gpu = {"is_available": lambda: True, "get_device_capability": lambda device=None: capability}
+    gpu = {
+        "is_available": lambda: True,
+        "get_device_capability": lambda device=None: capability,
+        "is_current_stream_capturing": lambda: False,
+    }
     with (
         _Changed(changes),
         patch.multiple(torch.cuda, **gpu),

@@ -18,6 +18,7 @@ import torch
 from device_events import Device
 from fake_cuda import CUDA, fake_cuda, needs_cpu_build
 from gpu_streams import COMPUTE, Link, Streams
+from hf_distca.errors import UnsupportedError
 from hf_distca.kernels import Scores, TaskBatch
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
@@ -224,6 +225,16 @@ def test_nano_batches_launch_before_the_other_one_waits(monkeypatch: pytest.Monk
                 assert "wait return" not in order[: order.index(f"own tasks of {late}")] or plan is RELAYED
             del results
     assert streams.races == []
+
+
+def test_a_captured_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would replay one batch's plan for all others, and nothing would tell."""
+    with gpu(monkeypatch) as (streams, _):
+        run = half(streams, Link(streams), Plan.local(LAYOUT), 0)
+        run()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(UnsupportedError, match="while a CUDA graph is captured"):
+            run()
 
 
 def test_what_may_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
