@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_distca import kernels
 
@@ -84,6 +85,20 @@ class _Changed(TorchFunctionMode):
         return self.changes.get(function, function)(*args, **(kwargs or {}))
 
 
+class _EfficientBackward(TorchDispatchMode):
+    """Shapes of memory-efficient attention's backward: those that torch 2.13 has are of other arguments than the operation."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.ops.aten._efficient_attention_backward.default:
+            return function(*args, **(kwargs or {}))
+        do, q, k, v, _, o, *_ = args
+        assert do.is_contiguous()
+        assert o.is_contiguous()
+        assert do.shape == o.shape == q.shape
+        assert {x.dtype for x in (do, q, k, v, o)} == {q.dtype}
+        return *(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)), None
+
+
 @contextmanager
 def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[list[tuple[int, ...]]]:
     """Inside, tensors may be on a GPU of this compute capability. Yields the shapes of the tensors that were pinned."""
@@ -102,7 +117,11 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[list[tuple[int, 
         plain.contiguous: _contiguous,
         plain.copy_: _copy_,
     }
-    gpu = {"is_available": lambda: True, "get_device_capability": lambda device=None: capability}
+    gpu = {
+        "is_available": lambda: True,
+        "get_device_capability": lambda device=None: capability,
+        "is_current_stream_capturing": lambda: False,
+    }
     with (
         _Changed(changes),
         patch.multiple(torch.cuda, **gpu),
@@ -111,6 +130,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[list[tuple[int, 
         patch.object(kernels, "_selected", kernels._selected.__wrapped__),
         patch.object(kernels, "_checked", kernels._checked.__wrapped__),
         FakeTensorMode(),
+        _EfficientBackward(),
         torch.no_grad(),
     ):
         yield pinned

@@ -18,7 +18,8 @@ from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Case, Kernel, Scores, TaskBatch, select_kernel
 from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4
+from hf_distca.kernels.efficient import EFFICIENT
+from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_3_BESIDE, FLASH_ATTN_4
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, causal_pairs
@@ -178,7 +179,7 @@ def variants(setting: Setting) -> Iterator[Variant]:
         yield Variant(CpuKernel())
         return
     refused: dict[str, str] = {}
-    kernels = [Variant(kernel) for kernel in (CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4)]
+    kernels = [Variant(kernel) for kernel in (CUDA, EFFICIENT, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_3_BESIDE, FLASH_ATTN_4)]
     for variant in (*kernels, Variant(CUDA, "FA3"), Variant(CUDA, "FA4")):
         reason = variant.kernel.unsupported(Case(setting.device, setting.dtype, 128, 128, Scores(1.0)))
         if reason is not None:

@@ -45,6 +45,7 @@ class Exchange:
     """
 
     over_gloo = False
+    under_way = True  # between a dispatch and its wait, which is where tasks run, but for the last ones of a layer
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.seconds_per_byte, self.seconds = device, 0.0, 0.0

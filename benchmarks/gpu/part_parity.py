@@ -111,7 +111,7 @@ def run(setting: Setting) -> None:
     """Put a list of cases, how many passed, and the end of the tests' output."""
     gpu = setting.device.type == "cuda"
     dtypes = (torch.bfloat16, torch.float16) if gpu else (torch.float32, torch.bfloat16)
-    widths = setting.size(quick=(64,), cpu=(64, 128), gpu=(64, 96, 128, 256))
+    widths = setting.size(quick=(64,), cpu=(64, 128), gpu=(64, 96, 128, 256, 512))
     counts = setting.size(quick=((4, 2),), cpu=((4, 2),), gpu=((32, 8), (8, 8)))
     cases: list[dict[str, Any]] = []
     torch.manual_seed(0)

@@ -46,6 +46,8 @@ __all__ = [
     "cuda_attention",
     "cuda_attention_backward",
     "dispatch_modes",
+    "efficient_attention",
+    "efficient_attention_backward",
     "forbid_saved_tensor_hooks",
     "group_of_members",
     "has_partial_state",
@@ -127,6 +129,16 @@ def cuda_attention() -> Any:
 def cuda_attention_backward() -> Any:
     """Its backward."""
     return torch.ops.aten._flash_attention_backward
+
+
+def efficient_attention() -> Any:
+    """Memory-efficient attention of torch itself, for sequences of several lengths."""
+    return torch.ops.aten._efficient_attention_forward
+
+
+def efficient_attention_backward() -> Any:
+    """Its backward."""
+    return torch.ops.aten._efficient_attention_backward
 
 
 def names_of_groups() -> set[str]:

@@ -62,12 +62,12 @@ def deliberate_times() -> Iterator[None]:
 
     run = AttentionServer.run
 
-    def slow(self: AttentionServer, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
+    def slow(self: AttentionServer, pools: Operands | Saved, tasks: TaskBatch, **options: bool) -> Outputs | Grads:
         if tasks.query_length:
             begin = now(pools.q_THD.device)
             time.sleep(PHASE)
             self.meter.span("server", begin, now(pools.q_THD.device), backward=isinstance(pools, Saved))
-        return run(self, pools, tasks)
+        return run(self, pools, tasks, **options)
 
     def swapped(layout: Any, *_: Any) -> Plan:
         local = Plan.local(layout)

@@ -8,6 +8,7 @@ from dense_attention import CASES, PLAIN, SCORES, SHAPES, exact, plain, random_p
 
 from hf_distca.kernels import Kernel, Scores
 from hf_distca.kernels.base import Case
+from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
 from hf_distca.kernels.flash import FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4
 
@@ -17,7 +18,7 @@ if not torch.cuda.is_available():
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture(params=[CUDA_KERNEL, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4], ids=lambda kernel: kernel.name)
+@pytest.fixture(params=[CUDA_KERNEL, EFFICIENT, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4], ids=lambda kernel: kernel.name)
 def kernel(request: pytest.FixtureRequest) -> Kernel:
     kernel: Kernel = request.param
     reason = kernel.unsupported(Case(CUDA, torch.bfloat16, 64, 64, PLAIN))

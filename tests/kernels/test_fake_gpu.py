@@ -12,10 +12,11 @@ from dense_attention import CASES
 from fake_cuda import CUDA, fake_cuda, needs_cpu_build
 from hf_distca.kernels import Case, Scores, flash
 from hf_distca.kernels.base import Operands, Saved
+from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.varlen import VarlenKernel
 
 pytestmark = needs_cpu_build
-KERNELS = {kernel.name: kernel for kernel in (flash.CUDA, flash.FLASH_ATTN, flash.FLASH_ATTN_3, flash.FLASH_ATTN_4)}
+KERNELS = {kernel.name: kernel for kernel in (flash.CUDA, EFFICIENT, flash.FLASH_ATTN, flash.FLASH_ATTN_3, flash.FLASH_ATTN_4)}
 
 
 class Interface:
@@ -84,7 +85,7 @@ def test_which_kernels_a_gpu_has(capability: tuple[int, int], newest: str) -> No
     with fake_cuda(capability):
         case = Case(CUDA, torch.bfloat16, 64, 64, Scores(0.1))
         names = [name for name, kernel in KERNELS.items() if kernel.unsupported(case) is None]
-    assert set(names) >= {"cuda", "flash_attn", newest}
+    assert set(names) >= {"cuda", "efficient", "flash_attn", newest}
     assert ("flash_attn_3" in names) == (capability[0] == 9)
     assert ("flash_attn_4" in names) == (capability[0] >= 9)
 

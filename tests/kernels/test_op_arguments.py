@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +19,14 @@ from dense_attention import CASES, SCORES, SHAPES, exact, random_pools, relative
 from signatures import FLASH_ATTN_3, FLASH_ATTN_4
 from strict_varlen_op import StrictVarlenOp
 
-from hf_distca.kernels import Kernel, Scores, flash
+from hf_distca.kernels import Kernel, Scores, efficient, flash
 from hf_distca.kernels.base import Operands, Saved
 from hf_distca.kernels.flash import AtenFlash
 from hf_distca.kernels.varlen import Sequences
 
 OP = StrictVarlenOp()
+KERNELS = (flash.CUDA, efficient.EFFICIENT, flash.FLASH_ATTN, flash.FLASH_ATTN_3, flash.FLASH_ATTN_3_BESIDE, flash.FLASH_ATTN_4)
+BACKWARD = torch.ops.aten._efficient_attention_backward
 
 
 def scores_of(scale: float, left: int, right: int, causal: bool, softcap: float = 0.0) -> Scores:
@@ -80,6 +85,93 @@ def aten_backward(
     left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
     scores = scores_of(scale, left, right, is_causal)
     return OP.differentiate(grad_out, q, k, v, out, logsumexp, Sequences(cum_seq_q, cum_seq_k, max_q, max_k), scores)
+
+
+class Efficient:
+    """Memory-efficient attention, with the arguments of torch's schema and what its sources say of strides and padding."""
+
+    def __init__(self) -> None:
+        self.padding: list[int] = []  # rows of log-sum-exps behind the last one of a sequence
+
+    def forward(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: None,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float,
+        custom_mask_type: int,
+        compute_log_sumexp: bool = False,
+        *,
+        scale: float | None = None,
+        seqlen_k: None = None,
+        window_size: int | None = None,
+    ) -> tuple[Any, ...]:
+        assert compute_log_sumexp
+        assert (bias, dropout_p, custom_mask_type) == (None, 0, 2)
+        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        pools = self._checked(query, key, value)
+        o, lse_HT = OP.attend(*pools, sequences, Scores(scale, window_size))
+        longest = -(-max_seqlen_q // 32) * 32
+        lse = lse_HT.new_full((len(cu_seqlens_q) - 1, len(lse_HT), longest), float("nan"))  # the op writes some of the padding
+        for number, (first, last) in enumerate(pairwise(cu_seqlens_q.tolist())):
+            lse[number, :, : last - first] = lse_HT[:, first:last]
+            lse[number, :, last - first : -(-(last - first) // 32) * 32] = float("inf")
+        return o[None], lse, None, None, max_seqlen_q, max_seqlen_k
+
+    def backward(
+        self,
+        grad_out_: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: None,
+        out: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        logsumexp: Any,
+        dropout_p: float,
+        philox_seed: Any,
+        philox_offset: Any,
+        custom_mask_type: int,
+        bias_requires_grad: bool,
+        *,
+        scale: float | None = None,
+        num_splits_key: None = None,
+        window_size: int | None = None,
+        shared_storage_dqdkdv: bool = False,
+    ) -> tuple[Any, ...]:
+        assert (bias, dropout_p, custom_mask_type, bias_requires_grad) == (None, 0, 2, False)
+        assert philox_seed.dtype == philox_offset.dtype == torch.int64
+        assert out.is_contiguous()
+        assert logsumexp.is_contiguous()
+        assert logsumexp.shape == (len(cu_seqlens_q) - 1, query.shape[2], -(-max_seqlen_q // 32) * 32)
+        lengths = cu_seqlens_q.diff().tolist()
+        assert all(bool((one[:, rows:] == float("inf")).all()) for one, rows in zip(logsumexp, lengths, strict=True))
+        self.padding += [logsumexp.shape[2] - rows for rows in lengths]
+        lse = torch.cat([one[:, :rows] for one, rows in zip(logsumexp, lengths, strict=True)], 1)
+        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        pools = self._checked(query, key, value)
+        grads = OP.differentiate(grad_out_[0], *pools, out[0], lse, sequences, Scores(scale, window_size))
+        return *(grad[None] for grad in grads), None
+
+    @staticmethod
+    def _checked(query: Any, key: Any, value: Any) -> list[Any]:
+        assert query.shape[2] == key.shape[2] == value.shape[2], "no grouped heads"
+        for x in (query, key, value):
+            assert x.dim() == 4
+            assert len(x) == 1
+            assert not any(n % 8 for n in (x.storage_offset(), *x.stride()[:3])), "not aligned"
+        return [query[0], key[0], value[0]]
+
+
+EFFICIENT_OP = Efficient()
 
 
 def package(version: tuple[int, int, int]) -> dict[str, Callable[..., Any]]:
@@ -153,6 +245,7 @@ class Interface3:
     @staticmethod
     def _scores(options: dict[str, Any], causal: str) -> Scores:
         left, right = options.pop("window_size_left"), options.pop("window_size_right")
+        assert 0 <= options.pop("sm_margin", 0) < 132, "an H100 has 132"
         scores = scores_of(options.pop("softmax_scale"), left, right, options.pop(causal), options.pop("softcap"))
         assert not options
         return scores
@@ -179,10 +272,20 @@ class Interface4(Interface3):
         return options
 
 
-@pytest.fixture(params=["cuda", "flash_attn 2.6.2", "flash_attn 2.8.3", "flash_attn_3", "flash_attn_4"])
+@pytest.fixture(
+    params=[
+        "cuda",
+        "efficient",
+        "flash_attn 2.6.2",
+        "flash_attn 2.8.3",
+        "flash_attn_3",
+        "flash_attn_3 beside messages",
+        "flash_attn_4",
+    ]
+)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     name, _, numbers = request.param.partition(" ")
-    version = tuple(map(int, numbers.split("."))) if numbers else None
+    version = tuple(map(int, numbers.split("."))) if name == "flash_attn" else None
     functions = SimpleNamespace(**package(version)) if version else None
     modules = {
         "flash_attn.flash_attn_interface": functions,
@@ -193,18 +296,45 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
     monkeypatch.setattr(flash, "_installed", lambda: version)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
-    return {kernel.name: kernel for kernel in (flash.CUDA, flash.FLASH_ATTN, flash.FLASH_ATTN_3, flash.FLASH_ATTN_4)}[name]
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", EFFICIENT_OP.forward)
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", EFFICIENT_OP.backward)
+    return {kernel.name: kernel for kernel in KERNELS}[name if version else request.param]
 
 
 @pytest.mark.parametrize("scores", SCORES)
 def test_results(kernel: Kernel, scores: str) -> None:
-    if kernel.name == "cuda" and SCORES[scores].softcap is not None:
+    if kernel.name in ("cuda", "efficient") and SCORES[scores].softcap is not None:
         pytest.skip("the op has no softcap; test_select_kernel has the refusal")
     case = CASES["shared keys with gaps"]
     pools = random_pools(case, SHAPES["GQA"], torch.float64)
     expected = exact(pools, case.tasks, SCORES[scores])
     for name, value in run_kernel(kernel, pools, case.tasks, SCORES[scores]).items():
         assert relative_error(value, expected[name]) <= 1e-10, name
+
+
+@pytest.mark.parametrize("shape", ["GQA", "MQA", "odd head dim", "wide heads"])
+@pytest.mark.parametrize("name", ["shared keys with gaps", "whole documents", "more rows than a kernel tile", "no tasks"])
+def test_memory_efficient_attention_gets_padded_log_sum_exps(monkeypatch: pytest.MonkeyPatch, name: str, shape: str) -> None:
+    monkeypatch.setattr(efficient, "efficient_attention", lambda: EFFICIENT_OP.forward)
+    monkeypatch.setattr(efficient, "efficient_attention_backward", lambda: EFFICIENT_OP.backward)
+    EFFICIENT_OP.padding.clear()
+    case = CASES[name]
+    pools = random_pools(case, SHAPES[shape], torch.float64)
+    strided = {key: torch.nn.functional.pad(x, (0, 3))[..., :-3] for key, x in pools.items()}  # rows that are not aligned
+    expected = exact(pools, case.tasks, SCORES["window of 17"])
+    for given in (pools, strided):
+        found = run_kernel(efficient.EFFICIENT, given, replace(case.tasks), SCORES["window of 17"])
+        for key, value in found.items():
+            assert relative_error(value, expected[key]) <= 1e-10, key
+    # Less than what a task's own rows take, and what rounding them up to 32 adds.
+    assert all(rows < 31 + max(case.tasks.query_length) / 2 for rows in EFFICIENT_OP.padding)
+
+
+@pytest.mark.parametrize("imitation", [Efficient.forward, Efficient.backward], ids=["forward", "backward"])
+def test_memory_efficient_attention_is_imitated_with_the_arguments_of_the_installed_torch(imitation: Any) -> None:
+    op = torch.ops.aten._efficient_attention_forward if imitation is Efficient.forward else BACKWARD
+    arguments = [argument.name for argument in op.default._schema.arguments]
+    assert list(inspect.signature(imitation).parameters)[1:] == arguments
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -65,8 +65,8 @@ def test_auto_on_other_devices() -> None:
 def test_auto_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_installed", lambda: None)
     assert select("auto", CUDA, torch.bfloat16, 192, 128, PLAIN).name == "cuda"
-    assert select("auto", CUDA, torch.float32, 64, 64, PLAIN).name == "reference"
-    assert select("auto", CUDA, torch.float16, 512, 512, PLAIN).name == "reference"
+    assert select("auto", CUDA, torch.float32, 64, 64, PLAIN).name == "efficient"
+    assert select("auto", CUDA, torch.float16, 512, 512, PLAIN).name == "efficient"
     monkeypatch.setattr(flash, "_installed", lambda: (2, 8, 3))
     assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "flash_attn"
     assert select("auto", CUDA, torch.bfloat16, 64, 64, BOTH).name == "flash_attn"
@@ -92,7 +92,8 @@ def test_a_named_kernel() -> None:
             "triton",
             CPU,
             torch.float32,
-            "no kernel 'triton'; choose one of 'auto', 'flash_attn_3', 'flash_attn_4', 'flash_attn', 'cuda', 'cpu', 'reference'",
+            "no kernel 'triton'; choose one of 'auto', 'flash_attn_3', 'flash_attn_4', 'flash_attn', 'cuda', 'efficient', 'cpu', "
+            "'reference'",
         ),
     ],
 )
@@ -141,7 +142,7 @@ def test_head_dims_that_backward_has_on_some_gpus_only(capability: tuple[int, in
         assert (reason is None) == everywhere
         assert everywhere or f"193 to 224 on GPUs of compute capability 8.0, 9 and 10 only, cuda:0 has {capability[0]}." in reason
         name = select("auto", CUDA, torch.bfloat16, head_dim, value_head_dim, PLAIN).name
-        assert name == ("flash_attn" if everywhere else "reference")
+        assert name == ("flash_attn" if everywhere else "efficient")
     for head_dim in (192, 225, 256):
         assert unsupported_by_flash(Case(CUDA, torch.bfloat16, head_dim, head_dim, PLAIN)) is None
 
@@ -198,6 +199,7 @@ def test_newer_flash_attentions_come_first_where_they_run(monkeypatch: pytest.Mo
         "flash_attn_4",
         "flash_attn",
         "cuda",
+        "efficient",
     ]
     assert chosen(first="cuda") == "cuda"
     assert chosen(BOTH, first="cuda") == "flash_attn_3", "where the first one does not run, the order decides"
@@ -227,12 +229,24 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
             assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
             assert select("auto", CUDA, torch.bfloat16, 64, 64, WINDOW).name == "flash_attn_3"
             assert select("auto", CUDA, torch.bfloat16, 64, 64, Scores(0.3, window=99)).name == "flash_attn_3"
-    assert checked == [("flash_attn_3", False), ("cuda", False), ("flash_attn_3", True)]
+    beside = "flash_attn_3 beside messages"
+    assert checked == [("flash_attn_3", False), ("cuda", False), ("flash_attn_3", True), (beside, True)]
     assert "(flash_attn_3: its results on cuda:0 are wrong: dq by 0.3; flash_attn_4: " in caplog.records[0].getMessage()
     with pytest.raises(KernelError, match=r"'flash_attn_3' cannot run .*: its results on cuda:0 are wrong: dq by 0.3. Set"):
         select("flash_attn_3", CUDA, torch.bfloat16, 64, 64, PLAIN)
     assert select("reference", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "reference"
-    assert len(checked) == 3
+    assert len(checked) == 4
+
+
+@pytest.mark.usefixtures("_one_hopper")
+def test_a_kernel_that_is_wrong_beside_messages_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
+) -> None:
+    monkeypatch.setattr(flash, "_installed", lambda: None)
+    packages["flash_attn_interface"] = object()
+    reason = "its check on cuda:0 raised TypeError: unexpected keyword argument 'sm_margin'"
+    monkeypatch.setattr(kernels, "wrong", lambda kernel, case: reason if "beside" in kernel.name else None)
+    assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
 
 
 @pytest.mark.usefixtures("_one_hopper")
@@ -294,21 +308,22 @@ def test_says_once_for_windows_and_softcaps(caplog: pytest.LogCaptureFixture) ->
 def test_warns_of_the_reference_on_a_gpu(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_installed", lambda: None)
     with caplog.at_level(logging.INFO, logger="hf_distca"):
-        for scores in (PLAIN, PLAIN, BOTH):
-            select("auto", CUDA, torch.float32, 64, 64, scores)
+        for width in (64, 64, 512):
+            select("auto", CUDA, torch.float32, width, width, BOTH)
+        select("auto", CUDA, torch.float32, 64, 64, PLAIN)
         select("auto", CUDA, torch.bfloat16, 64, 64, BOTH)
         select("auto", CUDA, torch.bfloat16, 512, 512, PLAIN)
         select("auto", CUDA, torch.bfloat16, 64, 64, WINDOW)
         select("reference", CUDA, torch.float64, 64, 64, PLAIN)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 4 + ["INFO"] * 2
-    both_types, both_ways, softcap, width = (record.getMessage() for record in caplog.records[:4])
-    assert "far slower than flash attention (flash_attn_3: it computes in bfloat16" in both_types
-    assert both_types.endswith("To speed it up, train in bfloat16 or float16 (bf16=True or fp16=True).")
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3 + ["INFO"] * 3
+    both_ways, types, softcap, width = (record.getMessage() for record in caplog.records[:4])
+    assert "far slower than flash attention (flash_attn_3: it computes in bfloat16" in types
+    assert types.endswith("To speed it up, train in bfloat16 or float16 (bf16=True or fp16=True).")
     assert "bf16=True" in both_ways
     assert both_ways.endswith("and install flash-attn, a fast kernel with softcap (pip install flash-attn).")
     assert "cuda: torch's flash attention has no softcap" in softcap
     assert "bf16=True" not in softcap
-    assert width.endswith("for values).")
+    assert "runs in kernel 'efficient' (flash_attn_3: head dimensions go up to 256" in width
 
 
 def test_kernels_are_asked_once_a_case(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,12 @@ import pytest
 import torch
 from dense_attention import CASES, PLAIN, SHAPES, Case, case, random_cases, random_pools, run_kernel
 from hypothesis import given
+from hypothesis import strategies as st
 from strict_varlen_op import StrictVarlenOp
 
 from hf_distca.kernels import Scores, TaskBatch, varlen
 from hf_distca.kernels.base import Operands, Saved
+from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.varlen import VarlenKernel
 
 
@@ -50,14 +52,18 @@ def test_number_of_calls(name: str, count: int) -> None:
     assert len(calls(CASES[name])[1]) == 2 * count
 
 
-@given(case=random_cases())
-def test_calls_hold_every_task_once_and_no_key_twice(case: Case) -> None:
+@given(case=random_cases(), kernel=st.sampled_from([VarlenKernel(StrictVarlenOp()), EFFICIENT]))
+def test_calls_hold_every_task_once_and_no_key_twice(case: Case, kernel: VarlenKernel) -> None:
     tasks = case.tasks
-    found = varlen._split(tasks)
+    found = kernel.split(tasks)
     assert sorted(task for call in found for task in call) == list(range(len(tasks)))
     for call in found:
         ends = [0, *(tasks.key_start[i] + tasks.key_length[i] for i in call)]
         assert all(tasks.key_start[i] >= end for i, end in zip(call, ends, strict=False))
+    if kernel is EFFICIENT:  # its log-sum-exps are padded to the longest task of a call
+        rows = [[tasks.query_length[i] for i in call] for call in found]
+        assert all(max(call) < 2 * min(call) for call in rows)
+        return
     readers = torch.zeros(case.keys, dtype=torch.int64)
     for start, length in zip(tasks.key_start, tasks.key_length, strict=True):
         readers[start : start + length] += 1

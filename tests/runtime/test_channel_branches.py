@@ -143,7 +143,9 @@ def staged_exchange(rank: int) -> list[list[int]]:
         sent.fill_(77)  # a GPU's next kernel
         group.gather(torch.zeros(1, dtype=torch.int64).numpy(), doing="testing")
         before = received.unique().tolist()
+        assert group.data.under_way
         transfer.wait()
+        assert not group.data.under_way
         return [before, received.unique().tolist()]
 
 

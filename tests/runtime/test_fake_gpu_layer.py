@@ -42,6 +42,7 @@ class Peers:
 
     messages: list[tuple[int, int]] = field(default_factory=list)
     over_gloo: ClassVar[bool] = False
+    under_way: ClassVar[bool] = False
 
     def start(
         self,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
+from io import StringIO
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from hf_distca.errors import DistCADesyncError
+from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.layout import IntArray
 from ranks import RankPool
@@ -68,6 +73,59 @@ def test_a_rank_is_woken_where_it_waits_in_vain(rank_pool: Callable[[int], RankP
     for waiting, looking, seconds in rank_pool(2)(disagree):
         assert waiting == looking == "ranks have [0, 1]"
         assert seconds < 15, "not after the timeout of 60 s"
+
+
+class NcclData:
+    """A communicator over which nothing arrives; waits for it end when it is aborted, as over NCCL."""
+
+    def __init__(self) -> None:
+        self.aborted = Event()
+
+    def name(self) -> str:
+        return "nccl"
+
+    def size(self) -> int:
+        return 2
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def wait(self) -> None:
+        """Of an exchange."""
+        assert self.aborted.wait(30), "nobody has woken this rank"
+        raise RuntimeError("NCCL communicator was aborted on rank 0")
+
+
+def disagree_over_nccl(rank: int, host_waits_for_gpu: bool) -> tuple[str, str]:
+    """The error of a rank that waits over NCCL while the ranks turn out to disagree, and what it showed before."""
+    group, data, shown = AttentionGroup.create(timeout_seconds=60), NcclData(), StringIO()
+    watch = group.watch
+    watch._links = (data, group.control)
+    channel = Channel(data, watch, 60).at("layer 3 of micro-batch 7", 2)  # type: ignore[arg-type]
+
+    def agree(rows: Sequence[IntArray]) -> None:
+        raise DistCADesyncError(f"rank 0 was in step {int(rows[0][0])}, rank 1 in step {int(rows[1][0])}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", shown)
+        patch.setattr(dist, "all_to_all_single", lambda *_, **__: data)
+        empty = torch.empty(8, dtype=torch.uint8)
+        transfer = channel.start(empty, empty, {}, {})
+        patch.undo()
+        patch.setattr(sys, "stderr", shown)
+        group.gather_async(np.array([rank + 4]), doing="meeting", agree=agree)
+        if host_waits_for_gpu:  # which goes on when the exchange is aborted, and raises nothing
+            assert data.aborted.wait(30)
+        with pytest.raises(DistCADesyncError) as caught:
+            (group.raise_pending if host_waits_for_gpu else transfer.wait)()
+    return str(caught.value), shown.getvalue()
+
+
+@pytest.mark.parametrize("host_waits_for_gpu", [False, True])
+def test_a_rank_is_woken_over_nccl_and_says_who_was_where(rank_pool: Callable[[int], RankPool], host_waits_for_gpu: bool) -> None:
+    for error, shown in rank_pool(2)(disagree_over_nccl, host_waits_for_gpu):
+        assert error == "rank 0 was in step 4, rank 1 in step 5"
+        assert f"hf_distca: {error}\n" in shown
 
 
 def crash(error: Exception, group: AttentionGroup) -> list[str]:

@@ -12,10 +12,11 @@ from hf_distca.errors import KernelError
 from hf_distca.kernels.base import Case, Kernel, Scores, TaskBatch
 from hf_distca.kernels.check import wrong
 from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, import_error
+from hf_distca.kernels.efficient import EFFICIENT
+from hf_distca.kernels.flash import CUDA, FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, beside_messages, import_error
 from hf_distca.kernels.plain_torch import ReferenceKernel
 
-__all__ = ["Case", "Kernel", "Scores", "TaskBatch", "runnable", "select_kernel", "survey", "why_not"]
+__all__ = ["Case", "Kernel", "Scores", "TaskBatch", "is_slow", "runnable", "select_kernel", "survey", "why_not"]
 
 _logger = logging.getLogger("hf_distca")
 
@@ -27,6 +28,7 @@ _KERNELS: tuple[tuple[Kernel, str | None], ...] = (
     (FLASH_ATTN_4, "cuda"),
     (FLASH_ATTN, "cuda"),
     (CUDA, "cuda"),
+    (EFFICIENT, "cuda"),
     (CpuKernel(), "cpu"),
     (ReferenceKernel(), None),
 )
@@ -95,8 +97,9 @@ def why_not(kernel: Kernel, case: Case) -> str | None:
 
 @lru_cache(maxsize=256)
 def _checked(kernel: Kernel, case: Case, _deterministic: bool) -> str | None:
-    """What the check of a kernel on a GPU found. What it raises, such as a lack of memory, is not kept."""
-    return wrong(kernel, case)
+    """What the check of a kernel on a GPU found, also beside messages. What it raises, such as a lack of memory, is not kept."""
+    reasons = (wrong(variant, case) for variant in dict.fromkeys((kernel, beside_messages(kernel))))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def survey(case: Case) -> list[tuple[str, str | None]]:
@@ -118,10 +121,15 @@ def _announce(name: str, case: Case, refused: list[str], *, automatic: bool) -> 
     _said.add(saying)
     message = f"core attention in {dtype} on {device.type}{_extras(scores)} runs in kernel {name!r}"
     why = f" ({'; '.join(refused)})" if refused else ""
-    if name == "reference" and refused and device.type == "cuda":
+    if refused and device.type == "cuda" and is_slow(name, dtype):
         _logger.warning("%s, far slower than flash attention%s.%s", message, why, _way_out(dtype, scores))
     else:
         _logger.info("%s%s%s", message, why, _faster(name, device, automatic))
+
+
+def is_slow(name: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel is far slower than flash attention, which another dtype or package would bring to most cases."""
+    return name == "reference" or (name == EFFICIENT.name and dtype == torch.float32)
 
 
 def _extras(scores: Scores) -> str:

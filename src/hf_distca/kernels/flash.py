@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -23,15 +23,28 @@ from typing import Any
 import torch
 
 from hf_distca.borrowed import cuda_attention, cuda_attention_backward
-from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores
+from hf_distca.kernels.base import Case, Grads, Kernel, Operands, Outputs, Saved, Scores
 from hf_distca.kernels.varlen import Sequences, VarlenKernel, VarlenOp
 
-__all__ = ["CUDA", "FLASH_ATTN", "FLASH_ATTN_3", "FLASH_ATTN_4", "AtenFlash", "import_error", "unsupported_by_flash"]
+__all__ = [
+    "CUDA",
+    "FLASH_ATTN",
+    "FLASH_ATTN_3",
+    "FLASH_ATTN_3_BESIDE",
+    "FLASH_ATTN_4",
+    "AtenFlash",
+    "beside_messages",
+    "import_error",
+    "unsupported_by_flash",
+]
 
 _MAX_HEAD_DIM = 256
 _HALF = (torch.float16, torch.bfloat16)
 _OLDEST = (2, 6, 2)  # of flash-attn
 _FOURTH = (9, 10, 11, 12)  # major compute capabilities whose backward FlashAttention 4 has
+# That FlashAttention 3 leaves to messages beside it. Its blocks stay on their multiprocessors until the last task is done: even a
+# stream of high priority gets none before. NCCL takes as many as it has channels, up to 32 inside a node. Not measured yet.
+_MESSAGE_MULTIPROCESSORS = 16
 _INTERFACE_3, _INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
 
 
@@ -272,5 +285,16 @@ CUDA = _FlashKernel("cuda", AtenFlash(), _no_aten)
 FLASH_ATTN = _FlashKernel("flash_attn", _PackageFlash(_FLASH_ATTN), _no_flash_attn)
 # flash_attn_interface, built from the folder hopper of the sources: Hopper GPUs. Not run yet.
 FLASH_ATTN_3 = _FlashKernel("flash_attn_3", _PackageFlash(_FLASH_ATTN_3), _no_flash_attn_3)
+# The same beside messages.
+FLASH_ATTN_3_BESIDE = _FlashKernel(
+    "flash_attn_3 beside messages",
+    _PackageFlash(replace(_FLASH_ATTN_3, options={"sm_margin": _MESSAGE_MULTIPROCESSORS})),
+    _no_flash_attn_3,
+)
 # flash-attn-4, which compiles its kernels as they are needed: Hopper, and Blackwell with widths up to 128 and 256. Not run yet.
 FLASH_ATTN_4 = _FlashKernel("flash_attn_4", _PackageFlash(_FLASH_ATTN_4), _no_flash_attn_4)
+
+
+def beside_messages(kernel: Kernel) -> Kernel:
+    """What computes the same as a kernel, and leaves multiprocessors to messages that are under way; most need not."""
+    return FLASH_ATTN_3_BESIDE if kernel is FLASH_ATTN_3 else kernel

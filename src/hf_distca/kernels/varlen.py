@@ -112,6 +112,24 @@ class VarlenKernel:
         """None: the op decides."""
         return None
 
+    def split(self, tasks: TaskBatch) -> list[list[int]]:
+        """Task indices by call, each in the order of their keys and without a key in common; as few calls as possible.
+
+        Tasks join the first call whose keys end before their own begin. Taken in the order of their first key, that needs no more
+        calls than the most shared key has tasks.
+        """
+        calls: list[list[int]] = []
+        ends: list[int] = []
+        for task in sorted(range(len(tasks)), key=lambda i: (tasks.key_start[i], tasks.query_start[i])):
+            start = tasks.key_start[task]
+            call = next((i for i, end in enumerate(ends) if end <= start), len(calls))
+            if call == len(calls):
+                calls.append([])
+                ends.append(0)
+            calls[call].append(task)
+            ends[call] = start + tasks.key_length[task]
+        return calls
+
     @torch.no_grad()
     def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
         """See `Kernel.forward`."""
@@ -160,32 +178,13 @@ class VarlenKernel:
     def _calls_of(self, tasks: TaskBatch, device: torch.device) -> tuple[_OpCall, ...]:
         on_device = self._calls.setdefault(tasks, {})
         if device not in on_device:
-            on_device[device] = tuple(_op_call(tasks, members, device) for members in _split(tasks))
+            on_device[device] = tuple(_op_call(tasks, members, device) for members in self.split(tasks))
         return on_device[device]
 
 
 def _width(q_THD: torch.Tensor, v_TKV: torch.Tensor) -> int:
     """The one head dim of a call: q's or v's, the larger, rounded up."""
     return -(-max(q_THD.shape[2], v_TKV.shape[2]) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
-
-
-def _split(tasks: TaskBatch) -> list[list[int]]:
-    """Task indices by call, each in the order of their keys and without a key in common; as few calls as possible.
-
-    Tasks join the first call whose keys end before their own begin. Taken in the order of their first key, that needs no more
-    calls than the most shared key has tasks.
-    """
-    calls: list[list[int]] = []
-    ends: list[int] = []
-    for task in sorted(range(len(tasks)), key=lambda i: (tasks.key_start[i], tasks.query_start[i])):
-        start = tasks.key_start[task]
-        call = next((i for i, end in enumerate(ends) if end <= start), len(calls))
-        if call == len(calls):
-            calls.append([])
-            ends.append(0)
-        calls[call].append(task)
-        ends[call] = start + tasks.key_length[task]
-    return calls
 
 
 def _op_call(tasks: TaskBatch, members: list[int], device: torch.device) -> _OpCall:

@@ -17,8 +17,9 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from hf_distca.kernels.base import Grads, Kernel, Operands, Outputs, Saved, Scores, TaskBatch
+from hf_distca.kernels.flash import beside_messages
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.messages import Part, Pending, joined, launch, put_rows, rows_of
+from hf_distca.runtime.messages import Part, Pending, aside, joined, launch, put_rows, rows_of
 from hf_distca.runtime.meter import Mark, Meter, now
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.runtime.route import KeyRelay, Route, Wave
@@ -96,17 +97,18 @@ class AttentionServer:
     meter: Meter
     reporting: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
-        """Outputs of a batch, or its gradients; zeros in rows that no task covers."""
+    def run(self, pools: Operands | Saved, tasks: TaskBatch, *, beside: bool = False) -> Outputs | Grads:
+        """Outputs of a batch, or its gradients; zeros in rows that no task covers. `beside` messages it leaves them room."""
         device, backward = pools.q_THD.device, isinstance(pools, Saved)
         self.meter.count(kernel_calls=1, backward_calls=int(backward))
         begin = now(device)
         # Kernels compute in the dtypes that they are given, and in wider ones: the user's autocast is not for them.
+        kernel = beside_messages(self.kernel) if beside else self.kernel
         with self.reporting(), torch.autocast(device.type, enabled=False):
             if isinstance(pools, Saved):
-                results: Outputs | Grads = self.kernel.backward(pools, tasks, self.scores)
+                results: Outputs | Grads = kernel.backward(pools, tasks, self.scores)
             else:
-                results = self.kernel.forward(pools, tasks, self.scores)
+                results = kernel.forward(pools, tasks, self.scores)
         self.meter.span("server", begin, now(device), backward=backward)
         return results
 
@@ -166,25 +168,30 @@ class Call:
     def pass_on_keys(self, home: Operands | Saved, dispatch: Pending | None) -> Pending | None:
         """Where keys are relayed, wait for the dispatch and send those on that this rank is the relay of.
 
-        `home` is in rows of head groups.
+        On CUDA a stream of its own waits, so that this rank's own tasks, which are launched next, do not. `home` is in rows of
+        head groups.
         """
         passing = self.route.waves[-1].passing
         if passing is None or dispatch is None:
             return dispatch
-        came = self._arrived(dispatch, "dispatch")
-        keys = zip(came[-_KEY_PARTS:], home.key_rows, strict=True)
-        parts = [Part(passing.pick(sections, like), passing.keys) for sections, like in keys]
-        second = self._launch(self.route.waves[-1], parts, "relays' dispatch", dispatches=1)
+        with aside(self.group.data, dispatch.device) as beside:
+            first = dispatch.transfer
+            came = self._arrived(dispatch, "dispatch", beside)
+            keys = zip(came[-_KEY_PARTS:], home.key_rows, strict=True)
+            parts = [Part(passing.pick(sections, like), passing.keys) for sections, like in keys]
+            second = self._launch(self.route.waves[-1], parts, "relays' dispatch", beside, dispatches=1)
         second.before = came
+        if beside:
+            second.first = first
         return second
 
     def run_local(self, home: Operands | Saved) -> Outputs | Grads:
         """Run this rank's own tasks, which wait for no message. Returns results of all its tokens, in rows of head groups."""
         wave, groups = self.route.local_wave, self.route.groups
-        results = in_groups(self.server.run(home, self.route.local_tasks), groups)
+        results = in_groups(self._run(home, self.route.local_tasks), groups)
         if wave is None:
             return results
-        pools = self.server.run(self._pools(wave, in_groups(home, groups), None), wave.arrived)
+        pools = self._run(self._pools(wave, in_groups(home, groups), None), wave.arrived)
         put_rows(results.query_rows, wave.own_queries, [[pool] for pool in pools.query_rows])
         sums = map(wave.pool.add_own, results.key_rows, pools.key_rows)
         return _like(results, [*results.query_rows, *sums])
@@ -201,7 +208,7 @@ class Call:
         """
         if dispatch is None:
             return results, None
-        pools, passing = list(self.server.run(self._pools(wave, home, dispatch), wave.arrived)), wave.passing
+        pools, passing = list(self._run(self._pools(wave, home, dispatch), wave.arrived)), wave.passing
         queries = [pools.pop(0) for _ in results.query_rows]
         sums: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
@@ -237,6 +244,11 @@ class Call:
         self._span("unpack", begin, now(returned.device))
         return _like(results, [*results.query_rows, *sums])
 
+    def _run(self, pools: Operands | Saved, tasks: TaskBatch) -> Outputs | Grads:
+        """Run tasks, beside messages if any are under way: of this call, or of the other nano-batch."""
+        data = self.group.data
+        return self.server.run(pools, tasks, beside=data is not None and data.under_way)
+
     def _send_home(self, wave: Wave, passing: KeyRelay, returned: Pending) -> Pending:
         """Wait for gradients of the keys that this rank passed on, add them up, and send all gradients to the homes."""
         relayed, self._relayed = self._relayed, None
@@ -256,21 +268,23 @@ class Call:
         parts += [Part(t.contiguous(), wave.pool.way_back) for t in keys]
         return self._launch(wave, parts, "return", returns=1)
 
-    def _launch(self, wave: Wave, parts: Sequence[Part], name: str, **counted: int) -> Pending:
-        """Launch an exchange of this name, which is `counted` as a dispatch or a return."""
+    def _launch(self, wave: Wave, parts: Sequence[Part], name: str, beside: bool = False, **counted: int) -> Pending:
+        """Launch an exchange of this name, which is `counted` as a dispatch or a return; `beside` what this rank computes."""
         begin = now(parts[0].tensor.device)
         pending = launch(self.group.data, parts, wave.formats, name)
         pending.launched = now(pending.device)
-        self._span("pack", begin, pending.launched)
+        if not beside:
+            self._span("pack", begin, pending.launched)
         self.server.meter.count(sent_bytes=pending.sent_bytes, **counted)
         return pending
 
-    def _arrived(self, pending: Pending, name: str) -> list[list[torch.Tensor]]:
-        """Wait for an exchange. Returns its sections, as `Pending.sections`."""
+    def _arrived(self, pending: Pending, name: str, beside: bool = False) -> list[list[torch.Tensor]]:
+        """Wait for an exchange, `beside` what this rank computes. Returns its sections, as `Pending.sections`."""
         begin = now(pending.device)
         came = pending.sections()
         end = now(pending.device)
-        self._span("wait", begin, end)
+        if not beside:
+            self._span("wait", begin, end)
         self._span(name, pending.launched, end)
         return came
 

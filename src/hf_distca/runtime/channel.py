@@ -106,6 +106,11 @@ class Channel:
         """Whether messages are tagged, and waits for them bounded."""
         return self.process_group.name() == "gloo"
 
+    @property
+    def under_way(self) -> bool:
+        """Whether there are messages that this rank has not waited for."""
+        return any(transfer.works for transfer in tuple(self.watch.under_way))
+
     def _staged(self, message: torch.Tensor) -> bool:
         return self.over_gloo and message.device.type != "cpu"
 

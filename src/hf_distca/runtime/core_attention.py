@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from hf_distca.errors import UnsupportedError
 from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
 from hf_distca.runtime.call import Call, Inputs, in_groups, joined_groups
 from hf_distca.runtime.messages import Pending
@@ -49,7 +50,15 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
 
     Returns:
         o_THV in q's dtype.
+
+    Raises:
+        UnsupportedError: if a CUDA graph is captured.
     """
+    if inputs.q_THD.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "core attention runs while a CUDA graph is captured: a replay would repeat the plan of this batch for all others. "
+            "Capture what lies between the attention layers, or nothing."
+        )
     recalled = int(call.recalled is not None)
     call.server.meter.count(calls=1 - recalled, recalls=recalled)
     if not call.exchanges:

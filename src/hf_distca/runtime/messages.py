@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ __all__ = [
     "Rows",
     "Run",
     "add_rows",
+    "aside",
     "joined",
     "launch",
     "pack",
@@ -225,30 +227,57 @@ class Pending:
     Attributes:
         sent_bytes: bytes sent to other ranks, without padding.
         device: where its messages are.
+        transfer: what is waited for; None if there is nothing, or nothing any more.
         before: sections of an earlier exchange whose last parts are those of this one, which go in front of its own.
+        first: of that exchange, if another stream has waited for it: the memory that it sends is not used again before.
         launched: when it began, for who measures how long it travels.
     """
 
     def __init__(self, parts: Sequence[Part], form: Format, transfer: Transfer | None, received: torch.Tensor) -> None:
         self.sent_bytes, self.device = form.payload, received.device
+        self.transfer = transfer
+        self.first: Transfer | None = None
         self.before: list[list[torch.Tensor]] = []
         self.launched: Mark = 0.0
         # Dtypes and row shapes are all that is needed of the parts: what was packed may go.
         self._kinds = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
-        self._sections, self._transfer, self._received = form.sections, transfer, received
+        self._sections, self._received = form.sections, received
 
     def sections(self) -> list[list[torch.Tensor]]:
         """The received rows of each part as views of one message, rank after rank without those that sent none. Once only.
 
         On CUDA only the current stream waits, not the host.
         """
-        if self._transfer is not None:
-            self._transfer.wait()
+        if self.transfer is not None:
+            self.transfer.wait()
         came = [_views(self._received, *kind, sections) for kind, sections in zip(self._kinds, self._sections, strict=True)]
         before, self.before = self.before, []
-        del self._transfer, self._received
+        del self._received
+        self.transfer = self.first = None
         alone = len(before) - len(came) if before else 0
         return before[:alone] + [first + second for first, second in zip(before[alone:], came, strict=True)] if before else came
+
+
+@contextmanager
+def aside(channel: Channel | None, device: torch.device) -> Iterator[bool]:
+    """On CUDA, work goes to a stream of its own, which begins when the current one has done what it was given. Says whether so.
+
+    An exchange must be launched inside: whoever waits for it waits for the work, too. Memory that is made inside is freed for
+    later work of that stream alone, which waits for the current one again. Over gloo the host waits: there is no such stream.
+    """
+    if device.type != "cuda" or channel is None or channel.over_gloo:
+        yield False
+        return
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield True
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Of high priority: what is packed there is small, and others wait for it."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def launch(channel: Channel | None, parts: Sequence[Part], formats: Formats | None = None, name: str | None = None) -> Pending:

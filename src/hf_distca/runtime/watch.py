@@ -54,7 +54,9 @@ def patience(timeout_seconds: float) -> float:
 
 
 class Message(Protocol):
-    """Something under way between ranks."""
+    """Something under way between ranks; `works` is what is not waited for yet."""
+
+    works: list[dist.Work | None]
 
     def see_through(self, deadline: float) -> None:
         """Wait until it has arrived, or until `time.monotonic()` reaches the deadline. Never raises."""

@@ -1,0 +1,134 @@
+"""Memory-efficient attention (arXiv 2112.05682), which torch's CUDA wheels have inside, for what flash attention does not run.
+
+It takes head dimensions of any width, float32, and GPUs before Ampere. Written against torch's sources (2.13) and not run yet:
+`hf_distca.kernels.check` compares it on the device before it is taken.
+
+Shape suffixes beyond those of `base`: B sequences of a call, M rows of the longest one, rounded up to 32; log-sum-exps come and
+go as (B, H, M). In backward, infinity in rows behind a sequence's last one gives them no weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from hf_distca.borrowed import efficient_attention, efficient_attention_backward
+from hf_distca.kernels.base import Case, Grads, Operands, Outputs, Saved, Scores, TaskBatch
+from hf_distca.kernels.pools import accumulation_dtype
+from hf_distca.kernels.varlen import Sequences, VarlenKernel
+
+__all__ = ["EFFICIENT", "AtenEfficient"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_CAUSAL_BOTTOM_RIGHT = 2
+_LSE_ROWS = 32  # log-sum-exps of a sequence are padded to a multiple of so many rows
+_ALIGNMENT = 8  # elements that rows, heads and beginnings of tensors are a multiple of
+
+
+class AtenEfficient:
+    """`VarlenOp` over ``aten::_efficient_attention_forward`` and ``aten::_efficient_attention_backward``.
+
+    They have as many key heads as query heads. So the first query head of each key head is a call, the second one another, and so
+    on, in all of which k and v stay as they are.
+    """
+
+    def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:
+        """See `VarlenOp.forward`."""
+        q_THD, k_TKD, v_TKD = map(_aligned, pools)
+        places, outputs, lses = _places(sequences, len(q_THD)), [], []
+        for q_TKD in _sharing(q_THD, k_TKD):
+            batch = (q_TKD[None], k_TKD[None], v_TKD[None], None, *sequences)
+            output, lse_BKM, *_ = efficient_attention()(*batch, 0.0, _CAUSAL_BOTTOM_RIGHT, True, **_options(scores))
+            outputs.append(output[0])
+            lses.append(lse_BKM.transpose(1, 2).flatten(0, 1).index_select(0, places))
+        return Outputs(_together(outputs), _together(lses))
+
+    def backward(self, pools: Saved, sequences: Sequences, scores: Scores) -> Grads:
+        """See `VarlenOp.backward`."""
+        do_THD, q_THD, o_THD, lse_TH, k_TKD, v_TKD = (x if x is pools.lse_TH else _aligned(x) for x in pools)
+        sequence_count, longest = len(sequences.cu_rows) - 1, _padded(sequences.max_rows)
+        lse_RH = lse_TH.new_full((sequence_count * longest, lse_TH.shape[1]), math.inf)
+        lse_RH.index_copy_(0, _places(sequences, len(q_THD)), lse_TH)
+        unused = torch.empty((), dtype=torch.int64, device=q_THD.device)  # where dropout began
+        dq: list[torch.Tensor] = []
+        sums = [x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (k_TKD, v_TKD)]
+        for do_TKD, q_TKD, o_TKD, lse_RK in zip(*(_sharing(x, k_TKD) for x in (do_THD, q_THD, o_THD, lse_RH)), strict=True):
+            lse_BKM = lse_RK.unflatten(0, (sequence_count, longest)).transpose(1, 2).contiguous()
+            tensors = (do_TKD.contiguous()[None], q_TKD[None], k_TKD[None], v_TKD[None], None, o_TKD.contiguous()[None])
+            random = (0.0, unused, unused)
+            grads = efficient_attention_backward()(
+                *tensors, *sequences, lse_BKM, *random, _CAUSAL_BOTTOM_RIGHT, False, **_options(scores)
+            )
+            dq.append(grads[0][0])
+            for total, grad in zip(sums, grads[1:3], strict=True):
+                total.add_(grad[0])
+        return Grads(_together(dq), sums[0].to(k_TKD.dtype), sums[1].to(v_TKD.dtype))
+
+
+def _options(scores: Scores) -> dict[str, Any]:
+    """The scale, and the keys that a row sees, its own among them."""
+    return {"scale": scores.scale} | ({} if scores.window is None else {"window_size": scores.window})
+
+
+def _sharing(x_THD: torch.Tensor, k_TKD: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The first query head of each key head, the second one, and so on, as views."""
+    ratio = x_THD.shape[1] // k_TKD.shape[1]
+    return (x_THD[:, number::ratio] for number in range(ratio))
+
+
+def _together(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The inverse of `_sharing`."""
+    return torch.stack(parts, 2).flatten(1, 2)
+
+
+def _aligned(x_THD: torch.Tensor) -> torch.Tensor:
+    """`x_THD`, laid out anew if the op would refuse it: also for the stride of a dimension of size 1."""
+    if any(n % _ALIGNMENT for n in (x_THD.storage_offset(), *x_THD.stride()[:2])):
+        return x_THD.clone(memory_format=torch.contiguous_format)
+    return x_THD
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // _LSE_ROWS) * _LSE_ROWS
+
+
+def _places(sequences: Sequences, rows: int) -> torch.Tensor:
+    """Where each row of a call is among the padded rows of all sequences: (rows,) int64."""
+    row = torch.arange(rows, device=sequences.cu_rows.device)
+    sequence = torch.bucketize(row, sequences.cu_rows[1:], right=True)
+    return row + sequence * _padded(sequences.max_rows) - sequences.cu_rows.index_select(0, sequence)
+
+
+class _EfficientKernel(VarlenKernel):
+    def unsupported(self, case: Case) -> str | None:
+        """See `Kernel.unsupported`."""
+        if case.device.type != "cuda":
+            return f"it runs on CUDA devices, the tensors are on {case.device.type!r}"
+        if torch.version.hip is not None:
+            return "on AMD GPUs memory-efficient attention has no causal mask that is aligned with the last key"
+        if case.dtype not in _DTYPES:
+            return f"it computes in bfloat16, float16 and float32, not in {case.dtype}"
+        if case.scores.softcap is not None:
+            return "memory-efficient attention has no softcap"
+        if not torch.cuda.is_available():
+            return "torch finds no CUDA device"
+        capability = torch.cuda.get_device_capability(case.device)
+        if case.dtype == torch.bfloat16 and capability < (8, 0):
+            return f"bfloat16 needs compute capability 8.0 (Ampere) or later, {case.device} has {capability[0]}.{capability[1]}"
+        return None
+
+    def split(self, tasks: TaskBatch) -> list[list[int]]:
+        """Tasks of a call differ in rows by less than a factor of two, for log-sum-exps are padded to the longest one."""
+
+        def size(task: int) -> int:
+            return tasks.query_length[task].bit_length()
+
+        return [list(alike) for members in super().split(tasks) for _, alike in groupby(sorted(members, key=size), key=size)]
+
+
+# From torch itself; head dimensions of any width, no softcap. Not run yet.
+EFFICIENT = _EfficientKernel(AtenEfficient(), "efficient")

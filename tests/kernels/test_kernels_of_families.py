@@ -1,0 +1,67 @@
+"""The page that says which family runs on which kernel on a GPU, against what is chosen for the heads of its config."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from fake_cuda import CUDA
+from hf_distca import kernels
+from hf_distca.errors import ConfigError
+from hf_distca.integration import families
+from hf_distca.kernels import Case, Scores, flash, select_kernel
+
+PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
+FAMILIES = [name for group in families.EQUAL for name in families._TABLE[group]]
+
+
+def cases(name: str) -> list[Case]:
+    """What the layers of a family ask for, in bfloat16, as its default config says."""
+    config = CONFIG_MAPPING[name]()
+    softcap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    try:
+        shapes = {key.shape for key in families.layer_keys(config, torch.bfloat16, "cuda")}
+    except ConfigError:  # bamba and granitemoehybrid have no attention layers by default
+        return []
+    return [
+        Case(CUDA, torch.bfloat16, shape.head_dim, shape.value_head_dim, Scores(1.0, softcap=softcap))
+        for shape in sorted(shapes, key=repr)
+    ]
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, installed: tuple[int, int, int] | None) -> dict[tuple[str, ...], set[str]]:
+    """Families by the kernels of their layers, with this flash-attn."""
+    monkeypatch.setattr(flash, "_installed", lambda: installed)
+    found = defaultdict(set)
+    for name in FAMILIES:
+        if wanted := cases(name):
+            found[tuple(sorted({select_kernel("auto", case).name for case in wanted}))].add(name)
+    return dict(found)
+
+
+def table() -> list[tuple[str, ...]]:
+    """Cells of the page's rows of families."""
+    lines = PAGE.read_text().split("| families | ")[1].splitlines()[2:]
+    rows = lines[: next(place for place, line in enumerate(lines) if not line.startswith("|"))]
+    return [tuple(cell.strip().replace("`", "").replace('"', "") for cell in row.strip("|").split("|")) for row in rows]
+
+
+def test_the_page_says_which_kernel_a_family_gets_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(kernels, "wrong", lambda kernel, case: None)
+    monkeypatch.setattr(kernels, "_selected", kernels._selected.__wrapped__)
+    alone, with_package = chosen(monkeypatch, None), chosen(monkeypatch, (2, 8, 3))
+    for kernel_names, column in ((alone, 2), (with_package, 3)):
+        named: set[str] = set()
+        for row in table()[:-1]:
+            members = set(row[0].split(", "))
+            assert members <= kernel_names[tuple(row[column].split(" and "))], (row, kernel_names)
+            named |= members
+        rest = {key: members - named for key, members in kernel_names.items() if members - named}
+        assert set(rest) == {(table()[-1][column],)}, rest

@@ -1,0 +1,283 @@
+"""In which order the streams of a GPU get work, and that no two of them touch the same memory at once. No GPU is there.
+
+Each of these changes of the source makes a test here fail: `Pending.sections` without its wait; `aside` without `wait_stream`;
+`pass_on_keys` without `aside`, or without keeping what the first hop sends; own tasks launched behind the dispatch's wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from device_events import Device
+from fake_cuda import CUDA, fake_cuda, needs_cpu_build
+from gpu_streams import COMPUTE, Link, Streams
+from hf_distca.errors import UnsupportedError
+from hf_distca.kernels import Scores, TaskBatch
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
+from hf_distca.kernels.flash import CUDA as CUDA_KERNEL
+from hf_distca.kernels.flash import FLASH_ATTN_3, FLASH_ATTN_3_BESIDE
+from hf_distca.runtime import core_attention as module
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.messages import Pending
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.pingpong import run_nano_batches
+from hf_distca.runtime.route import Route
+from hf_distca.schedule.cost import AttentionShape
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import CATask, Plan, Relays
+from hf_distca.schedule.waves import Waves
+
+pytestmark = needs_cpu_build
+HEADS, KEY_HEADS, DIM = 4, 2, 64
+# Rank 0 has a document of which the others serve slices; rank 1 has one, too, a slice of which rank 0 serves.
+LAYOUT = Layout.from_lengths([[600], [200], [100]])
+TASKS = [(0, 0, 300, 0, 0), (0, 300, 450, 0, 1), (0, 450, 600, 0, 2), (1, 0, 100, 1, 1), (1, 100, 200, 1, 0), (2, 0, 100, 2, 2)]
+PLAN = Plan.from_tasks(LAYOUT, [CATask(*task) for task in TASKS])
+# Rank 2 has the first keys of the document from rank 1.
+RELAYED = replace(PLAN, relays=Relays(*np.array([[0, 0, 400, 1]]).T))
+SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 2)
+
+
+@dataclass(eq=False)
+class Named:
+    """torch's flash attention; the log says of each call whose tasks run."""
+
+    streams: Streams
+    route: Route
+    nano: str
+
+    def forward(self, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:
+        self._say(tasks)
+        return CUDA_KERNEL.forward(pools, tasks, scores)
+
+    def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Grads:
+        self._say(tasks)
+        return CUDA_KERNEL.backward(pools, tasks, scores)
+
+    def _say(self, tasks: TaskBatch) -> None:
+        whose = "own" if tasks is self.route.local_tasks else "arrived"
+        self.streams.log.append((self.streams.current, f"{whose} tasks{self.nano}"))
+
+
+@dataclass
+class Tapes:
+    """In place of autograd, for calls whose functions take turns."""
+
+    calls: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def apply(self, function: Any, call: Call, *inputs: Any) -> torch.Tensor:
+        context = Context()
+        self.calls.append((function, context))
+        result: torch.Tensor = function.forward(context, call, *inputs)
+        return result
+
+    def backward(self, do_THV: dict[Call, torch.Tensor]) -> None:
+        gradients = dict(do_THV)
+        while self.calls:
+            function, context = self.calls.pop()
+            gradients[context.call] = function.backward(context, gradients[context.call])[1]
+
+
+class Context:
+    needs_input_grad = (True,) * 16
+    call: Call
+    saved_tensors: tuple[torch.Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+class Kept:
+    """Outputs of the first forward, for a recompute."""
+
+    def __init__(self) -> None:
+        self.outputs: Any = None
+        self.recomputes = False
+
+    def take(self) -> Any:
+        return self.outputs if self.recomputes else None
+
+    def keep(self, *outputs: torch.Tensor) -> None:
+        self.outputs = outputs
+
+    def drop(self) -> None:
+        pass
+
+
+@contextmanager
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Streams, Tapes]]:
+    streams, tapes = Streams(), Tapes()
+    monkeypatch.setattr(module, "_apply", tapes.apply)
+    with fake_cuda(), Device().installed(), streams.installed():
+        yield streams, tapes
+
+
+def half(streams: Streams, link: Link, plan: Plan, rank: int, nano: str = "", bound: int | None = None) -> Callable[..., Any]:
+    """A layer on new tensors: gives its call and its output."""
+    route = Route.build(plan, rank, Waves.of(plan, SHAPE, 128, bound))
+    group = AttentionGroup((0, 1, 2), rank, data=link)  # type: ignore[arg-type]
+    server = AttentionServer(Named(streams, route, nano), Scores(DIM**-0.5), Meter())  # type: ignore[arg-type]
+    tokens = int(plan.layout.query_tokens[rank])
+    shapes = ((tokens, heads, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+
+    def run(stored: Any = None) -> tuple[Call, torch.Tensor]:
+        call = Call(route, group, server, stored)
+        return call, core_attention(Inputs(*(torch.empty(s, dtype=torch.bfloat16, device=CUDA) for s in tuple(sizes))), call)
+
+    sizes = list(shapes)
+    return run
+
+
+def backward(tapes: Tapes, *results: tuple[Call, torch.Tensor]) -> None:
+    tapes.backward({call: torch.empty_like(out) for call, out in results})
+
+
+SERIAL = ["launch dispatch", "own tasks", "wait dispatch", "arrived tasks", "launch return", "wait return"]
+WAYS: dict[str, tuple[Plan, int | None, list[str]]] = {
+    "serial": (PLAN, None, SERIAL),
+    "waves": (PLAN, 250_000, []),
+    "relays": (
+        RELAYED,
+        None,
+        # Another stream waits for the dispatch and launches what relays pass on.
+        ["launch dispatch", "own tasks", "wait relays' dispatch", "arrived tasks", "launch return", "wait return"],
+    ),
+}
+
+
+def check_order(given: list[str], way: str, expected: list[str]) -> None:
+    assert given.index("own tasks") < min(place for place, what in enumerate(given) if what.startswith("wait")), given
+    assert given[0] == "launch dispatch"
+    if way == "waves":
+        waves = given.count("arrived tasks")
+        assert waves > 1
+        assert given == SERIAL[:5] + (["wait return", "launch dispatch", *SERIAL[2:5]] * (waves - 1)) + SERIAL[5:]
+    else:
+        assert given == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_own_tasks_are_launched_before_anything_is_waited_for(monkeypatch: pytest.MonkeyPatch, way: str, rank: int) -> None:
+    plan, bound, expected = WAYS[way]
+    with gpu(monkeypatch) as (streams, tapes):
+        run = half(streams, Link(streams), plan, rank, bound=bound)
+        for _ in range(3):  # memory of one layer is that of the next
+            streams.log.clear()
+            result = run()
+            forward = [what for stream, what in streams.log if stream == COMPUTE]
+            streams.log.clear()
+            backward(tapes, result)
+            check_order(forward, way, expected)
+            back = [what for stream, what in streams.log if stream == COMPUTE]
+            if way == "relays":  # their sums are on the way home
+                assert back == [*expected[:4], "launch return to relays", "wait return to relays", *SERIAL[4:]]
+            else:
+                check_order(back, way, expected)
+            del result
+        if way == "relays":
+            beside = [what for stream, what in streams.log if stream != COMPUTE]
+            assert beside == ["wait dispatch", "launch relays' dispatch"]
+    assert streams.races == []
+
+
+def test_a_recompute_gives_the_gpu_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept()
+    with gpu(monkeypatch) as (streams, tapes):
+        run = half(streams, Link(streams), PLAN, 0)
+        run(kept)
+        tapes.calls.clear()  # a checkpoint drops what forward saved
+        streams.log.clear()
+        kept.recomputes = True
+        result = run(kept)
+        assert streams.log == []
+        backward(tapes, result)
+        assert [what for _, what in streams.log] == SERIAL
+    assert streams.races == []
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("plan", [PLAN, RELAYED], ids=["plain", "relays"])
+def test_nano_batches_launch_before_the_other_one_waits(monkeypatch: pytest.MonkeyPatch, plan: Plan, rank: int) -> None:
+    with gpu(monkeypatch) as (streams, tapes):
+        link = Link(streams)
+        first, second = (half(streams, link, plan, rank, f" of {nano}") for nano in "AB")
+        for _ in range(3):
+            streams.log.clear()
+            results = run_nano_batches(first, second, "cuda")
+            given = [what for stream, what in streams.log if stream == COMPUTE]
+            streams.log.clear()
+            backward(tapes, *results)
+            back = [what for stream, what in streams.log if stream == COMPUTE]
+            for order, (early, late) in ((given, "AB"), (back, "BA")):
+                assert order[:3] == ["launch dispatch", "launch dispatch", f"own tasks of {early}"]
+                # What the first one returns travels while the second one computes.
+                assert order.index(f"arrived tasks of {early}") < order.index(f"own tasks of {late}")
+                assert "wait return" not in order[: order.index(f"own tasks of {late}")] or plan is RELAYED
+            del results
+    assert streams.races == []
+
+
+def test_a_captured_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would replay one batch's plan for all others, and nothing would tell."""
+    with gpu(monkeypatch) as (streams, _):
+        run = half(streams, Link(streams), Plan.local(LAYOUT), 0)
+        run()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(UnsupportedError, match="while a CUDA graph is captured"):
+            run()
+
+
+def test_what_may_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model itself, on changes of the source that it is there for."""
+
+    def raced(change: Callable[[pytest.MonkeyPatch], None], plan: Plan) -> list[str]:
+        with pytest.MonkeyPatch.context() as patch, gpu(patch) as (streams, tapes):
+            change(patch)
+            run = half(streams, Link(streams), plan, 1)
+            for _ in range(2):
+                backward(tapes, *run_nano_batches(run, run, "cuda"))
+        return streams.races
+
+    def without_waits(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr("gpu_streams.Flight.wait", lambda flight: None)
+
+    def not_kept(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(Pending, "first", property(lambda pending: None, lambda pending, value: None), raising=False)
+
+    def without_order(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(torch.cuda.Stream, "wait_stream", lambda stream, other: None)
+
+    assert any("reads what link may be using" in race for race in raced(without_waits, PLAN))
+    assert any("memory that was freed what link may be using" in race for race in raced(not_kept, RELAYED))
+    assert any("may be using" in race for race in raced(without_order, RELAYED))
+
+
+def test_flash_attention_3_leaves_room_while_messages_are_under_way() -> None:
+    found: list[object] = []
+
+    class Server(AttentionServer):
+        def run(self, pools: Any, tasks: TaskBatch, *, beside: bool = False) -> Any:
+            found.append(beside)
+            return super().run(pools, tasks, beside=beside)
+
+    assert FLASH_ATTN_3_BESIDE is not FLASH_ATTN_3
+    with pytest.MonkeyPatch.context() as patch, gpu(patch) as (streams, tapes):
+        for plan, expected in ((PLAN, [True, False]), (Plan.local(LAYOUT), [False])):
+            route = Route.build(plan, 0)
+            group = AttentionGroup((0, 1, 2), 0, data=Link(streams))  # type: ignore[arg-type]
+            call = Call(route, group, Server(CUDA_KERNEL, Scores(DIM**-0.5), Meter()))
+            shapes = ((600, heads, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+            out = core_attention(Inputs(*(torch.empty(s, dtype=torch.bfloat16, device=CUDA) for s in shapes)), call)
+            backward(tapes, (call, out))
+            assert found == expected * 2
+            found.clear()

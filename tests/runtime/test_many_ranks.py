@@ -1,0 +1,184 @@
+"""Core attention of 64 and 512 ranks in one process, with real values: plans of the scheduler itself against whole documents.
+
+Each rank is a thread, and messages go through memory. What a rank sends another has to be as long as what that one awaits,
+exchange by exchange, and every rank launches the same exchanges in the same order. Ranks that are threads share an interpreter,
+so this shows nothing of processes that start, die or wait for each other; tests with gloo do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from threading import Condition
+
+import numpy as np
+import pytest
+import torch
+from test_core_attention import DIM, HEADS, KEY_HEADS, dense, document_tensors
+
+from hf_distca.config import DistCAConfig
+from hf_distca.kernels import Case, Scores, select_kernel
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
+from hf_distca.runtime.core_attention import core_attention
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.route import Route
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.deal import deal
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.plan import Plan
+from hf_distca.schedule.waves import Waves
+
+SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 8)
+SCORES = Scores(DIM**-0.5)
+TILE, LONG, SECONDS = 16, 1024, 120.0
+
+
+@dataclass
+class Post:
+    """Messages of all ranks by exchange and sender: the bytes, and how many of them go to whom."""
+
+    sent: dict[int, dict[int, tuple[torch.Tensor, Mapping[int, int]]]] = field(default_factory=lambda: defaultdict(dict))
+    names: dict[int, set[str | None]] = field(default_factory=lambda: defaultdict(set))
+    arrival: Condition = field(default_factory=Condition)
+
+
+@dataclass
+class Mailbox:
+    """The channel of a rank."""
+
+    post: Post
+    rank: int
+    launched: int = 0
+    over_gloo = under_way = False
+
+    def start(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive_bytes: Mapping[int, int],
+        send_bytes: Mapping[int, int],
+        name: str | None = None,
+    ) -> Letter:
+        """As `Channel.start`."""
+        assert (len(received), len(sent)) == (sum(receive_bytes.values()), sum(send_bytes.values()))
+        number, self.launched = self.launched, self.launched + 1
+        with self.post.arrival:
+            self.post.sent[number][self.rank] = sent, send_bytes
+            self.post.names[number].add(name)
+            self.post.arrival.notify_all()
+        return Letter(self, number, received, receive_bytes)
+
+    def begin_backward(self) -> None:
+        """Nothing to count."""
+
+
+@dataclass
+class Letter:
+    """What a rank awaits in an exchange."""
+
+    mailbox: Mailbox
+    number: int
+    received: torch.Tensor
+    receive_bytes: Mapping[int, int]
+
+    def wait(self) -> None:
+        """Take the parts for this rank of what others sent, rank after rank."""
+        post, place = self.mailbox.post, 0
+        senders = [rank for rank, size in self.receive_bytes.items() if size]
+        with post.arrival:
+            assert post.arrival.wait_for(lambda: all(rank in post.sent[self.number] for rank in senders), SECONDS)
+        for rank in senders:
+            message, send_bytes = post.sent[self.number][rank]
+            first = sum(size for to, size in send_bytes.items() if to < self.mailbox.rank)
+            size = self.receive_bytes[rank]
+            assert send_bytes[self.mailbox.rank] == size
+            self.received[place : place + size] = message[first : first + size]
+            place += size
+
+
+@dataclass
+class World:
+    """A layout, a plan for it, and the tensors of its documents."""
+
+    layout: Layout
+    plan: Plan
+    waves: Waves | None
+    documents: dict[int, list[torch.Tensor]]
+    post: Post = field(default_factory=Post)
+
+    def rows(self, rank: int, part: int, given: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+        """A rank's rows of q, k, v, dO, or of what was computed, of all its documents."""
+        segments = slice(self.layout.offsets[rank], self.layout.offsets[rank + 1])
+        columns = (column[segments].tolist() for column in (self.layout.document, self.layout.start, self.layout.end))
+        pieces = [given[number][part][start:end] for number, start, end in zip(*columns, strict=True)]
+        return torch.cat([document_tensors(0, 0, torch.float64)[part], *pieces])
+
+    def computed(self, rank: int) -> list[torch.Tensor]:
+        """o, dq, dk and dv of a rank's tokens."""
+        leaves = [self.rows(rank, part, self.documents).requires_grad_() for part in range(3)]
+        kernel = select_kernel("auto", Case(leaves[0].device, torch.float64, DIM, DIM, SCORES))
+        group = AttentionGroup(tuple(range(self.layout.world_size)), rank, data=Mailbox(self.post, rank))  # type: ignore[arg-type]
+        call = Call(Route.build(self.plan, rank, self.waves), group, AttentionServer(kernel, SCORES, Meter()))
+        out = core_attention(Inputs(*leaves), call)
+        out.backward(self.rows(rank, 3, self.documents))
+        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def expected(documents: dict[int, list[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
+    """dq, dk, dv and o of whole documents."""
+    found = {}
+    for number, (*inputs, do) in documents.items():
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        out = dense(*leaves, None, SCORES)
+        out.backward(do)
+        found[number] = [*(leaf.grad for leaf in leaves if leaf.grad is not None), out.detach()]
+    return found
+
+
+def world_of(ranks: int, way: str) -> World:
+    """Every 32nd rank has one long document, the others short ones; or the same documents are dealt over ranks."""
+    lengths = [[LONG] if rank % 32 == 0 else [40, 17, 7] for rank in range(ranks)]
+    layout = Layout.from_lengths(lengths)
+    cost = replace(CostModel.pairs(SHAPE), tile=TILE, exchange_bytes_per_second=1e11)
+    if way == "dealt":
+        flat = np.array([length for row in lengths for length in row])
+        layout = deal(flat, ranks, layout.query_tokens.tolist(), cost)
+    plan = balance(layout, cost, DistCAConfig(tile=TILE, head_groups=KEY_HEADS if way == "head groups" else 1))
+    waves = None
+    if way == "waves":
+        plan = replace(plan, relays=None)
+        waves = Waves.of(plan, SHAPE, TILE, 60_000)
+        assert waves.count > 1
+    assert way == "dealt" or (plan.relays is not None) == (way in ("relays", "head groups"))
+    assert (plan.layout.groups > 1) == (way == "head groups")
+    sizes = np.zeros(int(layout.documents.max()) + 1, dtype=np.int64)
+    np.maximum.at(sizes, layout.document, layout.end)
+    documents = {int(number): document_tensors(int(number), int(sizes[number]), torch.float64) for number in layout.documents}
+    return World(layout, plan, waves, documents)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "way"),
+    [
+        (64, "waves"),
+        (64, "head groups"),
+        (64, "relays"),
+        (64, "dealt"),
+        pytest.param(512, "relays", marks=pytest.mark.slow),
+        pytest.param(512, "dealt", marks=pytest.mark.slow),
+    ],
+)
+def test_plans_of_many_ranks_are_exact(ranks: int, way: str) -> None:
+    world = world_of(ranks, way)
+    assert world.plan.moved
+    with ThreadPoolExecutor(ranks) as threads:
+        found = list(threads.map(world.computed, range(ranks)))
+    whole = expected(world.documents)
+    for rank, (o_THV, *grads) in enumerate(found):
+        for part, tensor in enumerate((*grads, o_THV)):
+            assert float((tensor - world.rows(rank, part, whole)).abs().sum()) < 1e-9, (rank, part)
+    assert {len(names) for names in world.post.names.values()} == {1}, "every rank launches the same exchanges"
