@@ -42,9 +42,9 @@ from hf_distca.agreement.announce import (
     FIGURES,
     Announcement,
     Announcements,
-    Common,
     PlanKey,
     agree,
+    common_facts,
     fingerprint,
     layout_of,
 )
@@ -185,13 +185,13 @@ def layers(ranks: int, arguments: argparse.Namespace, kind: str) -> dict[str, An
 def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of each step, and of all."""
     config, key = DistCAConfig(), PlanKey(LLAMA_8B, "cuda")
-    common, group = Common(config, (COST,)), AttentionGroup(tuple(range(ranks)))
+    facts, group = common_facts(config, (COST,)), AttentionGroup(tuple(range(ranks)))
     rows = []
     for lengths in documents(ranks, arguments.tokens, "long tail"):
         one = TokenBatch(1, arguments.tokens, packed=PackedDocuments(lengths)).documents()
-        own, settings = [(10**6,) * FIGURES], fingerprint(common)
+        own, settings = [(10**6,) * FIGURES], fingerprint(facts)
         rows.append(Announcement(1, settings, exchanges=0, checksum=0, figures=own, requests=[(one, key)]).row())
-    (stated,) = agree(Announcements.read(rows), common, group, "here")
+    (stated,) = agree(Announcements.read(rows), facts, group, "here")
     plan = balance(layout_of(stated), COST, config)
     waves = Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups)
     history, figures = History(), np.full((ranks, FIGURES), 10**9)
@@ -208,7 +208,7 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         _ = plan.digest
 
     steps: dict[str, Callable[[], object]] = {
-        "reading announcements": lambda: agree(Announcements.read(rows), common, group, "here"),
+        "reading announcements": lambda: agree(Announcements.read(rows), facts, group, "here"),
         "layout": lambda: layout_of(stated),
         "digest": digest,
         "waves": lambda: Waves.of(plan, LLAMA_8B, config.tile, config.max_transient_bytes, config.head_groups),

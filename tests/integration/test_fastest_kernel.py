@@ -67,5 +67,5 @@ def test_a_gpu_begins_with_the_shipped_profile_of_its_kernel(
     session, query = current_session(), SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
     shape = AttentionShape(32, 8, 128, 128, 2)
     session.learn_cost(PlanKey(shape, "cuda", 4096), cast("torch.Tensor", query), AttentionGroup())
-    cost = session.planner.costs[shape, "cuda"]
+    cost = session.planner.progress.costs[shape, "cuda"]
     assert (cost.name, cost.tile, cost.window) == (name, 256, None)
