@@ -85,7 +85,7 @@ def over_ranks(pool: RankPool, measured: Result) -> str:
         return "OVER_RANKS" if abs(own - 1) <= TOLERANCE[dtype] else "OWN_LOSS"
     if "attention chunks" in what:
         return "CHUNKS"
-    reason = WORKING[measured.status]
+    reason = "CARRIES_STATE" if measured.status == "packed" else WORKING[measured.status]
     assert reason in WHOLE_REASONS, f"{what} differs by {states:.1e}"
     return reason
 

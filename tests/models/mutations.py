@@ -99,7 +99,7 @@ def _detached_keys(original: Original) -> Original:
     return wrapped
 
 
-_ATTENTION, _DOCUMENTS = "integration.attention", "agreement.documents"
+_ATTENTION, _DOCUMENTS, _RECURRENT = "integration.attention", "agreement.documents", "integration.recurrent_layers"
 # What is replaced, and by what it is replaced, given the original.
 MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "window one key too wide": (_ATTENTION, "_scores", _scores(window=lambda window: window + 1)),
@@ -114,6 +114,16 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "sink dropped": (_ATTENTION, "_sink", lambda _: lambda *_: None),
     "gradient of the sink dropped": ("runtime.core_attention", "_sink_gradient", _no_gradient),
     "documents of a row leak": (_DOCUMENTS, "TokenBatch.documents", _one_document_a_row),
+    "convolutions see the document before": (
+        _RECURRENT,
+        "PackedRows.spread",
+        lambda original: lambda self, halo, device: original(self, 0, device),
+    ),
+    "states go on in the next document": (
+        _RECURRENT,
+        "_Recurrence.__call__",
+        lambda _: lambda self, function, rows, *args, **kwargs: function(*args, **kwargs),
+    ),
     "documents leak over ranks": ("agreement.planner", "layout_of", _one_document_over_ranks),
     "dk of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(0)),
     "dv of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(1)),

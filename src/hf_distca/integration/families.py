@@ -56,6 +56,7 @@ _TABLE = _read_table()
 
 EQUAL = {
     "PROVEN": "proven",
+    "PACKED": "proven: its recurrent layers begin anew with each document",
     "CARRIES_STATE": "proven, one document a row: its other layers carry state over packed documents",
     "NO_POSITIONS": "proven, one document a row: it takes no position ids",
 }
@@ -88,6 +89,7 @@ FAMILIES = {name: group for group in (*EQUAL, *REASONS) for name in _TABLE[group
 PING_PONG = frozenset(_TABLE["PING_PONG"])
 OVER_RANKS = frozenset(_TABLE["OVER_RANKS"])
 WHOLE = {name: group for group in WHOLE_REASONS for name in _TABLE[group]}
+WHOLE |= {name: "CARRIES_STATE" for name in _TABLE["PACKED"] if name not in OVER_RANKS}
 
 
 def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> None:
@@ -147,6 +149,9 @@ def warn_of_family(model_type: str | None) -> None:
 
 
 _PACKED = {
+    "PACKED": "this batch has packed documents, and layers of this %s model (state space, convolution, linear attention) carry "
+    "state from one to the next. distca lets each begin anew in those of transformers 5.16 and later, and these are others. "
+    "Upgrade transformers, load the model without code of its own, or give it one document a row.",
     "CARRIES_STATE": "this batch has packed documents, and %s models have layers (state space, convolution, linear attention) "
     "that carry state from one to the next, with any attention. Attention itself keeps them apart. Give these models one "
     "document a row.",
@@ -156,7 +161,10 @@ _PACKED = {
 
 
 def warn_of_packing(model_type: str | None) -> None:
-    """Warn, once a family, that attention keeps packed documents apart and the rest of the model does not."""
+    """Warn, once a family, that attention keeps packed documents apart and the rest of the model does not.
+
+    For models that did not say by themselves where documents begin, as `recurrent_layers` lets them.
+    """
     text = _PACKED.get(FAMILIES.get(model_type or "", ""))
     if text is not None:
         warn_once(text, model_type)
