@@ -50,12 +50,14 @@ class Meter:
         sent_bytes: bytes sent to other ranks.
         calls: calls of core attention that computed it, which is layers times forward passes.
         recalls: calls in a recompute that found what the first forward computed.
+        state_exchanges, state_bytes: exchanges of recurrent layers launched, forward and backward; bytes sent in them.
         running: spans of this meter, its parts and its whole whose times are not known yet, oldest first: each is held once.
     """
 
     def __init__(self, whole: Meter | None = None) -> None:
         self.whole = whole
         self.kernel_calls = self.backward_calls = self.dispatches = self.returns = self.sent_bytes = self.calls = self.recalls = 0
+        self.state_exchanges = self.state_bytes = 0
         self.running: deque[_Running] = deque() if whole is None else whole.running
         self._seconds = self._exchange_seconds = 0.0
         self._unfinished = 0

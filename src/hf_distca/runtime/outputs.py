@@ -24,9 +24,9 @@ __all__ = ["LayerOutputs", "OutputStore"]
 
 
 class _Kept(NamedTuple):
-    """o_THV and lse_TH of a forward, moved away by hooks if there are any, and the number of changes of o_THV until then."""
+    """Outputs of a forward, moved away by hooks if there are any, and the number of changes of the first until then."""
 
-    outputs: tuple[Any, Any]
+    outputs: tuple[Any, ...]
     hooks: Hooks | None
     changes: int
 
@@ -58,7 +58,7 @@ class LayerOutputs:
     name: str
     hooks: Hooks | None
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def take(self) -> tuple[torch.Tensor, ...] | None:
         """The outputs of the first forward, if this is a recompute: a forward that runs inside backward.
 
         Raises:
@@ -67,18 +67,17 @@ class LayerOutputs:
         store = self.store()
         if store is None or not in_backward() or (kept := store.by_layer.get(self.layer)) is None:
             return None
-        o_THV, lse_TH = kept.outputs
         if kept.hooks is not None:
-            return kept.hooks.unpack(o_THV), kept.hooks.unpack(lse_TH)
-        if _changes(o_THV) != kept.changes:
+            return tuple(map(kept.hooks.unpack, kept.outputs))
+        if _changes(kept.outputs[0]) != kept.changes:
             raise UnsupportedError(
                 f"the output of attention in {self.name} was changed in place after the forward, and activation checkpointing "
                 "needs it in backward: change a copy of it, or switch checkpointing off."
             )
-        return o_THV, lse_TH
+        return kept.outputs
 
-    def keep(self, o_THV: torch.Tensor, lse_TH: torch.Tensor) -> None:
-        """Remember the outputs of a forward."""
+    def keep(self, *outputs: torch.Tensor) -> None:
+        """Remember the outputs of a forward: o_THV and lse_TH, or what a recurrent layer received."""
         store = self.store()
         if store is None:
             return
@@ -87,10 +86,10 @@ class LayerOutputs:
             store.repeated.add(self.layer)
         else:
             # Detached: a tensor that is returned to autograd would hold the graph, which holds the handle and so the store.
-            outputs = o_THV.detach(), lse_TH.detach()
+            moved = tuple(tensor.detach() for tensor in outputs)
             if self.hooks is not None:
-                outputs = self.hooks.pack(outputs[0]), self.hooks.pack(outputs[1])
-            store.by_layer[self.layer] = _Kept(outputs, self.hooks, _changes(o_THV))
+                moved = tuple(map(self.hooks.pack, moved))
+            store.by_layer[self.layer] = _Kept(moved, self.hooks, _changes(outputs[0]))
 
     def drop(self) -> None:
         """Forget them: backward has used them."""

@@ -1,0 +1,1 @@
+"""Passes state between the segments of a document, in linear attention and Mamba layers. Knows nothing of transformers."""

@@ -1,0 +1,170 @@
+"""Rows that segments need of those before them, from all ranks: one exchange, differentiable.
+
+Forward sends rows to every rank that needs them. Backward sends the gradients of received rows the same way back, where they are
+added up in the order of ranks, so that a sum is the same whenever it is computed. An exchange is an autograd function that every
+rank must come to, forward and backward, also a rank that sends and receives no rows. So `carry` is given the inputs of the layer,
+which need a gradient on every rank or on none, and returns an anchor, a scalar without meaning, which `tied` makes part of the
+layer's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hf_distca.recurrent.segments import Key, Needed, Segments
+from hf_distca.runtime.channel import Channel
+from hf_distca.runtime.messages import Part, add_rows, joined, launch, pieces
+from hf_distca.runtime.outputs import LayerOutputs
+
+__all__ = ["Carried", "Summaries", "carry", "starting_states", "tied", "widened"]
+
+
+class Carried(NamedTuple):
+    """What `carry` returns: of each tensor the rows held and those received, and the anchor."""
+
+    rows: tuple[torch.Tensor, ...]
+    anchor: torch.Tensor
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states, of which layers have inputs in a dtype: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Summaries(NamedTuple):
+    """What segments do to a state: S_out = transition(S_in) + bias, a row for each segment that others come after.
+
+    Attributes:
+        biases: rows as in `Segments.summaries`.
+        transitions: rows as in `Segments.transitions`.
+    """
+
+    biases: torch.Tensor
+    transitions: torch.Tensor
+
+
+class _Exchange:
+    """One exchange, forward and backward."""
+
+    def __init__(self, segments: Segments, needed: Sequence[Needed], stored: LayerOutputs | None) -> None:
+        self.segments, self.needed, self.stored = segments, needed, stored
+        name = f"exchange {next(segments.numbers)} of recurrent layers in {segments.name}"
+        data = segments.group.data
+        self.channel: Channel | None = None if data is None else data.at(name, forward_exchanges=1)
+
+    def send(self, parts: Sequence[Part]) -> list[list[torch.Tensor]]:
+        pending = launch(self.channel, parts, self.segments.formats, "states")
+        self.segments.meter.count(state_exchanges=1, state_bytes=pending.sent_bytes)
+        return pending.sections()
+
+    def received(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Rows from other ranks: in a recompute those of the forward before, if they were kept."""
+        if self.stored is not None and (kept := self.stored.take()) is not None:
+            return [rows.detach() for rows in kept]
+        parts = [Part(tensor.contiguous(), needed.rows) for tensor, needed in zip(held, self.needed, strict=True)]
+        came = [joined(sections, tensor) for sections, tensor in zip(self.send(parts), held, strict=True)]
+        if self.stored is not None:
+            self.stored.keep(*came)
+        return came
+
+    def returned(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients of the rows held, from those of rows held and then received."""
+        if self.channel is not None:
+            self.channel.begin_backward()
+        if self.stored is not None:
+            self.stored.drop()
+        counts = [len(needed.held) for needed in self.needed]
+        parts = [
+            Part(gradient[count:].contiguous(), needed.rows.way_back)
+            for gradient, needed, count in zip(gradients, self.needed, counts, strict=True)
+        ]
+        came = self.send(parts)
+        return [
+            add_rows(gradient[:count].clone(), needed.rows.runs, pieces(needed.rows.runs, sections))
+            for gradient, needed, count, sections in zip(gradients, self.needed, counts, came, strict=True)
+        ]
+
+
+class _Carry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: _Exchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.exchange, ctx.inputs = exchange, len(tensors)
+        held = tensors[: len(exchange.needed)]
+        came = exchange.received(held)
+        return held[0].new_zeros(()), *(torch.cat(pair) for pair in zip(held, came, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _anchor: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        returned = ctx.exchange.returned(gradients)
+        return None, *returned, *[None] * (ctx.inputs - len(returned))
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.anchor = anchor.new_zeros(())
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, ctx.anchor
+
+
+def carry(
+    segments: Segments,
+    held: Sequence[torch.Tensor],
+    needed: Sequence[Needed],
+    inputs: Sequence[torch.Tensor],
+    stored: LayerOutputs | None,
+) -> Carried:
+    """Bring rows to the ranks that need them; if no document of the micro-batch lies on several ranks, nothing is exchanged.
+
+    Args:
+        segments: of this rank. Every rank of the group must call it at the same point, forward and backward.
+        held: tensors whose rows are `Needed.held`. Dtypes and row shapes must be equal on all ranks.
+        needed: of each of these tensors.
+        inputs: of the layer, through which every rank gets to backward or none.
+        stored: where received rows are kept for activation checkpointing: the recompute finds them and exchanges nothing.
+    """
+    if not segments.exchanges:
+        return Carried(tuple(held), held[0].new_zeros(()))
+    anchor, *rows = _Carry.apply(_Exchange(segments, needed, stored), *held, *inputs)  # type: ignore[no-untyped-call]
+    return Carried(tuple(rows), anchor)
+
+
+def tied(output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """The output, whose backward comes to the exchange that the anchor is of."""
+    if not anchor.requires_grad:
+        return output
+    result: torch.Tensor = _Tie.apply(output, anchor)  # type: ignore[no-untyped-call]
+    return result
+
+
+def starting_states(
+    segments: Segments, carried: Summaries, move: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """The state at the start of each segment here that is not the first of its document, by its place among `Segments.here`.
+
+    Args:
+        segments: of this rank.
+        carried: of the segments before, in the rows that `carry` returned.
+        move: the state after a transition of the state before, (transition, state).
+    """
+    states: dict[int, torch.Tensor] = {}
+    for document, held in segments.cut.items():
+        state: torch.Tensor | None = None
+        last = max(number for number, segment in enumerate(held) if segment.rank == segments.group.rank)
+        for number, segment in enumerate(held[: last + 1]):
+            key = Key(document, segment.start)
+            if state is not None and segment.rank == segments.group.rank:
+                states[segments.index[key]] = state
+            if number == last:
+                break
+            bias = carried.biases[segments.summaries.place[key]]
+            state = bias if state is None else move(carried.transitions[segments.transitions.place[key]], state) + bias
+    return states

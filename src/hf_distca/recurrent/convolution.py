@@ -1,0 +1,101 @@
+"""Short causal convolutions over segments of documents: each segment sees the last rows before it, wherever they lie.
+
+All segments are convolved in one call, one after another. In front of each are the rows before it, or zeros if it is the first of
+its document. Of the outputs, those of the segments are taken.
+
+Shape suffixes: B rows of the batch (1), C channels, T tokens, W width of the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+
+from hf_distca.recurrent.carryover import carry, tied
+from hf_distca.recurrent.segments import Key, Needed, Segments, with_token
+from hf_distca.runtime.outputs import LayerOutputs
+from hf_distca.schedule.layout import Segment
+
+__all__ = ["causal_convolution", "convolution_by_token"]
+
+
+def convolution_by_token(x_BCT: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
+    """One document token by token: slow, to compare with. Returns (B, C, T)."""
+    width = weight_CW.shape[1]
+    padded = torch.nn.functional.pad(x_BCT, (width - 1, 0))
+    return torch.stack([(padded[..., t : t + width] * weight_CW).sum(-1) for t in range(x_BCT.shape[2])], -1)
+
+
+def causal_convolution(
+    x_BCT: torch.Tensor,
+    convolve: Callable[[torch.Tensor], torch.Tensor],
+    width: int,
+    segments: Segments,
+    stored: LayerOutputs | None = None,
+) -> torch.Tensor:
+    """A causal convolution of the tokens of this rank that starts with zeros at the first token of each document.
+
+    Every rank of the group must call it at the same point, forward and backward.
+
+    Args:
+        x_BCT: rows of the tokens of `segments`, in their order; B is 1, and T may be 0.
+        convolve: the model's own function, with activation: (1, C, any T) to the same, with zeros in front of the first token.
+        width: W, so that a token sees `width - 1` before it.
+        segments: of this rank.
+        stored: where received rows are kept for activation checkpointing: the recompute then exchanges nothing.
+
+    Returns:
+        (1, C, T).
+
+    Raises:
+        LayoutError: if the input has another number of tokens than the segments.
+        DistCADesyncError: if other ranks do not take part in time.
+    """
+    with segments.reporting("a convolution"):
+        segments.check(x_BCT, 2)
+        if segments.whole:
+            return _convolved(x_BCT, convolve, segments, width - 1)
+        # 1. The last rows of segments, to and from other ranks.
+        needed = segments.halo(width - 1)
+        tokens = [segments.token(key) for key in needed.held]
+        held = torch.cat([x_BCT[0, :, :0], *(x_BCT[0, :, token : token + 1] for token in tokens)], 1).t()
+        carried = carry(segments, (held,), (needed,), (x_BCT,), stored)
+        # 2. What is in front of each segment that is not the first of its document.
+        rows = carried.rows[0]
+        halos = {index: _halo(rows, needed, segments.here[index], width - 1) for index in segments.following}
+        return tied(_convolved(x_BCT, convolve, segments, width - 1, halos), carried.anchor)
+
+
+def _halo(rows: torch.Tensor, needed: Needed, segment: Segment, size: int) -> torch.Tensor:
+    """Up to so many rows in front of a segment, (1, C, size or less)."""
+    places = [needed.place[Key(segment.document, position)] for position in range(max(segment.start - size, 0), segment.start)]
+    return torch.cat([rows[place : place + 1] for place in places]).t()[None]
+
+
+def _convolved(
+    x_BCT: torch.Tensor,
+    convolve: Callable[[torch.Tensor], torch.Tensor],
+    segments: Segments,
+    size: int,
+    halos: Mapping[int, torch.Tensor] = MappingProxyType({}),
+) -> torch.Tensor:
+    """All segments in one call, each behind `size` rows: its halo, or zeros."""
+    zeros = x_BCT.new_zeros((1, x_BCT.shape[1], size))
+    row, begins, begin = [], [], 0
+    for index, (offset, length) in enumerate(zip(segments.offsets, segments.lengths, strict=False)):
+        halo = halos.get(index)
+        front = [zeros[..., : size - (0 if halo is None else halo.shape[2])], *([] if halo is None else [halo])]
+        if index == 0 and halo is None:
+            front = []  # zeros are in front of the first token anyway
+        row += [*front, x_BCT[..., offset : offset + length]]
+        begin += sum(tensor.shape[2] for tensor in front)
+        begins.append(begin)
+        begin += length
+    if not row:
+        return convolve(with_token(x_BCT, 2))[..., :0]
+    if len(row) == 1:
+        return convolve(x_BCT)
+    output = convolve(torch.cat(row, 2))
+    return torch.cat([output[..., begin : begin + length] for begin, length in zip(begins, segments.lengths, strict=True)], 2)

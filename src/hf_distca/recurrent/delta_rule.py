@@ -1,0 +1,207 @@
+"""The gated delta rule over segments of documents, and its form with a decay for each channel (Kimi delta attention).
+
+For each token, with a state S of (K, V) for each head, a decay a = exp(decay), a key k of length K and a value v::
+
+    S <- a S;   S <- S + beta k (v - S^T k)^T;   output = S^T q / sqrt(K)
+
+(Yang et al., Gated Delta Networks, arXiv 2412.06464; with a decay for each channel, which is a row of S, Kimi Linear, arXiv
+2510.26692). Each step is affine in S, and so is a segment of any length: S_out = T S_in + B, where T is (K, K). A run of the rule
+from zeros ends with B. A run from the identity with values of zero ends with T.
+
+Shape suffixes: T tokens, H value heads, G key heads, K key dim, V value dim, N documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from hf_distca.recurrent.carryover import Summaries, carry, starting_states, tied, widened
+from hf_distca.recurrent.segments import Segments, with_token
+from hf_distca.runtime.outputs import LayerOutputs
+
+__all__ = ["DeltaInputs", "DeltaRule", "RuleOutputs", "delta_rule_by_token", "document_by_document", "gated_delta_rule"]
+
+
+class DeltaInputs(NamedTuple):
+    """What a layer gives.
+
+    Attributes:
+        query, key: (1, T, G, K); G divides H.
+        value: (1, T, H, V).
+        decay: logarithms, (1, T, H), or (1, T, H, K) with a decay for each channel.
+        beta: (1, T, H).
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    decay: torch.Tensor
+    beta: torch.Tensor
+
+    def no_states(self) -> torch.Tensor:
+        """(0, H, K, V), in float32, or float64 if the values are."""
+        shape = 0, self.value.shape[2], self.key.shape[3], self.value.shape[3]
+        return self.value.new_zeros(shape, dtype=widened(self.value.dtype))
+
+
+class RuleOutputs(NamedTuple):
+    """What a rule returns: outputs (1, T, H, V), and the state after each document, (N, H, K, V), if it was asked for."""
+
+    output: torch.Tensor
+    states: torch.Tensor | None
+
+    def states_like(self, none: torch.Tensor) -> torch.Tensor:
+        """The states in the dtype of others, or `none` of them."""
+        return none if self.states is None else self.states.to(none.dtype)
+
+
+class DeltaRule(Protocol):
+    """A kernel of the rule that runs several documents, one after another in the tokens of its inputs."""
+
+    def __call__(
+        self, inputs: DeltaInputs, lengths: Sequence[int], states: torch.Tensor | None, *, final_states: bool
+    ) -> RuleOutputs:
+        """Run documents of these lengths.
+
+        Args:
+            inputs: of all documents; `value` and `states` may be wider than those of the model.
+            lengths: tokens of each document, at least 1.
+            states: (N, H, K, V) that they start with; None for zeros.
+            final_states: whether `RuleOutputs.states` are needed.
+        """
+
+
+def document_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]) -> DeltaRule:
+    """The rule of a kernel that runs one document.
+
+    Args:
+        kernel: called as ``kernel(query, key, value, g=decay, beta=beta, initial_state=..., output_final_state=...)`` with states
+            of (1, H, K, V), as the functions of transformers and of fla are. It returns output and final state.
+    """
+
+    def run(inputs: DeltaInputs, lengths: Sequence[int], states: torch.Tensor | None, *, final_states: bool) -> RuleOutputs:
+        outputs, finals = [], []
+        documents = zip(*(torch.split(tensor, list(lengths), 1) for tensor in inputs), strict=True)
+        for number, (query, key, value, decay, beta) in enumerate(documents):
+            state = None if states is None else states[number : number + 1]
+            output, final = kernel(query, key, value, g=decay, beta=beta, initial_state=state, output_final_state=final_states)
+            outputs.append(output)
+            if final is not None:
+                finals.append(final)
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        return RuleOutputs(output, torch.cat(finals) if final_states else None)
+
+    return run
+
+
+def delta_rule_by_token(inputs: DeltaInputs, state: torch.Tensor | None = None) -> RuleOutputs:
+    """One document token by token, as the formula says, in the dtype of its inputs: slow, to compare with.
+
+    Args:
+        inputs: of the document.
+        state: (1, H, K, V) that it starts with; None for zeros.
+    """
+    heads, width = inputs.value.shape[2], inputs.key.shape[3]
+    query, key = (tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in inputs[:2])
+    decay = inputs.decay.exp() if inputs.decay.dim() == 4 else inputs.decay.exp()[..., None]
+    state = key.new_zeros((1, heads, width, inputs.value.shape[3])) if state is None else state
+    outputs = []
+    for token in range(inputs.value.shape[1]):
+        state = decay[:, token, ..., None] * state
+        k = key[:, token, ..., None]
+        change = inputs.value[:, token, :, None] - (state * k).sum(2, keepdim=True)
+        state = state + inputs.beta[:, token, :, None, None] * k * change
+        outputs.append((state * query[:, token, ..., None]).sum(2) * width**-0.5)
+    return RuleOutputs(torch.stack(outputs, 1), state)
+
+
+def gated_delta_rule(
+    inputs: DeltaInputs, segments: Segments, rule: DeltaRule, stored: LayerOutputs | None = None
+) -> torch.Tensor:
+    """The rule for the tokens of this rank: each document from no state to its end, wherever its segments lie.
+
+    Every rank of the group must call it at the same point, forward and backward.
+
+    Args:
+        inputs: of the tokens of `segments`, in their order; T may be 0.
+        segments: of this rank.
+        rule: the model's kernel.
+        stored: where received states are kept for activation checkpointing: the recompute then exchanges nothing.
+
+    Returns:
+        Outputs (1, T, H, V) in the dtype in which the rule returns them.
+
+    Raises:
+        LayoutError: if the inputs have another number of tokens than the segments.
+        DistCADesyncError: if other ranks do not take part in time.
+    """
+    with segments.reporting("a delta rule"):
+        segments.check(inputs.value, 1)
+        layer = _Layer(inputs, segments, rule)
+        if not segments.whole:
+            return _with_states(layer, stored)
+        return layer.run(segments.alone).output if segments.here else layer.run_none()
+
+
+class _Layer(NamedTuple):
+    """A rule and the inputs of all segments of this rank."""
+
+    inputs: DeltaInputs
+    segments: Segments
+    rule: DeltaRule
+
+    def run(self, which: Sequence[int], states: Sequence[torch.Tensor] = (), *, final_states: bool = False) -> RuleOutputs:
+        """Run these segments, from states (H, K, V) if there are any, else from zeros."""
+        if not which:
+            return RuleOutputs(self.inputs.value[:, :0], None)
+        start = torch.stack(list(states)) if states else None
+        return self.rule(self.inputs_of(which), self.segments.lengths_of(which), start, final_states=final_states)
+
+    def run_none(self) -> torch.Tensor:
+        """The output of a rank without tokens."""
+        inputs = DeltaInputs(*map(with_token, self.inputs))
+        return self.rule(inputs, [1], None, final_states=False).output[:, :0]
+
+    def inputs_of(self, which: Sequence[int]) -> DeltaInputs:
+        """Those of some segments."""
+        return DeltaInputs(*(self.segments.select(tensor, which) for tensor in self.inputs))
+
+    def summaries(self, which: Sequence[int]) -> Summaries:
+        """Biases (N, H, K, V) and transitions (N, H, K, K) of these segments.
+
+        Both in one run, since columns of a state never meet: those of the values, and beside them as many columns of zeros as
+        there are rows, which start with the identity.
+        """
+        none = self.inputs.no_states()
+        heads, rows, columns = none.shape[1:]
+        if not which:
+            return Summaries(none, none.new_zeros((0, heads, rows, rows)))
+        inputs = self.inputs_of(which)
+        zeros = inputs.value.new_zeros((*inputs.value.shape[:3], rows))
+        wide = inputs._replace(value=torch.cat([inputs.value, zeros], -1))
+        start = torch.cat([none.new_zeros((rows, columns)), torch.eye(rows, dtype=none.dtype, device=none.device)], -1)
+        states = start.expand(len(which), heads, rows, columns + rows)
+        finals = self.rule(wide, self.segments.lengths_of(which), states, final_states=True).states_like(none)
+        return Summaries(*torch.split(finals, [columns, rows], -1))
+
+
+def _with_states(layer: _Layer, stored: LayerOutputs | None) -> torch.Tensor:
+    inputs, segments, _ = layer
+    # 1. First segments of documents that go on end with their bias.
+    first = layer.run(segments.beginnings, final_states=True)
+    # 2. Segments between others: bias and transition.
+    biases, transitions = layer.summaries(segments.middles)
+    # 3. To and from other ranks.
+    biases = torch.cat([first.states_like(inputs.no_states()), biases])
+    carried = carry(segments, (biases, transitions), (segments.summaries, segments.transitions), inputs, stored)
+    # 4. The state before each segment that is not the first of its document, and the segments from there.
+    with torch.autocast(inputs.value.device.type, enabled=False):
+        states = starting_states(segments, Summaries(*carried.rows), torch.matmul)
+    rest = layer.run(list(states), list(states.values()))
+    whole = layer.run(segments.alone)
+    outputs = [(first, segments.beginnings), (rest, list(states)), (whole, segments.alone)]
+    by_index = {index: part for run, which in outputs for index, part in segments.split(run.output, which).items()}
+    return tied(segments.arrange(by_index) if by_index else layer.run_none(), carried.anchor)

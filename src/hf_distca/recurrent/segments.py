@@ -1,0 +1,275 @@
+"""The segments that the tokens of a rank consist of, and what else of their documents lies where."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hf_distca.errors import LayoutError
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.messages import Formats, Rows, Run
+from hf_distca.runtime.meter import Meter
+from hf_distca.schedule.layout import Layout, Segment
+
+__all__ = ["HeldSegment", "Key", "Needed", "Segments", "with_token"]
+
+
+class HeldSegment(NamedTuple):
+    """Positions [start, end) of a document, and the rank that holds them."""
+
+    rank: int
+    start: int
+    end: int
+
+
+class Key(NamedTuple):
+    """What a row is of: a token, or the segment that starts with it."""
+
+    document: int
+    position: int
+
+
+@dataclass(frozen=True, eq=False)
+class Needed:
+    """Rows of what precedes segments, seen from one rank: which it holds and which it needs.
+
+    Attributes:
+        held: what the rows are of that this rank holds and some segment needs, here or elsewhere; first those of position 0.
+        rows: which of them go to which ranks, and how many come from each.
+        place: where a row is that this rank holds or receives, in a tensor of the rows held and then those received.
+    """
+
+    held: tuple[Key, ...]
+    rows: Rows
+    place: dict[Key, int]
+
+    @classmethod
+    def of(cls, rank: int, needs: Iterable[tuple[int, int, Key]]) -> Needed:
+        """From (rank that needs a row, rank that holds it, row), in any order; those of other ranks may be left out."""
+        unique = set(needs)
+        held = tuple(sorted({key for _, holder, key in unique if holder == rank}, key=lambda key: (key.position > 0, key)))
+        place = {key: index for index, key in enumerate(held)}
+        sent = sorted((target, key) for target, holder, key in unique if holder == rank != target)
+        received = sorted((holder, key) for target, holder, key in unique if target == rank != holder)
+        rows = Rows(tuple(Run(target, place[key], 1) for target, key in sent), dict(Counter(holder for holder, _ in received)))
+        place.update((key, len(held) + index) for index, (_, key) in enumerate(received))
+        return cls(held, rows, place)
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """The segments of one rank for one micro-batch. Neighbours that follow each other in a document are one segment.
+
+    Attributes:
+        here: the segments of this rank in token order.
+        cut: documents that have a segment here and one elsewhere, or two here with other tokens between them: all segments of
+            each, in order of position.
+        exchanges: whether any document of the micro-batch lies on several ranks. Equal on all ranks.
+        group: the ranks that the layout is of.
+        meter: counts exchanges and their bytes.
+        name: of the micro-batch, the same on every rank, for errors.
+        numbers: counts the exchanges of the micro-batch.
+        formats: of messages that were made before.
+    """
+
+    here: tuple[Segment, ...]
+    cut: dict[int, tuple[HeldSegment, ...]] = field(default_factory=dict)
+    exchanges: bool = False
+    group: AttentionGroup = field(default_factory=AttentionGroup)
+    meter: Meter = field(default_factory=Meter)
+    name: str = "a micro-batch"
+    numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)
+    formats: Formats = field(default_factory=dict, repr=False)
+    _halos: dict[int, Needed] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def packed(cls, lengths: Sequence[int]) -> Segments:
+        """Whole documents of these lengths one after another. Nothing is exchanged."""
+        return cls(tuple(Segment(document, 0, length) for document, length in enumerate(lengths)))
+
+    @classmethod
+    def from_layout(cls, layout: Layout, group: AttentionGroup, meter: Meter | None = None, name: str = "") -> Segments:
+        """The segments of this rank of the group in a layout. Documents that are split by heads count as whole.
+
+        Args:
+            layout: of the ranks of the group, without context.
+            group: every rank of it must make its segments of the same layout, and run the same layers with them.
+            meter: where to count `state_exchanges` and `state_bytes`; by default one of its own.
+            name: of the micro-batch, the same on every rank, for errors.
+
+        Raises:
+            LayoutError: if the layout has context, or is not of so many ranks.
+        """
+        if layout.context.any():
+            raise LayoutError(
+                f"a layout with context of {layout.context.tolist()} segments is that of a nano-batch, and recurrent layers mix "
+                "tokens of both: run these layers on the whole micro-batch."
+            )
+        if layout.world_size != group.size:
+            raise LayoutError(f"a layout of {layout.world_size} ranks for a group of {group.size}: give the group's own.")
+        document = layout.unsplit(layout.document)
+        order = np.lexsort((layout.end, layout.run, document))
+        columns = (column[order] for column in (document, layout.run, layout.end, layout.rank, layout.token))
+        document, start, end, rank, token = columns
+        fresh = np.flatnonzero(np.append(True, (document[1:] != document[:-1]) | (start[1:] != start[:-1]))[: len(order)])
+        last = np.append(fresh[1:], len(order))[: len(fresh)] - 1
+        document, start, end, rank, token = document[fresh], start[fresh], end[last], rank[fresh], token[fresh]
+        mine = np.flatnonzero(rank == group.rank)
+        mine = mine[np.argsort(token[mine])]
+        here = tuple(map(Segment, document[mine].tolist(), start[mine].tolist(), (end - start)[mine].tolist()))
+        related = np.flatnonzero(np.isin(document, document[mine]))
+        held = zip(*(column[related].tolist() for column in (document, rank, start, end)), strict=True)
+        by_document = {
+            number: tuple(HeldSegment(*row[1:]) for row in rows) for number, rows in itertools.groupby(held, lambda row: row[0])
+        }
+        cut = {number: rows for number, rows in by_document.items() if len(rows) > 1}
+        return cls(here, cut, bool(layout.spans.any()), group, meter or Meter(), name or "a micro-batch")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this rank."""
+        return sum(self.lengths)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment here."""
+        return tuple(segment.length for segment in self.here)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Of each segment here the index of its first token, and the number of all tokens."""
+        return tuple(itertools.accumulate(self.lengths, initial=0))
+
+    @cached_property
+    def index(self) -> dict[Key, int]:
+        """Which of `here` a segment is."""
+        return {Key(segment.document, segment.start): index for index, segment in enumerate(self.here)}
+
+    @property
+    def whole(self) -> bool:
+        """Whether all documents here are whole, and this rank has no part in an exchange."""
+        return not (self.cut or self.exchanges)
+
+    @cached_property
+    def beginnings(self) -> tuple[int, ...]:
+        """Which of `here` begin a document that goes on after them, in the order of `summaries.held`."""
+        return tuple(self.index[key] for key in self.summaries.held if key.position == 0)
+
+    @cached_property
+    def middles(self) -> tuple[int, ...]:
+        """Which of `here` have others of their document before and after them, in the order of `transitions.held`."""
+        return tuple(self.index[key] for key in self.transitions.held)
+
+    @cached_property
+    def following(self) -> tuple[int, ...]:
+        """Which of `here` have others of their document before them."""
+        return tuple(index for index, segment in enumerate(self.here) if segment.start > 0)
+
+    @cached_property
+    def alone(self) -> tuple[int, ...]:
+        """Which of `here` are whole documents."""
+        return tuple(index for index, segment in enumerate(self.here) if segment.document not in self.cut)
+
+    def token(self, key: Key) -> int:
+        """The index among the tokens here of one that is here."""
+        return next(
+            offset + key.position - segment.start
+            for offset, segment in zip(self.offsets, self.here, strict=False)
+            if segment.document == key.document and segment.start <= key.position < segment.end
+        )
+
+    def lengths_of(self, which: Sequence[int]) -> list[int]:
+        """Tokens of some segments here."""
+        return [self.lengths[index] for index in which]
+
+    def reporting(self, what: str) -> AbstractContextManager[None]:
+        """A context that tells the other ranks of an exception inside."""
+        return self.group.reporting(f"computing {what} of {self.name}") if self.exchanges else nullcontext()
+
+    def check(self, tensor: torch.Tensor, dim: int) -> None:
+        """Check that an input has as many tokens along `dim` as there are here, in one row.
+
+        Raises:
+            LayoutError: states both.
+        """
+        if tensor.shape[0] != 1 or tensor.shape[dim] != self.tokens:
+            raise LayoutError(
+                f"an input of shape {tuple(tensor.shape)}, and the segments of this rank have {self.tokens} tokens: give one row "
+                "of the tokens that the layout has, without padding."
+            )
+
+    def select(self, tensor: torch.Tensor, which: Sequence[int]) -> torch.Tensor:
+        """The tokens of some segments here, along dimension 1, one after another; a view where that is possible."""
+        spans: list[list[int]] = []
+        for index in which:
+            if spans and spans[-1][1] == self.offsets[index]:
+                spans[-1][1] = self.offsets[index + 1]
+            else:
+                spans.append([self.offsets[index], self.offsets[index + 1]])
+        parts = [tensor.narrow(1, begin, end - begin) for begin, end in spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts or [tensor[:, :0]], 1)
+
+    def split(self, tensor: torch.Tensor, which: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Of each of some segments its tokens, from those that `select` put one after another along dimension 1."""
+        return dict(zip(which, torch.split(tensor, self.lengths_of(which), 1), strict=True)) if which else {}
+
+    def arrange(self, by_index: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """All segments here, at least one, one after another."""
+        return torch.cat([by_index[index] for index in range(len(self.here))], 1)
+
+    @cached_property
+    def summaries(self) -> Needed:
+        """What states are composed of: rows of segments that come before others of their document."""
+        return Needed.of(self.group.rank, self._summaries(0))
+
+    @cached_property
+    def transitions(self) -> Needed:
+        """As `summaries`, without the first segments of documents: there is no state before them."""
+        return Needed.of(self.group.rank, self._summaries(1))
+
+    def _summaries(self, first: int) -> Iterator[tuple[int, int, Key]]:
+        """Of each document's segments from this number on."""
+        here = self.group.rank
+        for document, segments in self.cut.items():
+            last = {segment.rank: number for number, segment in enumerate(segments)}
+            for segment in segments[first : last[here]]:
+                yield here, segment.rank, Key(document, segment.start)
+            for number, segment in enumerate(segments[first:], first):
+                if segment.rank == here:
+                    key = Key(document, segment.start)
+                    yield from ((rank, here, key) for rank, number_of_last in last.items() if number_of_last > number)
+
+    def halo(self, rows: int) -> Needed:
+        """Tokens that are needed by segments which start up to so many tokens after them."""
+        if rows not in self._halos:
+            self._halos[rows] = Needed.of(self.group.rank, self._halo(rows))
+        return self._halos[rows]
+
+    def _halo(self, rows: int) -> Iterator[tuple[int, int, Key]]:
+        here = self.group.rank
+        for document, segments in self.cut.items():
+            for number, segment in enumerate(segments):
+                for before in reversed(segments[:number]):
+                    first = max(before.start, segment.start - rows)
+                    if first >= before.end:
+                        break
+                    if here in (before.rank, segment.rank):
+                        positions = range(first, before.end)
+                        yield from ((segment.rank, before.rank, Key(document, position)) for position in positions)
+
+
+def with_token(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """No tokens and then a token of zeros.
+
+    A rank without tokens runs its kernels on this and drops the outputs, so that weights get a gradient as on all other ranks.
+    """
+    shape = [1 if number == dim else size for number, size in enumerate(tensor.shape)]
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)

@@ -1,0 +1,186 @@
+"""State spaces with a decay for each head and token (Mamba 2) over segments of documents.
+
+For each token, with a state S of (P, N) for each head, a step dt, an input x of length P, and B and C of length N::
+
+    S <- exp(A dt) S + dt x B^T;   output = S C
+
+(Dao and Gu, Transformers are SSMs, arXiv 2405.21060). A segment of any length is S_out = d S_in + Z: the transition d is a number
+for each head, the exponential of the sum of A dt, and Z is the state with which a scan from zeros ends. What the state before a
+segment adds to its outputs is exp(sum of A dt so far) S_in C. So no segment is scanned twice.
+
+Shape suffixes: T tokens, H heads, P head dim, G groups, N state size, D documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from hf_distca.recurrent.carryover import Summaries, carry, starting_states, tied, widened
+from hf_distca.recurrent.segments import Segments, with_token
+from hf_distca.runtime.outputs import LayerOutputs
+
+__all__ = ["Scan", "ScanInputs", "ScanOutputs", "mamba2", "scan_by_document", "scan_by_token"]
+
+
+class ScanInputs(NamedTuple):
+    """What a layer gives.
+
+    Attributes:
+        x: (1, T, H, P).
+        dt: (1, T, H), the steps that the formula has: with bias, softplus and limits applied.
+        A: (H,), negative.
+        B, C: (1, T, G, N); G divides H.
+    """
+
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+
+    def of(self, segments: Segments, which: Sequence[int]) -> ScanInputs:
+        """Those of some segments."""
+        x, dt, *projections = (segments.select(tensor, which) for tensor in (self.x, self.dt, self.B, self.C))
+        return ScanInputs(x, dt, self.A, *projections)
+
+    def no_states(self) -> torch.Tensor:
+        """(0, H, P, N), in float32, or float64 if x is."""
+        return self.x.new_zeros((0, *self.x.shape[2:], self.B.shape[3]), dtype=widened(self.x.dtype))
+
+
+class ScanOutputs(NamedTuple):
+    """What a scan returns: outputs (1, T, H, P), and the state after each document, (D, H, P, N), if it was asked for."""
+
+    output: torch.Tensor
+    states: torch.Tensor | None
+
+    def states_like(self, none: torch.Tensor) -> torch.Tensor:
+        """The states in the dtype of others, or `none` of them."""
+        return none if self.states is None else self.states.to(none.dtype)
+
+
+class Scan(Protocol):
+    """A kernel that scans several documents, one after another in the tokens of its inputs, each from a state of zeros."""
+
+    def __call__(self, inputs: ScanInputs, lengths: Sequence[int], *, final_states: bool) -> ScanOutputs:
+        """Scan documents of these lengths, each at least 1; `final_states` says whether `ScanOutputs.states` are needed."""
+
+
+def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Scan:
+    """The scan of a kernel that scans one document.
+
+    Args:
+        kernel: called as ``kernel(x, dt, A, B, C, return_final_states=True)``, as are mamba-ssm's `mamba_chunk_scan_combined` and
+            the functions of transformers; the chunk size and D are bound before. It returns output and final state.
+    """
+
+    def run(inputs: ScanInputs, lengths: Sequence[int], *, final_states: bool) -> ScanOutputs:
+        by_document = (torch.split(tensor, list(lengths), 1) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
+        documents = zip(*by_document, strict=True)
+        scanned = [kernel(x, dt, inputs.A, *projections, return_final_states=True) for x, dt, *projections in documents]
+        outputs, finals = zip(*scanned, strict=True)
+        return ScanOutputs(torch.cat(outputs, 1), torch.cat(finals) if final_states else None)
+
+    return run
+
+
+def scan_by_token(inputs: ScanInputs, state: torch.Tensor | None = None) -> ScanOutputs:
+    """One document token by token, as the formula says, in the dtype of its inputs: slow, to compare with.
+
+    Args:
+        inputs: of the document.
+        state: (1, H, P, N) that it starts with; None for zeros.
+    """
+    heads = inputs.x.shape[2]
+    write, read = (tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in (inputs.B, inputs.C))
+    state = inputs.x.new_zeros((1, *inputs.x.shape[2:], write.shape[3])) if state is None else state
+    outputs = []
+    for token in range(inputs.x.shape[1]):
+        dt = inputs.dt[:, token, :, None, None]
+        added = inputs.x[:, token, ..., None] * write[:, token, :, None]
+        state = (inputs.A[:, None, None] * dt).exp() * state + dt * added
+        outputs.append((state * read[:, token, :, None]).sum(3))
+    return ScanOutputs(torch.stack(outputs, 1), state)
+
+
+def mamba2(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None = None) -> torch.Tensor:
+    """The scan for the tokens of this rank: each document from no state to its end, wherever its segments lie.
+
+    Every rank of the group must call it at the same point, forward and backward.
+
+    Args:
+        inputs: of the tokens of `segments`, in their order; T may be 0.
+        segments: of this rank.
+        scan: the model's kernel.
+        stored: where received states are kept for activation checkpointing: the recompute then exchanges nothing.
+
+    Returns:
+        Outputs (1, T, H, P) in the dtype in which the scan returns them.
+
+    Raises:
+        LayoutError: if the inputs have another number of tokens than the segments.
+        DistCADesyncError: if other ranks do not take part in time.
+    """
+    with segments.reporting("a state space"):
+        segments.check(inputs.x, 1)
+        if not segments.whole:
+            return _with_states(inputs, segments, scan, stored)
+        return _scanned(inputs, segments, scan, segments.alone).output if segments.here else _none_scanned(inputs, scan)
+
+
+def _scanned(
+    inputs: ScanInputs, segments: Segments, scan: Scan, which: Sequence[int], *, final_states: bool = False
+) -> ScanOutputs:
+    """Scan some segments, from zeros."""
+    if not which:
+        return ScanOutputs(inputs.x[:, :0], None)
+    return scan(inputs.of(segments, which), segments.lengths_of(which), final_states=final_states)
+
+
+def _none_scanned(inputs: ScanInputs, scan: Scan) -> torch.Tensor:
+    """The output of a rank without tokens."""
+    x, dt, *projections = map(with_token, (inputs.x, inputs.dt, inputs.B, inputs.C))
+    return scan(ScanInputs(x, dt, inputs.A, *projections), [1], final_states=False).output[:, :0]
+
+
+def _with_states(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None) -> torch.Tensor:
+    # 1. Segments that others come after: biases, and from decays alone the transitions.
+    handing_on = (*segments.beginnings, *segments.middles)
+    handed = _scanned(inputs, segments, scan, handing_on, final_states=True)
+    biases = handed.states_like(none := inputs.no_states())
+    decays = [_log_decays(inputs.of(segments, [index])).sum(0).exp() for index in segments.middles]
+    transitions = torch.stack(decays) if decays else none.new_zeros((0, none.shape[1]))
+    # 2. To and from other ranks.
+    carried = carry(segments, (biases, transitions), (segments.summaries, segments.transitions), inputs, stored)
+    # 3. The state before each segment that is not the first of its document, and what it adds.
+    states = starting_states(segments, Summaries(*carried.rows), _decayed)
+    ending = [index for index in range(len(segments.here)) if index not in handing_on]
+    ended = _scanned(inputs, segments, scan, ending)
+    outputs = segments.split(handed.output, handing_on) | segments.split(ended.output, ending)
+    for index, state in states.items():
+        added = _added(inputs.of(segments, [index]), state)
+        outputs[index] = (outputs[index] + added).to(outputs[index].dtype)
+    return tied(segments.arrange(outputs) if outputs else _none_scanned(inputs, scan), carried.anchor)
+
+
+def _decayed(transition_H: torch.Tensor, state_HPN: torch.Tensor) -> torch.Tensor:
+    return transition_H[:, None, None] * state_HPN
+
+
+def _log_decays(inputs: ScanInputs) -> torch.Tensor:
+    """Logarithms of the decays of one segment, (T, H), in the dtype of states."""
+    dtype = inputs.no_states().dtype
+    return inputs.A.to(dtype) * inputs.dt[0].to(dtype)
+
+
+def _added(inputs: ScanInputs, state_HPN: torch.Tensor) -> torch.Tensor:
+    """What a state adds to the outputs of the segment after it, (1, T, H, P), in the dtype of states."""
+    decay_TH = _log_decays(inputs).cumsum(0).exp()
+    C_TGN = inputs.C[0].to(state_HPN.dtype)
+    by_group = state_HPN.reshape(C_TGN.shape[1], -1, *state_HPN.shape[1:])
+    with torch.autocast(state_HPN.device.type, enabled=False):
+        read = torch.einsum("tgn,ghpn->tghp", C_TGN, by_group).flatten(1, 2)
+    return (decay_TH[..., None] * read)[None]

@@ -1,0 +1,224 @@
+"""Layers over documents that are cut in any way, against the same layers token by token on whole documents in float64."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from hf_distca.recurrent.convolution import causal_convolution, convolution_by_token
+from hf_distca.recurrent.delta_rule import DeltaInputs, delta_rule_by_token, document_by_document, gated_delta_rule
+from hf_distca.recurrent.segments import Segments
+from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document, scan_by_token
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.outputs import LayerOutputs
+from hf_distca.schedule.layout import Layout
+
+Placement = Sequence[Sequence[tuple[int, int, int]]]
+Tensors = dict[str, torch.Tensor]
+
+KINDS = ("delta rule", "delta rule by channel", "mamba2", "convolution")
+GROUPS, HEADS, KEY, VALUE, WIDTH = 2, 4, 6, 5, 4
+
+
+def tokens_of(kind: str, document: int, length: int) -> Tensors:
+    """What a layer gets for a document, (length, ...) in float64, and the gradient of its output."""
+    generator = torch.Generator().manual_seed(document)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn((length, *shape), generator=generator, dtype=torch.float64)
+
+    if kind == "convolution":
+        return {"x": normal(HEADS), "gradient": normal(HEADS)}
+    if kind == "mamba2":
+        dt = F.softplus(normal(HEADS)) * 0.1  # a memory of tens of tokens: a state that is lost is seen
+        small = {"B": normal(GROUPS, KEY), "C": normal(GROUPS, KEY)}
+        return {"x": normal(HEADS, VALUE), "dt": dt, **small, "gradient": normal(HEADS, VALUE)}
+    channels = (KEY,) if "channel" in kind else ()
+    return {
+        "query": F.normalize(normal(GROUPS, KEY), dim=-1),
+        "key": F.normalize(normal(GROUPS, KEY), dim=-1),
+        "value": normal(HEADS, VALUE),
+        "decay": -0.1 * F.softplus(normal(HEADS, *channels)),
+        "beta": normal(HEADS).sigmoid(),
+        "gradient": normal(HEADS, VALUE),
+    }
+
+
+def weights_of(kind: str) -> Tensors:
+    """What is the same for all tokens."""
+    if kind == "convolution":
+        return {"weight": torch.linspace(-1, 1, HEADS * WIDTH, dtype=torch.float64).view(HEADS, WIDTH)}
+    return {"A": -torch.linspace(0.2, 1.0, HEADS, dtype=torch.float64)} if kind == "mamba2" else {}
+
+
+def whole_document(kind: str, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The output for a document, from what `tokens_of` and `weights_of` give, by its formula."""
+    if kind == "convolution":
+        return convolution_by_token(given["x"].t()[None], given["weight"])[0].t()
+    row = {name: tensor if name == "A" else tensor[None] for name, tensor in given.items() if name != "gradient"}
+    return (scan_by_token(ScanInputs(**row)) if kind == "mamba2" else delta_rule_by_token(DeltaInputs(**row))).output[0]
+
+
+def kernel_by_token(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
+    inputs = DeltaInputs(query, key, value, options["g"], options["beta"])
+    return delta_rule_by_token(inputs, options["initial_state"])
+
+
+def scan_kernel_by_token(*inputs: torch.Tensor, return_final_states: bool) -> Any:
+    return scan_by_token(ScanInputs(*inputs))
+
+
+def cut_row(
+    kind: str,
+    given: Mapping[str, torch.Tensor],
+    segments: Segments,
+    kernel: Callable[..., Any] | None = None,
+    stored: LayerOutputs | None = None,
+) -> torch.Tensor:
+    """The output for the tokens of a rank."""
+    if kind == "convolution":
+        weight = given["weight"]
+
+        def convolve(x: torch.Tensor) -> torch.Tensor:
+            return F.conv1d(x, weight[:, None], padding=WIDTH - 1, groups=HEADS)[..., : x.shape[2]]
+
+        return causal_convolution(given["x"].t()[None], kernel or convolve, WIDTH, segments, stored)[0].t()
+    row = {name: tensor if name == "A" else tensor[None] for name, tensor in given.items() if name != "gradient"}
+    if kind == "mamba2":
+        return mamba2(ScanInputs(**row), segments, scan_by_document(kernel or scan_kernel_by_token), stored)[0]
+    return gated_delta_rule(DeltaInputs(**row), segments, document_by_document(kernel or kernel_by_token), stored)[0]
+
+
+class Ran(NamedTuple):
+    """What a layer gave for some tokens: its output and the gradients of its inputs by token, those of weights, and figures."""
+
+    by_token: dict[str, np.ndarray]
+    by_weight: dict[str, np.ndarray]
+    meter: Meter
+
+
+def run(kind: str, given: Tensors, layer: Callable[[Tensors], torch.Tensor], dtype: torch.dtype, meter: Meter) -> Ran:
+    """Run a layer forward and backward, its inputs in this dtype."""
+    leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in given.items() if name != "gradient"}
+    output = layer(leaves)
+    output.backward(given["gradient"].to(output.dtype))
+    arrays = {name: leaf.grad.double().numpy() for name, leaf in leaves.items() if leaf.grad is not None}
+    by_weight = {name: arrays.pop(name) for name in weights_of(kind)}
+    return Ran({"output": output.detach().double().numpy(), **arrays}, by_weight, meter)
+
+
+def expected(kind: str, layout: Layout) -> tuple[dict[int, Ran], dict[str, np.ndarray]]:
+    """Of whole documents in float64: each document's figures, and the gradients of weights over all."""
+    documents = {}
+    for document in layout.documents.tolist():
+        length = int(layout.end[layout.document == document].max())
+        given = tokens_of(kind, document, length) | weights_of(kind)
+        documents[document] = run(kind, given, lambda leaves: whole_document(kind, leaves), torch.float64, Meter())
+    return documents, {name: sum(ran.by_weight[name] for ran in documents.values()) for name in weights_of(kind)}
+
+
+def run_rank(kind: str, placement: Placement, group: AttentionGroup, dtype: torch.dtype, **options: Any) -> Ran:
+    """One rank's part of a layer, on documents that are placed as (document, start, length) a rank."""
+    layout = Layout.from_segments(placement)
+    meter = Meter()
+    segments = Segments.from_layout(layout, group, meter)
+    parts = []
+    for document, start, length in placement[group.rank]:
+        whole = tokens_of(kind, document, int(layout.end[layout.document == document].max()))
+        parts.append({name: tensor[start : start + length] for name, tensor in whole.items()})
+    empty = {name: tensor[:0] for name, tensor in tokens_of(kind, 0, 1).items()}
+    given = {name: torch.cat([part[name] for part in (empty, *parts)]) for name in empty} | weights_of(kind)
+    return run(kind, given, lambda leaves: cut_row(kind, leaves, segments, **options), dtype, meter)
+
+
+def worst(kind: str, placement: Placement, ranks: Sequence[Ran]) -> dict[str, float]:
+    """By how much what ranks ran differs from whole documents, relative to the largest value: of the output and each gradient."""
+    layout = Layout.from_segments(placement)
+    documents, weights = expected(kind, layout)
+    differences: dict[str, float] = {}
+    for name in next(iter(documents.values())).by_token:
+        scale = max(float(np.abs(ran.by_token[name]).max()) for ran in documents.values())
+        for held, ran in zip(placement, ranks, strict=True):
+            rows = [documents[document].by_token[name][start : start + length] for document, start, length in held]
+            difference = np.abs(np.concatenate(rows) - ran.by_token[name]).max() / scale if rows else 0.0
+            differences[name] = max(differences.get(name, 0.0), float(difference))
+    for name, gradient in weights.items():
+        total = sum(ran.by_weight[name] for ran in ranks)
+        differences[name] = float(np.abs(total - gradient).max() / np.abs(gradient).max())
+    return differences
+
+
+@dataclass(eq=False)
+class ThreadChannel:
+    """Stands in for `Channel` where ranks are threads."""
+
+    world: ThreadWorld
+    rank: int
+    name: str = ""
+    began: bool = False
+
+    def at(self, where: str, forward_exchanges: int) -> ThreadChannel:
+        return ThreadChannel(self.world, self.rank, where)
+
+    def begin_backward(self) -> None:
+        self.began = True
+
+    def start(self, received: Any, sent: Any, receive_bytes: Any, send_bytes: Any, name: str) -> Any:
+        starts = np.cumsum([0, *send_bytes.values()])
+        messages = {target: sent[a : a + n] for (target, n), a in zip(send_bytes.items(), starts, strict=False)}
+        self.world.boxes[self.rank] = (f"{self.name} {self.began}", messages)
+        self.world.barrier.wait()
+        boxes = dict(self.world.boxes)
+        self.world.barrier.wait()
+        assert len({what for what, _ in boxes.values()}) == 1, "ranks exchange the same"
+        arrived = [boxes[source][1][self.rank] for source in receive_bytes]
+        assert [len(message) for message in arrived] == list(receive_bytes.values())
+        received.copy_(torch.cat([received[:0], *arrived]))
+        assert not set(send_bytes) & {self.rank}
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class ThreadWorld:
+    """Ranks that are threads of this process."""
+
+    size: int
+    boxes: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size, timeout=60)
+
+    def group(self, rank: int) -> AttentionGroup:
+        channel: Any = ThreadChannel(self, rank)
+        return AttentionGroup(tuple(range(self.size)), rank, channel if self.size > 1 else None)
+
+    def run(self, work: Callable[[AttentionGroup], Any]) -> list[Any]:
+        """What the work of each rank returns."""
+        results: dict[int, Any] = {}
+
+        def of_rank(rank: int) -> None:
+            try:
+                results[rank] = work(self.group(rank))
+            except BaseException as error:
+                self.barrier.abort()
+                results[rank] = error
+
+        threads = [threading.Thread(target=of_rank, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        errors = [result for result in results.values() if isinstance(result, BaseException)]
+        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
+        return [results[rank] for rank in range(self.size)]
