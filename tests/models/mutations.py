@@ -99,7 +99,7 @@ def _detached_keys(original: Original) -> Original:
     return wrapped
 
 
-_ATTENTION, _DOCUMENTS, _RECURRENT = "integration.attention", "agreement.documents", "integration.recurrent_layers"
+_ATTENTION, _DOCUMENTS = "integration.attention", "agreement.documents"
 # What is replaced, and by what it is replaced, given the original.
 MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "window one key too wide": (_ATTENTION, "_scores", _scores(window=lambda window: window + 1)),
@@ -115,14 +115,14 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "gradient of the sink dropped": ("runtime.core_attention", "_sink_gradient", _no_gradient),
     "documents of a row leak": (_DOCUMENTS, "TokenBatch.documents", _one_document_a_row),
     "convolutions see the document before": (
-        _RECURRENT,
-        "PackedRows.spread",
-        lambda original: lambda self, halo, device: original(self, 0, device),
+        "recurrent.convolution",
+        "_convolved",
+        lambda _: lambda states, convolve, *_: convolve(states),
     ),
     "states go on in the next document": (
-        _RECURRENT,
-        "_Recurrence.__call__",
-        lambda _: lambda self, function, rows, *args, **kwargs: function(*args, **kwargs),
+        "recurrent.segments",
+        "Segments.lengths_of",
+        lambda original: lambda self, which: [sum(original(self, which))],
     ),
     "documents leak over ranks": ("agreement.planner", "layout_of", _one_document_over_ranks),
     "dk of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(0)),

@@ -17,7 +17,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import check_parts, warn_of_packing
-from hf_distca.integration.recurrent_layers import packed_rows
+from hf_distca.integration.recurrent_layers import recurrent_rows
 from hf_distca.kernels.base import Scores
 from hf_distca.runtime.call import Inputs
 from hf_distca.runtime.group import AttentionGroup
@@ -134,7 +134,7 @@ class AttentionHandle:
 
     def read(self, arguments: Mapping[str, Any], *, span_ranks: bool, training: bool) -> Documents:
         """The documents of the batch, from the keyword arguments of a layer or of attention; read once."""
-        rows = packed_rows(arguments)
+        rows = recurrent_rows(arguments)
         if self.documents is None and rows is not None:  # its model has read them before
             self.documents = rows.documents.in_chunks(self.mask.chunk)
         elif self.documents is None:

@@ -1,13 +1,15 @@
-"""Recurrent layers of hybrid models (linear attention, Mamba 2, short convolutions) in which each packed document begins anew.
+"""Recurrent layers of hybrid models (linear attention, Mamba 2, short convolutions), where each document begins anew.
 
 Such layers mix tokens along a row: a document would begin with the state that the one before it left, and its convolution would
-see that one's last tokens. So two things in the modeling modules of transformers are replaced, as soon as they are imported:
+see that one's last tokens. And the part of a document that other ranks hold would be missing. So three things in the modeling
+modules of transformers are replaced, as soon as they are imported:
 
 - The forward of the model that calls the layers finds out where documents begin and adds that to its keyword arguments, as
-  `PackedRows`. The models hand their keyword arguments on, through layers and mixers, to the functions that mix tokens. An
+  `RecurrentRows`. The models hand their keyword arguments on, through layers and mixers, to the functions that mix tokens. An
   argument is the same in the recompute of activation checkpointing and another one for every micro-batch in flight.
-- Those functions cut rows where `PackedRows` says so. Without it, as under another attention implementation, they call what they
-  replace. Packages (fla, mamba-ssm, causal-conv1d) are told where documents begin; functions of torch run document by document.
+- The forward of a mixer adds which one it is: what it received is kept for its recompute.
+- The functions that mix tokens run along segments of documents instead of rows, as `hf_distca.recurrent` does it with what they
+  replace as kernel. Without `RecurrentRows`, as under another attention implementation, they call what they replace.
 
 A model that generates goes on from its cache as ever.
 """
@@ -15,25 +17,33 @@ A model that generates goes on from its cache as ever.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from hf_distca.agreement.announce import Stated, layout_of
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.borrowed import is_of_package
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.kernels.varlen import to_device
+from hf_distca.recurrent.convolution import causal_convolution
+from hf_distca.recurrent.delta_rule import DeltaInputs, RuleOutputs, document_by_document, gated_delta_rule
+from hf_distca.recurrent.segments import Segments
+from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
 from hf_distca.register import when_imported
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.outputs import LayerOutputs, OutputStore
+from hf_distca.schedule.layout import Layout
 
-__all__ = ["MODULES", "PACKED_ROWS", "PackedRows", "begin_documents_anew", "packed_rows"]
+__all__ = ["MODULES", "RECURRENT_ROWS", "RecurrentRows", "begin_documents_anew", "recurrent_rows"]
 
-PACKED_ROWS = "distca_rows"  # the keyword argument
+RECURRENT_ROWS = "distca_rows"  # the keyword argument
 
 _CONVOLUTION = ("causal_conv1d_fn",)
 _DELTA_RULE = (*_CONVOLUTION, "torch_chunk_gated_delta_rule")
@@ -63,64 +73,75 @@ MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
 _BOUNDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-class PackedRows:
-    """The documents of a batch, and where its rows are cut so that each begins anew.
+class RecurrentRows:
+    """The documents of a batch, and the segments along which its recurrent layers run.
 
     It is no dataclass: FSDP with mixed precision rebuilds those for every layer.
 
     Args:
         documents: of the batch.
         batch_size, length: its shape in tokens.
-
-    Attributes:
-        pieces: (tokens before, tokens) of each piece of the rows, one row after another: padding belongs to the document before
-            it. Empty if every row is one piece.
+        segments: of its rows, one after another; None if each row is one, and layers run along rows as ever.
     """
 
-    __slots__ = ("_tensors", "batch_size", "documents", "length", "pieces")
+    __slots__ = ("_stores", "_tensors", "batch_size", "documents", "length", "segments")
 
-    def __init__(self, documents: Documents, batch_size: int, length: int) -> None:
-        self.documents, self.batch_size, self.length = documents, batch_size, length
-        lengths = documents.rows[:, 2]
-        first = np.cumsum(lengths) - lengths
-        begin = np.union1d(first if documents.keep is None else documents.keep[first], np.arange(batch_size) * length)
-        packed = len(lengths) > batch_size
-        ends = np.append(begin[1:], batch_size * length)
-        self.pieces = tuple(zip(begin.tolist(), (ends - begin).tolist(), strict=True)) if packed else ()
-        self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
+    def __init__(self, documents: Documents, batch_size: int, length: int, segments: Segments | None) -> None:
+        self.documents, self.batch_size, self.length, self.segments = documents, batch_size, length, segments
+        self._tensors: dict[Any, torch.Tensor] = {}
+        self._stores: dict[str, OutputStore] = {}
 
-    def cu_seqlens(self, device: torch.device) -> torch.Tensor:
-        """(pieces + 1,) int64: where pieces begin, and the end of the last."""
-        return self._on("cu_seqlens", device, lambda: np.append(self._begin, self.batch_size * self.length))
+    def cu_seqlens(self, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+        """(documents + 1,) int64: where documents of these lengths begin, and the end of the last."""
+        return self._on(tuple(lengths), device, lambda: np.cumsum([0, *lengths]))
 
     def seq_idx(self, device: torch.device) -> torch.Tensor:
-        """(batch, length) int32: the number of each token's piece."""
-        shape, numbers = (self.batch_size, self.length), np.arange(len(self.pieces), dtype=np.int32)
-        return self._on("seq_idx", device, lambda: np.repeat(numbers, [tokens for _, tokens in self.pieces]).reshape(shape))
+        """(batch, length) int32: the number of each token's segment."""
+        lengths = () if self.segments is None else self.segments.lengths
+        numbers, shape = np.arange(len(lengths), dtype=np.int32), (self.batch_size, self.length)
+        return self._on("seq_idx", device, lambda: np.repeat(numbers, lengths).reshape(shape))
 
-    def spread(self, halo: int, device: torch.device) -> torch.Tensor:
-        """(batch * length,) int64: where each token is if `halo` zeros stand between two pieces."""
-        return self._on(
-            ("spread", halo),
-            device,
-            lambda: np.concatenate([before + number * halo + np.arange(n) for number, (before, n) in enumerate(self.pieces)]),
-        )
+    def store(self, name: str) -> OutputStore:
+        """What the functions of that name received in the layers of this micro-batch."""
+        return self._stores.setdefault(name, OutputStore())
 
-    @property
-    def _begin(self) -> Any:
-        return np.array([before for before, _ in self.pieces], dtype=np.int64)
-
-    def _on(self, name: Any, device: torch.device, make: Callable[[], Any]) -> torch.Tensor:
+    def _on(self, what: Any, device: torch.device, make: Callable[[], np.ndarray[Any, Any]]) -> torch.Tensor:
         """A tensor that is made once for a micro-batch and a device."""
-        if (name, device) not in self._tensors:
-            self._tensors[name, device] = to_device(torch.from_numpy(make()), device)
-        return self._tensors[name, device]
+        if (what, device) not in self._tensors:
+            self._tensors[what, device] = to_device(torch.from_numpy(make()), device)
+        return self._tensors[what, device]
 
 
-def packed_rows(arguments: Mapping[str, Any]) -> PackedRows | None:
+class _Mixing(NamedTuple):
+    """Rows, and the mixer in which a function mixes their tokens."""
+
+    rows: RecurrentRows
+    segments: Segments
+    mixer: torch.nn.Module
+
+    def stored(self, name: str, inputs: Sequence[torch.Tensor]) -> LayerOutputs | None:
+        """Where is kept what a function receives from other ranks; None where no recompute can follow."""
+        return self.rows.store(name).of(self.mixer, inputs) if self.segments.exchanges and self.mixer.training else None
+
+    def joined(self, states: torch.Tensor) -> torch.Tensor:
+        """States (batch, length, ...) of rows as those of one: (1, batch * length, ...)."""
+        shape = self.rows.batch_size, self.rows.length
+        if states.shape[:2] != shape:
+            raise UnsupportedError(
+                f"{type(self.mixer).__name__} got {tuple(states.shape[:2])} rows and tokens of a batch of {shape} with packed "
+                "documents: layers that mix tokens by more than attention run whole. Set DistCAConfig(ping_pong=False)."
+            )
+        return states.reshape(1, shape[0] * shape[1], *states.shape[2:])
+
+    def apart(self, joined: torch.Tensor) -> torch.Tensor:
+        """Rows of a batch that were joined to one: (batch, length, ...)."""
+        return joined.view(self.rows.batch_size, self.rows.length, *joined.shape[2:])
+
+
+def recurrent_rows(arguments: Mapping[str, Any]) -> RecurrentRows | None:
     """What a model has added to the keyword arguments of its layers, if it is one of those here."""
-    rows = arguments.get(PACKED_ROWS)
-    return rows if isinstance(rows, PackedRows) else None
+    rows = arguments.get(RECURRENT_ROWS)
+    return rows if isinstance(rows, RecurrentRows) else None
 
 
 def begin_documents_anew(asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
@@ -129,32 +150,33 @@ def begin_documents_anew(asks_for_us: Callable[[PreTrainedModel], bool]) -> None
     Args:
         asks_for_us: whether a model runs distca's attention.
     """
-    for name, (model, functions) in MODULES.items():
-        path = f"transformers.models.{name}.modeling_{name}"
-        when_imported(path, partial(_replace, path, model, functions, asks_for_us))
+    for name in MODULES:
+        when_imported(f"transformers.models.{name}.modeling_{name}", partial(_replace, name, asks_for_us))
 
 
-def _replace(path: str, model: str, functions: tuple[str, ...], asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
-    import sys
-
-    module = sys.modules[path]
-    model_class = getattr(module, model, None)
-    if model_class is None or not set(functions) <= vars(module).keys() & _called_in_forwards(module):
+def _replace(name: str, asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
+    module, (model, functions) = sys.modules[f"transformers.models.{name}.modeling_{name}"], MODULES[name]
+    mixers = [owner for owner, names in _forwards(module) if names & set(functions)]
+    called = {function for _, names in _forwards(module) for function in names}
+    if not hasattr(module, model) or not set(functions) <= vars(module).keys() & called:
         return  # another version, whose layers mix tokens in another way
-    for name in functions:
-        setattr(module, name, _separating(getattr(module, name), _SEPARATED[name]))
+    for function in functions:
+        setattr(module, function, _along_segments(getattr(module, function), _FUNCTIONS[function]))
+    for mixer in mixers:
+        mixer.forward = _naming(mixer.forward)
+    model_class = getattr(module, model)
     model_class.forward = _telling(model_class.forward, asks_for_us)
 
 
-def _called_in_forwards(module: ModuleType) -> set[str]:
-    """The global names that forwards of the classes of a module use."""
-    classes = (value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__)
-    forwards = (inspect.unwrap(vars(one)["forward"]) for one in classes if "forward" in vars(one))
-    return {name for forward in forwards for name in forward.__code__.co_names}
+def _forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
+    """The classes of a module that have a forward, and the global names that it uses."""
+    for owner in vars(module).values():
+        if inspect.isclass(owner) and owner.__module__ == module.__name__ and "forward" in vars(owner):
+            yield owner, set(inspect.unwrap(vars(owner)["forward"]).__code__.co_names)
 
 
 def _telling(forward: Callable[..., Any], asks_for_us: Callable[[PreTrainedModel], bool]) -> Callable[..., Any]:
-    """A forward that adds `PackedRows` to its keyword arguments."""
+    """The forward of a model, which adds `RecurrentRows` to its keyword arguments."""
     _, *names = inspect.signature(forward).parameters
 
     @wraps(forward)
@@ -164,8 +186,8 @@ def _telling(forward: Callable[..., Any], asks_for_us: Callable[[PreTrainedModel
         given = dict(zip(names, args, strict=False)) | kwargs
         rows = _rows_of(self, given)
         if rows is not None:
-            given[PACKED_ROWS] = rows
-            if rows.pieces:
+            given[RECURRENT_ROWS] = rows
+            if rows.segments is not None:
                 given["use_cache"] = False  # nobody goes on from the end of several documents
         return forward(self, **given)
 
@@ -173,30 +195,30 @@ def _telling(forward: Callable[..., Any], asks_for_us: Callable[[PreTrainedModel
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads documents
-def _rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> PackedRows | None:
+def _rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows | None:
     """The rows of a batch. None where a cache is read, and where attention is about to say what is wrong with its documents."""
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
     cache, mask = given.get("past_key_values"), given.get("attention_mask")
     if not isinstance(tokens, torch.Tensor) or isinstance(mask, dict) or (cache is not None and cache.get_seq_length()):
         return None
-    batch_size, length = tokens.shape[:2]
+    shape = batch_size, length = tokens.shape[0], tokens.shape[1]
     padding = mask[:, :length].bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
     try:
-        rows = PackedRows(_documents(model, given, (batch_size, length), padding), batch_size, length)
+        documents = _documents(model, given, shape, padding)
+        segments = _cut(documents, model) if documents.spans else _packed(documents, shape)
     except (LayoutError, UnsupportedError):
         return None
-    if rows.pieces and cache is not None:
+    if segments is not None and cache is not None:
         raise UnsupportedError(
-            f"{type(model).__name__} got past_key_values and {len(rows.documents.rows)} packed documents in {batch_size} rows: a "
+            f"{type(model).__name__} got past_key_values, and {len(documents.rows)} packed documents in {batch_size} rows: a "
             "cache does not keep their states apart. Leave past_key_values out."
         )
-    return rows
+    return RecurrentRows(documents, batch_size, length, segments)
 
 
 def _documents(
     model: PreTrainedModel, given: Mapping[str, Any], shape: tuple[int, int], padding: torch.Tensor | None
 ) -> Documents:
-    """The documents of a batch, from the arguments of a model."""
     from hf_distca.integration.session import current_session  # it imports handles, which import this
 
     return TokenBatch(
@@ -208,93 +230,159 @@ def _documents(
     ).documents(span_ranks=current_session().config.documents_span_ranks, training=model.training)
 
 
-def _separating(original: Callable[..., Any], separated: Callable[..., Any]) -> Callable[..., Any]:
-    """A function in the place of `original`, by which pieces of rows are computed apart where there are any."""
-    apart = torch.compiler.disable(separated)  # type: ignore[no-untyped-call]  # where pieces begin differs from batch to batch
+def _packed(documents: Documents, shape: tuple[int, int]) -> Segments | None:
+    """Documents that are whole, each with the padding after it; None if there is one in each row."""
+    batch_size, length = shape
+    lengths = documents.rows[:, 2]
+    if len(lengths) <= batch_size:
+        return None
+    first = np.cumsum(lengths) - lengths
+    begin = np.union1d(first if documents.keep is None else documents.keep[first], np.arange(batch_size) * length)
+    return Segments.packed(np.diff(begin, append=batch_size * length).tolist())
+
+
+def _cut(documents: Documents, model: PreTrainedModel) -> Segments:
+    """The segments of this rank of documents that may go on on other ranks. All of them come here together."""
+    from hf_distca.integration.session import current_session
+
+    session = current_session()
+    if session.conductor is not None:
+        raise UnsupportedError("stages of a pipeline do not pass the states of recurrent layers on between ranks.")
+    group = session.group if model.training or session.config.balance_evaluation else AttentionGroup()
+    name = f"micro-batch {session.planner.next_number}"
+    return Segments.from_layout(_layout(documents, group, name), group, session.meter, name)
+
+
+def _layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
+    """The segments of all ranks: known to a share, else exchanged."""
+    if documents.dealt is not None:
+        documents.dealt.check_is_for(group)
+        return documents.dealt.whole
+    numbers = group.gather(documents.rows.reshape(-1), doing=f"exchanging documents of {name} for recurrent layers")
+    rows = np.concatenate(numbers).reshape(-1, 3)
+    none = np.zeros(group.size, dtype=np.int64)
+    return layout_of(Stated(none + 1, none, none, np.array([len(one) // 3 for one in numbers]), rows))
+
+
+def _naming(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a mixer, which tells its functions which one it is."""
+
+    @wraps(forward)
+    def naming(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        rows = recurrent_rows(kwargs)
+        if rows is not None and rows.segments is not None:
+            kwargs[RECURRENT_ROWS] = _Mixing(rows, rows.segments, self)
+        return forward(self, *args, **kwargs)
+
+    return naming
+
+
+def _along_segments(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function in the place of `original`, which runs along segments where there are any."""
+    # Compiled, segments would be traced with the lengths of one micro-batch.
+    uncompiled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
     @wraps(original)
-    def separating(*args: Any, **kwargs: Any) -> Any:
-        rows = kwargs.pop(PACKED_ROWS, None)
-        if rows is None:
+    def along_segments(*args: Any, **kwargs: Any) -> Any:
+        mixing = kwargs.pop(RECURRENT_ROWS, None)
+        if mixing is None:
             return original(*args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDS}
-        if not rows.pieces:
+        if not isinstance(mixing, _Mixing):
             return original(*args, **kwargs)
-        return apart(original, rows, *args, **kwargs)
+        return uncompiled(original, mixing, *args, **kwargs)
 
-    return separating
+    return along_segments
 
 
 def _convolve(
-    original: Callable[..., Any], rows: PackedRows, states_BDL: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+    original: Callable[..., Any], mixing: _Mixing, hidden_states: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """A causal convolution along (batch, width, length), which sees zeros in front of each piece."""
-    if is_of_package(original):
-        channels_last = states_BDL.transpose(1, 2).contiguous().transpose(1, 2)
-        return original(channels_last, weight, *args, seq_idx=rows.seq_idx(states_BDL.device), **kwargs)
-    width, halo = states_BDL.shape[1], weight.shape[-1] - 1
-    place = rows.spread(halo, states_BDL.device)
-    states_DT = states_BDL.transpose(0, 1).reshape(width, -1)
-    apart_DT = states_DT.new_zeros(width, states_DT.shape[1] + halo * (len(rows.pieces) - 1)).index_copy(1, place, states_DT)
-    out_DT = original(apart_DT[None], weight, *args, **kwargs)[0].index_select(1, place)
-    return out_DT.view(width, rows.batch_size, rows.length).transpose(0, 1)
+    """A causal convolution of (batch, channels, length)."""
+    if is_of_package(original) and mixing.segments.whole:
+        channels_last = hidden_states.transpose(1, 2).contiguous().transpose(1, 2)
+        return original(channels_last, weight, *args, seq_idx=mixing.rows.seq_idx(weight.device), **kwargs)
+    row_BCT = mixing.joined(hidden_states.transpose(1, 2)).transpose(1, 2)
+    stored = mixing.stored("convolution", (row_BCT,))
+    out = causal_convolution(
+        row_BCT, lambda x_BCT: original(x_BCT, weight, *args, **kwargs), weight.shape[-1], mixing.segments, stored
+    )
+    return mixing.apart(out.transpose(1, 2)).transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class _Recurrence:
-    """A function that runs a recurrence, in which each piece begins without a state.
-
-    Attributes:
-        of_tokens: its arguments with a number or more for each token, (batch, length, ...).
-        takes: what the function of a package takes to tell pieces apart.
-    """
-
-    of_tokens: tuple[str, ...]
-    takes: str
-
-    def __call__(self, original: Callable[..., Any], rows: PackedRows, *args: Any, **kwargs: Any) -> Any:
-        """The outputs (batch, length, ...); those of a delta rule with None for the last state."""
-        device = args[0].device
-        if is_of_package(original) and self.takes == "seq_idx":
-            return original(*args, **kwargs, seq_idx=rows.seq_idx(device))
-        args, kwargs = self._changed(original, args, kwargs, _joined)
-        if is_of_package(original):
-            out, _ = original(*args, **kwargs, cu_seqlens=rows.cu_seqlens(device))
-            return out.view(rows.batch_size, rows.length, *out.shape[2:]), None
-        results = []
-        for before, tokens in rows.pieces:
-            places, names = self._changed(original, args, kwargs, lambda states: states.narrow(1, before, tokens))  # noqa: B023
-            results.append(original(*places, **names))
-        outs = [result[0] if isinstance(result, tuple) else result for result in results]
-        out = torch.cat(outs, dim=1).view(rows.batch_size, rows.length, *outs[0].shape[2:])
-        return (out, None) if isinstance(results[0], tuple) else out
-
-    def _changed(
-        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments whose states of tokens are changed. They keep their places: packages name some of them otherwise."""
-        names = inspect.signature(original).parameters
-        places = tuple(change(value) if name in self.of_tokens else value for name, value in zip(names, args, strict=False))
-        return places, {name: change(value) if name in self.of_tokens else value for name, value in kwargs.items()}
+def _delta_rule(
+    original: Callable[..., Any],
+    mixing: _Mixing,
+    *states: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """A delta rule of query, key, value, decay and beta, all (batch, length, heads, ...), without a last state."""
+    del initial_state, output_final_state  # without a cache there are none
+    inputs = DeltaInputs(*map(mixing.joined, (*states, *(kwargs.pop(name) for name in ("g", "beta")[len(states) - 3 :]))))
+    kernel = partial(original, **kwargs)
+    rule = partial(_rule_of_package, kernel, mixing.rows) if is_of_package(original) else document_by_document(kernel)
+    out = gated_delta_rule(inputs, mixing.segments, rule, mixing.stored("state", inputs))
+    return mixing.apart(out), None
 
 
-def _joined(states: torch.Tensor) -> torch.Tensor:
-    """Rows one after another, as one."""
-    return states.reshape(1, -1, *states.shape[2:])
+def _rule_of_package(
+    kernel: Callable[..., Any],
+    rows: RecurrentRows,
+    inputs: DeltaInputs,
+    lengths: Sequence[int],
+    states: torch.Tensor | None,
+    *,
+    final_states: bool,
+) -> RuleOutputs:
+    """A `DeltaRule`: fla runs several documents in one call."""
+    query, key, value, decay, beta = inputs
+    asked = {"initial_state": states, "output_final_state": final_states, "cu_seqlens": rows.cu_seqlens(lengths, query.device)}
+    return RuleOutputs(*kernel(query, key, value, g=decay, beta=beta, **asked))
 
 
-def _fused(original: Callable[..., Any], rows: PackedRows, zxbcdt: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Convolution, recurrence and output projection of Mamba 2 in a function of mamba-ssm; None where that is not installed."""
-    if not is_of_package(original):
-        return original(zxbcdt, *args, **kwargs)
-    return original(zxbcdt, *args, seq_idx=rows.seq_idx(zxbcdt.device), **kwargs)
+def _scan(
+    original: Callable[..., Any],
+    mixing: _Mixing,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    *rates: torch.Tensor,
+    **kwargs: Any,
+) -> Any:
+    """The scan of Mamba 2 without a last state: A is (heads,), all else (batch, length, heads or groups, ...)."""
+    if is_of_package(original) and mixing.segments.whole:
+        return original(hidden_states, dt, *rates, seq_idx=mixing.rows.seq_idx(dt.device), **kwargs)
+    for name in ("initial_states", "return_final_states"):
+        kwargs.pop(name, None)  # without a cache there are none
+    decay, *projections = rates
+    x, steps, *projections = map(mixing.joined, (hidden_states, _steps(dt, kwargs), *projections))
+    inputs = ScanInputs(x, steps, decay, *projections)
+    scan = scan_by_document(partial(original, **kwargs))
+    return mixing.apart(mamba2(inputs, mixing.segments, scan, mixing.stored("state", inputs)))
 
 
-_DELTA_STATES = ("query", "key", "value", "g", "beta")
-_SEPARATED: dict[str, Callable[..., Any]] = {
+def _steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The steps that a scan makes of what a layer gives it, by the arguments for that, which are taken out."""
+    bias, softplus, limits = (kwargs.pop(name, None) for name in ("dt_bias", "dt_softplus", "dt_limit"))
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    if softplus:
+        dt = torch.nn.functional.softplus(dt)
+    return dt if limits is None else dt.clamp(*limits)
+
+
+def _fused(original: Callable[..., Any], mixing: _Mixing, zxbcdt: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Convolution, scan and output projection of Mamba 2 in one; None to have them one by one, as without mamba-ssm."""
+    if is_of_package(original) and mixing.segments.whole:
+        return original(zxbcdt, *args, seq_idx=mixing.rows.seq_idx(zxbcdt.device), **kwargs)
+    return None
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
-    "torch_chunk_gated_delta_rule": _Recurrence(_DELTA_STATES, "cu_seqlens"),
-    "chunk_kimi_delta_attention": _Recurrence(_DELTA_STATES, "cu_seqlens"),
-    "mamba2_chunk_scan": _Recurrence(("hidden_states", "dt", "B", "C"), "seq_idx"),
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _scan,
     "mamba2_split_conv1d_scan_combined": _fused,
 }
