@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
@@ -99,6 +99,14 @@ def _detached_keys(original: Original) -> Original:
     return wrapped
 
 
+def _gradients_lost(original: Original) -> Original:
+    def wrapped(self: Any, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        returned = original(self, gradients)
+        return [gradient[: len(whole)] for gradient, whole in zip(gradients, returned, strict=True)]
+
+    return wrapped
+
+
 _ATTENTION, _DOCUMENTS = "integration.attention", "agreement.documents"
 # What is replaced, and by what it is replaced, given the original.
 MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
@@ -124,6 +132,12 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
         "Segments.lengths_of",
         lambda original: lambda self, which: [sum(original(self, which))],
     ),
+    "states and rows of other ranks lost": (
+        "recurrent.carryover",
+        "_Exchange.received",
+        lambda original: lambda *args: [torch.zeros_like(rows) for rows in original(*args)],
+    ),
+    "gradients of states and rows of other ranks lost": ("recurrent.carryover", "_Exchange.returned", _gradients_lost),
     "documents leak over ranks": ("agreement.planner", "layout_of", _one_document_over_ranks),
     "dk of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(0)),
     "dv of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(1)),

@@ -36,6 +36,7 @@ __all__ = [
     "layer_keys",
     "warn_of_family",
     "warn_of_packing",
+    "why_unsegmented",
     "why_whole",
 ]
 
@@ -89,7 +90,6 @@ FAMILIES = {name: group for group in (*EQUAL, *REASONS) for name in _TABLE[group
 PING_PONG = frozenset(_TABLE["PING_PONG"])
 OVER_RANKS = frozenset(_TABLE["OVER_RANKS"])
 WHOLE = {name: group for group in WHOLE_REASONS for name in _TABLE[group]}
-WHOLE |= {name: "CARRIES_STATE" for name in _TABLE["PACKED"] if name not in OVER_RANKS}
 
 
 def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> None:
@@ -116,6 +116,11 @@ def check_family(model_type: str | None, *, encoder_decoder: bool = False) -> No
 def why_whole(model_type: str | None) -> str | None:
     """Why each document of a family must lie in one piece on one rank; None if it need not, or the family is not in the table."""
     return WHOLE_REASONS.get(WHOLE.get(model_type or "", ""))
+
+
+def why_unsegmented(model_type: str | None) -> str | None:
+    """As `why_whole`, of a model that did not say by itself where documents begin, as `recurrent_layers` lets it."""
+    return WHOLE_REASONS["CARRIES_STATE"] if FAMILIES.get(model_type or "") == "PACKED" else why_whole(model_type)
 
 
 # LayerDrop's names in the configs of transformers.
