@@ -1,0 +1,49 @@
+"""`hf_distca.deal` with hybrid models: documents that are cut over ranks train as whole documents on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from dealt_hybrids import STEPS, Case, Run, train
+
+from ranks import RankPool
+
+THREE = ("qwen3_next", "olmo_hybrid", "nemotron_h")
+
+
+def cases() -> list[Case]:
+    found = [Case(name) for name in (*THREE, "kimi_linear", "lfm2")]
+    for name in THREE:
+        found += [Case(name, 3), Case(name, checkpointing=False), Case(name, checkpointing=True), Case(name, ping_pong=True)]
+        found += [Case(name, sharded=True), Case(name, 3, checkpointing=False, sharded=True, ping_pong=True)]
+    found.append(Case("qwen3_5_text", 4, checkpointing=True, ping_pong=True))
+    found.append(Case("nemotron_h", 4, lora=True, checkpointing=False))
+    return found
+
+
+FAST = (Case("qwen3_next", checkpointing=True), Case("nemotron_h", 3, checkpointing=False, sharded=True, ping_pong=True))
+
+
+@cache
+def one_process(model_type: str, lora: bool) -> Run:
+    """Each document alone, under transformers' own attention."""
+    return train(0, Case(model_type, 1, lora=lora), "sdpa")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in FAST else pytest.mark.slow, id=str(case)) for case in cases()]
+)
+def test_cut_documents_train_as_whole_ones_on_one_process(case: Case, rank_pool: Callable[[int], RankPool]) -> None:
+    want = one_process(case.model_type, case.lora)
+    ranks: list[Run] = rank_pool(case.ranks)(train, case, timeout=300)
+    assert len(want.losses) == 2 * STEPS
+    for run in ranks:
+        assert run.losses == pytest.approx(want.losses, rel=1e-4)
+        assert run.spanning
+        assert run.state_exchanges
+        assert run.halves == case.ping_pong
+    for name, weight in want.weights.items():
+        difference = (ranks[0].weights[name] - weight).norm() / weight.norm().clamp_min(1e-3)
+        assert difference < 1e-4, name
