@@ -16,6 +16,7 @@ A model that generates goes on from its cache as ever.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -172,7 +173,8 @@ def _forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
     """The classes of a module that have a forward, and the global names that it uses."""
     for owner in vars(module).values():
         if inspect.isclass(owner) and owner.__module__ == module.__name__ and "forward" in vars(owner):
-            yield owner, set(inspect.unwrap(vars(owner)["forward"]).__code__.co_names)
+            code = dis.get_instructions(inspect.unwrap(vars(owner)["forward"]))
+            yield owner, {step.argval for step in code if step.opname == "LOAD_GLOBAL"}
 
 
 def _telling(forward: Callable[..., Any], asks_for_us: Callable[[PreTrainedModel], bool]) -> Callable[..., Any]:
