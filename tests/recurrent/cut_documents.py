@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn.functional import conv1d, normalize, softplus
 
 from hf_distca.recurrent.convolution import causal_convolution, convolution_by_token
 from hf_distca.recurrent.delta_rule import DeltaInputs, delta_rule_by_token, document_by_document, gated_delta_rule
@@ -37,15 +37,15 @@ def tokens_of(kind: str, document: int, length: int) -> Tensors:
     if kind == "convolution":
         return {"x": normal(HEADS), "gradient": normal(HEADS)}
     if kind == "mamba2":
-        dt = F.softplus(normal(HEADS)) * 0.1  # a memory of tens of tokens: a state that is lost is seen
+        dt = softplus(normal(HEADS)) * 0.1  # a memory of tens of tokens: a state that is lost is seen
         small = {"B": normal(GROUPS, KEY), "C": normal(GROUPS, KEY)}
         return {"x": normal(HEADS, VALUE), "dt": dt, **small, "gradient": normal(HEADS, VALUE)}
-    channels = (KEY,) if "channel" in kind else ()
+    channels, key_heads = ((KEY,), HEADS) if "channel" in kind else ((), GROUPS)
     return {
-        "query": F.normalize(normal(GROUPS, KEY), dim=-1),
-        "key": F.normalize(normal(GROUPS, KEY), dim=-1),
+        "query": normalize(normal(key_heads, KEY), dim=-1),
+        "key": normalize(normal(key_heads, KEY), dim=-1),
         "value": normal(HEADS, VALUE),
-        "decay": -0.1 * F.softplus(normal(HEADS, *channels)),
+        "decay": -0.1 * softplus(normal(HEADS, *channels)),
         "beta": normal(HEADS).sigmoid(),
         "gradient": normal(HEADS, VALUE),
     }
@@ -87,7 +87,7 @@ def cut_row(
         weight = given["weight"]
 
         def convolve(x: torch.Tensor) -> torch.Tensor:
-            return F.conv1d(x, weight[:, None], padding=WIDTH - 1, groups=HEADS)[..., : x.shape[2]]
+            return conv1d(x, weight[:, None], padding=WIDTH - 1, groups=HEADS)[..., : x.shape[2]]
 
         return causal_convolution(given["x"].t()[None], kernel or convolve, WIDTH, segments, stored)[0].t()
     row = {name: tensor if name == "A" else tensor[None] for name, tensor in given.items() if name != "gradient"}
@@ -139,12 +139,12 @@ def run_rank(kind: str, placement: Placement, group: AttentionGroup, dtype: torc
 
 
 def worst(kind: str, placement: Placement, ranks: Sequence[Ran]) -> dict[str, float]:
-    """By how much what ranks ran differs from whole documents, relative to the largest value: of the output and each gradient."""
+    """By how much what ranks ran differs from whole documents, relative to the largest value (or 0.1, if it is smaller)."""
     layout = Layout.from_segments(placement)
     documents, weights = expected(kind, layout)
     differences: dict[str, float] = {}
     for name in next(iter(documents.values())).by_token:
-        scale = max(float(np.abs(ran.by_token[name]).max()) for ran in documents.values())
+        scale = max(0.1, *(float(np.abs(ran.by_token[name]).max()) for ran in documents.values()))
         for held, ran in zip(placement, ranks, strict=True):
             rows = [documents[document].by_token[name][start : start + length] for document, start, length in held]
             difference = np.abs(np.concatenate(rows) - ran.by_token[name]).max() / scale if rows else 0.0

@@ -20,7 +20,7 @@ from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.messages import Part, add_rows, joined, launch, pieces
 from hf_distca.runtime.outputs import LayerOutputs
 
-__all__ = ["Carried", "Summaries", "carry", "starting_states", "tied", "widened"]
+__all__ = ["Carried", "RuleOutputs", "Summaries", "carry", "starting_states", "tied", "widened"]
 
 
 class Carried(NamedTuple):
@@ -45,6 +45,22 @@ class Summaries(NamedTuple):
 
     biases: torch.Tensor
     transitions: torch.Tensor
+
+
+class RuleOutputs(NamedTuple):
+    """What a kernel of a recurrent layer returns.
+
+    Attributes:
+        output: of all tokens, (1, tokens, heads, width).
+        states: after each document, (documents, heads, ...), if they were asked for.
+    """
+
+    output: torch.Tensor
+    states: torch.Tensor | None
+
+    def states_like(self, none: torch.Tensor) -> torch.Tensor:
+        """The states in the dtype of others, or `none` of them."""
+        return none if self.states is None else self.states.to(none.dtype)
 
 
 class _Exchange:

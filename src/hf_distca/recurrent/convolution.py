@@ -53,7 +53,7 @@ def causal_convolution(
         LayoutError: if the input has another number of tokens than the segments.
         DistCADesyncError: if other ranks do not take part in time.
     """
-    with segments.reporting("a convolution"):
+    with segments.group.reporting(f"computing a convolution of {segments.name}"):
         segments.check(x_BCT, 2)
         if segments.whole:
             return _convolved(x_BCT, convolve, segments, width - 1)
@@ -64,7 +64,8 @@ def causal_convolution(
         carried = carry(segments, (held,), (needed,), (x_BCT,), stored)
         # 2. What is in front of each segment that is not the first of its document.
         rows = carried.rows[0]
-        halos = {index: _halo(rows, needed, segments.here[index], width - 1) for index in segments.following}
+        following = [index for index, segment in enumerate(segments.here) if segment.start > 0]
+        halos = {index: _halo(rows, needed, segments.here[index], width - 1) for index in following}
         return tied(_convolved(x_BCT, convolve, segments, width - 1, halos), carried.anchor)
 
 

@@ -6,7 +6,9 @@ For each token, with a state S of (K, V) for each head, a decay a = exp(decay), 
 
 (Yang et al., Gated Delta Networks, arXiv 2412.06464; with a decay for each channel, which is a row of S, Kimi Linear, arXiv
 2510.26692). Each step is affine in S, and so is a segment of any length: S_out = T S_in + B, where T is (K, K). A run of the rule
-from zeros ends with B. A run from the identity with values of zero ends with T.
+from zeros ends with B. A run from the identity, with values of zero, ends with T, and its outputs are what reads S_in: those of
+the segment are the outputs from zeros plus S_in^T times these. Columns of a state never meet, so both runs are one, with values
+and states that are K columns wider.
 
 Shape suffixes: T tokens, H value heads, G key heads, K key dim, V value dim, N documents.
 """
@@ -18,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hf_distca.recurrent.carryover import Summaries, carry, starting_states, tied, widened
+from hf_distca.recurrent.carryover import RuleOutputs, Summaries, carry, starting_states, tied, widened
 from hf_distca.recurrent.segments import Segments, with_token
 from hf_distca.runtime.outputs import LayerOutputs
 
@@ -45,17 +47,6 @@ class DeltaInputs(NamedTuple):
         """(0, H, K, V), in float32, or float64 if the values are."""
         shape = 0, self.value.shape[2], self.key.shape[3], self.value.shape[3]
         return self.value.new_zeros(shape, dtype=widened(self.value.dtype))
-
-
-class RuleOutputs(NamedTuple):
-    """What a rule returns: outputs (1, T, H, V), and the state after each document, (N, H, K, V), if it was asked for."""
-
-    output: torch.Tensor
-    states: torch.Tensor | None
-
-    def states_like(self, none: torch.Tensor) -> torch.Tensor:
-        """The states in the dtype of others, or `none` of them."""
-        return none if self.states is None else self.states.to(none.dtype)
 
 
 class DeltaRule(Protocol):
@@ -138,7 +129,7 @@ def gated_delta_rule(
         LayoutError: if the inputs have another number of tokens than the segments.
         DistCADesyncError: if other ranks do not take part in time.
     """
-    with segments.reporting("a delta rule"):
+    with segments.group.reporting(f"computing a delta rule of {segments.name}"):
         segments.check(inputs.value, 1)
         layer = _Layer(inputs, segments, rule)
         if not segments.whole:
@@ -169,39 +160,49 @@ class _Layer(NamedTuple):
         """Those of some segments."""
         return DeltaInputs(*(self.segments.select(tensor, which) for tensor in self.inputs))
 
-    def summaries(self, which: Sequence[int]) -> Summaries:
-        """Biases (N, H, K, V) and transitions (N, H, K, K) of these segments.
-
-        Both in one run, since columns of a state never meet: those of the values, and beside them as many columns of zeros as
-        there are rows, which start with the identity.
-        """
-        none = self.inputs.no_states()
+    def run_between(self, which: Sequence[int]) -> _Between:
+        """Run segments whose state before is not known yet."""
+        none, inputs = self.inputs.no_states(), self.inputs_of(which)
         heads, rows, columns = none.shape[1:]
         if not which:
-            return Summaries(none, none.new_zeros((0, heads, rows, rows)))
-        inputs = self.inputs_of(which)
+            return _Between(inputs.value, inputs.value, Summaries(none, none.new_zeros((0, heads, rows, rows))))
         zeros = inputs.value.new_zeros((*inputs.value.shape[:3], rows))
         wide = inputs._replace(value=torch.cat([inputs.value, zeros], -1))
         start = torch.cat([none.new_zeros((rows, columns)), torch.eye(rows, dtype=none.dtype, device=none.device)], -1)
         states = start.expand(len(which), heads, rows, columns + rows)
-        finals = self.rule(wide, self.segments.lengths_of(which), states, final_states=True).states_like(none)
-        return Summaries(*torch.split(finals, [columns, rows], -1))
+        outputs = self.rule(wide, self.segments.lengths_of(which), states, final_states=True)
+        output, reader = torch.split(outputs.output, [columns, rows], -1)
+        return _Between(output, reader, Summaries(*torch.split(outputs.states_like(none), [columns, rows], -1)))
+
+
+class _Between(NamedTuple):
+    """What segments of unknown start give: outputs (1, T, H, V) from zeros, what reads a state (1, T, H, K), and summaries."""
+
+    output: torch.Tensor
+    reader: torch.Tensor
+    summaries: Summaries
 
 
 def _with_states(layer: _Layer, stored: LayerOutputs | None) -> torch.Tensor:
     inputs, segments, _ = layer
-    # 1. First segments of documents that go on end with their bias.
+    # 1. Segments that begin a document which goes on run from zeros, and end with their bias.
     first = layer.run(segments.beginnings, final_states=True)
-    # 2. Segments between others: bias and transition.
-    biases, transitions = layer.summaries(segments.middles)
-    # 3. To and from other ranks.
-    biases = torch.cat([first.states_like(inputs.no_states()), biases])
-    carried = carry(segments, (biases, transitions), (segments.summaries, segments.transitions), inputs, stored)
-    # 4. The state before each segment that is not the first of its document, and the segments from there.
-    with torch.autocast(inputs.value.device.type, enabled=False):
+    # 2. Segments between others run from zeros and from the identity.
+    between = layer.run_between(segments.middles)
+    # 3. Biases and transitions travel to the ranks that hold later segments.
+    biases = torch.cat([first.states_like(inputs.no_states()), between.summaries.biases])
+    needed = segments.summaries, segments.transitions
+    carried = carry(segments, (biases, between.summaries.transitions), needed, inputs, stored)
+    # 4. They are composed, in the order of the document, to the state before each segment.
+    with torch.autocast(biases.device.type, enabled=False):
         states = starting_states(segments, Summaries(*carried.rows), torch.matmul)
-    rest = layer.run(list(states), list(states.values()))
-    whole = layer.run(segments.alone)
-    outputs = [(first, segments.beginnings), (rest, list(states)), (whole, segments.alone)]
-    by_index = {index: part for run, which in outputs for index, part in segments.split(run.output, which).items()}
-    return tied(segments.arrange(by_index) if by_index else layer.run_none(), carried.anchor)
+        outputs = segments.split(between.output, segments.middles)
+        for index, reader in segments.split(between.reader, segments.middles).items():
+            added = torch.einsum("bthk,hkv->bthv", reader.to(biases.dtype), states[index])
+            outputs[index] = (outputs[index] + added).to(reader.dtype)
+    # 5. Segments that end a document run from theirs, and whole documents from zeros.
+    endings = [index for index in states if index not in outputs]
+    last, whole = layer.run(endings, [states[index] for index in endings]), layer.run(segments.alone)
+    for ran, which in ((first, segments.beginnings), (last, endings), (whole, segments.alone)):
+        outputs |= segments.split(ran.output, which)
+    return tied(segments.arrange(outputs) if outputs else layer.run_none(), carried.anchor)

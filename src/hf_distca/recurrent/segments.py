@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -133,11 +132,6 @@ class Segments:
         cut = {number: rows for number, rows in by_document.items() if len(rows) > 1}
         return cls(here, cut, bool(layout.spans.any()), group, meter or Meter(), name or "a micro-batch")
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of this rank."""
-        return sum(self.lengths)
-
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each segment here."""
@@ -169,11 +163,6 @@ class Segments:
         return tuple(self.index[key] for key in self.transitions.held)
 
     @cached_property
-    def following(self) -> tuple[int, ...]:
-        """Which of `here` have others of their document before them."""
-        return tuple(index for index, segment in enumerate(self.here) if segment.start > 0)
-
-    @cached_property
     def alone(self) -> tuple[int, ...]:
         """Which of `here` are whole documents."""
         return tuple(index for index, segment in enumerate(self.here) if segment.document not in self.cut)
@@ -190,20 +179,16 @@ class Segments:
         """Tokens of some segments here."""
         return [self.lengths[index] for index in which]
 
-    def reporting(self, what: str) -> AbstractContextManager[None]:
-        """A context that tells the other ranks of an exception inside."""
-        return self.group.reporting(f"computing {what} of {self.name}") if self.exchanges else nullcontext()
-
     def check(self, tensor: torch.Tensor, dim: int) -> None:
         """Check that an input has as many tokens along `dim` as there are here, in one row.
 
         Raises:
             LayoutError: states both.
         """
-        if tensor.shape[0] != 1 or tensor.shape[dim] != self.tokens:
+        if tensor.shape[0] != 1 or tensor.shape[dim] != self.offsets[-1]:
             raise LayoutError(
-                f"an input of shape {tuple(tensor.shape)}, and the segments of this rank have {self.tokens} tokens: give one row "
-                "of the tokens that the layout has, without padding."
+                f"an input of shape {tuple(tensor.shape)}, and the segments of this rank have {self.offsets[-1]} tokens: give "
+                "one row of the tokens that the layout has, without padding."
             )
 
     def select(self, tensor: torch.Tensor, which: Sequence[int]) -> torch.Tensor:

@@ -18,11 +18,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hf_distca.recurrent.carryover import Summaries, carry, starting_states, tied, widened
+from hf_distca.recurrent.carryover import RuleOutputs, Summaries, carry, starting_states, tied, widened
 from hf_distca.recurrent.segments import Segments, with_token
 from hf_distca.runtime.outputs import LayerOutputs
 
-__all__ = ["Scan", "ScanInputs", "ScanOutputs", "mamba2", "scan_by_document", "scan_by_token"]
+__all__ = ["Scan", "ScanInputs", "mamba2", "scan_by_document", "scan_by_token"]
 
 
 class ScanInputs(NamedTuple):
@@ -51,22 +51,11 @@ class ScanInputs(NamedTuple):
         return self.x.new_zeros((0, *self.x.shape[2:], self.B.shape[3]), dtype=widened(self.x.dtype))
 
 
-class ScanOutputs(NamedTuple):
-    """What a scan returns: outputs (1, T, H, P), and the state after each document, (D, H, P, N), if it was asked for."""
-
-    output: torch.Tensor
-    states: torch.Tensor | None
-
-    def states_like(self, none: torch.Tensor) -> torch.Tensor:
-        """The states in the dtype of others, or `none` of them."""
-        return none if self.states is None else self.states.to(none.dtype)
-
-
 class Scan(Protocol):
     """A kernel that scans several documents, one after another in the tokens of its inputs, each from a state of zeros."""
 
-    def __call__(self, inputs: ScanInputs, lengths: Sequence[int], *, final_states: bool) -> ScanOutputs:
-        """Scan documents of these lengths, each at least 1; `final_states` says whether `ScanOutputs.states` are needed."""
+    def __call__(self, inputs: ScanInputs, lengths: Sequence[int], *, final_states: bool) -> RuleOutputs:
+        """Scan documents of these lengths, each at least 1; `final_states` says whether `RuleOutputs.states` are needed."""
 
 
 def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Scan:
@@ -77,17 +66,17 @@ def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -
             the functions of transformers; the chunk size and D are bound before. It returns output and final state.
     """
 
-    def run(inputs: ScanInputs, lengths: Sequence[int], *, final_states: bool) -> ScanOutputs:
+    def run(inputs: ScanInputs, lengths: Sequence[int], *, final_states: bool) -> RuleOutputs:
         by_document = (torch.split(tensor, list(lengths), 1) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
         documents = zip(*by_document, strict=True)
         scanned = [kernel(x, dt, inputs.A, *projections, return_final_states=True) for x, dt, *projections in documents]
         outputs, finals = zip(*scanned, strict=True)
-        return ScanOutputs(torch.cat(outputs, 1), torch.cat(finals) if final_states else None)
+        return RuleOutputs(torch.cat(outputs, 1), torch.cat(finals) if final_states else None)
 
     return run
 
 
-def scan_by_token(inputs: ScanInputs, state: torch.Tensor | None = None) -> ScanOutputs:
+def scan_by_token(inputs: ScanInputs, state: torch.Tensor | None = None) -> RuleOutputs:
     """One document token by token, as the formula says, in the dtype of its inputs: slow, to compare with.
 
     Args:
@@ -103,7 +92,7 @@ def scan_by_token(inputs: ScanInputs, state: torch.Tensor | None = None) -> Scan
         added = inputs.x[:, token, ..., None] * write[:, token, :, None]
         state = (inputs.A[:, None, None] * dt).exp() * state + dt * added
         outputs.append((state * read[:, token, :, None]).sum(3))
-    return ScanOutputs(torch.stack(outputs, 1), state)
+    return RuleOutputs(torch.stack(outputs, 1), state)
 
 
 def mamba2(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None = None) -> torch.Tensor:
@@ -124,7 +113,7 @@ def mamba2(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutp
         LayoutError: if the inputs have another number of tokens than the segments.
         DistCADesyncError: if other ranks do not take part in time.
     """
-    with segments.reporting("a state space"):
+    with segments.group.reporting(f"computing a state space of {segments.name}"):
         segments.check(inputs.x, 1)
         if not segments.whole:
             return _with_states(inputs, segments, scan, stored)
@@ -133,10 +122,10 @@ def mamba2(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutp
 
 def _scanned(
     inputs: ScanInputs, segments: Segments, scan: Scan, which: Sequence[int], *, final_states: bool = False
-) -> ScanOutputs:
+) -> RuleOutputs:
     """Scan some segments, from zeros."""
     if not which:
-        return ScanOutputs(inputs.x[:, :0], None)
+        return RuleOutputs(inputs.x[:, :0], None)
     return scan(inputs.of(segments, which), segments.lengths_of(which), final_states=final_states)
 
 
