@@ -101,12 +101,23 @@ def test_rows_with_padding_and_several_documents(model_type: str) -> None:
     positions = torch.stack(
         [torch.cat([torch.arange(20), torch.arange(7), torch.arange(7, 20)]), torch.cat([torch.arange(n) for n in (30, 1, 9)])]
     )
+    rows, positions = (torch.cat([part, part[:1]]) for part in (rows, positions))
     mask = torch.ones_like(rows)
     mask[0, 27:] = 0
+    mask[2] = 0  # padding alone
     model = model_of(model_type)
     logits = forward(model, rows, positions, attention_mask=mask)
     pieces = [*logits[0, :27].split([20, 7]), *logits[1].split([30, 1, 9])]
     check(finish(model, docs, pieces), alone(model_of(model_type, "sdpa"), docs))
+
+
+def test_rows_of_padding_hide_no_packed_documents() -> None:
+    """As many documents as rows, and two of them in one."""
+    docs = documents((20, 7))
+    row, positions = torch.cat(docs)[None], torch.cat([torch.arange(20), torch.arange(7)])[None]
+    mask = torch.stack([torch.ones(27), torch.zeros(27)]).long()
+    logits = forward(model := model_of("lfm2"), row.repeat(2, 1), positions.repeat(2, 1), attention_mask=mask)
+    check(finish(model, docs, list(logits[0].split([20, 7]))), expected("lfm2", (20, 7)))
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -153,7 +164,7 @@ def test_bounds_of_packing_loaders_need_no_packages(model_type: str, lengths: tu
 
 @pytest.mark.parametrize("model_type", KINDS)
 def test_other_attention_beside_it_is_left_alone(model_type: str) -> None:
-    with patch.object(recurrent_layers, "_rows_of", side_effect=AssertionError("asked for rows")):
+    with patch.object(recurrent_layers, "rows_of", side_effect=AssertionError("asked for rows")):
         leaking = packed(model_of(model_type, "sdpa"), documents(LENGTHS))
     assert difference(leaking, expected(model_type))[0] > 1e-2
 
@@ -343,7 +354,7 @@ def test_pieces_of_a_document_on_one_process(model_type: str) -> None:
 def test_a_model_with_layers_of_its_own_is_warned_of_and_refused(caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     model = model_of("olmo_hybrid")
-    with patch.object(recurrent_layers, "_rows_of", return_value=None), caplog.at_level(logging.WARNING, "hf_distca"):
+    with patch.object(recurrent_layers, "rows_of", return_value=None), caplog.at_level(logging.WARNING, "hf_distca"):
         packed(model, documents(LENGTHS))
         with pytest.raises(UnsupportedError, match="olmo_hybrid models need whole ones: their other layers carry state"):
             in_pieces(model)

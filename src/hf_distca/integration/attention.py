@@ -14,7 +14,7 @@ from hf_distca.borrowed import dispatch_modes, is_policy_mode, without_dispatch_
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import EQUAL, FAMILIES
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
-from hf_distca.integration.recurrent_layers import RECURRENT_ROWS
+from hf_distca.integration.recurrent_rows import RECURRENT_ROWS
 from hf_distca.integration.session import current_session
 from hf_distca.kernels import Scores
 from hf_distca.runtime.call import Inputs

@@ -17,7 +17,7 @@ from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import check_parts, warn_of_packing, why_unsegmented
-from hf_distca.integration.recurrent_layers import recurrent_rows
+from hf_distca.integration.recurrent_rows import recurrent_rows
 from hf_distca.kernels.base import Scores
 from hf_distca.runtime.call import Inputs
 from hf_distca.runtime.group import AttentionGroup

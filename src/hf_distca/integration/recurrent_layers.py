@@ -19,32 +19,25 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_distca.agreement.announce import Stated, layout_of
-from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.borrowed import is_of_package
-from hf_distca.errors import LayoutError, UnsupportedError
-from hf_distca.kernels.varlen import to_device
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, recurrent_rows, rows_of
 from hf_distca.recurrent.convolution import causal_convolution
 from hf_distca.recurrent.delta_rule import DeltaInputs, RuleOutputs, document_by_document, gated_delta_rule
 from hf_distca.recurrent.segments import Segments
 from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
 from hf_distca.register import when_imported
-from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.outputs import LayerOutputs, OutputStore
-from hf_distca.schedule.layout import Layout
+from hf_distca.runtime.outputs import LayerOutputs
 
-__all__ = ["MODULES", "RECURRENT_ROWS", "RecurrentRows", "begin_documents_anew", "recurrent_rows"]
-
-RECURRENT_ROWS = "distca_rows"  # the keyword argument
+__all__ = ["MODULES", "begin_documents_anew"]
 
 _CONVOLUTION = ("causal_conv1d_fn",)
 _DELTA_RULE = (*_CONVOLUTION, "torch_chunk_gated_delta_rule")
@@ -74,45 +67,6 @@ MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
 _BOUNDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-class RecurrentRows:
-    """The documents of a batch, and the segments along which its recurrent layers run.
-
-    It is no dataclass: FSDP with mixed precision rebuilds those for every layer.
-
-    Args:
-        documents: of the batch.
-        batch_size, length: its shape in tokens.
-        segments: of its rows, one after another; None if each row is one, and layers run along rows as ever.
-    """
-
-    __slots__ = ("_stores", "_tensors", "batch_size", "documents", "length", "segments")
-
-    def __init__(self, documents: Documents, batch_size: int, length: int, segments: Segments | None) -> None:
-        self.documents, self.batch_size, self.length, self.segments = documents, batch_size, length, segments
-        self._tensors: dict[Any, torch.Tensor] = {}
-        self._stores: dict[str, OutputStore] = {}
-
-    def cu_seqlens(self, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-        """(documents + 1,) int64: where documents of these lengths begin, and the end of the last."""
-        return self._on(tuple(lengths), device, lambda: np.cumsum([0, *lengths]))
-
-    def seq_idx(self, device: torch.device) -> torch.Tensor:
-        """(batch, length) int32: the number of each token's segment."""
-        lengths = () if self.segments is None else self.segments.lengths
-        numbers, shape = np.arange(len(lengths), dtype=np.int32), (self.batch_size, self.length)
-        return self._on("seq_idx", device, lambda: np.repeat(numbers, lengths).reshape(shape))
-
-    def store(self, name: str) -> OutputStore:
-        """What the functions of that name received in the layers of this micro-batch."""
-        return self._stores.setdefault(name, OutputStore())
-
-    def _on(self, what: Any, device: torch.device, make: Callable[[], np.ndarray[Any, Any]]) -> torch.Tensor:
-        """A tensor that is made once for a micro-batch and a device."""
-        if (what, device) not in self._tensors:
-            self._tensors[what, device] = to_device(torch.from_numpy(make()), device)
-        return self._tensors[what, device]
-
-
 class _Mixing(NamedTuple):
     """Rows, and the mixer in which a function mixes their tokens."""
 
@@ -137,12 +91,6 @@ class _Mixing(NamedTuple):
     def apart(self, joined: torch.Tensor) -> torch.Tensor:
         """Rows of a batch that were joined to one: (batch, length, ...)."""
         return joined.view(self.rows.batch_size, self.rows.length, *joined.shape[2:])
-
-
-def recurrent_rows(arguments: Mapping[str, Any]) -> RecurrentRows | None:
-    """What a model has added to the keyword arguments of its layers, if it is one of those here."""
-    rows = arguments.get(RECURRENT_ROWS)
-    return rows if isinstance(rows, RecurrentRows) else None
 
 
 def begin_documents_anew(asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
@@ -186,7 +134,7 @@ def _telling(forward: Callable[..., Any], asks_for_us: Callable[[PreTrainedModel
         if not asks_for_us(self):
             return forward(self, *args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
-        rows = _rows_of(self, given)
+        rows = rows_of(self, given)
         if rows is not None:
             given[RECURRENT_ROWS] = rows
             if rows.segments is not None:
@@ -194,76 +142,6 @@ def _telling(forward: Callable[..., Any], asks_for_us: Callable[[PreTrainedModel
         return forward(self, **given)
 
     return telling
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads documents
-def _rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows | None:
-    """The rows of a batch. None where a cache is read, and where attention is about to say what is wrong with its documents."""
-    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-    cache, mask = given.get("past_key_values"), given.get("attention_mask")
-    if not isinstance(tokens, torch.Tensor) or isinstance(mask, dict) or (cache is not None and cache.get_seq_length()):
-        return None
-    shape = batch_size, length = tokens.shape[0], tokens.shape[1]
-    padding = mask[:, :length].bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-    try:
-        documents = _documents(model, given, shape, padding)
-        segments = _cut(documents, model) if documents.spans else _packed(documents, shape)
-    except (LayoutError, UnsupportedError):
-        return None
-    if segments is not None and cache is not None:
-        raise UnsupportedError(
-            f"{type(model).__name__} got past_key_values, and {len(documents.rows)} packed documents in {batch_size} rows: a "
-            "cache does not keep their states apart. Leave past_key_values out."
-        )
-    return RecurrentRows(documents, batch_size, length, segments)
-
-
-def _documents(
-    model: PreTrainedModel, given: Mapping[str, Any], shape: tuple[int, int], padding: torch.Tensor | None
-) -> Documents:
-    from hf_distca.integration.session import current_session  # it imports handles, which import this
-
-    return TokenBatch(
-        *shape,
-        packed=given.get("distca_documents"),
-        cu_seq_lens=given.get("cu_seq_lens_q"),
-        position_ids=given.get("position_ids"),
-        padding=padding,
-    ).documents(span_ranks=current_session().config.documents_span_ranks, training=model.training)
-
-
-def _packed(documents: Documents, shape: tuple[int, int]) -> Segments | None:
-    """Documents that are whole, each with the padding after it; None if there is one in each row."""
-    batch_size, length = shape
-    lengths = documents.rows[:, 2]
-    if len(lengths) <= batch_size:
-        return None
-    first = np.cumsum(lengths) - lengths
-    begin = np.union1d(first if documents.keep is None else documents.keep[first], np.arange(batch_size) * length)
-    return Segments.packed(np.diff(begin, append=batch_size * length).tolist())
-
-
-def _cut(documents: Documents, model: PreTrainedModel) -> Segments:
-    """The segments of this rank of documents that may go on on other ranks. All of them come here together."""
-    from hf_distca.integration.session import current_session
-
-    session = current_session()
-    if session.conductor is not None:
-        raise UnsupportedError("stages of a pipeline do not pass the states of recurrent layers on between ranks.")
-    group = session.group if model.training or session.config.balance_evaluation else AttentionGroup()
-    name = f"micro-batch {session.planner.next_number}"
-    return Segments.from_layout(_layout(documents, group, name), group, session.meter, name)
-
-
-def _layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
-    """The segments of all ranks: known to a share, else exchanged."""
-    if documents.dealt is not None:
-        documents.dealt.check_is_for(group)
-        return documents.dealt.whole
-    numbers = group.gather(documents.rows.reshape(-1), doing=f"exchanging documents of {name} for recurrent layers")
-    rows = np.concatenate(numbers).reshape(-1, 3)
-    none = np.zeros(group.size, dtype=np.int64)
-    return layout_of(Stated(none + 1, none, none, np.array([len(one) // 3 for one in numbers]), rows))
 
 
 def _naming(forward: Callable[..., Any]) -> Callable[..., Any]:
