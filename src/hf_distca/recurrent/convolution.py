@@ -57,12 +57,10 @@ def causal_convolution(
         segments.check(x_BCT, 2)
         if segments.whole:
             return _convolved(x_BCT, convolve, segments, width - 1)
-        # 1. The last rows of segments, to and from other ranks.
         needed = segments.halo(width - 1)
         tokens = [segments.token(key) for key in needed.held]
         held = torch.cat([x_BCT[0, :, :0], *(x_BCT[0, :, token : token + 1] for token in tokens)], 1).t()
         carried = carry(segments, (held,), (needed,), (x_BCT,), stored)
-        # 2. What is in front of each segment that is not the first of its document.
         rows = carried.rows[0]
         following = [index for index, segment in enumerate(segments.here) if segment.start > 0]
         halos = {index: _halo(rows, needed, segments.here[index], width - 1) for index in following}

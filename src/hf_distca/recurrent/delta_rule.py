@@ -196,11 +196,11 @@ def _with_states(layer: _Layer, stored: LayerOutputs | None) -> torch.Tensor:
     # 4. They are composed, in the order of the document, to the state before each segment.
     with torch.autocast(biases.device.type, enabled=False):
         states = starting_states(segments, Summaries(*carried.rows), torch.matmul)
+        # 5. It adds to the outputs of segments between others, and segments that end a document run from it.
         outputs = segments.split(between.output, segments.middles)
         for index, reader in segments.split(between.reader, segments.middles).items():
             added = torch.einsum("bthk,hkv->bthv", reader.to(biases.dtype), states[index])
             outputs[index] = (outputs[index] + added).to(reader.dtype)
-    # 5. Segments that end a document run from theirs, and whole documents from zeros.
     endings = [index for index in states if index not in outputs]
     last, whole = layer.run(endings, [states[index] for index in endings]), layer.run(segments.alone)
     for ran, which in ((first, segments.beginnings), (last, endings), (whole, segments.alone)):

@@ -136,16 +136,17 @@ def _none_scanned(inputs: ScanInputs, scan: Scan) -> torch.Tensor:
 
 
 def _with_states(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None) -> torch.Tensor:
-    # 1. Segments that others come after: biases, and from decays alone the transitions.
+    # 1, 2. Segments that others come after are scanned from zeros, and end with their bias. Transitions follow from decays.
     handing_on = (*segments.beginnings, *segments.middles)
     handed = _scanned(inputs, segments, scan, handing_on, final_states=True)
     biases = handed.states_like(none := inputs.no_states())
     decays = [_log_decays(inputs.of(segments, [index])).sum(0).exp() for index in segments.middles]
     transitions = torch.stack(decays) if decays else none.new_zeros((0, none.shape[1]))
-    # 2. To and from other ranks.
+    # 3. Biases and transitions travel to the ranks that hold later segments.
     carried = carry(segments, (biases, transitions), (segments.summaries, segments.transitions), inputs, stored)
-    # 3. The state before each segment that is not the first of its document, and what it adds.
+    # 4. They are composed, in the order of the document, to the state before each segment.
     states = starting_states(segments, Summaries(*carried.rows), _decayed)
+    # 5. All other segments are scanned from zeros, and the state before a segment adds to its outputs.
     ending = [index for index in range(len(segments.here)) if index not in handing_on]
     ended = _scanned(inputs, segments, scan, ending)
     outputs = segments.split(handed.output, handing_on) | segments.split(ended.output, ending)
