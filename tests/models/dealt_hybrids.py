@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,13 +114,13 @@ def _model(case: Case, implementation: str, folder: Path) -> PreTrainedModel:
     return model.train()
 
 
-def train(rank: int, case: Case, implementation: str = "distca") -> Run:
+def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequence[int] = LENGTHS) -> Run:
     """Train on this rank; every rank of the world must call it."""
     disable_progress_bars()
     pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 4))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, ping_pong=case.ping_pong))
     generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+    ids = [torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
     arguments = {
         **COMMON,
         "max_steps": STEPS,

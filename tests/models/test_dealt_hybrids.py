@@ -48,3 +48,15 @@ def test_cut_documents_train_as_whole_ones_on_one_process(case: Case, rank_pool:
     for name, weight in want.weights.items():
         difference = (ranks[0].weights[name] - weight).norm() / weight.norm().clamp_min(1e-3)
         assert difference < 1e-4, name
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "olmo_hybrid"])
+def test_recomputes_exchange_no_states(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
+    """Two exchanges a recurrent layer, forward and backward, however it is checkpointed; none where no document is cut."""
+    layers = sum("conv1d.weight" in name for name in one_process(model_type, lora=False).weights)
+    for checkpointing in (None, False, True):
+        for run in rank_pool(2)(train, Case(model_type, checkpointing=checkpointing)):
+            assert run.state_exchanges == 2 * 2 * layers * STEPS
+    for run in rank_pool(2)(train, Case(model_type, checkpointing=False), "distca", (96, 96) * 6):
+        assert not run.spanning
+        assert not run.state_exchanges

@@ -169,6 +169,13 @@ def test_other_attention_beside_it_is_left_alone(model_type: str) -> None:
     assert difference(leaking, expected(model_type))[0] > 1e-2
 
 
+def test_positions_of_text_and_images_tell_documents_by_those_of_the_text() -> None:
+    docs = documents(LENGTHS)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    logits = forward(model := model_of("qwen3_5_text"), torch.cat(docs)[None], positions.expand(4, 1, -1))[0]
+    check(finish(model, docs, list(logits.split(list(LENGTHS)))), expected("qwen3_5_text"))
+
+
 @pytest.mark.parametrize("given", ["positions", "lengths"])
 def test_documents_are_read_once_a_micro_batch(given: str) -> None:
     """Without their lengths on the host, where positions are on a device, the host waits for it once."""

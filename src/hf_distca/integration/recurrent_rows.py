@@ -84,7 +84,7 @@ def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows |
     batch_size, length = tokens.shape[:2]
     padding = mask[:, :length].bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
     try:
-        told = given.get("distca_documents"), given.get("cu_seq_lens_q"), given.get("position_ids")
+        told = given.get("distca_documents"), given.get("cu_seq_lens_q"), _of_text(given.get("position_ids"))
         batch = TokenBatch(batch_size, length, *told, padding)
         documents = batch.documents(span_ranks=session.config.documents_span_ranks, training=model.training)
         segments = _cut(documents, session, model.training) if documents.spans else _packed(documents, batch_size, length)
@@ -96,6 +96,13 @@ def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows |
             "cache does not keep their states apart. Leave past_key_values out."
         )
     return RecurrentRows(documents, batch_size, length, segments)
+
+
+def _of_text(positions: torch.Tensor | None) -> torch.Tensor | None:
+    """Of positions on several axes (M-RoPE), those of the text, which are the first of four; none without them."""
+    if positions is None or positions.dim() < 3:
+        return positions
+    return positions[0] if len(positions) == 4 else None
 
 
 def _packed(documents: Documents, batch_size: int, length: int) -> Segments | None:
