@@ -21,6 +21,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedMod
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
+from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 
 import hf_distca
 from checkpointed import checkpoint_layers
@@ -302,7 +303,7 @@ def package_in(module: ModuleType) -> Iterator[Package]:
     with patch.dict(sys.modules, {"fake_package": package}):  # type: ignore[dict-item]
         for name, function in torch_functions.items():
             decorated = use_kernel_func_from_hub_with_fallback(names.get(name, name), "fake_package")(function)
-            setattr(module, name, recurrent_layers._along_segments(decorated, recurrent_layers._FUNCTIONS[name]))
+            setattr(module, name, recurrent_layers._along_segments(decorated, name))
     try:
         yield package
     finally:
@@ -358,10 +359,19 @@ def test_pieces_of_a_document_on_one_process(model_type: str) -> None:
     check(in_pieces(model_of(model_type)), expected(model_type))
 
 
-def test_a_model_with_layers_of_its_own_is_warned_of_and_refused(caplog: pytest.LogCaptureFixture) -> None:
+# A model of another version, or with code of its own: it is not told of documents, or does not hand on what it is told.
+@pytest.mark.parametrize(("where", "name"), [(recurrent_layers, "rows_of"), (OlmoHybridGatedDeltaNet, "forward")])
+def test_a_model_with_layers_of_its_own_is_warned_of_and_refused(where: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
-    model = model_of("olmo_hybrid")
-    with patch.object(recurrent_layers, "rows_of", return_value=None), caplog.at_level(logging.WARNING, "hf_distca"):
+    model, forward = model_of("olmo_hybrid"), OlmoHybridGatedDeltaNet.forward
+
+    def forgetful(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **_: Any) -> Any:
+        return forward(self, hidden_states, attention_mask=attention_mask)
+
+    with (
+        patch.object(where, name, forgetful if name == "forward" else lambda *_: None),
+        caplog.at_level(logging.WARNING, "hf_distca"),
+    ):
         packed(model, documents(LENGTHS))
         with pytest.raises(UnsupportedError, match="olmo_hybrid models need whole ones: their other layers carry state"):
             in_pieces(model)

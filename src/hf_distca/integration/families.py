@@ -155,7 +155,7 @@ def warn_of_family(model_type: str | None) -> None:
 
 _PACKED = {
     "PACKED": "this batch has packed documents, and layers of this %s model (state space, convolution, linear attention) carry "
-    "state from one to the next. distca lets each begin anew in those of transformers 5.16 and later, and these are others. "
+    "state from one to the next. distca lets each begin anew in those of transformers 5.23, and these are others. "
     "Upgrade transformers, load the model without code of its own, or give it one document a row.",
     "CARRIES_STATE": "this batch has packed documents, and %s models have layers (state space, convolution, linear attention) "
     "that carry state from one to the next, with any attention. Attention itself keeps them apart. Give these models one "

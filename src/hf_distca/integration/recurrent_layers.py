@@ -23,12 +23,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
 from hf_distca.borrowed import is_of_package
 from hf_distca.errors import UnsupportedError
+from hf_distca.integration.families import check_parts, warn_of_packing, why_unsegmented
 from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, recurrent_rows, rows_of
 from hf_distca.recurrent.convolution import causal_convolution
 from hf_distca.recurrent.delta_rule import DeltaInputs, RuleOutputs, document_by_document, gated_delta_rule
@@ -42,10 +44,12 @@ __all__ = ["MODULES", "begin_documents_anew"]
 _CONVOLUTION = ("causal_conv1d_fn",)
 _DELTA_RULE = (*_CONVOLUTION, "torch_chunk_gated_delta_rule")
 _KIMI_DELTA = (*_CONVOLUTION, "chunk_kimi_delta_attention")
-_MAMBA2 = (*_CONVOLUTION, "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined")
+_FUSED = "mamba2_split_conv1d_scan_combined"  # all of a layer in one; None where mamba-ssm is missing
+_MAMBA2 = (*_CONVOLUTION, "mamba2_chunk_scan", _FUSED)
 
 # Modeling modules: the model whose forward calls the layers, and the functions through which their tokens mix. Seen in
-# transformers 5.16.0, 5.18.0 and 5.23.0; before 5.16 mixers keep functions of their own, and nothing is replaced.
+# transformers 5.16.0, 5.18.0 and 5.23.0. Before, mixers keep functions of their own, and nothing is replaced; LFM2 of 5.18.0 does
+# not hand its keyword arguments on, which `_check_reached` notices.
 MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "bailing_hybrid": ("BailingHybridModel", _KIMI_DELTA),
     "bamba": ("BambaModel", _MAMBA2),
@@ -110,11 +114,11 @@ def _replace(name: str, asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
     if not hasattr(module, model) or not set(functions) <= vars(module).keys() & called:
         return  # another version, whose layers mix tokens in another way
     for function in functions:
-        setattr(module, function, _along_segments(getattr(module, function), _FUNCTIONS[function]))
+        setattr(module, function, _along_segments(getattr(module, function), function))
     for mixer in mixers:
         mixer.forward = _naming(mixer.forward)
     model_class = getattr(module, model)
-    model_class.forward = _telling(model_class.forward, asks_for_us)
+    model_class.forward = _telling(model_class.forward, asks_for_us, partial(_check_reached, tuple(mixers), functions))
 
 
 def _forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
@@ -125,8 +129,12 @@ def _forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
             yield owner, {step.argval for step in code if step.opname == "LOAD_GLOBAL"}
 
 
-def _telling(forward: Callable[..., Any], asks_for_us: Callable[[PreTrainedModel], bool]) -> Callable[..., Any]:
-    """The forward of a model, which adds `RecurrentRows` to its keyword arguments."""
+def _telling(
+    forward: Callable[..., Any],
+    asks_for_us: Callable[[PreTrainedModel], bool],
+    check: Callable[[PreTrainedModel, RecurrentRows], None],
+) -> Callable[..., Any]:
+    """The forward of a model, which adds `RecurrentRows` to its keyword arguments, and checks what became of them."""
     _, *names = inspect.signature(forward).parameters
 
     @wraps(forward)
@@ -135,13 +143,32 @@ def _telling(forward: Callable[..., Any], asks_for_us: Callable[[PreTrainedModel
             return forward(self, *args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
         rows = rows_of(self, given)
-        if rows is not None:
-            given[RECURRENT_ROWS] = rows
-            if rows.segments is not None:
-                given["use_cache"] = False  # nobody goes on from the end of several documents
-        return forward(self, **given)
+        if rows is None:
+            return forward(self, **given)
+        if rows.segments is not None:
+            given["use_cache"] = False  # nobody goes on from the end of several documents
+        output = forward(self, **given, **{RECURRENT_ROWS: rows})
+        check(self, rows)
+        return output
 
     return telling
+
+
+_mixing: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()  # whether models have mixers
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check_reached(mixers: tuple[type, ...], functions: tuple[str, ...], model: PreTrainedModel, rows: RecurrentRows) -> None:
+    """Warn of packed documents, and refuse cut ones, if a model has not handed rows on to the functions of its mixers."""
+    if rows.segments is None or _FUSED in rows.reached or set(functions) - {_FUSED} <= rows.reached:
+        return
+    if model not in _mixing:
+        _mixing[model] = any(isinstance(part, mixers) for part in model.modules())
+    if _mixing[model]:
+        model_type = model.config.model_type
+        warn_of_packing(model_type)
+        if not rows.segments.whole:
+            check_parts(model_type, why_unsegmented(model_type))
 
 
 def _naming(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,10 +184,16 @@ def _naming(forward: Callable[..., Any]) -> Callable[..., Any]:
     return naming
 
 
-def _along_segments(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _along_segments(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A function in the place of `original`, which runs along segments where there are any."""
+
     # Compiled, segments would be traced with the lengths of one micro-batch.
-    uncompiled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run(mixing: _Mixing, *args: Any, **kwargs: Any) -> Any:
+        output = _FUNCTIONS[name](original, mixing, *args, **kwargs)
+        if output is not None:
+            mixing.rows.reached.add(name)
+        return output
 
     @wraps(original)
     def along_segments(*args: Any, **kwargs: Any) -> Any:
@@ -168,9 +201,7 @@ def _along_segments(original: Callable[..., Any], function: Callable[..., Any]) 
         if mixing is None:
             return original(*args, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDS}
-        if not isinstance(mixing, _Mixing):
-            return original(*args, **kwargs)
-        return uncompiled(original, mixing, *args, **kwargs)
+        return run(mixing, *args, **kwargs) if isinstance(mixing, _Mixing) else original(*args, **kwargs)
 
     return along_segments
 
@@ -264,5 +295,5 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _scan,
-    "mamba2_split_conv1d_scan_combined": _fused,
+    _FUSED: _fused,
 }

@@ -35,12 +35,16 @@ class RecurrentRows:
         documents: of the batch.
         batch_size, length: its shape in tokens.
         segments: of its rows, one after another; None if each row is one, and layers run along rows as ever.
+
+    Attributes:
+        reached: names of the functions that have run along segments.
     """
 
-    __slots__ = ("_stores", "_tensors", "batch_size", "documents", "length", "segments")
+    __slots__ = ("_stores", "_tensors", "batch_size", "documents", "length", "reached", "segments")
 
     def __init__(self, documents: Documents, batch_size: int, length: int, segments: Segments | None) -> None:
         self.documents, self.batch_size, self.length, self.segments = documents, batch_size, length, segments
+        self.reached: set[str] = set()
         self._tensors: dict[Any, torch.Tensor] = {}
         self._stores: dict[str, OutputStore] = {}
 
