@@ -29,7 +29,7 @@ BOUNDS = {
     "cli": Bounds(files=13, lines=1106, longest_file=160, longest_function=51, parameters=9, pronouns=0),
     "data": Bounds(files=6, lines=895, longest_file=250, longest_function=32, parameters=6, pronouns=0),
     "doctor": Bounds(files=4, lines=421, longest_file=195, longest_function=31, parameters=4, pronouns=0),
-    "integration": Bounds(files=21, lines=4223, longest_file=349, longest_function=87, parameters=16, pronouns=0),
+    "integration": Bounds(files=21, lines=4265, longest_file=349, longest_function=87, parameters=16, pronouns=0),
     "kernels": Bounds(files=8, lines=1398, longest_file=276, longest_function=35, parameters=5, pronouns=0),
     "measure": Bounds(files=4, lines=656, longest_file=299, longest_function=34, parameters=8, pronouns=0),
     "pipeline": Bounds(files=8, lines=2010, longest_file=405, longest_function=39, parameters=6, pronouns=0),
