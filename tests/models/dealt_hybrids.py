@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from compare import quiet
+from compare import documents, quiet
 from datasets import Dataset, disable_progress_bars
 from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, build, class_of
 from torch.distributed.tensor import DTensor
@@ -42,9 +42,11 @@ class Case:
     sharded: bool = False
     ping_pong: bool = False
     lora: bool = False
+    evaluation: bool = False
 
     def __str__(self) -> str:
         said = ["FSDP2" if self.sharded else "DDP"] + ["LoRA"] * self.lora + ["ping-pong"] * self.ping_pong
+        said += ["evaluated"] * self.evaluation
         said += [] if self.checkpointing is None else ["reentrant" if self.checkpointing else "checkpointing"]
         return ", ".join([self.model_type, *said, f"{self.ranks} ranks"])
 
@@ -71,15 +73,16 @@ class OneByOne(Trainer):
     """Trains on each document of a batch alone."""
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], *_: Any, num_items_in_batch: Any = None, **__: Any
-    ) -> torch.Tensor:
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         sizes = list(inputs["distca_documents"].lengths)
         parts = (inputs[name].split(sizes, dim=1) for name in ("input_ids", "position_ids", "shift_labels"))
         total = torch.zeros(())
         for ids, positions, labels in zip(*parts, strict=True):
             logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
             total = total + cross_entropy(logits.float(), labels[0], reduction="sum", ignore_index=-100)
-        return total / num_items_in_batch
+        targets = (inputs["shift_labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return (total / targets, {}) if return_outputs else total / targets
 
 
 def with_long_memory(model: PreTrainedModel) -> PreTrainedModel:
@@ -132,12 +135,14 @@ def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequen
     with quiet(), tempfile.TemporaryDirectory() as folder:
         model = _model(case, implementation, Path(folder))
         kind = OneByOne if implementation == "sdpa" else Trainer
-        trainer = kind(
-            model, TrainingArguments(output_dir=folder, **arguments), train_dataset=Dataset.from_dict({"input_ids": ids})
-        )
+        rows = Dataset.from_dict({"input_ids": ids})
+        evaluated = {"eval_dataset": rows} if case.evaluation else {}
+        trainer = kind(model, TrainingArguments(output_dir=folder, **arguments), train_dataset=rows, **evaluated)
         trainer.remove_callback(PrinterCallback)
-        hf_distca.deal(trainer, TOKENS // case.ranks)
+        hf_distca.deal(trainer, TOKENS // case.ranks, evaluation=case.evaluation)
         trainer.train()
+        if case.evaluation:
+            trainer.evaluate()
         shares, meter = trainer.train_dataset, current_session().meter
         items = range(0, STEPS * case.ranks, case.ranks)
         spanning = sum(len(shares[item]["distca_documents"].dealt.whole.spanning) for item in items)
@@ -151,3 +156,23 @@ def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequen
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
     tensor = parameter.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def draw_and_share(rank: int, model_type: str, lengths: Sequence[Sequence[int]]) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss and gradients, both summed over ranks, of documents that this rank has drawn and then dealt with the others."""
+    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 4))
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
+    docs = documents(tuple(length for drawn in lengths for length in drawn))
+    first = sum(map(len, lengths[:rank]))
+    drawn = [{"input_ids": doc.tolist()} for doc in docs[first : first + len(lengths[rank])]]
+    (batch,) = hf_distca.share_tokens([hf_distca.PackingCollator()(drawn)])
+    targets = batch.pop("shift_labels")[0]
+    batch.pop("labels")
+    with quiet():
+        model = with_long_memory(build(model_type, "distca", torch.float64))
+        loss = cross_entropy(model(**batch, use_cache=False).logits[0], targets, reduction="sum", ignore_index=-100)
+        loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    for tensor in (total := loss.detach(), *grads.values()):
+        dist.all_reduce(tensor)
+    return float(total), grads, current_session().meter.state_exchanges
