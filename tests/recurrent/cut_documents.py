@@ -151,7 +151,7 @@ def worst(kind: str, placement: Placement, ranks: Sequence[Ran]) -> dict[str, fl
             differences[name] = max(differences.get(name, 0.0), float(difference))
     for name, gradient in weights.items():
         total = sum(ran.by_weight[name] for ran in ranks)
-        differences[name] = float(np.abs(total - gradient).max() / np.abs(gradient).max())
+        differences[name] = float(np.abs(total - gradient).max() / max(0.1, np.abs(gradient).max()))
     return differences
 
 

@@ -70,7 +70,7 @@ def causal_convolution(
 def _halo(rows: torch.Tensor, needed: Needed, segment: Segment, size: int) -> torch.Tensor:
     """Up to so many rows in front of a segment, (1, C, size or less)."""
     places = [needed.place[Key(segment.document, position)] for position in range(max(segment.start - size, 0), segment.start)]
-    return torch.cat([rows[place : place + 1] for place in places]).t()[None]
+    return torch.cat([rows[:0], *(rows[place : place + 1] for place in places)]).t()[None]
 
 
 def _convolved(

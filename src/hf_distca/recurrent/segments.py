@@ -242,7 +242,7 @@ class Segments:
         here = self.group.rank
         for document, segments in self.cut.items():
             for number, segment in enumerate(segments):
-                for before in reversed(segments[:number]):
+                for before in reversed(segments[max(number - rows, 0) : number]):  # each has a token at least
                     first = max(before.start, segment.start - rows)
                     if first >= before.end:
                         break
