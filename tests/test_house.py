@@ -39,7 +39,7 @@ BOUNDS = {
     "runtime": Bounds(files=14, lines=2372, longest_file=338, longest_function=43, parameters=5, pronouns=0),
     "schedule": Bounds(files=18, lines=4235, longest_file=424, longest_function=59, parameters=7, pronouns=0),
     "simulate": Bounds(files=15, lines=2149, longest_file=215, longest_function=41, parameters=6, pronouns=0),
-    "top": Bounds(files=7, lines=1051, longest_file=276, longest_function=30, parameters=5, pronouns=0),
+    "top": Bounds(files=7, lines=1052, longest_file=277, longest_function=30, parameters=5, pronouns=0),
 }
 # Names that may still occur more than once. Of each other name there is one.
 SHARED_FILE_NAMES: set[str] = set()
