@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -156,3 +159,32 @@ def test_older_trainers_count_the_targets_of_shares(monkeypatch: pytest.MonkeyPa
     share = {"labels": torch.full((1, 4), -100), "shift_labels": torch.tensor([[5, 6, -100, 7]])}
     whole = {"labels": torch.tensor([[-100, 2, 3, -100]])}
     assert Trainer._get_num_items_in_batch(Trainer.__new__(Trainer), [share, whole], "cpu") == targets
+
+
+def test_functions_of_packages_are_told_from_those_of_torch() -> None:
+    hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")
+    if not hasattr(hub_kernels, "use_kernel_func_from_hub_with_fallback"):
+        return  # before 5.16
+    package = ModuleType("a_package")
+    package.scan = lambda states: states  # type: ignore[attr-defined]
+
+    def decorated(name: str) -> Any:
+        def scan(states: Any) -> Any:
+            return states
+
+        return hub_kernels.use_kernel_func_from_hub_with_fallback("scan", name)(scan)
+
+    with patch.dict(sys.modules, {"a_package": package}):
+        found, missing = decorated("a_package"), decorated("no_package")
+
+    def as_module(func: Any) -> torch.nn.Module:
+        """What `kernels` makes of a function."""
+
+        class Func(torch.nn.Module):
+            def forward(self, *args: Any) -> Any:
+                return func(*args)
+
+        return Func()
+
+    assert [borrowed.is_of_package(function) for function in (found, as_module(found))] == [True, True]
+    assert [borrowed.is_of_package(function) for function in (missing, as_module(missing), as_module)] == [False, False, False]

@@ -52,6 +52,7 @@ __all__ = [
     "group_of_members",
     "has_partial_state",
     "in_backward",
+    "is_of_package",
     "is_policy_mode",
     "kept_rows",
     "let_names_pass",
@@ -269,6 +270,21 @@ def let_names_pass(names: frozenset[str]) -> None:
 
         PreTrainedModel._check_and_adjust_attn_implementation = check  # type: ignore[method-assign]
     _passing.update(names)
+
+
+def is_of_package(function: Callable[..., Any]) -> bool:
+    """Whether a function of a modeling module that has a fallback in torch runs that of a package (fla, mamba-ssm, ...).
+
+    Kernels that transformers loads from the hub do not count: they are put in its place later. Seen in 5.18.0 and 5.23.0, and as
+    a module in kernels 0.17.2.
+    """
+    decorated = getattr(type(function), "forward", function)  # with `kernels` installed it is a module
+    while (closure := getattr(decorated, "__closure__", None)) is not None:
+        held = dict(zip(decorated.__code__.co_freevars, (cell.cell_contents for cell in closure), strict=True))
+        if "is_new_implementation" in held:
+            return bool(held["is_new_implementation"])
+        decorated = held.get("func")
+    return False
 
 
 def set_batch_size(trainer: Any, rows: int) -> None:

@@ -85,7 +85,10 @@ def check_stand_in(name: str) -> None:
 def register() -> None:
     """Give transformers the attention function and the mask function named "distca"."""
     from hf_distca.integration.attention import distca_attention
+    from hf_distca.integration.loading import is_ours
     from hf_distca.integration.loading import register as register_as
     from hf_distca.integration.mask import distca_mask
+    from hf_distca.integration.recurrent_layers import begin_documents_anew
 
     register_as("distca", distca_attention, distca_mask)
+    begin_documents_anew(is_ours)

@@ -36,7 +36,8 @@ def bad(findings: Sequence[Finding]) -> list[Finding]:
     ("config", "value", "state", "todo"),
     [
         (LlamaConfig(), "proven", State.good, None),
-        (AutoConfig.for_model("qwen3_next"), "one document a row", State.note, "give it one document a row"),
+        (AutoConfig.for_model("qwen3_next"), "recurrent layers begin anew", State.good, None),
+        (AutoConfig.for_model("jamba"), "one document a row", State.note, "give it one document a row"),
         (AutoConfig.for_model("mamba"), "not supported", State.bad, 'Use attn_implementation="sdpa"'),
         (AutoConfig.for_model("t5"), "not supported", State.bad, "encoder with a decoder"),
         (AutoConfig.for_model("vit"), "not in the table", State.note, "compare its loss with that under sdpa"),

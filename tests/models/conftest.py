@@ -9,6 +9,7 @@ from measure import Result
 _CENSUS: dict[str, Result] = {}
 _WORDS = {
     "proven": "proven",
+    "packed": "proven",
     "carries state": "proven unpacked",
     "no positions": "proven unpacked",
 }

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from compare import TOLERANCE, Outcome, alone, difference, documents, quiet, run, takes, without_table
 from measure import WORKING, Result
+from mutations import mutated
 from tiny import build
 from torch.nn.functional import cross_entropy
 
@@ -32,7 +33,9 @@ WHOLE: Parts = (((0, 0, 61),), ((1, 0, 9),))
 Share = tuple[float, list[torch.Tensor], dict[str, Any], float, int]
 
 
-def share(rank: int, model_type: str, dtype: torch.dtype, all_parts: Parts, table: bool) -> Share | str:
+def share(
+    rank: int, model_type: str, dtype: torch.dtype, all_parts: Parts, table: bool, mutation: str | None = None
+) -> Share | str:
     """What a rank gets of its parts of documents; the error, if there is one."""
     pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
     hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, timeout_seconds=20))
@@ -41,7 +44,7 @@ def share(rank: int, model_type: str, dtype: torch.dtype, all_parts: Parts, tabl
     sizes = [end - start for start, end in zip(starts, ends, strict=True)]
     targets = [torch.cat([one[1:], torch.tensor([-100])]) for one in docs]
     try:
-        with quiet(), nullcontext() if table else without_table():
+        with quiet(), mutated(mutation), nullcontext() if table else without_table():
             model = build(model_type, "distca", dtype)
             shifted = torch.cat([targets[d][start:end] for d, start, end in parts])[None]
             batch = {
@@ -67,8 +70,11 @@ def share(rank: int, model_type: str, dtype: torch.dtype, all_parts: Parts, tabl
     return float(loss.detach()), logits, grads, float(out.loss.detach()), current_session().meter.sent_bytes
 
 
-def over_ranks(pool: RankPool, measured: Result) -> str:
-    """What the table is to say of documents over ranks: "OVER_RANKS" if that is exact, or why it is not.
+def over_ranks(pool: RankPool, measured: Result, mutation: str | None = None) -> str:
+    """What the table is to say of documents over ranks, with a fault in the library or without: "OVER_RANKS" if that is exact.
+
+    Returns:
+        That, or the reason why it is not.
 
     Raises:
         AssertionError: if it is not and no reason is known.
@@ -76,13 +82,16 @@ def over_ranks(pool: RankPool, measured: Result) -> str:
     dtype = torch.float64 if measured.dtype == "float64" else torch.float32
     with quiet():
         want, _ = run(measured.model_type, measured.oracle, dtype, alone, LENGTHS)
-    ranks = pool(share, measured.model_type, dtype, CUT, False)
+    ranks = pool(share, measured.model_type, dtype, CUT, False, mutation)
     errors = {rank for rank in ranks if isinstance(rank, str)}
     states, what = (float("inf"), str(errors)) if errors else difference(_joined(ranks), want)
-    if states <= TOLERANCE[dtype]:
+    # Recurrent layers compute in float32, and a part of a document in other chunks than the whole. Between float32 and float64
+    # alone, the same gradients differ by 4e-5.
+    tolerance = TOLERANCE[torch.float32 if measured.status == "packed" else dtype]
+    if states <= tolerance:
         assert any(rank[4] for rank in ranks), "nothing was exchanged, so nothing was tested"
         own = sum(rank[3] for rank in ranks) * TARGETS / want.loss
-        return "OVER_RANKS" if abs(own - 1) <= TOLERANCE[dtype] else "OWN_LOSS"
+        return "OVER_RANKS" if abs(own - 1) <= tolerance else "OWN_LOSS"
     if "attention chunks" in what:
         return "CHUNKS"
     reason = WORKING[measured.status]

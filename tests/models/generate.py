@@ -117,13 +117,14 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
         "transformers' own attention, one document at a time: loss, logits of every token, gradient of every parameter.",
         "Written by `python tests/models/generate.py` from what that run showed; `pytest tests/models` fails where they differ.",
         "",
-        f"{counts['PROVEN']} types are proven with packed documents. {counts['CARRIES_STATE'] + counts['NO_POSITIONS']} more are "
-        "proven with one document a row. Packed, documents stay",
-        f"apart in attention, and not in the rest of the model: {counts['CARRIES_STATE']} have layers (state space, convolution, "
-        "linear attention) that carry state",
-        f"over packed documents, with any attention; {counts['NO_POSITIONS']} take no position ids and count positions on (their "
-        "attention of packed documents",
-        f"is proven against a dense mask). {refused} are refused.",
+        f"{counts['PROVEN'] + counts['PACKED']} types are proven with packed documents. In {counts['PACKED']} of them, recurrent "
+        "layers (state space, convolution, linear",
+        "attention) would carry state from one document to the next: under distca [each begins anew](hybrid_models.md).",
+        f"{counts['CARRIES_STATE'] + counts['NO_POSITIONS']} more are proven with one document a row. Packed, documents stay "
+        "apart in attention, and not in the rest",
+        f"of the model: {counts['CARRIES_STATE']} have recurrent layers that distca leaves as they are; "
+        f"{counts['NO_POSITIONS']} take no position ids and count",
+        f"positions on (their attention of packed documents is proven against a dense mask). {refused} are refused.",
         "",
         f"In ping-pong, the attention layers of {halves} types run as halves. Those of the others are left whole: something else",
         "than attention mixes their tokens, or they are not built of decoder layers that transformers can checkpoint.",

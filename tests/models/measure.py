@@ -27,23 +27,30 @@ from compare import (
     takes,
     without_table,
 )
-from tiny import MODEL_TYPES, build
+from mutations import mutated
+from tiny import MODEL_TYPES, build, class_of
 
 import hf_distca
 from hf_distca import DistCAError, UnsupportedError
 from hf_distca.integration import nano_batches
 from hf_distca.integration.nano_batches import NanoBatches
+from hf_distca.integration.recurrent_layers import MODULES
 from hf_distca.integration.session import Session
 
 # The statuses with which a type is not refused, and their names in families.py.
-WORKING = {"proven": "PROVEN", "carries state": "CARRIES_STATE", "no positions": "NO_POSITIONS"}
+WORKING = {"proven": "PROVEN", "packed": "PACKED", "carries state": "CARRIES_STATE", "no positions": "NO_POSITIONS"}
+
+# Faults in the recurrent layers, of convolutions and of states, and how much one moves what is compared at least.
+LEAKS = ("convolutions see the document before", "states go on in the next document")
+SEEN = 1e-3
 
 
 @dataclass
 class Result:
     """What was found out about one type.
 
-    `status` is "proven" (equal for packed, full and padded rows); one of two for types that are equal for one document a row:
+    `status` is "proven" (equal for packed, full and padded rows); "packed" (the same, of a type with recurrent layers, which
+    would carry state from one packed document to the next); one of two for types that are equal for one document a row:
     "carries state" (packed documents leak under transformers' own attention just as they do under distca) and "no positions"
     (packed documents stay apart in attention, as under a dense mask, but the type has position ids of its own, which count on);
     or one of those that a family must be refused for: "refused" (UnsupportedError), "silent" (runs without calling distca),
@@ -127,10 +134,25 @@ def _judge(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -
         got = _ours(model_type, result, dtype, packed_with_mask_of_ones, PACKED)
         if not _equal(result, "packed with a mask of ones", got, want):
             result.status = "wrong"
+        elif class_of(model_type).__module__.split(".")[2] in MODULES:
+            _judge_leaks(model_type, result, dtype, want)
     if not result.calls:
         result.status = "silent"
     elif result.expected_calls not in (0, result.calls):
         result.status, result.reason = "wrong", f"{result.calls} calls of distca where sdpa gets {result.expected_calls}"
+
+
+def _judge_leaks(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -> None:
+    """A type is "packed" if it would be seen that a convolution, or a state, goes on from one document to the next."""
+    module = class_of(model_type).__module__.split(".")[2]
+    leaks = LEAKS if len(MODULES[module][1]) > 1 else LEAKS[:1]
+    result.status = "packed"
+    for leak in leaks:
+        with mutated(leak):
+            got, _ = run(model_type, "distca", dtype, packed, PACKED)
+        result.differences[leak], _ = difference(got, want)
+        if result.differences[leak] < SEEN:
+            result.status, result.reason = "wrong", f"it would not be seen if {leak}"
 
 
 @contextmanager
@@ -151,7 +173,7 @@ def in_halves() -> Iterator[None]:
 def _halves(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -> bool:
     """Whether layers can be cut, and documents alone, packed ones and padded rows are then what they were."""
     modes = {"halves of a document": alone, "halves of padded rows": padded}
-    if result.status == "proven":
+    if result.status in ("proven", "packed"):
         modes["halves of packed documents"] = packed
     reason = result.reason
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
@@ -99,6 +99,14 @@ def _detached_keys(original: Original) -> Original:
     return wrapped
 
 
+def _gradients_lost(original: Original) -> Original:
+    def wrapped(self: Any, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        returned = original(self, gradients)
+        return [gradient[: len(whole)] for gradient, whole in zip(gradients, returned, strict=True)]
+
+    return wrapped
+
+
 _ATTENTION, _DOCUMENTS = "integration.attention", "agreement.documents"
 # What is replaced, and by what it is replaced, given the original.
 MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
@@ -114,6 +122,22 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
     "sink dropped": (_ATTENTION, "_sink", lambda _: lambda *_: None),
     "gradient of the sink dropped": ("runtime.core_attention", "_sink_gradient", _no_gradient),
     "documents of a row leak": (_DOCUMENTS, "TokenBatch.documents", _one_document_a_row),
+    "convolutions see the document before": (
+        "recurrent.convolution",
+        "_convolved",
+        lambda _: lambda states, convolve, *_: convolve(states),
+    ),
+    "states go on in the next document": (
+        "recurrent.segments",
+        "Segments.lengths_of",
+        lambda original: lambda self, which: [sum(original(self, which))],
+    ),
+    "states and rows of other ranks lost": (
+        "recurrent.carryover",
+        "_Exchange.received",
+        lambda original: lambda *args: [torch.zeros_like(rows) for rows in original(*args)],
+    ),
+    "gradients of states and rows of other ranks lost": ("recurrent.carryover", "_Exchange.returned", _gradients_lost),
     "documents leak over ranks": ("agreement.planner", "layout_of", _one_document_over_ranks),
     "dk of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(0)),
     "dv of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(1)),

@@ -16,7 +16,7 @@ import torch
 from compare import alone, documents, forward, quiet, run
 from cut import CUT, LENGTHS, WHOLE, over_ranks, share
 from generate import page, table_of
-from measure import Result, measure
+from measure import LEAKS, Result, measure
 from mutations import MUTATIONS, mutated
 from tiny import MODEL_TYPES, build
 from two_ranks import check_two_ranks
@@ -29,7 +29,7 @@ from ranks import RankPool
 WORKING = [name for name in MODEL_TYPES if FAMILIES.get(name) in EQUAL]
 # One of each variant: GQA, windows, softcap, sinks, chunks, unequal widths, no RoPE, hybrids, experts.
 FAST = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3", "smollm3")
-FAST += ("qwen3_next", "jamba", "qwen3_moe", "mixtral", "gpt2")
+FAST += ("qwen3_next", "nemotron_h", "lfm2", "jamba", "qwen3_moe", "mixtral", "gpt2")
 DAYS = 8
 HAND_ON_NOTHING = ("nemotron", "stablelm")  # of their keyword arguments, to attention
 LABELLED = ("gemma3n", "gemma4")  # their attention is called with the labels
@@ -156,10 +156,15 @@ FAULTS_BETWEEN_HALVES = {
     "second half without the keys of the first": "llama",
     "gradient of the keys handed over lost": "llama",
 }
+FAULTS_IN_CUT_DOCUMENTS = {
+    "states and rows of other ranks lost": ("qwen3_next", "kimi_linear", "nemotron_h", "lfm2"),
+    "gradients of states and rows of other ranks lost": ("olmo_hybrid", "bamba", "lfm2"),
+}
 
 
 def test_every_fault_is_tried() -> None:
-    assert {*FAULTS_ON_ONE_RANK, *FAULTS_ON_TWO_RANKS, *FAULTS_BETWEEN_HALVES} == set(MUTATIONS)
+    tried = {*FAULTS_ON_ONE_RANK, *FAULTS_ON_TWO_RANKS, *FAULTS_BETWEEN_HALVES, *FAULTS_IN_CUT_DOCUMENTS}
+    assert tried | {*LEAKS} == set(MUTATIONS)  # those are tried with each type that they could be in
 
 
 @pytest.mark.parametrize("mutation", FAULTS_ON_ONE_RANK)
@@ -176,6 +181,16 @@ def test_a_fault_on_two_ranks_is_noticed(mutation: str, rank_pool: Callable[[int
     check_two_ranks(rank_pool(2), FAULTS_ON_TWO_RANKS[mutation])
     with pytest.raises(AssertionError, match="differs by"):
         check_two_ranks(rank_pool(2), FAULTS_ON_TWO_RANKS[mutation], mutation)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "model_type"), [(name, one) for name, types in FAULTS_IN_CUT_DOCUMENTS.items() for one in types]
+)
+def test_a_fault_in_cut_documents_is_noticed(mutation: str, model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
+    measured = measure(model_type)
+    assert over_ranks(rank_pool(2), measured) == "OVER_RANKS"
+    with pytest.raises(AssertionError, match=r"differs by (\d\.\de\+|\d\.\de-0[123])"):
+        over_ranks(rank_pool(2), measured, mutation)
 
 
 @pytest.mark.parametrize("mutation", FAULTS_BETWEEN_HALVES)

@@ -30,7 +30,7 @@ def warnings_of(model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCap
     return [record.getMessage() for record in caplog.records if record.name == "hf_distca"]
 
 
-@pytest.mark.parametrize(("model_type", "said"), [("jamba", CARRYING), ("lfm2", CARRYING), ("bart", UNPOSITIONED)])
+@pytest.mark.parametrize(("model_type", "said"), [("jamba", CARRYING), ("zamba", CARRYING), ("bart", UNPOSITIONED)])
 def test_packed_documents_are_warned_of_once(model_type: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     messages = warnings_of(model_type, (9, 5), caplog)
     assert len(messages) == 1
@@ -38,7 +38,9 @@ def test_packed_documents_are_warned_of_once(model_type: str, said: str, caplog:
     assert re.search(said, messages[0])
 
 
-@pytest.mark.parametrize(("model_type", "lengths"), [("jamba", (14,)), ("bart", (14,)), ("llama", (9, 5))])
+@pytest.mark.parametrize(
+    ("model_type", "lengths"), [("jamba", (14,)), ("bart", (14,)), ("llama", (9, 5)), ("qwen3_next", (9, 5))]
+)
 def test_nothing_is_said_where_nothing_leaks(model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> None:
     assert warnings_of(model_type, lengths, caplog) == []
 

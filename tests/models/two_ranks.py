@@ -32,7 +32,7 @@ def share(rank: int, model_type: str, dtype: torch.dtype, mutation: str | None, 
 
 def lengths_of(model_type: str) -> tuple[int, ...]:
     """One long document for rank 0; for rank 1 short ones, or a single one where packed documents leak."""
-    return (70, 9, 1, 7) if FAMILIES[model_type] == "PROVEN" else (70, 9)
+    return (70, 9, 1, 7) if FAMILIES[model_type] in ("PROVEN", "PACKED") else (70, 9)
 
 
 def check_two_ranks(pool: RankPool, model_type: str, mutation: str | None = None, *, ping_pong: bool = False) -> None:

@@ -134,7 +134,7 @@ def family(config: PreTrainedConfig) -> Iterator[Finding]:
         todo = "compare its loss with that under sdpa on one process before you rely on it"
         yield Finding("model", kind, "not in the table of families: nobody has compared it", State.note, todo)
     else:
-        plain = group == "PROVEN"
+        plain = group in ("PROVEN", "PACKED")
         yield Finding(
             "model", kind, EQUAL[group], State.good if plain else State.note, None if plain else "give it one document a row"
         )

@@ -14,6 +14,7 @@ from hf_distca.borrowed import dispatch_modes, is_policy_mode, without_dispatch_
 from hf_distca.errors import UnsupportedError
 from hf_distca.integration.families import EQUAL, FAMILIES
 from hf_distca.integration.handle import AttentionHandle, CachedMask, ForeignMask
+from hf_distca.integration.recurrent_rows import RECURRENT_ROWS
 from hf_distca.integration.session import current_session
 from hf_distca.kernels import Scores
 from hf_distca.runtime.call import Inputs
@@ -44,7 +45,7 @@ _MODELS = {
     "is_causal",
 }
 _LOADERS = {"position_ids", "cu_seq_lens_q", "distca_documents", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-_LOADERS |= {"mm_token_type_ids", "labels", "shift_labels"}
+_LOADERS |= {"mm_token_type_ids", "labels", "shift_labels", RECURRENT_ROWS}
 _LOSSES = {"num_items_in_batch", "ignore_index", "return_token_accuracy", "return_predicted_tokens", "use_token_scaling"}
 _LOSSES |= {"skip_logits", "fused_lm_head", "accum_dtype"}
 _HARMLESS = _MODELS | _LOADERS | _LOSSES

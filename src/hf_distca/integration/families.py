@@ -36,6 +36,7 @@ __all__ = [
     "layer_keys",
     "warn_of_family",
     "warn_of_packing",
+    "why_unsegmented",
     "why_whole",
 ]
 
@@ -56,6 +57,7 @@ _TABLE = _read_table()
 
 EQUAL = {
     "PROVEN": "proven",
+    "PACKED": "proven: its recurrent layers begin anew with each document",
     "CARRIES_STATE": "proven, one document a row: its other layers carry state over packed documents",
     "NO_POSITIONS": "proven, one document a row: it takes no position ids",
 }
@@ -116,6 +118,11 @@ def why_whole(model_type: str | None) -> str | None:
     return WHOLE_REASONS.get(WHOLE.get(model_type or "", ""))
 
 
+def why_unsegmented(model_type: str | None) -> str | None:
+    """As `why_whole`, of a model that did not say by itself where documents begin, as `recurrent_layers` lets it."""
+    return WHOLE_REASONS["CARRIES_STATE"] if FAMILIES.get(model_type or "") == "PACKED" else why_whole(model_type)
+
+
 # LayerDrop's names in the configs of transformers.
 _LAYERDROP = ("layerdrop", "layer_drop", "decoder_layerdrop", "encoder_layerdrop")
 
@@ -147,6 +154,9 @@ def warn_of_family(model_type: str | None) -> None:
 
 
 _PACKED = {
+    "PACKED": "this batch has packed documents, and layers of this %s model (state space, convolution, linear attention) carry "
+    "state from one to the next. distca lets each begin anew in those of transformers 5.23, and these are others. "
+    "Upgrade transformers, load the model without code of its own, or give it one document a row.",
     "CARRIES_STATE": "this batch has packed documents, and %s models have layers (state space, convolution, linear attention) "
     "that carry state from one to the next, with any attention. Attention itself keeps them apart. Give these models one "
     "document a row.",
@@ -156,7 +166,10 @@ _PACKED = {
 
 
 def warn_of_packing(model_type: str | None) -> None:
-    """Warn, once a family, that attention keeps packed documents apart and the rest of the model does not."""
+    """Warn, once a family, that attention keeps packed documents apart and the rest of the model does not.
+
+    For models that did not say by themselves where documents begin, as `recurrent_layers` lets them.
+    """
     text = _PACKED.get(FAMILIES.get(model_type or "", ""))
     if text is not None:
         warn_once(text, model_type)

@@ -16,7 +16,8 @@ import torch
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import UnsupportedError
-from hf_distca.integration.families import check_parts, warn_of_packing
+from hf_distca.integration.families import check_parts, warn_of_packing, why_unsegmented
+from hf_distca.integration.recurrent_rows import recurrent_rows
 from hf_distca.kernels.base import Scores
 from hf_distca.runtime.call import Inputs
 from hf_distca.runtime.group import AttentionGroup
@@ -102,6 +103,7 @@ class AttentionHandle:
         work: filled by the first layer of each kind: some models tell the window only to the attention function.
         group: the ranks that take part, once that was asked.
         documents: those of the batch, once they were read, or of the nano-batch.
+        segmented: whether the model's recurrent layers, if it has any, run along their segments.
         nano: 0 for a whole batch, 1 and 2 for its nano-batches.
         nano_batches: how the batch is cut in two, once a layer has run so.
         handover: keys that the second nano-batch reads of the first one.
@@ -116,6 +118,7 @@ class AttentionHandle:
         self.work: dict[PlanKey, Work] = {}
         self.group: AttentionGroup | None = None
         self.documents: Documents | None = None
+        self.segmented = False
         self.nano = 0
         self.nano_batches: NanoBatches | None = None
         self.handover: Handover | None = None
@@ -125,6 +128,7 @@ class AttentionHandle:
         """The handle of a nano-batch, 1 or 2, of (rows, tokens)."""
         handle = AttentionHandle(*shape, replace(self.mask, padding=None, position_ids=None, packed=None, alone=self.alone))
         handle.nano, handle.documents, handle.handover, handle.group = nano, documents, handover, self.group
+        handle.segmented = self.segmented
         return handle
 
     def key(self, shape: AttentionShape, device: str, window: int | None) -> PlanKey:
@@ -133,7 +137,9 @@ class AttentionHandle:
 
     def read(self, arguments: Mapping[str, Any], *, span_ranks: bool, training: bool) -> Documents:
         """The documents of the batch, from the keyword arguments of a layer or of attention; read once."""
-        if self.documents is None:
+        if self.documents is None and (rows := recurrent_rows(arguments)) is not None:  # its model has read them
+            self.documents, self.segmented = rows.documents.in_chunks(self.mask.chunk), True
+        elif self.documents is None:
             positions, packed = arguments.get("position_ids"), arguments.get("distca_documents")
             documents = TokenBatch(
                 self.batch_size,
@@ -151,7 +157,8 @@ class AttentionHandle:
     def check(self, layout: Layout) -> None:
         """Check the documents by `check_parts`: all ranks know the layout, so that all of them raise or none."""
         if self.documents is not None and self.documents.spans and layout.scattered:
-            check_parts(self.mask.model_type, self.mask.whole)
+            model_type = self.mask.model_type
+            check_parts(model_type, self.mask.whole or (None if self.segmented else why_unsegmented(model_type)))
 
     def contiguous(self) -> AttentionHandle:
         """The handle itself, as for masks that are tensors."""

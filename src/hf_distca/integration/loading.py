@@ -21,7 +21,17 @@ from hf_distca.integration.processes import warn_once
 from hf_distca.integration.session import current_session
 from hf_distca.register import STAND_INS, check_stand_in
 
-__all__ = ["STAND_INS", "check_untouched", "distca_configs", "make_default", "origin", "prepare", "register", "stand_in"]
+__all__ = [
+    "STAND_INS",
+    "check_untouched",
+    "distca_configs",
+    "is_ours",
+    "make_default",
+    "origin",
+    "prepare",
+    "register",
+    "stand_in",
+]
 
 _log = logging.getLogger("hf_distca")
 
@@ -171,8 +181,13 @@ def prepare(model: Model) -> Model:
 
 def distca_configs(model: torch.nn.Module | None) -> list[PreTrainedConfig]:
     """The configurations of a model and its parts, like a language tower, that ask for distca, under whatever name."""
-    configs = {id(part.config): part.config for part in _models(model)}
-    return [config for config in configs.values() if getattr(config, "_attn_implementation", None) in _attention]
+    configs = {id(part.config): part.config for part in _models(model) if is_ours(part)}
+    return list(configs.values())
+
+
+def is_ours(model: PreTrainedModel) -> bool:
+    """Whether a model asks for distca, under whatever name."""
+    return getattr(model.config, "_attn_implementation", None) in _attention
 
 
 def _models(model: torch.nn.Module | None) -> Iterator[PreTrainedModel]:

@@ -1,0 +1,299 @@
+"""Recurrent layers of hybrid models (linear attention, Mamba 2, short convolutions), where each document begins anew.
+
+Such layers mix tokens along a row: a document would begin with the state that the one before it left, and its convolution would
+see that one's last tokens. And the part of a document that other ranks hold would be missing. So three things in the modeling
+modules of transformers are replaced, as soon as they are imported:
+
+- The forward of the model that calls the layers finds out where documents begin and adds that to its keyword arguments, as
+  `RecurrentRows`. The models hand their keyword arguments on, through layers and mixers, to the functions that mix tokens. An
+  argument is the same in the recompute of activation checkpointing and another one for every micro-batch in flight.
+- The forward of a mixer adds which one it is: what it received is kept for its recompute.
+- The functions that mix tokens run along segments of documents instead of rows, as `hf_distca.recurrent` does it with what they
+  replace as kernel. Without `RecurrentRows`, as under another attention implementation, they call what they replace.
+
+A model that generates goes on from its cache as ever.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
+from types import ModuleType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_distca.borrowed import is_of_package
+from hf_distca.errors import UnsupportedError
+from hf_distca.integration.families import check_parts, warn_of_packing, why_unsegmented
+from hf_distca.integration.recurrent_rows import RECURRENT_ROWS, RecurrentRows, recurrent_rows, rows_of
+from hf_distca.recurrent.convolution import causal_convolution
+from hf_distca.recurrent.delta_rule import DeltaInputs, RuleOutputs, document_by_document, gated_delta_rule
+from hf_distca.recurrent.segments import Segments
+from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
+from hf_distca.register import when_imported
+from hf_distca.runtime.outputs import LayerOutputs
+
+__all__ = ["MODULES", "begin_documents_anew"]
+
+_CONVOLUTION = ("causal_conv1d_fn",)
+_DELTA_RULE = (*_CONVOLUTION, "torch_chunk_gated_delta_rule")
+_KIMI_DELTA = (*_CONVOLUTION, "chunk_kimi_delta_attention")
+_FUSED = "mamba2_split_conv1d_scan_combined"  # all of a layer in one; None where mamba-ssm is missing
+_MAMBA2 = (*_CONVOLUTION, "mamba2_chunk_scan", _FUSED)
+
+# Modeling modules: the model whose forward calls the layers, and the functions through which their tokens mix. Seen in
+# transformers 5.16.0, 5.18.0 and 5.23.0. Before, mixers keep functions of their own, and nothing is replaced; LFM2 of 5.18.0 does
+# not hand its keyword arguments on, which `_check_reached` notices.
+MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "bailing_hybrid": ("BailingHybridModel", _KIMI_DELTA),
+    "bamba": ("BambaModel", _MAMBA2),
+    "falcon_h1": ("FalconH1Model", _MAMBA2),
+    "granitemoehybrid": ("GraniteMoeHybridModel", _MAMBA2),
+    "kimi_linear": ("KimiLinearModel", _KIMI_DELTA),
+    "lfm2": ("Lfm2Model", _CONVOLUTION),
+    "lfm2_moe": ("Lfm2MoeModel", _CONVOLUTION),
+    "lfm3": ("Lfm3Model", _CONVOLUTION),
+    "nemotron_h": ("NemotronHModel", _MAMBA2),
+    "olmo_hybrid": ("OlmoHybridModel", _DELTA_RULE),
+    "qwen3_5": ("Qwen3_5TextModel", _DELTA_RULE),
+    "qwen3_5_moe": ("Qwen3_5MoeTextModel", _DELTA_RULE),
+    "qwen3_next": ("Qwen3NextModel", _DELTA_RULE),
+    "zamba2": ("Zamba2Model", _MAMBA2),
+}
+
+# What packing loaders give beside documents. Functions of torch raise when they get it.
+_BOUNDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+class _Mixing(NamedTuple):
+    """Rows, and the mixer in which a function mixes their tokens."""
+
+    rows: RecurrentRows
+    segments: Segments
+    mixer: torch.nn.Module
+
+    def stored(self, name: str, inputs: Sequence[torch.Tensor]) -> LayerOutputs | None:
+        """Where is kept what a function receives from other ranks; None where no recompute can follow."""
+        return self.rows.store(name).of(self.mixer, inputs) if self.segments.exchanges and self.mixer.training else None
+
+    def joined(self, states: torch.Tensor) -> torch.Tensor:
+        """States (batch, length, ...) of rows as those of one: (1, batch * length, ...)."""
+        shape = self.rows.batch_size, self.rows.length
+        if states.shape[:2] != shape:
+            raise UnsupportedError(
+                f"{type(self.mixer).__name__} got {tuple(states.shape[:2])} rows and tokens of a batch of {shape} with packed "
+                "documents: layers that mix tokens by more than attention run whole. Set DistCAConfig(ping_pong=False)."
+            )
+        return states.reshape(1, shape[0] * shape[1], *states.shape[2:])
+
+    def apart(self, joined: torch.Tensor) -> torch.Tensor:
+        """Rows of a batch that were joined to one: (batch, length, ...)."""
+        return joined.view(self.rows.batch_size, self.rows.length, *joined.shape[2:])
+
+
+def begin_documents_anew(asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
+    """Replace what was named above, in each module now if it is imported, else right after that.
+
+    Args:
+        asks_for_us: whether a model runs distca's attention.
+    """
+    for name in MODULES:
+        when_imported(f"transformers.models.{name}.modeling_{name}", partial(_replace, name, asks_for_us))
+
+
+def _replace(name: str, asks_for_us: Callable[[PreTrainedModel], bool]) -> None:
+    module, (model, functions) = sys.modules[f"transformers.models.{name}.modeling_{name}"], MODULES[name]
+    mixers = [owner for owner, names in _forwards(module) if names & set(functions)]
+    called = {function for _, names in _forwards(module) for function in names}
+    if not hasattr(module, model) or not set(functions) <= vars(module).keys() & called:
+        return  # another version, whose layers mix tokens in another way
+    for function in functions:
+        setattr(module, function, _along_segments(getattr(module, function), function))
+    for mixer in mixers:
+        mixer.forward = _naming(mixer.forward)
+    model_class = getattr(module, model)
+    model_class.forward = _telling(model_class.forward, asks_for_us, partial(_check_reached, tuple(mixers), functions))
+
+
+def _forwards(module: ModuleType) -> Iterator[tuple[Any, set[str]]]:
+    """The classes of a module that have a forward, and the global names that it uses."""
+    for owner in vars(module).values():
+        if inspect.isclass(owner) and owner.__module__ == module.__name__ and "forward" in vars(owner):
+            code = dis.get_instructions(inspect.unwrap(vars(owner)["forward"]))
+            yield owner, {step.argval for step in code if step.opname == "LOAD_GLOBAL"}
+
+
+def _telling(
+    forward: Callable[..., Any],
+    asks_for_us: Callable[[PreTrainedModel], bool],
+    check: Callable[[PreTrainedModel, RecurrentRows], None],
+) -> Callable[..., Any]:
+    """The forward of a model, which adds `RecurrentRows` to its keyword arguments, and checks what became of them."""
+    _, *names = inspect.signature(forward).parameters
+
+    @wraps(forward)
+    def telling(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if not asks_for_us(self):
+            return forward(self, *args, **kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        rows = rows_of(self, given)
+        if rows is None:
+            return forward(self, **given)
+        if rows.segments is not None:
+            given["use_cache"] = False  # nobody goes on from the end of several documents
+        output = forward(self, **given, **{RECURRENT_ROWS: rows})
+        check(self, rows)
+        return output
+
+    return telling
+
+
+_mixing: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()  # whether models have mixers
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check_reached(mixers: tuple[type, ...], functions: tuple[str, ...], model: PreTrainedModel, rows: RecurrentRows) -> None:
+    """Warn of packed documents, and refuse cut ones, if a model has not handed rows on to the functions of its mixers."""
+    if rows.segments is None or _FUSED in rows.reached or set(functions) - {_FUSED} <= rows.reached:
+        return
+    if model not in _mixing:
+        _mixing[model] = any(isinstance(part, mixers) for part in model.modules())
+    if _mixing[model]:
+        model_type = model.config.model_type
+        warn_of_packing(model_type)
+        if not rows.segments.whole:
+            check_parts(model_type, why_unsegmented(model_type))
+
+
+def _naming(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a mixer, which tells its functions which one it is."""
+
+    @wraps(forward)
+    def naming(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        rows = recurrent_rows(kwargs)
+        if rows is not None and rows.segments is not None:
+            kwargs[RECURRENT_ROWS] = _Mixing(rows, rows.segments, self)
+        return forward(self, *args, **kwargs)
+
+    return naming
+
+
+def _along_segments(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function in the place of `original`, which runs along segments where there are any."""
+
+    # Compiled, segments would be traced with the lengths of one micro-batch.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run(mixing: _Mixing, *args: Any, **kwargs: Any) -> Any:
+        output = _FUNCTIONS[name](original, mixing, *args, **kwargs)
+        if output is not None:
+            mixing.rows.reached.add(name)
+        return output
+
+    @wraps(original)
+    def along_segments(*args: Any, **kwargs: Any) -> Any:
+        mixing = kwargs.pop(RECURRENT_ROWS, None)
+        if mixing is None:
+            return original(*args, **kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDS}
+        return run(mixing, *args, **kwargs) if isinstance(mixing, _Mixing) else original(*args, **kwargs)
+
+    return along_segments
+
+
+def _convolve(
+    original: Callable[..., Any], mixing: _Mixing, hidden_states: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """A causal convolution of (batch, channels, length)."""
+    if is_of_package(original) and mixing.segments.whole:
+        channels_last = hidden_states.transpose(1, 2).contiguous().transpose(1, 2)
+        return original(channels_last, weight, *args, seq_idx=mixing.rows.seq_idx(weight.device), **kwargs)
+    row_BCT = mixing.joined(hidden_states.transpose(1, 2)).transpose(1, 2)
+    stored = mixing.stored("convolution", (row_BCT,))
+    out = causal_convolution(
+        row_BCT, lambda x_BCT: original(x_BCT, weight, *args, **kwargs), weight.shape[-1], mixing.segments, stored
+    )
+    return mixing.apart(out.transpose(1, 2)).transpose(1, 2)
+
+
+def _delta_rule(
+    original: Callable[..., Any],
+    mixing: _Mixing,
+    *states: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """A delta rule of query, key, value, decay and beta, all (batch, length, heads, ...), without a last state."""
+    del initial_state, output_final_state  # without a cache there are none
+    inputs = DeltaInputs(*map(mixing.joined, (*states, *(kwargs.pop(name) for name in ("g", "beta")[len(states) - 3 :]))))
+    kernel = partial(original, **kwargs)
+    rule = partial(_rule_of_package, kernel, mixing.rows) if is_of_package(original) else document_by_document(kernel)
+    out = gated_delta_rule(inputs, mixing.segments, rule, mixing.stored("state", inputs))
+    return mixing.apart(out), None
+
+
+def _rule_of_package(
+    kernel: Callable[..., Any],
+    rows: RecurrentRows,
+    inputs: DeltaInputs,
+    lengths: Sequence[int],
+    states: torch.Tensor | None,
+    *,
+    final_states: bool,
+) -> RuleOutputs:
+    """A `DeltaRule`: fla runs several documents in one call."""
+    query, key, value, decay, beta = inputs
+    asked = {"initial_state": states, "output_final_state": final_states, "cu_seqlens": rows.cu_seqlens(lengths, query.device)}
+    return RuleOutputs(*kernel(query, key, value, g=decay, beta=beta, **asked))
+
+
+def _scan(
+    original: Callable[..., Any],
+    mixing: _Mixing,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    *rates: torch.Tensor,
+    **kwargs: Any,
+) -> Any:
+    """The scan of Mamba 2 without a last state: A is (heads,), all else (batch, length, heads or groups, ...)."""
+    if is_of_package(original) and mixing.segments.whole:
+        return original(hidden_states, dt, *rates, seq_idx=mixing.rows.seq_idx(dt.device), **kwargs)
+    for name in ("initial_states", "return_final_states"):
+        kwargs.pop(name, None)  # without a cache there are none
+    decay, *projections = rates
+    x, steps, *projections = map(mixing.joined, (hidden_states, _steps(dt, kwargs), *projections))
+    inputs = ScanInputs(x, steps, decay, *projections)
+    scan = scan_by_document(partial(original, **kwargs))
+    return mixing.apart(mamba2(inputs, mixing.segments, scan, mixing.stored("state", inputs)))
+
+
+def _steps(dt: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The steps that a scan makes of what a layer gives it, by the arguments for that, which are taken out."""
+    bias, softplus, limits = (kwargs.pop(name, None) for name in ("dt_bias", "dt_softplus", "dt_limit"))
+    if bias is not None:
+        dt = dt + bias.to(dt.dtype)
+    if softplus:
+        dt = torch.nn.functional.softplus(dt)
+    return dt if limits is None else dt.clamp(*limits)
+
+
+def _fused(original: Callable[..., Any], mixing: _Mixing, zxbcdt: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Convolution, scan and output projection of Mamba 2 in one; None to have them one by one, as without mamba-ssm."""
+    if is_of_package(original) and mixing.segments.whole:
+        return original(zxbcdt, *args, seq_idx=mixing.rows.seq_idx(zxbcdt.device), **kwargs)
+    return None
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolve,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _scan,
+    _FUSED: _fused,
+}

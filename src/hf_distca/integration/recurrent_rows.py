@@ -1,0 +1,139 @@
+"""The rows of a batch as recurrent layers see them: the segments along which they run, on this rank and from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from hf_distca.agreement.announce import Stated, layout_of
+from hf_distca.agreement.documents import Documents, TokenBatch
+from hf_distca.errors import LayoutError, UnsupportedError
+from hf_distca.kernels.varlen import to_device
+from hf_distca.recurrent.segments import Segments
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.outputs import OutputStore
+from hf_distca.schedule.layout import Layout
+
+if TYPE_CHECKING:
+    from hf_distca.integration.session import Session
+
+__all__ = ["RECURRENT_ROWS", "RecurrentRows", "recurrent_rows", "rows_of"]
+
+RECURRENT_ROWS = "distca_rows"  # the keyword argument
+
+
+class RecurrentRows:
+    """The documents of a batch, and the segments along which its recurrent layers run.
+
+    It is no dataclass: FSDP with mixed precision rebuilds those for every layer.
+
+    Args:
+        documents: of the batch.
+        batch_size, length: its shape in tokens.
+        segments: of its rows, one after another; None if each row is one, and layers run along rows as ever.
+
+    Attributes:
+        reached: names of the functions that have run along segments.
+    """
+
+    __slots__ = ("_stores", "_tensors", "batch_size", "documents", "length", "reached", "segments")
+
+    def __init__(self, documents: Documents, batch_size: int, length: int, segments: Segments | None) -> None:
+        self.documents, self.batch_size, self.length, self.segments = documents, batch_size, length, segments
+        self.reached: set[str] = set()
+        self._tensors: dict[Any, torch.Tensor] = {}
+        self._stores: dict[str, OutputStore] = {}
+
+    def cu_seqlens(self, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+        """(documents + 1,) int64: where documents of these lengths begin, and the end of the last."""
+        return self._on(tuple(lengths), device, lambda: np.cumsum([0, *lengths]))
+
+    def seq_idx(self, device: torch.device) -> torch.Tensor:
+        """(batch, length) int32: the number of each token's segment."""
+        lengths = () if self.segments is None else self.segments.lengths
+        numbers, shape = np.arange(len(lengths), dtype=np.int32), (self.batch_size, self.length)
+        return self._on("seq_idx", device, lambda: np.repeat(numbers, lengths).reshape(shape))
+
+    def store(self, name: str) -> OutputStore:
+        """What the functions of that name received in the layers of this micro-batch."""
+        return self._stores.setdefault(name, OutputStore())
+
+    def _on(self, what: Any, device: torch.device, make: Callable[[], np.ndarray[Any, Any]]) -> torch.Tensor:
+        """A tensor that is made once for a micro-batch and a device."""
+        if (what, device) not in self._tensors:
+            self._tensors[what, device] = to_device(torch.from_numpy(make()), device)
+        return self._tensors[what, device]
+
+
+def recurrent_rows(arguments: Mapping[str, Any]) -> RecurrentRows | None:
+    """What a model has added to the keyword arguments of its layers, if it is one of those here."""
+    rows = arguments.get(RECURRENT_ROWS)
+    return rows if isinstance(rows, RecurrentRows) else None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads documents
+def rows_of(model: PreTrainedModel, given: Mapping[str, Any]) -> RecurrentRows | None:
+    """The rows of a batch. None where a cache is read, and where attention is about to say what is wrong with its documents."""
+    from hf_distca.integration.session import current_session  # it imports handles, which import this
+
+    session = current_session()
+    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    cache, mask = given.get("past_key_values"), given.get("attention_mask")
+    if not isinstance(tokens, torch.Tensor) or isinstance(mask, dict) or (cache is not None and cache.get_seq_length()):
+        return None
+    batch_size, length = tokens.shape[:2]
+    padding = mask[:, :length].bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    try:
+        told = given.get("distca_documents"), given.get("cu_seq_lens_q"), _of_text(given.get("position_ids"))
+        batch = TokenBatch(batch_size, length, *told, padding)
+        documents = batch.documents(span_ranks=session.config.documents_span_ranks, training=model.training)
+        segments = _cut(documents, session, model.training) if documents.spans else _packed(documents, batch_size, length)
+    except (LayoutError, UnsupportedError):
+        return None
+    if segments is not None and cache is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} got past_key_values, and {len(documents.rows)} packed documents in {batch_size} rows: a "
+            "cache does not keep their states apart. Leave past_key_values out."
+        )
+    return RecurrentRows(documents, batch_size, length, segments)
+
+
+def _of_text(positions: torch.Tensor | None) -> torch.Tensor | None:
+    """Of positions on several axes (M-RoPE), those of the text, which are the first of four; none without them."""
+    if positions is None or positions.dim() < 3:
+        return positions
+    return positions[0] if len(positions) == 4 else None
+
+
+def _packed(documents: Documents, batch_size: int, length: int) -> Segments | None:
+    """Documents that are whole, each with the padding after it; None if no row has more than one."""
+    lengths = documents.rows[:, 2]
+    first = np.cumsum(lengths) - lengths
+    if documents.keep is not None:
+        first = documents.keep[first]
+    if not (np.diff(first // length) == 0).any():
+        return None
+    begin = np.union1d(first, np.arange(batch_size) * length)
+    return Segments.packed(np.diff(begin, append=batch_size * length).tolist())
+
+
+def _cut(documents: Documents, session: Session, training: bool) -> Segments:
+    """The segments of this rank of documents that may go on on other ranks. All of them come here together."""
+    group = session.group if training or session.config.balance_evaluation else AttentionGroup()
+    name = f"micro-batch {session.planner.next_number}"
+    return Segments.from_layout(_layout(documents, group, name), group, session.meter, name)
+
+
+def _layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
+    """The segments of all ranks: known to a share, else exchanged."""
+    if documents.dealt is not None:
+        documents.dealt.check_is_for(group)
+        return documents.dealt.whole
+    numbers = group.gather(documents.rows.reshape(-1), doing=f"exchanging documents of {name} for recurrent layers")
+    rows = np.concatenate(numbers).reshape(-1, 3)
+    none = np.zeros(group.size, dtype=np.int64)
+    return layout_of(Stated(none + 1, none, none, np.array([len(column) // 3 for column in numbers]), rows))

@@ -1,0 +1,178 @@
+"""Tiny hybrid models in the Trainer on documents that are cut over ranks, and on one process with each document alone."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from compare import documents, quiet
+from datasets import Dataset, disable_progress_bars
+from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, build, class_of
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+
+import hf_distca
+from hf_distca.integration.session import current_session
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from tiny_runs import COMMON, losses
+
+LENGTHS = (250, 7, 1, 33, 90, 64, 12, 150, 5, 80, 2, 120)
+TOKENS = 192  # of a global batch; some documents are longer than a rank's part on two ranks, and one than all
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how.
+
+    Attributes:
+        checkpointing: whether it is reentrant; None for none.
+        sharded: FSDP2 of transformers in place of DDP.
+    """
+
+    model_type: str
+    ranks: int = 2
+    checkpointing: bool | None = None
+    sharded: bool = False
+    ping_pong: bool = False
+    lora: bool = False
+    evaluation: bool = False
+
+    def __str__(self) -> str:
+        said = ["FSDP2" if self.sharded else "DDP"] + ["LoRA"] * self.lora + ["ping-pong"] * self.ping_pong
+        said += ["evaluated"] * self.evaluation
+        said += [] if self.checkpointing is None else ["reentrant" if self.checkpointing else "checkpointing"]
+        return ", ".join([self.model_type, *said, f"{self.ranks} ranks"])
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a rank saw.
+
+    Attributes:
+        losses: and gradient norms, by steps.
+        weights: in the end.
+        state_exchanges, halves: exchanges of recurrent layers; whether attention layers ran as nano-batches.
+        spanning: documents of all global batches that lay on several ranks.
+    """
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    state_exchanges: int
+    halves: bool
+    spanning: int
+
+
+class OneByOne(Trainer):
+    """Trains on each document of a batch alone."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        sizes = list(inputs["distca_documents"].lengths)
+        parts = (inputs[name].split(sizes, dim=1) for name in ("input_ids", "position_ids", "shift_labels"))
+        total = torch.zeros(())
+        for ids, positions, labels in zip(*parts, strict=True):
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+            total = total + cross_entropy(logits.float(), labels[0], reduction="sum", ignore_index=-100)
+        targets = (inputs["shift_labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return (total / targets, {}) if return_outputs else total / targets
+
+
+def with_long_memory(model: PreTrainedModel) -> PreTrainedModel:
+    """States that last for hundreds of tokens, so that one that is lost, or leaks, is seen."""
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data.uniform_(0.005, 0.05, generator=generator).log_()
+    return model
+
+
+def _model(case: Case, implementation: str, folder: Path) -> PreTrainedModel:
+    model = with_long_memory(build(case.model_type, implementation, torch.float32))
+    if case.sharded:
+        from transformers.distributed import DistributedConfig
+
+        shared = [str(folder)]
+        dist.broadcast_object_list(shared)
+        folder = Path(shared[0])
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder)
+        dist.barrier()
+        config = DistributedConfig(fsdp_size=case.ranks)
+        model = class_of(case.model_type).from_pretrained(
+            folder, attn_implementation=implementation, experts_implementation="eager", distributed_config=config
+        )
+    if case.lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["in_proj", "q_proj", "v_proj"]))
+    return model.train()
+
+
+def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequence[int] = LENGTHS) -> Run:
+    """Train on this rank; every rank of the world must call it."""
+    disable_progress_bars()
+    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 4))
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, ping_pong=case.ping_pong))
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    arguments = {
+        **COMMON,
+        "max_steps": STEPS,
+        "learning_rate": 0.05,
+        "optim": "sgd",  # which does not make large steps of small gradients
+        "gradient_checkpointing": case.checkpointing is not None,
+        "gradient_checkpointing_kwargs": None if case.checkpointing is None else {"use_reentrant": case.checkpointing},
+    }
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        model = _model(case, implementation, Path(folder))
+        kind = OneByOne if implementation == "sdpa" else Trainer
+        rows = Dataset.from_dict({"input_ids": ids})
+        evaluated = {"eval_dataset": rows} if case.evaluation else {}
+        trainer = kind(model, TrainingArguments(output_dir=folder, **arguments), train_dataset=rows, **evaluated)
+        trainer.remove_callback(PrinterCallback)
+        hf_distca.deal(trainer, TOKENS // case.ranks, evaluation=case.evaluation)
+        trainer.train()
+        if case.evaluation:
+            trainer.evaluate()
+        shares, meter = trainer.train_dataset, current_session().meter
+        items = range(0, STEPS * case.ranks, case.ranks)
+        spanning = sum(len(shares[item]["distca_documents"].dealt.whole.spanning) for item in items)
+        weights = {name: _whole(parameter) for name, parameter in trainer.model.named_parameters()}
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.barrier()
+    halves = any(key.nano for key in current_session().planner.recent_keys())
+    return Run(losses(trainer), weights, meter.state_exchanges, halves, spanning)
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    tensor = parameter.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def draw_and_share(rank: int, model_type: str, lengths: Sequence[Sequence[int]]) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss and gradients, both summed over ranks, of documents that this rank has drawn and then dealt with the others."""
+    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 4))
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs))
+    docs = documents(tuple(length for drawn in lengths for length in drawn))
+    first = sum(map(len, lengths[:rank]))
+    drawn = [{"input_ids": doc.tolist()} for doc in docs[first : first + len(lengths[rank])]]
+    (batch,) = hf_distca.share_tokens([hf_distca.PackingCollator()(drawn)])
+    targets = batch.pop("shift_labels")[0]
+    batch.pop("labels")
+    with quiet():
+        model = with_long_memory(build(model_type, "distca", torch.float64))
+        loss = cross_entropy(model(**batch, use_cache=False).logits[0], targets, reduction="sum", ignore_index=-100)
+        loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    for tensor in (total := loss.detach(), *grads.values()):
+        dist.all_reduce(tensor)
+    return float(total), grads, current_session().meter.state_exchanges

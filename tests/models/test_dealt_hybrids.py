@@ -1,0 +1,77 @@
+"""`hf_distca.deal` with hybrid models: documents that are cut over ranks train as whole documents on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from compare import Outcome, alone, difference, documents
+from dealt_hybrids import STEPS, Case, Run, draw_and_share, train, with_long_memory
+from tiny import build
+
+from ranks import RankPool
+
+THREE = ("qwen3_next", "olmo_hybrid", "nemotron_h")
+
+
+def cases() -> list[Case]:
+    found = [Case(name) for name in (*THREE, "kimi_linear", "lfm2")]
+    for name in THREE:
+        found += [Case(name, 3), Case(name, checkpointing=False), Case(name, checkpointing=True), Case(name, ping_pong=True)]
+    for name in ("qwen3_next", "nemotron_h", "bamba"):  # transformers 5.23 loads no OLMo-hybrid with a DistributedConfig
+        found += [Case(name, sharded=True), Case(name, 3, checkpointing=False, sharded=True, ping_pong=True)]
+    found.append(Case("nemotron_h", evaluation=True))
+    found.append(Case("qwen3_5_text", 4, checkpointing=True, ping_pong=True))
+    found.append(Case("nemotron_h", 4, lora=True, checkpointing=False))
+    return found
+
+
+FAST = (Case("qwen3_next", checkpointing=True), Case("nemotron_h", 3, checkpointing=False, sharded=True, ping_pong=True))
+
+
+@cache
+def one_process(model_type: str, lora: bool = False, evaluation: bool = False) -> Run:
+    """Each document alone, under transformers' own attention."""
+    return train(0, Case(model_type, 1, lora=lora, evaluation=evaluation), "sdpa")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in FAST else pytest.mark.slow, id=str(case)) for case in cases()]
+)
+def test_cut_documents_train_as_whole_ones_on_one_process(case: Case, rank_pool: Callable[[int], RankPool]) -> None:
+    want = one_process(case.model_type, case.lora, case.evaluation)
+    ranks: list[Run] = rank_pool(case.ranks)(train, case, timeout=300)
+    assert len(want.losses) == 2 * STEPS + case.evaluation
+    for run in ranks:
+        assert run.losses == pytest.approx(want.losses, rel=1e-4)
+        assert run.spanning
+        assert run.state_exchanges
+        assert run.halves == case.ping_pong
+    for name, weight in want.weights.items():
+        difference = (ranks[0].weights[name] - weight).norm() / weight.norm().clamp_min(1e-3)
+        assert difference < 1e-4, name
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "olmo_hybrid"])
+def test_recomputes_exchange_no_states(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
+    """Two exchanges a recurrent layer, forward and backward, however it is checkpointed; none where no document is cut."""
+    layers = sum("conv1d.weight" in name for name in one_process(model_type).weights)
+    for checkpointing in (None, False, True):
+        for run in rank_pool(2)(train, Case(model_type, checkpointing=checkpointing)):
+            assert run.state_exchanges == 2 * 2 * layers * STEPS
+    for run in rank_pool(2)(train, Case(model_type, checkpointing=False), "distca", (96, 96) * 6):
+        assert not run.spanning
+        assert not run.state_exchanges
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "olmo_hybrid", "lfm2"])
+def test_what_ranks_have_drawn_is_cut_among_them(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
+    lengths = ((150, 3), (20, 9, 1), (2,))
+    model = with_long_memory(build(model_type, "sdpa", torch.float64))
+    want = alone(model, documents(tuple(length for drawn in lengths for length in drawn)))
+    for loss, grads, exchanges in rank_pool(3)(draw_and_share, model_type, lengths):
+        assert exchanges
+        value, what = difference(Outcome(loss, [], grads), Outcome(want.loss, [], {name: want.grads[name] for name in grads}))
+        assert value < 1e-4, f"{what} differs by {value:.1e}"

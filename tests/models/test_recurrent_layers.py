@@ -1,0 +1,410 @@
+"""Recurrent layers of hybrid models along packed documents: in recomputes and evaluation, with packages, beside other models."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from compare import Outcome, alone, difference, documents, finish, forward, packed, quiet
+from dealt_hybrids import with_long_memory
+from tiny import build
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedModel
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+from transformers.models.nemotron_h import modeling_nemotron_h
+from transformers.models.olmo_hybrid import modeling_olmo_hybrid
+from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
+
+import hf_distca
+from checkpointed import checkpoint_layers
+from hf_distca import UnsupportedError
+from hf_distca.agreement.documents import PackedDocuments, TokenBatch
+from hf_distca.integration import recurrent_layers
+from hf_distca.integration.processes import warn_once
+from host_syncs import NoHostSyncs
+
+LENGTHS = (70, 5, 1, 33)
+KINDS = ("olmo_hybrid", "kimi_linear", "nemotron_h", "zamba2", "lfm2")
+CLOSE = 2e-5  # the layers compute in float32
+
+
+def model_of(model_type: str, implementation: str = "distca") -> PreTrainedModel:
+    hf_distca.configure()
+    with quiet():
+        return with_long_memory(build(model_type, implementation, torch.float64))
+
+
+def expected(model_type: str, lengths: tuple[int, ...] = LENGTHS) -> Outcome:
+    return alone(model_of(model_type, "sdpa"), documents(lengths))
+
+
+def check(got: Outcome, want: Outcome) -> None:
+    value, what = difference(got, want)
+    assert value < CLOSE, f"{what} differs by {value:.1e}"
+
+
+def wrap_layers(model: PreTrainedModel) -> None:
+    """As accelerate's FSDP plugin checkpoints."""
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer)
+
+
+def checkpoint_reentrantly(model: PreTrainedModel) -> None:
+    checkpoint_layers(model, use_reentrant=True)
+    model.enable_input_require_grads()
+
+
+CHECKPOINTING: dict[str, Callable[[PreTrainedModel], None]] = {
+    "reentrant": checkpoint_reentrantly,
+    "not reentrant": lambda model: checkpoint_layers(model, use_reentrant=False),
+    "wrapped": wrap_layers,
+}
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_recomputes_begin_documents_where_the_forward_did(model_type: str, checkpointing: str) -> None:
+    model = model_of(model_type)
+    CHECKPOINTING[checkpointing](model)
+    got = packed(model, documents(LENGTHS))
+    grads = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in got.grads.items()}
+    check(Outcome(got.loss, got.logits, grads), expected(model_type))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_micro_batches_in_flight_keep_to_their_own_documents(model_type: str) -> None:
+    model, other = model_of(model_type), (9, 40, 60)
+    checkpoint_layers(model, use_reentrant=False)
+    graphs = []
+    for lengths in (LENGTHS, other):
+        docs = documents(lengths)
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        graphs.append((docs, forward(model, torch.cat(docs)[None], positions)[0].split(list(lengths))))
+    got = [finish(model, docs, list(pieces)) for docs, pieces in graphs]
+    both = model_of(model_type, "sdpa")
+    alone(both, documents(LENGTHS))
+    check(got[1], alone(both, documents(other)))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_rows_with_padding_and_several_documents(model_type: str) -> None:
+    docs = documents((20, 7, 30, 1, 9))
+    pad = torch.full((5,), 40)
+    rows = torch.stack([torch.cat([*docs[:2], pad, pad, pad[:3]]), torch.cat([*docs[2:]])])
+    positions = torch.stack(
+        [torch.cat([torch.arange(20), torch.arange(7), torch.arange(7, 20)]), torch.cat([torch.arange(n) for n in (30, 1, 9)])]
+    )
+    rows, positions = (torch.cat([part, part[:1]]) for part in (rows, positions))
+    mask = torch.ones_like(rows)
+    mask[0, 27:] = 0
+    mask[2] = 0  # padding alone
+    model = model_of(model_type)
+    logits = forward(model, rows, positions, attention_mask=mask)
+    pieces = [*logits[0, :27].split([20, 7]), *logits[1].split([30, 1, 9])]
+    check(finish(model, docs, pieces), alone(model_of(model_type, "sdpa"), docs))
+
+
+def test_rows_of_padding_hide_no_packed_documents() -> None:
+    """As many documents as rows, and two of them in one."""
+    docs = documents((20, 7))
+    row, positions = torch.cat(docs)[None], torch.cat([torch.arange(20), torch.arange(7)])[None]
+    mask = torch.stack([torch.ones(27), torch.zeros(27)]).long()
+    logits = forward(model := model_of("lfm2"), row.repeat(2, 1), positions.repeat(2, 1), attention_mask=mask)
+    check(finish(model, docs, list(logits[0].split([20, 7]))), expected("lfm2", (20, 7)))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_evaluation_fills_no_cache_and_leaks_nothing(model_type: str) -> None:
+    model = model_of(model_type).eval()
+    model.config.use_cache = True
+    docs = documents(LENGTHS)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    with torch.no_grad():
+        logits = model(input_ids=torch.cat(docs)[None], position_ids=positions).logits[0].split(list(LENGTHS))
+        want = [model_of(model_type, "sdpa").eval()(input_ids=doc[None], use_cache=False).logits[0] for doc in docs]
+    for got, one in zip(logits, want, strict=True):
+        torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-5)
+    with pytest.raises(
+        UnsupportedError, match=r"past_key_values, and 4 packed documents in 1 rows: .* Leave past_key_values out"
+    ):
+        model(input_ids=torch.cat(docs)[None], position_ids=positions, past_key_values=DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_generation_goes_on_from_its_cache_as_ever(model_type: str) -> None:
+    ids = torch.stack(documents((12, 12)))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0  # padded on the left
+    written = []
+    for implementation in ("sdpa", "distca"):
+        model = model_of(model_type, implementation).eval()
+        with quiet():
+            written.append(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, use_cache=True))
+    assert torch.equal(*written)
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("lengths", [LENGTHS, (50,)])
+def test_bounds_of_packing_loaders_need_no_packages(model_type: str, lengths: tuple[int, ...]) -> None:
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    docs = documents(lengths)
+    batch = collate([{"input_ids": doc.tolist()} for doc in docs])
+    del batch["labels"]
+    model = model_of(model_type)
+    logits = model(**batch, use_cache=False).logits[0]
+    check(finish(model, docs, list(logits.split(list(lengths)))), expected(model_type, lengths))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_other_attention_beside_it_is_left_alone(model_type: str) -> None:
+    with patch.object(recurrent_layers, "rows_of", side_effect=AssertionError("asked for rows")):
+        leaking = packed(model_of(model_type, "sdpa"), documents(LENGTHS))
+    assert difference(leaking, expected(model_type))[0] > 1e-2
+
+
+def test_positions_of_text_and_images_tell_documents_by_those_of_the_text() -> None:
+    docs = documents(LENGTHS)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    logits = forward(model := model_of("qwen3_5_text"), torch.cat(docs)[None], positions.expand(4, 1, -1))[0]
+    check(finish(model, docs, list(logits.split(list(LENGTHS)))), expected("qwen3_5_text"))
+
+
+@pytest.mark.parametrize("given", ["positions", "lengths"])
+def test_documents_are_read_once_a_micro_batch(given: str) -> None:
+    """Without their lengths on the host, where positions are on a device, the host waits for it once."""
+    model, docs = model_of("nemotron_h"), documents(LENGTHS)
+    batch: dict[str, Any] = {
+        "input_ids": torch.cat(docs)[None],
+        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
+    }
+    if given == "lengths":
+        batch["distca_documents"] = PackedDocuments(LENGTHS)
+    with patch.object(TokenBatch, "_on_host", autospec=True, side_effect=TokenBatch._on_host) as read:
+        model(**batch, use_cache=False)
+    assert read.call_count == (given == "positions")
+
+
+@pytest.mark.parametrize("model_type", ["olmo_hybrid", "bamba", "lfm2"])
+def test_layers_make_the_host_wait_for_nothing(model_type: str) -> None:
+    model, docs = model_of(model_type), documents(LENGTHS)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    mode, layers = NoHostSyncs(), model.model.layers
+    with ExitStack() as forbidden:
+        layers[0].register_forward_pre_hook(lambda *_: forbidden.enter_context(mode) and None)
+        layers[-1].register_forward_hook(lambda *_: forbidden.close())
+        batch = {"position_ids": positions, "distca_documents": PackedDocuments(LENGTHS), "use_cache": False}
+        logits = model(input_ids=torch.cat(docs)[None], **batch).logits
+    with mode:
+        logits.logsumexp(-1).sum().backward()
+
+
+class Package:
+    """Stands for fla, causal-conv1d and mamba-ssm: functions of their names and arguments, which note what they are told."""
+
+    def __init__(self, rule: Any, convolution: Any, scan: Any) -> None:
+        self.told: list[str] = []
+        self.torch = {"rule": rule, "convolution": convolution, "scan": scan}
+
+    def chunk_gated_delta_rule(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        g: Any,
+        beta: Any,
+        scale: Any = None,
+        initial_state: Any = None,
+        output_final_state: Any = False,
+        use_qk_l2norm_in_kernel: Any = False,
+        cu_seqlens: Any = None,
+    ) -> Any:
+        assert q.shape[0] == 1
+        assert cu_seqlens.dtype == torch.int64
+        self.told.append("rule from states" if initial_state is not None else "rule")
+        out, last = [], []
+        bounds = cu_seqlens.tolist()
+        for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            one, state = self.torch["rule"](
+                *(states[:, begin:end] for states in (q, k, v, g, beta)),
+                initial_state=None if initial_state is None else initial_state[number : number + 1],
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            )
+            out.append(one)
+            last.append(state)
+        return torch.cat(out, 1), torch.cat(last) if output_final_state else None
+
+    def causal_conv1d_fn(self, x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, activation: Any = None) -> Any:
+        if seq_idx is None:
+            self.told.append("convolution")
+            return self.torch["convolution"](x, weight, bias, activation)
+        assert x.stride(1) == 1, "the package takes seq_idx where channels are last"
+        self.told.append("convolution of seq_idx")
+        return torch.cat([self.torch["convolution"](part, weight, bias, activation) for part in _parts(x, seq_idx, 2)], 2)
+
+    def mamba_chunk_scan_combined(
+        self,
+        x: Any,
+        dt: Any,
+        A: Any,  # noqa: N803
+        B: Any,  # noqa: N803
+        C: Any,  # noqa: N803
+        chunk_size: int,
+        D: Any = None,  # noqa: N803
+        z: Any = None,
+        dt_bias: Any = None,
+        initial_states: Any = None,
+        seq_idx: Any = None,
+        dt_softplus: bool = False,
+        dt_limit: Any = (0.0, float("inf")),
+        return_final_states: bool = False,
+    ) -> Any:
+        assert z is initial_states is None
+        more = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+        scan = self.torch["scan"]
+        if seq_idx is None:
+            self.told.append("scan")
+            return scan(x, dt, A, B, C, chunk_size, return_final_states=return_final_states, **more)
+        self.told.append("scan of seq_idx")
+        parts = zip(*(_parts(states, seq_idx, 1) for states in (x, dt, B, C)), strict=True)
+        return torch.cat([scan(*part[:2], A, *part[2:], chunk_size, **more) for part in parts], 1)
+
+    def mamba_split_conv1d_scan_combined(self, *args: Any, seq_idx: Any = None, **_: Any) -> None:
+        self.told.append(f"both of {seq_idx.dtype}")  # None: the layer does one after the other
+
+
+def _parts(states: torch.Tensor, seq_idx: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    assert seq_idx.dtype == torch.int32
+    sizes = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
+    return list(states.split(sizes, dim))
+
+
+@contextmanager
+def package_in(module: ModuleType) -> Iterator[Package]:
+    """A modeling module as transformers makes it where the packages are installed."""
+    before = {name: getattr(module, name, None) for name in recurrent_layers._FUNCTIONS if hasattr(module, name)}
+    torch_functions = {name: function.__wrapped__.__wrapped__ for name, function in before.items()}
+    package = Package(
+        *(torch_functions.get(n) for n in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn", "mamba2_chunk_scan"))
+    )
+    names = {
+        "torch_chunk_gated_delta_rule": "chunk_gated_delta_rule",
+        "mamba2_chunk_scan": "mamba_chunk_scan_combined",
+        "mamba2_split_conv1d_scan_combined": "mamba_split_conv1d_scan_combined",
+    }
+    with patch.dict(sys.modules, {"fake_package": package}):  # type: ignore[dict-item]
+        for name, function in torch_functions.items():
+            decorated = use_kernel_func_from_hub_with_fallback(names.get(name, name), "fake_package")(function)
+            setattr(module, name, recurrent_layers._along_segments(decorated, name))
+    try:
+        yield package
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
+
+
+PACKAGES = {
+    "olmo_hybrid": (modeling_olmo_hybrid, {"rule", "convolution of seq_idx"}, {"rule", "rule from states", "convolution"}),
+    "nemotron_h": (
+        modeling_nemotron_h,
+        {"both of torch.int32", "convolution of seq_idx", "scan of seq_idx"},
+        {"convolution", "scan"},
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", PACKAGES)
+def test_packages_are_told_where_documents_begin(model_type: str) -> None:
+    module, told, _ = PACKAGES[model_type]
+    with package_in(module) as package:
+        got = packed(model_of(model_type), documents(LENGTHS))
+    assert set(package.told) == told
+    check(got, expected(model_type))
+
+
+@pytest.mark.parametrize("model_type", PACKAGES)
+def test_packages_run_cut_documents(model_type: str) -> None:
+    """The first document in three pieces, with others between them, on this process alone."""
+    module, _, told = PACKAGES[model_type]
+    with package_in(module) as package:
+        got = in_pieces(model_of(model_type))
+    assert set(package.told) == told
+    check(got, expected(model_type))
+
+
+PIECES = ((0, 0, 30), (1, 0, 5), (0, 30, 31), (2, 0, 1), (0, 31, 70), (3, 0, 33))
+
+
+def in_pieces(model: PreTrainedModel) -> Outcome:
+    docs = documents(LENGTHS)
+    numbers, starts, ends = zip(*PIECES, strict=True)
+    sizes = [end - start for start, end in zip(starts, ends, strict=True)]
+    row = torch.cat([docs[number][start:end] for number, start, end in PIECES])[None]
+    positions = torch.cat([torch.arange(start, end) for _, start, end in PIECES])[None]
+    logits = forward(model, row, positions, distca_documents=PackedDocuments(sizes, starts, numbers))[0].split(sizes)
+    whole = [torch.cat([piece for piece, part in zip(logits, PIECES, strict=True) if part[0] == n]) for n in range(len(docs))]
+    return finish(model, docs, whole)
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_pieces_of_a_document_on_one_process(model_type: str) -> None:
+    check(in_pieces(model_of(model_type)), expected(model_type))
+
+
+# A model of another version, or with code of its own: it is not told of documents, or does not hand on what it is told.
+@pytest.mark.parametrize(("where", "name"), [(recurrent_layers, "rows_of"), (OlmoHybridGatedDeltaNet, "forward")])
+def test_a_model_with_layers_of_its_own_is_warned_of_and_refused(where: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    model, forward = model_of("olmo_hybrid"), OlmoHybridGatedDeltaNet.forward
+
+    def forgetful(self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **_: Any) -> Any:
+        return forward(self, hidden_states, attention_mask=attention_mask)
+
+    with (
+        patch.object(where, name, forgetful if name == "forward" else lambda *_: None),
+        caplog.at_level(logging.WARNING, "hf_distca"),
+    ):
+        packed(model, documents(LENGTHS))
+        with pytest.raises(UnsupportedError, match="olmo_hybrid models need whole ones: their other layers carry state"):
+            in_pieces(model)
+    said = [record.getMessage() for record in caplog.records if "this batch has packed documents" in record.getMessage()]
+    assert len(said) == 1
+    assert "Upgrade transformers" in said[0]
+
+
+def test_modules_of_other_versions_are_left_as_they_are() -> None:
+    """Before 5.16, mixers take functions from attributes of their own."""
+    module = ModuleType("transformers.models.lfm2.modeling_lfm2")
+
+    class Mixer(torch.nn.Module):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return self.causal_conv1d_fn(states)  # type: ignore[no-any-return, operator]
+
+    def causal_conv1d_fn(states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    Mixer.__module__ = module.__name__
+    vars(module).update(Lfm2ShortConv=Mixer, Lfm2Model=type("Lfm2Model", (), {}), causal_conv1d_fn=causal_conv1d_fn)
+    with patch.dict(sys.modules, {module.__name__: module}):
+        recurrent_layers._replace("lfm2", lambda _: True)
+    assert module.causal_conv1d_fn is causal_conv1d_fn
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("model_type", ["olmo_hybrid", "bamba"])
+def test_compiled(model_type: str) -> None:
+    model = model_of(model_type)
+    torch._dynamo.reset()
+    model.model.compile(backend="eager")
+    for lengths in (LENGTHS, (60, 49)):
+        model.zero_grad()
+        check(packed(model, documents(lengths)), expected(model_type, lengths))
