@@ -24,7 +24,6 @@ from tiny_runs import COMMON, losses
 
 LENGTHS = (250, 7, 1, 33, 90, 64, 12, 150, 5, 80, 2, 120)
 TOKENS = 192  # of a global batch; some documents are longer than a rank's part on two ranks, and one than all
-STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class Case:
     Attributes:
         checkpointing: whether it is reentrant; None for none.
         sharded: FSDP2 of transformers in place of DDP.
+        steps: of the optimizer.
     """
 
     model_type: str
@@ -43,12 +43,13 @@ class Case:
     ping_pong: bool = False
     lora: bool = False
     evaluation: bool = False
+    steps: int = 3
 
     def __str__(self) -> str:
         said = ["FSDP2" if self.sharded else "DDP"] + ["LoRA"] * self.lora + ["ping-pong"] * self.ping_pong
         said += ["evaluated"] * self.evaluation
         said += [] if self.checkpointing is None else ["reentrant" if self.checkpointing else "checkpointing"]
-        return ", ".join([self.model_type, *said, f"{self.ranks} ranks"])
+        return ", ".join([self.model_type, *said, f"{self.ranks} ranks", f"{self.steps} steps"])
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Run:
         weights: in the end.
         state_exchanges, halves: exchanges of recurrent layers; whether attention layers ran as nano-batches.
         spanning: documents of all global batches that lay on several ranks.
+        states_mb: megabytes of states that this rank logged, of all micro-batches.
     """
 
     losses: list[float]
@@ -67,6 +69,7 @@ class Run:
     state_exchanges: int
     halves: bool
     spanning: int
+    states_mb: float
 
 
 class OneByOne(Trainer):
@@ -126,7 +129,7 @@ def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequen
     ids = [torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
     arguments = {
         **COMMON,
-        "max_steps": STEPS,
+        "max_steps": case.steps,
         "learning_rate": 0.05,
         "optim": "sgd",  # which does not make large steps of small gradients
         "gradient_checkpointing": case.checkpointing is not None,
@@ -144,13 +147,15 @@ def train(rank: int, case: Case, implementation: str = "distca", lengths: Sequen
         if case.evaluation:
             trainer.evaluate()
         shares, meter = trainer.train_dataset, current_session().meter
-        items = range(0, STEPS * case.ranks, case.ranks)
+        items = range(0, min(case.steps * case.ranks, len(shares)), case.ranks)
         spanning = sum(len(shares[item]["distca_documents"].dealt.whole.spanning) for item in items)
         weights = {name: _whole(parameter) for name, parameter in trainer.model.named_parameters()}
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
-    halves = any(key.nano for key in current_session().planner.recent_keys())
-    return Run(losses(trainer), weights, meter.state_exchanges, halves, spanning)
+    halves = any(key.nano for key in current_session().planner.progress.recent_keys())
+    logged = (row for row in trainer.state.log_history if "loss" in row)
+    states_mb = sum(row.get("distca/states_mb", 0.0) * row.get("distca/micro_batches", 0) for row in logged)
+    return Run(losses(trainer), weights, meter.state_exchanges, halves, spanning, states_mb)
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from compare import Outcome, alone, difference, documents
-from dealt_hybrids import STEPS, Case, Run, draw_and_share, train, with_long_memory
+from dealt_hybrids import Case, Run, draw_and_share, train, with_long_memory
 from tiny import build
 
 from ranks import RankPool
@@ -22,6 +22,9 @@ def cases() -> list[Case]:
         found += [Case(name, 3), Case(name, checkpointing=False), Case(name, checkpointing=True), Case(name, ping_pong=True)]
     for name in ("qwen3_next", "nemotron_h", "bamba"):  # transformers 5.23 loads no OLMo-hybrid with a DistributedConfig
         found += [Case(name, sharded=True), Case(name, 3, checkpointing=False, sharded=True, ping_pong=True)]
+    for name in ("qwen3_5_text", "nemotron_h"):
+        found += [Case(name, ranks, steps=10) for ranks in (1, 2, 3, 4)]
+    found += [Case("qwen3_5_text", sharded=True), Case("qwen3_5_text", lora=True, checkpointing=False)]
     found.append(Case("nemotron_h", evaluation=True))
     found.append(Case("qwen3_5_text", 4, checkpointing=True, ping_pong=True))
     found.append(Case("nemotron_h", 4, lora=True, checkpointing=False))
@@ -32,22 +35,22 @@ FAST = (Case("qwen3_next", checkpointing=True), Case("nemotron_h", 3, checkpoint
 
 
 @cache
-def one_process(model_type: str, lora: bool = False, evaluation: bool = False) -> Run:
+def one_process(model_type: str, lora: bool = False, evaluation: bool = False, steps: int = 3) -> Run:
     """Each document alone, under transformers' own attention."""
-    return train(0, Case(model_type, 1, lora=lora, evaluation=evaluation), "sdpa")
+    return train(0, Case(model_type, 1, lora=lora, evaluation=evaluation, steps=steps), "sdpa")
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in FAST else pytest.mark.slow, id=str(case)) for case in cases()]
 )
 def test_cut_documents_train_as_whole_ones_on_one_process(case: Case, rank_pool: Callable[[int], RankPool]) -> None:
-    want = one_process(case.model_type, case.lora, case.evaluation)
+    want = one_process(case.model_type, case.lora, case.evaluation, case.steps)
     ranks: list[Run] = rank_pool(case.ranks)(train, case, timeout=300)
-    assert len(want.losses) == 2 * STEPS + case.evaluation
+    assert len(want.losses) == 2 * case.steps + case.evaluation
     for run in ranks:
         assert run.losses == pytest.approx(want.losses, rel=1e-4)
-        assert run.spanning
-        assert run.state_exchanges
+        cut = bool(run.spanning), bool(run.state_exchanges), run.states_mb > 0
+        assert cut == (case.ranks > 1,) * 3
         assert run.halves == case.ping_pong
     for name, weight in want.weights.items():
         difference = (ranks[0].weights[name] - weight).norm() / weight.norm().clamp_min(1e-3)
@@ -60,7 +63,7 @@ def test_recomputes_exchange_no_states(model_type: str, rank_pool: Callable[[int
     layers = sum("conv1d.weight" in name for name in one_process(model_type).weights)
     for checkpointing in (None, False, True):
         for run in rank_pool(2)(train, Case(model_type, checkpointing=checkpointing)):
-            assert run.state_exchanges == 2 * 2 * layers * STEPS
+            assert run.state_exchanges == 2 * 2 * layers * Case.steps
     for run in rank_pool(2)(train, Case(model_type, checkpointing=False), "distca", (96, 96) * 6):
         assert not run.spanning
         assert not run.state_exchanges

@@ -29,12 +29,14 @@ class Metrics:
             those of finished kernels: synchronise first for an exact figure.
         elapsed_seconds: that have passed.
         since: when they began, by `time.perf_counter`.
+        state_bytes: that this rank sent to others for recurrent layers, forward and backward.
     """
 
     balance: Tally = field(default_factory=Tally)
     attention_seconds: float = 0.0
     elapsed_seconds: float = 0.0
     since: float = 0.0
+    state_bytes: int = 0
 
     def __sub__(self, earlier: Metrics) -> Metrics:
         if earlier.since != self.since:
@@ -44,19 +46,23 @@ class Metrics:
             self.attention_seconds - earlier.attention_seconds,
             self.elapsed_seconds - earlier.elapsed_seconds,
             self.since,
+            self.state_bytes - earlier.state_bytes,
         )
 
     def figures(self) -> dict[str, float]:
         """The figures that `DistCACallback` logs; those without data are left out."""
-        return self.balance.figures()
+        figures = self.balance.figures()
+        if self.state_bytes and self.balance.micro_batches:
+            figures["distca/states_mb"] = self.state_bytes / self.balance.micro_batches / 1e6
+        return figures
 
 
 def metrics(*, gather: bool = False) -> Metrics:
     """What was planned and measured since `configure`, as sums that reading does not change.
 
     For logs of your own: ``before = metrics()``, and later ``(metrics(gather=True) - before).figures()``. All ranks see the same
-    figures, but for ``distca/planning_ms`` and ``distca/server_time_share``, which are of this rank. With one rank or another
-    attention implementation there are none.
+    figures, but for ``distca/planning_ms``, ``distca/server_time_share`` and ``distca/states_mb``, which are of this rank. With
+    one rank or another attention implementation there are none.
 
     Args:
         gather: let ranks tell each other first what they measured, so that all micro-batches up to here are in the sums. This
@@ -70,8 +76,8 @@ def metrics(*, gather: bool = False) -> Metrics:
     session = current_session()
     if gather:
         session.gather()
-    since = session.started
-    return Metrics(session.planner.history.total, session.meter.seconds, time.perf_counter() - since, since)
+    since, meter = session.started, session.meter
+    return Metrics(session.planner.history.total, meter.seconds, time.perf_counter() - since, since, meter.state_bytes)
 
 
 def summary(done: Tally, session: Session) -> str | None:
