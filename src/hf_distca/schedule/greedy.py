@@ -133,7 +133,13 @@ class Greedy:
         while True:
             pieces = before._replace(start=before.start.copy(), end=movable.copy())
             loads = Loads(
-                seconds.copy(), np.array(speeds), np.array(levels), np.array(levels), float(surplus), work, ranks.per_node or 0
+                seconds.copy(),
+                np.array(speeds),
+                np.array(levels),
+                np.array(levels),
+                float(surplus),
+                work,
+                ranks.per_node or world_size,
             )
             ledger = _ledger(self.layout, segment, before, room)
             count = make_moves(pieces, prices, loads, ledger, order)
