@@ -12,7 +12,7 @@ relay.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,9 +54,11 @@ def _among(values: IntArray, ordered: IntArray) -> npt.NDArray[np.bool_]:
     return np.asarray(ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values)
 
 
-def _only(rows: KeyTransfers, which: npt.NDArray[Any] | slice) -> KeyTransfers:
+def _only(rows: KeyTransfers, which: npt.NDArray[np.bool_]) -> KeyTransfers:
     """Some of the rows."""
-    return KeyTransfers(*(column[which] for column in rows))
+    # Five times faster than five masks.
+    index = np.flatnonzero(which)
+    return KeyTransfers(*(column[index] for column in rows))
 
 
 def _joined(rows: list[KeyTransfers]) -> KeyTransfers:
