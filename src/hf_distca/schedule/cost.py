@@ -277,7 +277,7 @@ class CostModel:
         """Backward seconds of each task."""
         return self._seconds(self.direction_rates[1], rows, keys, heads)
 
-    def _seconds(self, rates: Rates, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike) -> FloatArray:
+    def _seconds(self, rates: UnitSeconds, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike) -> FloatArray:
         # Not a matrix product: BLAS rounds differently from one processor to the next, and plans are decided by these seconds.
         moved, flops = self._work(rows, keys, heads)
         return np.asarray(rates.task + moved * rates.byte + flops * rates.flop, dtype=np.float64)
@@ -287,21 +287,21 @@ class CostModel:
         return np.asarray(self.counts(rows, keys, heads) * np.array(self.rates))
 
     @property
-    def direction_rates(self) -> tuple[Rates, Rates]:
+    def direction_rates(self) -> tuple[UnitSeconds, UnitSeconds]:
         """The rates of forward and of backward, for each byte and flop of forward.
 
         Backward moves twice the bytes, and computes 2.5 times the flops (arXiv 2307.08691, section 4.1).
         """
         forward, backward = self.forward, self.backward
         return (
-            Rates(forward.task_seconds, 1 / forward.bytes_per_second, 1 / forward.flops_per_second),
-            Rates(backward.task_seconds, 2 / backward.bytes_per_second, 2.5 / backward.flops_per_second),
+            UnitSeconds(forward.task_seconds, 1 / forward.bytes_per_second, 1 / forward.flops_per_second),
+            UnitSeconds(backward.task_seconds, 2 / backward.bytes_per_second, 2.5 / backward.flops_per_second),
         )
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> UnitSeconds:
         """The rates of both directions together."""
-        return Rates(*(sum(pair) for pair in zip(*self.direction_rates, strict=True)))
+        return UnitSeconds(*(sum(pair) for pair in zip(*self.direction_rates, strict=True)))
 
     def transfer_seconds(self, query_tokens: npt.ArrayLike, key_tokens: npt.ArrayLike) -> FloatArray:
         """Seconds on the wire of moved tokens, forward and backward together, without the fixed part."""
@@ -309,7 +309,7 @@ class CostModel:
         return np.asarray(moved / self.exchange_bytes_per_second, dtype=np.float64)
 
 
-class Rates(NamedTuple):
+class UnitSeconds(NamedTuple):
     """Seconds of a task, of a byte and of a flop."""
 
     task: float

@@ -236,7 +236,6 @@ def tail_start(price: Price, heads: float, start: int, end: int, want: float, mo
     low, high = start // tile + 1, (end - 1) // tile  # of the tiles that may begin it, the first that takes no more than `want`
     if low > high:
         return start
-    last = high
     while low < high:
         middle = (low + high) // 2
         if slice_seconds(price, heads, middle * tile, end) > want:
@@ -247,8 +246,6 @@ def tail_start(price: Price, heads: float, start: int, end: int, want: float, mo
     more = slice_seconds(price, heads, before, end)
     if more <= most and more - want < want - slice_seconds(price, heads, low * tile, end):
         return before
-    while low < last and slice_seconds(price, heads, low * tile, end) > most:
-        low += 1
     return low * tile
 
 

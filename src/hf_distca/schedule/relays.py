@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.schedule.cost import FloatArray
-from hf_distca.schedule.layout import IntArray, KeyTransfers, Layout
+from hf_distca.schedule.layout import IntArray, KeyTransfers, Layout, expanded
 from hf_distca.schedule.plan import Relays
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ def _cut(rows: KeyTransfers, relays: Relays) -> tuple[KeyTransfers, IntArray]:
     base = np.searchsorted(documents, rows.document) * width
     first = np.searchsorted(of_run + relays.end, base + rows.start, side="right")
     count = np.maximum(np.searchsorted(of_run + relays.start, base + rows.end) - first, 0)
-    row = np.repeat(np.arange(len(base)), count)
-    run = np.arange(len(row)) + np.repeat(first - (np.cumsum(count) - count), count)
+    row, run = expanded(first, first + count)
     cut = KeyTransfers(*(column[row] for column in rows))
     cut = cut._replace(start=np.maximum(cut.start, relays.start[run]), end=np.minimum(cut.end, relays.end[run]))
     rest = _without_relay(rows, relays)
@@ -84,12 +83,8 @@ def _cut(rows: KeyTransfers, relays: Relays) -> tuple[KeyTransfers, IntArray]:
 def _without_relay(rows: KeyTransfers, relays: Relays) -> KeyTransfers:
     """The part of each row behind the last run of its document."""
     last = np.flatnonzero(np.concatenate([relays.document[1:] != relays.document[:-1], [True]]))
-    return _clipped(rows, relays.end[last][np.searchsorted(relays.document[last], rows.document)], rows.end)
-
-
-def _clipped(rows: KeyTransfers, start: IntArray, end: IntArray) -> KeyTransfers:
-    start, end = np.maximum(rows.start, start), np.minimum(rows.end, end)
-    return _only(rows._replace(start=start, end=end), start < end)
+    start = np.maximum(rows.start, relays.end[last][np.searchsorted(relays.document[last], rows.document)])
+    return _only(rows._replace(start=start), start < rows.end)
 
 
 def relieve(load: PlanLoad, least: float = 0.0) -> PlanLoad:
