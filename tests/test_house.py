@@ -36,8 +36,8 @@ BOUNDS = {
     "plugins": Bounds(files=2, lines=92, longest_file=91, longest_function=28, parameters=2, pronouns=0),
     "run_report": Bounds(files=5, lines=807, longest_file=246, longest_function=27, parameters=4, pronouns=0),
     "runtime": Bounds(files=14, lines=2371, longest_file=338, longest_function=43, parameters=5, pronouns=0),
-    "schedule": Bounds(files=18, lines=4153, longest_file=400, longest_function=59, parameters=7, pronouns=0),
-    "simulate": Bounds(files=15, lines=2143, longest_file=215, longest_function=41, parameters=6, pronouns=0),
+    "schedule": Bounds(files=18, lines=4171, longest_file=425, longest_function=59, parameters=7, pronouns=0),
+    "simulate": Bounds(files=15, lines=2149, longest_file=215, longest_function=41, parameters=6, pronouns=0),
     "top": Bounds(files=7, lines=1033, longest_file=263, longest_function=30, parameters=5, pronouns=0),
 }
 # Names that may still occur more than once. Of each other name there is one.

@@ -159,7 +159,7 @@ def test_balance_off_stays() -> None:
 
 
 def load_of(layout: Layout, min_gain: float) -> PlanLoad:
-    return PlanLoad(balance(layout, PAIRS, DistCAConfig(min_gain=min_gain, tile=16)), PAIRS)
+    return PlanLoad(balance(layout, PAIRS, DistCAConfig(min_gain=min_gain)), PAIRS)
 
 
 def test_min_gain() -> None:

@@ -267,54 +267,34 @@ class CostModel:
 
     def seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Forward plus backward seconds of each task."""
-        return self._seconds(self.rates, rows, keys, heads)
+        moved, flops = self._work(rows, keys, heads)
+        return _apply(self.forward, moved, flops) + _apply(self.backward, 2.0 * moved, 2.5 * flops)
 
     def forward_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Forward seconds of each task."""
-        return self._seconds(self.direction_rates[0], rows, keys, heads)
+        return _apply(self.forward, *self._work(rows, keys, heads))
 
     def backward_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-        """Backward seconds of each task."""
-        return self._seconds(self.direction_rates[1], rows, keys, heads)
-
-    def _seconds(self, rates: UnitSeconds, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike) -> FloatArray:
-        # Not a matrix product: BLAS rounds differently from one processor to the next, and plans are decided by these seconds.
+        """Backward seconds of each task: 2.5 times the flops and about twice the bytes of forward."""
         moved, flops = self._work(rows, keys, heads)
-        return np.asarray(rates.task + moved * rates.byte + flops * rates.flop, dtype=np.float64)
+        return _apply(self.backward, 2.0 * moved, 2.5 * flops)
 
     def parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """The three parts that add up to `seconds`: of the task, of bytes and of flops, shape (tasks, 3)."""
         return np.asarray(self.counts(rows, keys, heads) * np.array(self.rates))
 
     @property
-    def direction_rates(self) -> tuple[UnitSeconds, UnitSeconds]:
-        """The rates of forward and of backward, for each byte and flop of forward.
-
-        Backward moves twice the bytes, and computes 2.5 times the flops (arXiv 2307.08691, section 4.1).
-        """
+    def rates(self) -> tuple[float, float, float]:
+        """Seconds of a task, of a byte and of a flop; backward has twice the bytes and 2.5 times the flops of forward."""
         forward, backward = self.forward, self.backward
-        return (
-            UnitSeconds(forward.task_seconds, 1 / forward.bytes_per_second, 1 / forward.flops_per_second),
-            UnitSeconds(backward.task_seconds, 2 / backward.bytes_per_second, 2.5 / backward.flops_per_second),
-        )
-
-    @property
-    def rates(self) -> UnitSeconds:
-        """The rates of both directions together."""
-        return UnitSeconds(*(sum(pair) for pair in zip(*self.direction_rates, strict=True)))
+        byte = 1 / forward.bytes_per_second + 2.0 / backward.bytes_per_second
+        flop = 1 / forward.flops_per_second + 2.5 / backward.flops_per_second
+        return forward.task_seconds + backward.task_seconds, byte, flop
 
     def transfer_seconds(self, query_tokens: npt.ArrayLike, key_tokens: npt.ArrayLike) -> FloatArray:
         """Seconds on the wire of moved tokens, forward and backward together, without the fixed part."""
         moved = np.asarray(query_tokens) * self.shape.moved_query_bytes + np.asarray(key_tokens) * self.shape.moved_key_bytes
         return np.asarray(moved / self.exchange_bytes_per_second, dtype=np.float64)
-
-
-class UnitSeconds(NamedTuple):
-    """Seconds of a task, of a byte and of a flop."""
-
-    task: float
-    byte: float
-    flop: float
 
 
 class Price(NamedTuple):
@@ -378,3 +358,9 @@ def rank_seconds(layout: Layout, cost: CostModel) -> FloatArray:
     seconds = cost.seconds(layout.length, layout.end)
     # bincount of nothing counts in integers, whatever the weights are.
     return np.bincount(layout.rank, weights=seconds, minlength=layout.world_size).astype(np.float64)
+
+
+def _apply(kernel: KernelCost, moved: FloatArray, flops: FloatArray) -> FloatArray:
+    # Not a matrix product: BLAS rounds differently from one processor to the next, and plans are decided by these seconds.
+    seconds = kernel.task_seconds + moved * (1 / kernel.bytes_per_second) + flops * (1 / kernel.flops_per_second)
+    return np.asarray(seconds, dtype=np.float64)

@@ -130,7 +130,7 @@ class Greedy:
         movable = np.minimum(before.end, np.where(before.heads < 1, *self.bound.last_ends(prices.served, self.heads.groups)))
         order, room = np.argsort(-seconds, kind="stable"), 16 * world_size + 64
         while True:
-            pieces = before._replace(end=movable.copy())
+            pieces = before._replace(start=before.start.copy(), end=movable.copy())
             level = np.array(levels)
             loads = Loads(seconds.copy(), speeds, level, level.copy(), surplus, work, ranks.per_node or world_size)
             ledger = _ledger(self.layout, segment, before, room)

@@ -3,10 +3,11 @@
 Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest rank gives first, until it is at its level. A
 move is steps 4.1 to 4.3 of docs/scheduler.md:
 
-1. Choose a server: the emptiest rank, one that the surplus fills just so, or one of the same node with half as much room.
-2. For every piece that the rank still computes, find the tail, rows [x, end), that takes about what the server lacks.
-3. Move the tail that exchanges the fewest bytes per second moved. Keys that a server needs anyway, for its own rows of the
-   document or for a tail that it got before, cost nothing; so servers that have such keys are looked at too.
+1. Choose a server: the emptiest, one that the surplus fills just so, or one of the same node with half as much room.
+2. For every piece that the rank still computes, find the tail, rows [x, end), that takes about what the server wants; or the
+   head, where no tail fits.
+3. Move the slice that exchanges the fewest bytes per second moved. Keys that a server needs anyway, for its own rows of the
+   document or for a slice that it got before, cost nothing; so servers that have such keys are looked at too.
 
 Moving adds work, because a server reads keys that the home reads too: the levels of all ranks rise with it.
 
@@ -56,11 +57,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 FLOOR, LOW, MEAN, HIGH, CAP = range(5)
 # Columns of `Ledger.moves`: a piece, rows [start, end) of its document, and the server that gets them.
 PIECE, START, END, SERVER = range(4)
+# Columns of `Ledger.holders`: a rank that needs the first keys of a document anyway, how many, and the row of the holder before.
+RANK, KEYS, BEFORE = range(3)
 # Pieces of a rank that are looked at for a move, once one of them can be moved. The first are those deepest in their documents,
 # which exchange the fewest bytes for a second of work.
 _LOOKED_AT = 64
-# Columns of `Ledger.holders`: a rank that needs the first keys of a document anyway, how many, and the row of the holder before.
-RANK, KEYS, BEFORE = range(3)
 # Holders of a document's keys that are looked at for each of its pieces.
 _HOLDERS = 8
 # What they have to lack at least, as a part of what the server that was asked should get.
@@ -72,7 +73,7 @@ class QueryPieces(NamedTuple):
 
     Attributes:
         number: of the document or head group, from 0.
-        start, end: rows of the document. Moves take them from the end.
+        start, end: rows of the document. Moves take them from the end, or from the start.
         heads: part of the heads.
         offsets: ``ranks + 1`` numbers; the pieces of rank r are rows ``offsets[r]`` to ``offsets[r + 1]``.
     """
@@ -130,25 +131,28 @@ class _Wish(NamedTuple):
     Attributes:
         surplus, over: what the source wants to shed, and may shed at most.
         lack, room: what the server should get, and may get at most.
+        least: what a head has to take. It can be as small as anyone likes, and so can what servers lack.
     """
 
     surplus: float
     over: float
     lack: float
     room: float
+    least: float
 
 
-class _Tail(NamedTuple):
-    """Where a tail begins, the seconds that its home sheds and its server gets, and bytes exchanged per second shed."""
+class _Slice(NamedTuple):
+    """Rows [start, end) of a piece, the seconds that its home sheds and its server gets, and bytes exchanged per second shed."""
 
     start: int
+    end: int
     shed: float
     added: float
     ratio: float
 
 
 class _Move(NamedTuple):
-    """A piece, the server that gets a tail of it, and how many first keys of the document the server needs then."""
+    """A piece, the server that gets a slice of it, and how many first keys of the document the server needs then."""
 
     piece: int
     server: int
@@ -250,38 +254,44 @@ def tail_start(price: Price, heads: float, start: int, end: int, want: float, mo
 
 
 @_inner
-def _emptiest(loads: Loads, source: int, per_node: int, surplus: float) -> int:
-    """The emptiest rank of the node of the source; if it lacks more than the surplus, rather one that this fills just so."""
+def _emptiest(loads: Loads, source: int, per_node: int, surplus: float, most: float) -> int:
+    """In the node of the source the emptiest rank below `most` seconds, or one that the surplus fills just so; -1 if none is."""
     work, speed, level = loads.seconds, loads.speed, loads.levels
     first = source // per_node * per_node
-    emptiest, fits = first, -1
+    emptiest, fits = -1, -1
     for rank in range(first, first + per_node):
-        if work[rank] < work[emptiest]:
-            emptiest = rank
-        fitting = work[rank] < level[MEAN] and level[FLOOR] <= work[rank] + surplus / speed[rank] <= level[CAP]
-        if fitting and (fits < 0 or work[rank] < work[fits]):
-            fits = rank
-    return fits if fits >= 0 and (level[LOW] - work[emptiest]) * speed[emptiest] > surplus else emptiest
+        if work[rank] < most:
+            if emptiest < 0 or work[rank] < work[emptiest]:
+                emptiest = rank
+            after = work[rank] + surplus / speed[rank]
+            if level[FLOOR] <= after <= level[CAP] and (fits < 0 or work[rank] < work[fits]):
+                fits = rank
+    if fits >= 0 and (level[LOW] - work[emptiest]) * speed[emptiest] > surplus:
+        return fits
+    return emptiest
 
 
 @_inner
 def _server_for(loads: Loads, source: int, surplus: float) -> int:
-    """The emptiest rank, or one that the surplus fills just so; or such a one in the node of the source.
+    """The emptiest rank below the mean, or one that the surplus fills just so; -1 if there is none.
 
-    That has to be below the floor, and to have room for half as much.
+    A server in the node of the source is as good if it is below the floor, and has room for half as much.
     """
-    work, speed, level, per_node = loads.seconds, loads.speed, loads.levels, loads.per_node
-    emptiest = _emptiest(loads, source, len(work), surplus)
-    if per_node == len(work):
+    work, speed, level = loads.seconds, loads.speed, loads.levels
+    emptiest = _emptiest(loads, source, len(work), surplus, level[MEAN])
+    if emptiest < 0 or loads.per_node == len(work):
         return emptiest
-    near = _emptiest(loads, source, per_node, surplus)
+    near = _emptiest(loads, source, loads.per_node, surplus, level[FLOOR])
     wanted = min(surplus, (level[LOW] - work[emptiest]) * speed[emptiest])
-    return near if work[near] < level[FLOOR] and (level[LOW] - work[near]) * speed[near] >= 0.5 * wanted else emptiest
+    return near if near >= 0 and (level[LOW] - work[near]) * speed[near] >= 0.5 * wanted else emptiest
 
 
 @_inner
-def _tail(prices: Prices, heads: float, rows: tuple[int, int], held: int, wish: _Wish) -> _Tail:
-    """The tail of rows [start, end) that fulfils a wish of a server with the first `held` keys; its ratio is inf if none does."""
+def _slice(prices: Prices, heads: float, rows: tuple[int, int], held: int, wish: _Wish) -> _Slice:
+    """The tail of rows [start, end) that fulfils a wish of a server with the first `held` keys, or else their head.
+
+    The ratio is inf if neither does. A tile at the end may be more than is wanted; one at the start takes less.
+    """
     (start, end), served, kept = rows, prices.served, prices.kept
     # What a server receives it does not compute meanwhile; its home sends it, and is rid of so much less.
     send = (served.row - kept.row) * heads
@@ -289,34 +299,43 @@ def _tail(prices: Prices, heads: float, rows: tuple[int, int], held: int, wish: 
     rid = whole_kept - send * (end - start)
     scale = whole / rid if rid > 0 else 0.0
     most, want = min(wish.over * scale, wish.room), min(min(wish.surplus * scale, wish.room), wish.lack)
+    x, y, ratio = start, end, math.inf
     if want <= 0:
-        return _Tail(end, 0.0, 0.0, math.inf)
-    x = start
+        return _Slice(x, y, 0.0, 0.0, ratio)
     if whole > want and whole > min(most, 1.1 * want):
         x = tail_start(served, heads, start, end, want, most)
-    shed = whole_kept - slice_seconds(kept, heads, start, x) - send * (end - x)
-    needed = max(end - max(held, x - (served.window - 1)), 0)
-    added = slice_seconds(served, heads, x, end) - (served.key - kept.key) * heads * (end - needed)
-    fits = 0 < shed <= wish.over and added <= wish.room
-    ratio = heads * (served.query_bytes * (end - x) + served.key_bytes * needed) / shed if fits else math.inf
-    return _Tail(x, shed, added, ratio)
+    shed = added = 0.0
+    for _ in range(2):
+        shed = whole_kept - slice_seconds(kept, heads, start, x) - slice_seconds(kept, heads, y, end) - send * (y - x)
+        needed = max(y - max(held, x - (served.window - 1)), 0)
+        added = slice_seconds(served, heads, x, y) - (served.key - kept.key) * heads * (y - needed)
+        if 0 < shed <= wish.over and added <= wish.room:
+            ratio = heads * (served.query_bytes * (y - x) + served.key_bytes * needed) / shed
+            break
+        if x == start or want < wish.least:
+            break
+        x, y = start, tail_start(served, heads, start, end, whole - want, math.inf)
+        if slice_seconds(kept, heads, start, y) > wish.over:
+            y = max((y - 1) // served.tile * served.tile, start)
+    return _Slice(x, y, shed, added, ratio)
 
 
 @_inner
 def _best_move(
-    pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, asked: tuple[int, int, float]
-) -> tuple[_Move, _Tail]:
+    pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, asked: tuple[int, int, float, float]
+) -> tuple[_Move, _Slice]:
     """The move with the fewest bytes per second; its piece is -1 if there is none.
 
-    `asked` are the source, a server, and a leeway: the part of what both have that the server may come up to, while the source
-    may end below the band. A server that has keys of a document may get a tail of it in place of the one that was asked.
+    `asked` are the source, a server, the seconds that the source should come down to, and a leeway: the part of what both have
+    that the server may come up to, while the source may end below the band. A server that has keys of a document may get a slice
+    of it in place of the one that was asked.
     """
-    source, asked_server, leeway = asked
+    source, asked_server, aim, leeway = asked
     work, speed, level, holders = loads.seconds, loads.speed, loads.levels, ledger.holders
-    move, best = _Move(-1, -1, 0), _Tail(0, 0.0, 0.0, math.inf)
-    surplus, looked_at = (work[source] - level[HIGH]) * speed[source], 0
+    move, best = _Move(-1, -1, 0), _Slice(0, 0, 0.0, 0.0, math.inf)
+    looked_at = 0
     # Holders that lack much less than the server that was asked would get slivers, in very many moves.
-    least = _LEAST * min(surplus, (level[LOW] - work[asked_server]) * speed[asked_server])
+    least = _LEAST * min((work[source] - aim) * speed[source], (level[LOW] - work[asked_server]) * speed[asked_server])
     for piece in range(pieces.offsets[source], pieces.offsets[source + 1]):
         start, end, last = pieces.start[piece], pieces.end[piece], ledger.last[pieces.number[piece]]
         if start >= end:
@@ -333,14 +352,15 @@ def _best_move(
             room = (max(level[CAP], leeway * (work[source] + work[server])) - work[server]) * speed[server]
             over = room if leeway > 0 else (work[source] - level[FLOOR]) * speed[source]
             lack = (level[LOW] - work[server]) * speed[server] if work[server] < level[FLOOR] else math.inf
-            tail = _tail(prices, pieces.heads[piece], (start, end), held, _Wish(surplus, over, lack, room))
-            if tail.ratio < best.ratio:
-                move, best = _Move(piece, server, max(held, end)), tail
+            wish = _Wish((work[source] - aim) * speed[source], over, lack, room, level[CAP] - level[HIGH])
+            cut = _slice(prices, pieces.heads[piece], (start, end), held, wish)
+            if cut.ratio < best.ratio:
+                move, best = _Move(piece, server, max(held, cut.end)), cut
             server = -1
             while row >= 0 and server < 0:
                 rank, held, row = holders[row, RANK], holders[row, KEYS], holders[row, BEFORE]
-                lacks = (level[LOW] - work[rank]) * speed[rank] >= least and work[rank] < level[FLOOR]
-                if rank != asked_server and rank != source and (lacks or (leeway > 0 and work[rank] < level[MEAN])):
+                lack = (level[LOW] - work[rank]) * speed[rank]
+                if rank != asked_server and rank != source and work[rank] < level[FLOOR] and lack >= least:
                     server = rank
             if server < 0 or tried == _HOLDERS:
                 break
@@ -363,37 +383,42 @@ def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledge
     """
     work, speed, level, moves, holders = loads.seconds, loads.speed, loads.levels, ledger.moves, ledger.holders
     shed, grown, count = 0.0, 0.0, 0
-    for source in order:
-        leeway = 0.0
-        while work[source] > level[CAP]:
-            surplus = (work[source] - level[HIGH]) * speed[source] if leeway == 0 else math.inf
-            server = _server_for(loads, source, surplus)
-            if work[server] >= level[MEAN]:
-                break
-            move, tail = _best_move(pieces, prices, loads, ledger, (source, server, leeway))
-            if move.piece < 0:
-                # A tile of rows may be more than the tolerated band is wide. Then a source below it, or a server above it
-                # but lower than the source was, is better than leaving the source as it is.
-                if leeway > 0:
+    # First ranks above the band give, and then, while others are below it, those that have more than these should.
+    for above, until in ((CAP, HIGH), (LOW, FLOOR)):
+        for source in order:
+            leeway = 0.0
+            while work[source] > level[above]:
+                surplus = (work[source] - level[HIGH]) * speed[source] if above == CAP and leeway == 0 else math.inf
+                server = _server_for(loads, source, surplus)
+                if server < 0 or (above == LOW and work[server] >= level[FLOOR]):
                     break
-                leeway = 0.5
-                continue
-            if count == len(moves):
-                return -1
-            row, number = len(holders) - len(moves) + count, pieces.number[move.piece]
-            moves[count, PIECE], moves[count, SERVER] = move.piece, move.server
-            moves[count, START], moves[count, END] = tail.start, pieces.end[move.piece]
-            holders[row, RANK], holders[row, KEYS], holders[row, BEFORE] = move.server, move.keys, ledger.last[number]
-            ledger.last[number] = row
-            pieces.end[move.piece] = tail.start
-            leeway, count = 0.0, count + 1
-            work[source] -= tail.shed / speed[source]
-            work[move.server] += tail.added / speed[move.server]
-            # Levels rise to where they will be when all surplus is moved at the same rate.
-            shed, grown = shed + tail.shed, grown + tail.added - tail.shed
-            rise = 1 + grown / shed * max(loads.surplus, shed) / loads.work
-            for place in range(len(level)):
-                level[place] = loads.begin[place] * rise
+                move, cut = _best_move(pieces, prices, loads, ledger, (source, server, level[until], leeway))
+                if move.piece < 0 or (above == LOW and cut.added > 2.0 * cut.shed):
+                    # A tile of rows may be more than the tolerated band is wide. Then a source below it, or a server above it
+                    # but lower than the source was, is better than leaving the source as it is.
+                    if above == LOW or leeway > 0:
+                        break
+                    leeway = 0.5
+                    continue
+                if count == len(moves):
+                    return -1
+                row, number = len(holders) - len(moves) + count, pieces.number[move.piece]
+                moves[count, PIECE], moves[count, SERVER] = move.piece, move.server
+                moves[count, START], moves[count, END] = cut.start, cut.end
+                holders[row, RANK], holders[row, KEYS], holders[row, BEFORE] = move.server, move.keys, ledger.last[number]
+                ledger.last[number] = row
+                if cut.end < pieces.end[move.piece]:
+                    pieces.start[move.piece] = cut.end
+                else:
+                    pieces.end[move.piece] = cut.start
+                leeway, count = 0.0, count + 1
+                work[source] -= cut.shed / speed[source]
+                work[move.server] += cut.added / speed[move.server]
+                # Levels rise to where they will be when all surplus is moved at the same rate.
+                shed, grown = shed + cut.shed, grown + cut.added - cut.shed
+                rise = 1 + grown / shed * max(loads.surplus, shed) / loads.work
+                for place in range(len(level)):
+                    level[place] = loads.begin[place] * rise
     return count
 
 

@@ -16,19 +16,21 @@ slice. The rows at the end of a long document see the most keys, so its *tail* t
 1. Weigh the plan that moves nothing: `PlanLoad` says how many seconds each rank computes and exchanges, and when the last ends.
 2. `head_groups`: long documents of ranks with work to give away are split by heads, for a server of some of the heads needs the
    keys of these alone.
-3. `Levels` (`schedule.greedy`): ranks above `cap` come down to `high`, and those that serve come up to `low`.
-4. `even_out`: the heaviest rank gives slices away until it is below the cap, then the next one does. A slice goes to the emptiest
-   rank, or to one that it fills just so (`server_for`), or to one that has keys of the document (`servers`). Of all tails that
-   the rank could cut off its pieces (`tail`), it gives the one that sheds a second for the fewest bytes (`next_move`).
+3. `Levels` (`schedule.greedy`): ranks below `floor` come up to `low`, ranks above `cap` come down to `high`.
+4. `even_out`: the heaviest rank gives slices away until it is below the cap, then the next one does; then, while ranks are below
+   the floor, those above `low` do (`filling`). A slice goes to the emptiest rank, or to one that it fills just so (`server_for`),
+   or to one that has keys of the document. Of all tails that the rank could cut off its pieces (`tail`), it gives the one that
+   sheds a second for the fewest bytes.
 5. `relieve` (`schedule.relays`): keys that several servers need leave their holder once, and servers pass them on.
 6. `reference_plan` takes steps 3 to 5 twice, to even out compute alone, and compute and exchange together. The plan whose last
    rank ends first is taken; if it gains less than `min_gain`, nothing moves.
 
-Left out are windows, nodes, unequal speeds, a bound of transient bytes, and the further plans of `balance`.
+Left out are windows, nodes, unequal speeds, a bound of transient bytes, heads of pieces, and the further plans of `balance`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -67,9 +69,9 @@ class Formula:
     @classmethod
     def of(cls, cost: CostModel) -> Formula:
         """Forward and backward together."""
-        shape, rates = cost.shape, cost.rates
-        row, key = rates.byte * (shape.query_bytes + shape.output_bytes), rates.byte * shape.key_value_bytes
-        return cls(rates.task, row, key, rates.flop * shape.pair_flops, cost.tile)
+        shape, (task, byte, flop) = cost.shape, cost.rates
+        row, key = byte * (shape.query_bytes + shape.output_bytes), byte * shape.key_value_bytes
+        return cls(task, row, key, flop * shape.pair_flops, cost.tile)
 
     def seconds(self, heads: float, start: int, end: int) -> float:
         """Seconds of rows [start, end), 0 if there are none."""
@@ -152,7 +154,7 @@ class Evening:
 
     def __init__(self, pieces: list[QueryPiece], work: list[float], tolerance: float, served: Formula, cost: CostModel) -> None:
         self.pieces, self.work, self.served, self.kept, self.shape = pieces, list(work), served, Formula.of(cost), cost.shape
-        self.total, self.shed, self.grown = math.fsum(work), 0.0, 0.0
+        self.total, self.shed, self.grown, self.filling = math.fsum(work), 0.0, 0.0, False
         self.levels = self.base = Levels.of(work, ALIKE, tolerance)
         self.surplus = math.fsum(max(seconds - self.base.high, 0.0) for seconds in work)
         # By document and group: how many keys ranks have there anyway, in the order in which they came by them.
@@ -163,7 +165,8 @@ class Evening:
     def even_out(self, tile: int) -> list[QueryPiece]:
         """The pieces after all moves, cut at multiples of a tile."""
         moved = []
-        for source in sorted(range(len(self.work)), key=lambda rank: -self.work[rank]):
+        order = sorted(range(len(self.work)), key=lambda rank: -self.work[rank])
+        for self.filling, source in itertools.product((False, True), order):
             mine = [piece for piece in self.pieces if piece.home == source]
             while move := self.next_move(source, mine, tile):
                 piece, server = move.piece, move.server
@@ -181,33 +184,36 @@ class Evening:
 
     def next_move(self, source: int, pieces: list[QueryPiece], tile: int) -> TailMove | None:
         """The move with the fewest bytes for a second. If none fits the levels, a server may get up to half of what both have."""
-        if self.work[source] <= self.levels.cap or min(self.work) >= self.levels.mean:
+        work, levels = self.work, self.levels
+        above, aim = (levels.low, levels.floor) if self.filling else (levels.cap, levels.high)
+        if work[source] <= above:
             return None
-        for leeway, surplus in ((0.0, self.work[source] - self.levels.high), (0.5, math.inf)):
-            best, moves = self.server_for(surplus), []
+        for leeway, surplus in ((0.0, math.inf),) if self.filling else ((0.0, work[source] - aim), (0.5, math.inf)):
+            best = self.server_for(surplus)
+            if best is None or (self.filling and work[best] >= levels.floor):
+                return None
+            # Holders of keys that lack much less would get slivers, in very many moves.
+            enough = min(levels.floor, levels.low - _LEAST * min(work[source] - aim, levels.low - work[best]))
+            moves = []
             for piece in pieces:
-                servers = self.servers(piece, best, leeway) if piece.start < piece.end else []
-                moves += [move for server in servers if (move := self.tail(piece, server, leeway, tile))]
+                holders = reversed(self.held[piece.document, piece.group])
+                near = [rank for rank in holders if rank not in (best, source) and work[rank] < enough]
+                tails = (self.tail(piece, server, leeway, tile) for server in (best, *near[:_HOLDERS]) if piece.start < piece.end)
+                moves += [move for move in tails if move is not None]
             if moves:
-                return min(moves, key=lambda move: move.bytes / move.shed)
+                move = min(moves, key=lambda move: move.bytes / move.shed)
+                return None if self.filling and move.added > 2 * move.shed else move
         return None
 
-    def server_for(self, surplus: float) -> int:
-        """The emptiest rank; if it lacks more than the surplus, rather one that the surplus fills just so."""
+    def server_for(self, surplus: float) -> int | None:
+        """The emptiest rank below the mean; if it lacks more than the surplus, rather one that the surplus fills just so."""
         work, levels = self.work, self.levels
-        order = sorted((rank for rank in range(len(work)) if work[rank] < levels.mean), key=lambda rank: work[rank])
-        fitting = [rank for rank in order if levels.floor <= work[rank] + surplus <= levels.cap]
-        return fitting[0] if fitting and levels.low - work[order[0]] > surplus else order[0]
-
-    def servers(self, piece: QueryPiece, best: int, leeway: float) -> list[int]:
-        """The best server, and some that have keys of the document and lack enough seconds; with a leeway, any."""
-        work, levels = self.work, self.levels
-        # Ranks that lack much less than the best would get slivers, in very many moves.
-        enough = min(levels.floor, levels.low - _LEAST * min(work[piece.home] - levels.high, levels.low - work[best]))
-        most = max(enough, levels.mean) if leeway else enough
-        holders = reversed(self.held[piece.document, piece.group])
-        able = [rank for rank in holders if rank not in (best, piece.home) and work[rank] < most]
-        return [best, *able[:_HOLDERS]]
+        below = [rank for rank in range(len(work)) if work[rank] < levels.mean]
+        emptiest = min(below, key=lambda rank: work[rank], default=None)
+        if emptiest is None or levels.low - work[emptiest] <= surplus:
+            return emptiest
+        fitting = [rank for rank in below if levels.floor <= work[rank] + surplus <= levels.cap]
+        return min(fitting, key=lambda rank: work[rank], default=emptiest)
 
     def tail(self, piece: QueryPiece, server: int, leeway: float, tile: int) -> TailMove | None:
         """The tail of a piece that its home is to be rid of and a server lacks; None if none fits."""
@@ -219,7 +225,8 @@ class Evening:
         whole, all_kept = served.seconds(heads, piece.start, end), kept.seconds(heads, piece.start, end)
         rid = all_kept - send * (end - piece.start)
         scale = whole / rid if rid > 0 else 0.0  # for each second less at home the server gets so many more
-        wanted = min((home - levels.high) * scale, room, levels.low - filled if filled < levels.floor else math.inf)
+        aim = levels.floor if self.filling else levels.high
+        wanted = min((home - aim) * scale, room, levels.low - filled if filled < levels.floor else math.inf)
         most = room if leeway else min(over * scale, room)
         if wanted <= 0:
             return None

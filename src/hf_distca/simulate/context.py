@@ -76,7 +76,13 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
         read = np.minimum(read, chunks * (chunk_rows + cost.window - 1.0))
     moved = tiled * chunks * (shape.query_bytes + shape.output_bytes) * hops + read * shape.key_value_bytes
     counts = np.stack([rows.sums(part / degree) for part in (chunks * hops, moved, shape.pair_flops * pairs)])
-    return np.asarray(np.array(cost.direction_rates) @ counts)
+    # As `CostModel` has it, backward moves twice the bytes and computes 2.5 times the flops.
+    forward, backward = cost.forward, cost.backward
+    prices = [
+        (forward.task_seconds, 1 / forward.bytes_per_second, 1 / forward.flops_per_second),
+        (backward.task_seconds, 2 / backward.bytes_per_second, 2.5 / backward.flops_per_second),
+    ]
+    return np.asarray(np.array(prices) @ counts)
 
 
 def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
