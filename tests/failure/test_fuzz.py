@@ -166,7 +166,6 @@ def layout(draw: Random) -> None:
     sources: dict[str, tuple[int, Callable[[], Any]]] = {
         "from_lengths": (4, lambda: draw.number(1, 9, 0.02)),
         "from_segments": (3, lambda: [draw.number(0, 5, 0.02), draw.choice([0, 0, 0, 3]), draw.number(1, 3, 0.02)]),
-        "from_positions": (6, lambda: draw.number(0, 2, 0.02)),
         "from_runs": (3, lambda: (draw.choice([0, 0, 0, 3]), draw.number(1, 3, 0.02))),
     }
     source = draw.choice(list(sources))
@@ -176,9 +175,7 @@ def layout(draw: Random) -> None:
     check_tiling([(s.document, s.start, s.end) for rank in segments for s in rank])
     assert made.world_size == len(given)
     lengths = [[s.length for s in rank] for rank in segments]
-    if source == "from_positions":
-        assert lengths == [runs([list(rank)]) for rank in given]
-    elif source == "from_lengths":
+    if source == "from_lengths":
         assert lengths == [list(rank) for rank in given]
     else:  # a length is the last number of its row
         assert lengths == [[row[-1] for row in rank] for rank in given]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from layouts import layouts
 
 from hf_distca.errors import LayoutError
-from hf_distca.schedule.layout import Layout, Segment, documents_from_positions, lengths_from_cu_seqlens
+from hf_distca.schedule.layout import Layout, Segment, lengths_from_cu_seqlens
 
 LENGTHS = st.lists(st.lists(st.integers(1, 40), max_size=6), min_size=1, max_size=5)
 
@@ -48,29 +48,17 @@ def test_no_tokens_at_all(ranks: list[list[int]]) -> None:
     assert layout.token.tolist() == []
 
 
-@given(LENGTHS)
-def test_positions_say_the_same_as_lengths(ranks: list[list[int]]) -> None:
-    positions = [np.concatenate([np.arange(n) for n in rank]) if rank else np.zeros(0, dtype=np.int64) for rank in ranks]
-    layout, expected = Layout.from_positions(positions), Layout.from_lengths(ranks)
-    for rank in range(len(ranks)):
-        assert layout.segments(rank) == expected.segments(rank)
-
-
 @given(st.lists(st.integers(0, 40), max_size=8))
 def test_cu_seqlens_say_the_same_as_lengths(lengths: list[int]) -> None:
     assert lengths_from_cu_seqlens([0, *np.cumsum(lengths).tolist()]) == [n for n in lengths if n]
 
 
 def test_a_run_that_starts_above_zero_continues_another_ranks_document() -> None:
-    positions = [np.r_[0:10, 0:7], np.r_[7:9, 0:3], np.r_[9:12]]
-    spanning = Layout.from_positions(positions, span_ranks=True)
+    spanning = Layout.from_runs([[(0, 10), (0, 7)], [(7, 2), (0, 3)], [(9, 3)]])
     document = spanning.segments(0)[1].document
     assert spanning.spanning == {document}
     assert spanning.segments(1)[0] == Segment(document, 7, 2)
     assert spanning.segments(2) == [Segment(document, 9, 3)]
-    alone = Layout.from_positions(positions)
-    assert alone.spanning == frozenset()
-    assert alone.segments(1)[0].start == 0
 
 
 @given(layouts())
@@ -115,22 +103,9 @@ def test_offsets_begin_with_0(offsets: list[int]) -> None:
         Layout(two, 0 * two, two + 1, np.array(offsets, dtype=np.int64))
 
 
-@pytest.mark.parametrize(
-    ("positions", "message"),
-    [
-        (np.zeros((2, 3), dtype=np.int64), r"shape \(2, 3\)"),
-        (np.array([0.0, 1.0]), "float64"),
-        (np.array([0, 1, -1]), "position id -1 at token 2 is negative"),
-    ],
-)
-def test_positions_that_are_none(positions: np.ndarray, message: str) -> None:
-    with pytest.raises(LayoutError, match=message):
-        documents_from_positions(positions)
-
-
 def test_positions_that_leave_the_chain_open() -> None:
     with pytest.raises(LayoutError, match=r"1 run\(s\) start at position 4 and 2 end there"):
-        Layout.from_positions([np.arange(4), np.arange(4), np.arange(4, 6)], span_ranks=True)
+        Layout.from_runs([[(0, 4)], [(0, 4)], [(4, 2)]])
 
 
 @pytest.mark.parametrize("bounds", [[], [1, 2], [0, 3, 2]])

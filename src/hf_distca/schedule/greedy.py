@@ -123,18 +123,16 @@ class Greedy:
             levels: what they should end at; see `Levels.of`.
         """
         ranks, world_size = self.ranks, len(seconds)
-        speeds = ranks.each(world_size)
-        pairs = zip(seconds.tolist(), speeds, strict=True)
-        surplus = math.fsum((taken - levels.high) * speed for taken, speed in pairs if taken > levels.high)
+        speeds = np.array(ranks.each(world_size))
+        surplus = math.fsum((np.maximum(seconds - levels.high, 0.0) * speeds).tolist())
         work = float(ranks.work(seconds.tolist()))
         segment, before = self._pieces
         movable = np.minimum(before.end, np.where(before.heads < 1, *self.bound.last_ends(prices.served, self.heads.groups)))
         order, room = np.argsort(-seconds, kind="stable"), 16 * world_size + 64
         while True:
             pieces = before._replace(start=before.start.copy(), end=movable.copy())
-            loads = Loads(
-                seconds.copy(), np.array(speeds), np.array(levels), np.array(levels), float(surplus), work, ranks.per_node or 0
-            )
+            level = np.array(levels)
+            loads = Loads(seconds.copy(), speeds, level, level.copy(), surplus, work, ranks.per_node or world_size)
             ledger = _ledger(self.layout, segment, before, room)
             count = make_moves(pieces, prices, loads, ledger, order)
             if count >= 0:

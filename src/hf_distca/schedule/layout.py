@@ -24,7 +24,6 @@ __all__ = [
     "Layout",
     "Segment",
     "as_integers",
-    "documents_from_positions",
     "expanded",
     "lengths_from_cu_seqlens",
     "repeated",
@@ -194,21 +193,14 @@ class Layout:
         return cls(np.arange(len(length)), np.zeros_like(length), length, np.cumsum([0, *counts], dtype=np.int64))
 
     @classmethod
-    def from_positions(cls, ranks: Sequence[npt.ArrayLike], *, span_ranks: bool = False) -> Layout:
-        """Build from the position ids of each rank (one flat array of integers per rank).
-
-        A run of consecutive positions is one document. With ``span_ranks``, a run that starts above 0 continues the run
-        that ends right before it, on whichever rank that is; two runs with the same end leave this open and are an error.
-        Without, every run is a document of its own, as it is for transformers.
-        """
-        runs = [documents_from_positions(positions) for positions in ranks]
-        if not span_ranks:
-            return cls.from_lengths([[length for _, length in rank] for rank in runs])
-        return cls.from_runs(runs)
-
-    @classmethod
     def from_runs(cls, ranks: Sequence[Sequence[tuple[int, int]]]) -> Layout:
-        """Build from ``(first position, length)`` rows per rank, linking runs as `from_positions` does with ``span_ranks``."""
+        """Build from runs of consecutive position ids: ``(first position, length)`` rows per rank.
+
+        A run that starts above 0 continues the run that ends right before it, on whichever rank that is.
+
+        Raises:
+            LayoutError: if not exactly one run ends there, or several start: then position ids do not say what belongs together.
+        """
         return cls.from_segments(_chain(ranks))
 
     @classmethod
@@ -242,10 +234,6 @@ class Layout:
     def heads_of(self, document: IntArray) -> npt.NDArray[np.float64]:
         """What part of the heads each of these documents of the layout has: 1, or of a head group ``1 / groups``."""
         return np.where(self._group(document) == 0, 1.0, 1.0 / self.groups)
-
-    def has_all_heads(self, document: int) -> bool:
-        """Whether this document of the layout is none of the head groups of one."""
-        return document % (self.groups + 1) == 0 or self.groups == 1
 
     def unsplit(self, document: IntArray) -> IntArray:
         """The numbers that these documents of the layout had before it was split."""
@@ -332,9 +320,7 @@ def repeated(apart: npt.NDArray[np.bool_], groups: int) -> tuple[IntArray, IntAr
     Returns:
         The row that each is made of, and what its document number is more: 0 for one with all heads, 1 for the first group.
     """
-    count = np.where(apart, groups, 1)
-    row = np.repeat(np.arange(len(count)), count)
-    part = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    row, part = expanded(np.zeros(len(apart), dtype=np.int64), np.where(apart, groups, 1))
     return row, np.where(apart[row], 1 + part, 0)
 
 
@@ -366,25 +352,6 @@ def _shown(values: object) -> str:
     return text if len(text) <= 100 else text[:100] + "..."
 
 
-def documents_from_positions(positions: npt.ArrayLike) -> list[tuple[int, int]]:
-    """Runs of consecutive positions as ``(first position, length)``."""
-    position = np.asarray(positions)
-    if position.ndim != 1 or (position.size and position.dtype.kind not in "iu"):
-        raise LayoutError(
-            f"position ids must be a flat array of integers, got shape {position.shape} of {position.dtype}: "
-            "pass one array per rank, rows of a batch one after another."
-        )
-    if not position.size:
-        return []
-    if position.min() < 0:
-        token = int(position.argmin())
-        raise LayoutError(f"position id {int(position[token])} at token {token} is negative: positions start at 0.")
-    position = as_integers(position, "position ids")
-    first = np.flatnonzero(np.concatenate([[True], np.diff(position) != 1]))
-    length = np.diff(np.append(first, position.size))
-    return list(zip(position[first].tolist(), length.tolist(), strict=True))
-
-
 def lengths_from_cu_seqlens(cu_seqlens: Iterable[int]) -> list[int]:
     """Document lengths from cumulative sequence lengths ``[0, n0, n0 + n1, ...]``; empty documents are dropped."""
     bounds = as_integers(list(cu_seqlens), "cu_seqlens").tolist()
@@ -410,15 +377,10 @@ def _chain(runs: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, in
             f"{len(starting)} run(s) start at position {position} and {len(ending)} end there, on ranks {starting} and {ending}: "
             "which belong together is not in the position ids. Give document numbers instead (PackedDocuments in the batch)."
         )
+    # Each run comes after the one that it continues, unless it has no tokens: then the layout is refused.
     numbers: dict[tuple[int, int], int] = {}
-
-    def number(rank: int, row: int) -> int:
-        path = []
-        while (rank, row) not in numbers and runs[rank][row][0]:
-            path.append((rank, row))
-            rank, row = ends[runs[rank][row][0]][0]
-        document = numbers.setdefault((rank, row), len(numbers))
-        numbers.update(dict.fromkeys(path, document))
-        return document
-
-    return [[(number(rank, row), *run) for row, run in enumerate(rank_runs)] for rank, rank_runs in enumerate(runs)]
+    for start, rank, row in sorted(
+        (run[0], rank, row) for rank, rank_runs in enumerate(runs) for row, run in enumerate(rank_runs)
+    ):
+        numbers[rank, row] = numbers.get(ends[start][0], len(numbers)) if start else len(numbers)
+    return [[(numbers[rank, row], *run) for row, run in enumerate(rank_runs)] for rank, rank_runs in enumerate(runs)]

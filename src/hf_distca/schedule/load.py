@@ -219,47 +219,30 @@ def imbalance(values: FloatArray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """A plan in a dozen figures; "before" is the plan that moves nothing.
-
-    Attributes:
-        ranks: ranks of the layout.
-        tasks, moved_tasks: CA-tasks, and those whose server is not their home.
-        pairs_imbalance_before, pairs_imbalance_after: max/mean over ranks of causal pairs.
-        seconds_imbalance_before, seconds_imbalance_after: max/mean over ranks of estimated compute seconds.
-        slowest_seconds_before, slowest_seconds_after: estimated seconds of the slowest rank, compute plus exchange.
-        query_tokens: query tokens, of all ranks together.
-        query_tokens_moved: query tokens that another rank than their home computes.
-        key_tokens_sent: K/V tokens sent between ranks, each once per destination.
-        key_tokens_sent_unplanned: those that documents on several ranks need with no move at all.
-        max_sent_query_tokens, max_received_query_tokens: of the busiest rank.
-        max_sent_key_tokens, max_received_key_tokens: of the busiest rank.
-        max_sent_bytes, max_received_bytes: bytes exchanged, forward and backward, by the busiest home and the busiest server.
-        bytes_inside_nodes, bytes_between_nodes: bytes exchanged by all ranks; all are between, if nodes are not told apart.
-        max_bytes_between_nodes: exchanged with other nodes by the rank that does most of it, as a home or as a server.
-    """
+    """A plan in figures; "before" is the plan that moves nothing, and imbalance is max/mean over ranks."""
 
     ranks: int
     tasks: int
-    moved_tasks: int
-    pairs_imbalance_before: float
+    moved_tasks: int  # whose server is not their home
+    pairs_imbalance_before: float  # of causal pairs
     pairs_imbalance_after: float
-    seconds_imbalance_before: float
+    seconds_imbalance_before: float  # of estimated compute seconds
     seconds_imbalance_after: float
-    slowest_seconds_before: float
+    slowest_seconds_before: float  # estimated compute plus exchange of the slowest rank
     slowest_seconds_after: float
-    query_tokens: int
+    query_tokens: int  # of all ranks together
     query_tokens_moved: int
-    key_tokens_sent: int
-    key_tokens_sent_unplanned: int
-    max_sent_query_tokens: int
+    key_tokens_sent: int  # between ranks, each once per destination
+    key_tokens_sent_unplanned: int  # of documents on several ranks, with no move at all
+    max_sent_query_tokens: int  # of the busiest rank
     max_received_query_tokens: int
     max_sent_key_tokens: int
     max_received_key_tokens: int
-    max_sent_bytes: int
-    max_received_bytes: int
-    bytes_inside_nodes: int
-    bytes_between_nodes: int
-    max_bytes_between_nodes: int
+    max_sent_bytes: int  # exchanged forward and backward by the busiest home
+    max_received_bytes: int  # by the busiest server
+    bytes_inside_nodes: int  # exchanged by all ranks together
+    bytes_between_nodes: int  # all bytes, if nodes are not told apart
+    max_bytes_between_nodes: int  # of the busiest rank, as a home or as a server
 
     def to_dict(self) -> dict[str, int | float]:
         """The figures as a dictionary that `json` can write."""

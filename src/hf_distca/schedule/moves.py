@@ -92,7 +92,7 @@ class Loads(NamedTuple):
         seconds, speed: what each rank takes, and how fast it is.
         begin, levels: seconds at places `FLOOR` to `CAP`, before the first move and now.
         surplus, work: seconds of work to be moved, and of all work.
-        per_node: ranks of a node; 0 where nodes make no difference.
+        per_node: ranks of a node; all of them where nodes make no difference.
     """
 
     seconds: FloatArray
@@ -170,16 +170,23 @@ def _numba() -> Any:
 numba = _numba()
 
 
-def _compiled(function: F, *, keep: bool = False) -> F:
-    """A function as machine code, which calls only such functions. Divisions by zero are what numpy makes of them."""
+def _compiled(function: F, *, keep: bool = False, inner: bool = False) -> F:
+    """A function as machine code, which calls only such functions. Divisions by zero are what numpy makes of them.
+
+    Args:
+        function: to be compiled when it is first called.
+        keep: whether the machine code is kept for other processes.
+        inner: whether only compiled functions call it. A way in from Python takes as long to compile as the function.
+    """
     if numba is None:
         return function
     if keep:
         # numba names what it keeps by this, and otherwise looks at times of files, which copies may share.
         function.__qualname__ += f"-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
+    # Without the GIL, so that plans can be made beside training. The arrays outlive the call, so nothing counts references.
+    options = {"error_model": "numpy", "nogil": True, "_nrt": False, "no_cfunc_wrapper": True, "no_cpython_wrapper": inner}
     try:
-        # Without the GIL, so that plans can be made beside training. The arrays outlive the call, so nothing counts references.
-        compiled: F = numba.njit(cache=keep, error_model="numpy", nogil=True, _nrt=False)(function)
+        compiled: F = numba.njit(cache=keep, **options)(function)
     except RuntimeError:
         _log.warning(
             "numba finds no folder that it can write to, so every process compiles the moves of the scheduler again, in a few "
@@ -187,6 +194,11 @@ def _compiled(function: F, *, keep: bool = False) -> F:
         )
         return _compiled(function)
     return compiled
+
+
+def _inner(function: F) -> F:
+    """A function that only compiled functions may call."""
+    return _compiled(function, inner=True)
 
 
 def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any, Any]:
@@ -200,10 +212,12 @@ def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any,
     """
     tiled = -(-rows // tile) * tile
     # Rows that see a whole window, and those before them, which see all there is.
-    full = np.minimum(np.maximum(keys - window, 0), rows)
-    rest = rows - full
+    # No `numpy.maximum`: of numbers, numba takes long to compile it.
+    rest = rows - (keys - window) * (keys > window)
+    rest = rest * (rest > 0)
+    full, unseen = rows - rest, keys - rows - (window - 1)
     pairs = 1.0 * full * window + rest * (keys - full - (rest - 1) / 2)
-    return tiled, np.minimum(keys, rows + (window - 1)), pairs * (tiled / np.maximum(rows, 1))
+    return tiled, keys - unseen * (unseen > 0), pairs * (tiled / (rows + (rows == 0)))
 
 
 _task_counts = _compiled(task_counts)
@@ -226,7 +240,6 @@ def tail_start(price: Price, heads: float, start: int, end: int, want: float, mo
     low, high = start // tile + 1, (end - 1) // tile  # of the tiles that may begin it, the first that takes no more than `want`
     if low > high:
         return start
-    last = high
     while low < high:
         middle = (low + high) // 2
         if slice_seconds(price, heads, middle * tile, end) > want:
@@ -237,17 +250,16 @@ def tail_start(price: Price, heads: float, start: int, end: int, want: float, mo
     more = slice_seconds(price, heads, before, end)
     if more <= most and more - want < want - slice_seconds(price, heads, low * tile, end):
         return before
-    while low < last and slice_seconds(price, heads, low * tile, end) > most:
-        low += 1
     return low * tile
 
 
-@_compiled
-def _emptiest(loads: Loads, first: int, end: int, surplus: float, most: float) -> int:
-    """Of ranks [first, end) below `most` seconds the emptiest, or one that the surplus fills just so; -1 if there is none."""
+@_inner
+def _emptiest(loads: Loads, source: int, per_node: int, surplus: float, most: float) -> int:
+    """In the node of the source the emptiest rank below `most` seconds, or one that the surplus fills just so; -1 if none is."""
     work, speed, level = loads.seconds, loads.speed, loads.levels
+    first = source // per_node * per_node
     emptiest, fits = -1, -1
-    for rank in range(first, end):
+    for rank in range(first, first + per_node):
         if work[rank] < most:
             if emptiest < 0 or work[rank] < work[emptiest]:
                 emptiest = rank
@@ -259,24 +271,22 @@ def _emptiest(loads: Loads, first: int, end: int, surplus: float, most: float) -
     return emptiest
 
 
-@_compiled
+@_inner
 def _server_for(loads: Loads, source: int, surplus: float) -> int:
     """The emptiest rank below the mean, or one that the surplus fills just so; -1 if there is none.
 
     A server in the node of the source is as good if it is below the floor, and has room for half as much.
     """
     work, speed, level = loads.seconds, loads.speed, loads.levels
-    ranks, per_node = len(work), loads.per_node if loads.per_node > 0 else len(work)
-    first = source // per_node * per_node
-    emptiest = _emptiest(loads, 0, ranks, surplus, level[MEAN])
-    if emptiest < 0 or per_node == ranks:
+    emptiest = _emptiest(loads, source, len(work), surplus, level[MEAN])
+    if emptiest < 0 or loads.per_node == len(work):
         return emptiest
-    near = _emptiest(loads, first, first + per_node, surplus, level[FLOOR])
+    near = _emptiest(loads, source, loads.per_node, surplus, level[FLOOR])
     wanted = min(surplus, (level[LOW] - work[emptiest]) * speed[emptiest])
     return near if near >= 0 and (level[LOW] - work[near]) * speed[near] >= 0.5 * wanted else emptiest
 
 
-@_compiled
+@_inner
 def _slice(prices: Prices, heads: float, rows: tuple[int, int], held: int, wish: _Wish) -> _Slice:
     """The tail of rows [start, end) that fulfils a wish of a server with the first `held` keys, or else their head.
 
@@ -310,7 +320,7 @@ def _slice(prices: Prices, heads: float, rows: tuple[int, int], held: int, wish:
     return _Slice(x, y, shed, added, ratio)
 
 
-@_compiled
+@_inner
 def _best_move(
     pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledger, asked: tuple[int, int, float, float]
 ) -> tuple[_Move, _Slice]:

@@ -68,12 +68,10 @@ class Formula:
 
     @classmethod
     def of(cls, cost: CostModel) -> Formula:
-        """Backward moves twice the bytes of forward and computes 2.5 times the flops."""
-        shape, forward, backward = cost.shape, cost.forward, cost.backward
-        byte = 1 / forward.bytes_per_second + 2 / backward.bytes_per_second
-        flop = 1 / forward.flops_per_second + 2.5 / backward.flops_per_second
+        """Forward and backward together."""
+        shape, (task, byte, flop) = cost.shape, cost.rates
         row, key = byte * (shape.query_bytes + shape.output_bytes), byte * shape.key_value_bytes
-        return cls(forward.task_seconds + backward.task_seconds, row, key, flop * shape.pair_flops, cost.tile)
+        return cls(task, row, key, flop * shape.pair_flops, cost.tile)
 
     def seconds(self, heads: float, start: int, end: int) -> float:
         """Seconds of rows [start, end), 0 if there are none."""

@@ -12,13 +12,13 @@ relay.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_distca.schedule.cost import FloatArray
-from hf_distca.schedule.layout import IntArray, KeyTransfers, Layout
+from hf_distca.schedule.layout import IntArray, KeyTransfers, Layout, expanded
 from hf_distca.schedule.plan import Relays
 
 if TYPE_CHECKING:
@@ -54,9 +54,11 @@ def _among(values: IntArray, ordered: IntArray) -> npt.NDArray[np.bool_]:
     return np.asarray(ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values)
 
 
-def _only(rows: KeyTransfers, which: npt.NDArray[Any] | slice) -> KeyTransfers:
+def _only(rows: KeyTransfers, which: npt.NDArray[np.bool_]) -> KeyTransfers:
     """Some of the rows."""
-    return KeyTransfers(*(column[which] for column in rows))
+    # Five times faster than five masks.
+    index = np.flatnonzero(which)
+    return KeyTransfers(*(column[index] for column in rows))
 
 
 def _joined(rows: list[KeyTransfers]) -> KeyTransfers:
@@ -71,8 +73,7 @@ def _cut(rows: KeyTransfers, relays: Relays) -> tuple[KeyTransfers, IntArray]:
     base = np.searchsorted(documents, rows.document) * width
     first = np.searchsorted(of_run + relays.end, base + rows.start, side="right")
     count = np.maximum(np.searchsorted(of_run + relays.start, base + rows.end) - first, 0)
-    row = np.repeat(np.arange(len(base)), count)
-    run = np.arange(len(row)) + np.repeat(first - (np.cumsum(count) - count), count)
+    row, run = expanded(first, first + count)
     cut = KeyTransfers(*(column[row] for column in rows))
     cut = cut._replace(start=np.maximum(cut.start, relays.start[run]), end=np.minimum(cut.end, relays.end[run]))
     rest = _without_relay(rows, relays)
@@ -82,12 +83,8 @@ def _cut(rows: KeyTransfers, relays: Relays) -> tuple[KeyTransfers, IntArray]:
 def _without_relay(rows: KeyTransfers, relays: Relays) -> KeyTransfers:
     """The part of each row behind the last run of its document."""
     last = np.flatnonzero(np.concatenate([relays.document[1:] != relays.document[:-1], [True]]))
-    return _clipped(rows, relays.end[last][np.searchsorted(relays.document[last], rows.document)], rows.end)
-
-
-def _clipped(rows: KeyTransfers, start: IntArray, end: IntArray) -> KeyTransfers:
-    start, end = np.maximum(rows.start, start), np.minimum(rows.end, end)
-    return _only(rows._replace(start=start, end=end), start < end)
+    start = np.maximum(rows.start, relays.end[last][np.searchsorted(relays.document[last], rows.document)])
+    return _only(rows._replace(start=start), start < rows.end)
 
 
 def relieve(load: PlanLoad, least: float = 0.0) -> PlanLoad:

@@ -37,7 +37,7 @@ def share_of(plan: Plan, rank: int, waves: IntArray | None = None, wave: int = 0
     grouped = plan.layout.groups > 1
     groups = (plan.document[tasks.rows] % (plan.layout.groups + 1) > 0) & grouped
     here = tasks.here
-    numbers = _batch_numbers(tasks.on_own_tensors(here & ~groups))
+    numbers = _section(tasks.on_own_tensors(here & ~groups))
     numbers += _Wave(plan, rank, tasks, travels, travels & ~here, plan.relays).numbers()
     kept = here & groups
     if kept.any():
@@ -150,7 +150,7 @@ class _Wave:
         numbers += _section(np.stack([section[begin], first[begin], total], axis=1))
         numbers += _section(_back(sender, offset, keys.rows[pool], came))
         numbers += _section(_totals(keys.server[leaving], keys.rows[leaving]))
-        numbers += _batch_numbers(self._arrived(rows, arrived, (keys.number[pool], keys.start[pool], offset)))
+        numbers += _section(self._arrived(rows, arrived, (keys.number[pool], keys.start[pool], offset)))
         if self.relays is None:
             return numbers
         passing = np.flatnonzero((keys.relay == rank) & travels)
@@ -313,6 +313,3 @@ def _back(sender: IntArray, offset: IntArray, rows: IntArray, which: BoolArray) 
 
 def _section(rows: IntArray) -> list[int]:
     return [len(rows), *rows.reshape(-1).tolist()]
-
-
-_batch_numbers = _section

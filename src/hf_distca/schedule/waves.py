@@ -290,15 +290,6 @@ def _first_fit(needs: _Needs, ranks: int, bound: int) -> tuple[IntArray, IntArra
 def _travels(plan: Plan) -> npt.NDArray[np.bool_]:
     """Tasks that another rank than their home runs, or whose keys do not lie in one run of their home's tokens."""
     layout = plan.layout
-    order = np.lexsort((layout.start, layout.document))
-    document, start, rank, token, length = (
-        c[order] for c in (layout.document, layout.start, layout.rank, layout.token, layout.length)
-    )
-    joined = (document[1:] == document[:-1]) & (rank[1:] == rank[:-1]) & (token[1:] == token[:-1] + length[:-1])
-    run = np.concatenate([[0], np.cumsum(~joined)])[: len(order)]
-    place, documents = layout.longest + 1, np.unique(document)
-    position = np.searchsorted(documents, document) * place + start
-    base = np.searchsorted(documents, plan.document) * place
+    segment = layout.by_document[layout.segment_of(plan.place, plan.start)]
     first = np.zeros_like(plan.start) if plan.window is None else np.maximum(plan.start - plan.window + 1, 0)
-    runs = [run[np.searchsorted(position, base + seen, side="right") - 1] for seen in (first, plan.start)]
-    return np.asarray((plan.home != plan.server) | (runs[0] != runs[1]), dtype=np.bool_)
+    return np.asarray((plan.home != plan.server) | (first < layout.run[segment]))
