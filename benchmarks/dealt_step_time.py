@@ -5,6 +5,7 @@ drifting machine slows all of them; the figures are medians over rounds. The ide
 by themselves at the same time, exchanging nothing, divided by their number.
 
     python benchmarks/dealt_step_time.py --json
+    python benchmarks/dealt_step_time.py --hybrid --layers 4 --tokens 4096 --json
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 import hf_distca
 from deal import over_all_ranks
@@ -43,6 +45,30 @@ WAYS = {
     "in order, unbalanced": ("in order", False),
     "every document over all ranks": ("over all", False),
 }
+
+
+def hybrid_of(arguments: argparse.Namespace) -> torch.nn.parallel.DistributedDataParallel:
+    """A Qwen3-Next as wide as `model_of`: three layers of a gated delta rule before each layer of attention."""
+    torch.manual_seed(0)
+    heads, layers, hidden = arguments.heads, arguments.layers, arguments.heads * 64
+    config = Qwen3NextConfig(
+        hidden_size=hidden,
+        head_dim=64,
+        intermediate_size=hidden * 172 // 64,
+        num_hidden_layers=layers,
+        layer_types=["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)],
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 2, 1),
+        linear_num_value_heads=heads,
+        linear_num_key_heads=max(heads // 2, 1),
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=0,
+        mlp_only_layers=list(range(layers)),
+        vocab_size=512,
+        attn_implementation="distca",
+    )
+    return torch.nn.parallel.DistributedDataParallel(Qwen3NextForCausalLM(config).train())
 
 
 class OverAll(Dealing):
@@ -85,7 +111,7 @@ class Steps:
     ) -> None:
         self.rank, self.ranks = rank, arguments.ranks
         self.lengths = lengths or lengths_of(arguments.tokens, arguments.ranks)
-        self.model = model_of(arguments, "distca")
+        self.model = hybrid_of(arguments) if getattr(arguments, "hybrid", False) else model_of(arguments, "distca")
         self.targets = sum(length - 1 for length in self.lengths)
         config = hf_distca.configure(config)
         keys = layer_keys(self.model.module, None, "cpu")
@@ -203,6 +229,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens a rank (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: %(default)s)")
+    parser.add_argument("--hybrid", action="store_true", help="a Qwen3-Next of at least 4 layers in place of a Llama")
     parser.add_argument("--heads", type=int, default=4, help="query heads of 64; half as many key/value heads")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, each running every way once (default: %(default)s)")
     add_json_option(parser)
