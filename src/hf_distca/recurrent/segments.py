@@ -52,7 +52,7 @@ class Needed:
 
     @classmethod
     def of(cls, rank: int, needs: Iterable[tuple[int, int, Key]]) -> Needed:
-        """From triples (rank that needs a row, rank that holds it, row), in any order; those without this rank may be left out."""
+        """From triples (rank that needs a row, rank that holds it, row), in any order; those of other ranks may be left out."""
         unique = set(needs)
         held = tuple(sorted({key for _, holder, key in unique if holder == rank}, key=lambda key: (key.position > 0, key)))
         place = {key: index for index, key in enumerate(held)}
