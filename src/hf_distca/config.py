@@ -66,11 +66,11 @@ class DistCAConfig:
             heads; more only where the keys of so many would travel nearly as long as ranks compute. 1 to move all heads of a
             slice together.
         kernel: attention kernel, ``"auto"`` for the best one that runs on the device.
-        cost_model: ``"analytic"`` for the shipped `Profile` of the GPU and the kernel that runs, from published timings; where
-            there is none, or ranks differ, and for dealing, built-in figures of the device type. ``"calibrated"`` to time the
-            kernel on rank 0, on batches of tasks, before the first plan (a few seconds on a CPU); the name of a shipped
-            `Profile`, or the path of one that ``hf-distca profile`` measured, which is read at once, or the `Profile` itself; or
-            a `CostModel` of your own, whose shape is replaced by that of the layer at hand.
+        cost_model: ``"analytic"`` for the shipped `Profile` of the GPU and kernel that run, fitted to published timings. If
+            there is none, if ranks differ, and for dealing, built-in figures of the device type are used. ``"calibrated"`` to
+            time the kernel on rank 0, on batches of tasks, before the first plan (a few seconds on a CPU). Or the name of a
+            shipped `Profile`, the path of a profile that ``hf-distca profile`` measured (read at once), or a `Profile`. Or a
+            `CostModel` of your own, whose shape is replaced by that of the layer at hand.
         measured_rates: correct the cost model by what ranks measure while they train, give slower ranks less, and move less or
             nothing where exchanges turn out to take longer than they gain. Off, plans depend on the documents alone, as they
             do with a `CostModel` of your own, which is taken as it is.

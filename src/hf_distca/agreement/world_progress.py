@@ -96,8 +96,8 @@ class Progress:
         """
         if not np.array_equal(planned.rows, documents.rows):
             raise LayoutError(
-                f"a micro-batch has documents of {documents.rows[:, 2].tolist()} tokens, and was announced with documents of "
-                f"{planned.rows[:, 2].tolist()}: leave batches as they are after plan_ahead."
+                f"a micro-batch has documents of {documents.rows[:, 2].tolist()} tokens, but was announced with documents of "
+                f"{planned.rows[:, 2].tolist()} tokens: leave batches as they are after plan_ahead."
             )
         number = self.number_of([planned.key])
         if number > self.number:

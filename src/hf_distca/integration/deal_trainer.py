@@ -118,8 +118,8 @@ def _check_kind(trainer: Trainer) -> None:
     of_trl = [base.__name__ for base in type(trainer).__mro__ if base.__module__.partition(".")[0] == "trl"]
     if of_trl and "SFTTrainer" not in of_trl:
         raise UnsupportedError(
-            f"{of_trl[0]} trains on pairs, prompts or rewards rather than on documents, and a share is of documents. Train it "
-            'without hf_distca.deal or --tokens-per-rank: attn_implementation="distca" balances its batches as they are.'
+            f"{of_trl[0]} trains on pairs, prompts or rewards rather than on documents, and only documents can be dealt. Train "
+            'it without hf_distca.deal or --tokens-per-rank: attn_implementation="distca" balances its batches as they are.'
         )
 
 

@@ -1,7 +1,7 @@
-"""Memory-efficient attention (arXiv 2112.05682), which torch's CUDA wheels have inside, for what flash attention does not run.
+"""Memory-efficient attention (arXiv 2112.05682) of torch's CUDA wheels, for cases that flash attention does not support.
 
-It takes head dimensions of any width, float32, and GPUs before Ampere. Written against torch's sources (2.13) and not run yet:
-`hf_distca.kernels.check` compares it on the device before it is taken.
+It takes head dimensions of any width, float32, and GPUs before Ampere. It is written against the sources of torch 2.13 and has
+not run on a GPU yet: `hf_distca.kernels.check` compares it with plain torch on the device before its first use.
 
 Shape suffixes beyond those of `base`: B sequences of a call, M rows of the longest one, rounded up to 32; log-sum-exps come and
 go as (B, H, M). In backward, infinity in rows behind a sequence's last one gives them no weight.
@@ -32,8 +32,8 @@ _ALIGNMENT = 8  # elements that rows, heads and beginnings of tensors are a mult
 class AtenEfficient:
     """`VarlenOp` over ``aten::_efficient_attention_forward`` and ``aten::_efficient_attention_backward``.
 
-    They have as many key heads as query heads. So the first query head of each key head is a call, the second one another, and so
-    on, in all of which k and v stay as they are.
+    Both ops need as many key heads as query heads. So one call takes the first query head of each key head, the next call the
+    second query head, and so on. All calls use the same k and v, without copies.
     """
 
     def forward(self, pools: Operands, sequences: Sequences, scores: Scores) -> Outputs:

@@ -1,10 +1,10 @@
-"""Rows that segments need of those before them, from all ranks: one exchange, differentiable.
+"""Brings segments the rows that they need from earlier segments on any rank, in one differentiable exchange.
 
 Forward sends rows to every rank that needs them. Backward sends the gradients of received rows the same way back, where they are
-added up in the order of ranks, so that a sum is the same whenever it is computed. An exchange is an autograd function that every
-rank must come to, forward and backward, also a rank that sends and receives no rows. So `carry` is given the inputs of the layer,
-which need a gradient on every rank or on none, and returns an anchor, a scalar without meaning, which `tied` makes part of the
-layer's output.
+added up in the order of ranks, so that a sum is the same in every run. An exchange is an autograd function that every rank must
+reach, forward and backward, even if the rank sends and receives no rows. So `carry` takes the inputs of the layer, which need a
+gradient on every rank or on none, and returns an anchor: a scalar without meaning. `tied` makes the anchor part of the layer's
+output.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["Carried", "RuleOutputs", "Summaries", "carry", "starting_states", "t
 
 
 class Carried(NamedTuple):
-    """What `carry` returns: of each tensor the rows held and those received, and the anchor."""
+    """What `carry` returns: the held and received rows of each tensor, and the anchor."""
 
     rows: tuple[torch.Tensor, ...]
     anchor: torch.Tensor
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states, of which layers have inputs in a dtype: float32, or float64 for float64."""
+    """The dtype of states for a dtype of inputs: float64 for float64, float32 otherwise."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Summaries(NamedTuple):
-    """What segments do to a state: S_out = transition(S_in) + bias, a row for each segment that others come after.
+    """What segments do to a state: S_out = transition(S_in) + bias. One row for each segment with a later one in its document.
 
     Attributes:
         biases: rows as in `Segments.summaries`.

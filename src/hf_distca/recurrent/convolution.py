@@ -1,7 +1,7 @@
 """Short causal convolutions over segments of documents: each segment sees the last rows before it, wherever they lie.
 
-All segments are convolved in one call, one after another. In front of each are the rows before it, or zeros if it is the first of
-its document. Of the outputs, those of the segments are taken.
+All segments are convolved in one call, one after another. Each segment is preceded by the rows before it, or by zeros if it is
+the first of its document. Only the outputs of the segments are kept.
 
 Shape suffixes: B rows of the batch (1), C channels, T tokens, W width of the kernel.
 """

@@ -6,9 +6,9 @@ For each token, with a state S of (K, V) for each head, a decay a = exp(decay), 
 
 (Yang et al., Gated Delta Networks, arXiv 2412.06464; with a decay for each channel, which is a row of S, Kimi Linear, arXiv
 2510.26692). Each step is affine in S, and so is a segment of any length: S_out = T S_in + B, where T is (K, K). A run of the rule
-from zeros ends with B. A run from the identity, with values of zero, ends with T, and its outputs are what reads S_in: those of
-the segment are the outputs from zeros plus S_in^T times these. Columns of a state never meet, so both runs are one, with values
-and states that are K columns wider.
+from zeros ends with B. A run from the identity, with values of zero, ends with T. The outputs of the segment are the outputs from
+zeros plus S_in^T times the outputs from the identity. Columns of a state do not affect each other, so both runs are one run,
+whose values and states are K columns wider.
 
 Shape suffixes: T tokens, H value heads, G key heads, K key dim, V value dim, N documents.
 """
@@ -28,7 +28,7 @@ __all__ = ["DeltaInputs", "DeltaRule", "RuleOutputs", "delta_rule_by_token", "do
 
 
 class DeltaInputs(NamedTuple):
-    """What a layer gives.
+    """The inputs of the rule in a layer.
 
     Attributes:
         query, key: (1, T, G, K); G divides H.
@@ -60,7 +60,7 @@ class DeltaRule(Protocol):
         Args:
             inputs: of all documents; `value` and `states` may be wider than those of the model.
             lengths: tokens of each document, at least 1.
-            states: (N, H, K, V) that they start with; None for zeros.
+            states: the states that the documents start with, (N, H, K, V); None for zeros.
             final_states: whether `RuleOutputs.states` are needed.
         """
 

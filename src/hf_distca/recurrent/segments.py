@@ -1,4 +1,4 @@
-"""The segments that the tokens of a rank consist of, and what else of their documents lies where."""
+"""The segments of documents that a rank holds, and where the other segments of these documents lie."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HeldSegment(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a row is of: a token, or the segment that starts with it."""
+    """Identifies a row: its token, or the segment that starts with this token."""
 
     document: int
     position: int
@@ -38,12 +38,12 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Needed:
-    """Rows of what precedes segments, seen from one rank: which it holds and which it needs.
+    """The rows that segments need from segments before them, seen from one rank.
 
     Attributes:
-        held: what the rows are of that this rank holds and some segment needs, here or elsewhere; first those of position 0.
-        rows: which of them go to which ranks, and how many come from each.
-        place: where a row is that this rank holds or receives, in a tensor of the rows held and then those received.
+        held: keys of the rows that this rank holds and a segment on any rank needs. Keys of position 0 come first.
+        rows: which held rows go to which ranks, and how many rows come from each rank.
+        place: the index of each held or received row in a tensor of all held rows followed by all received rows.
     """
 
     held: tuple[Key, ...]
@@ -52,7 +52,7 @@ class Needed:
 
     @classmethod
     def of(cls, rank: int, needs: Iterable[tuple[int, int, Key]]) -> Needed:
-        """From (rank that needs a row, rank that holds it, row), in any order; those of other ranks may be left out."""
+        """From triples (rank that needs a row, rank that holds it, row), in any order; those of other ranks may be left out."""
         unique = set(needs)
         held = tuple(sorted({key for _, holder, key in unique if holder == rank}, key=lambda key: (key.position > 0, key)))
         place = {key: index for index, key in enumerate(held)}
@@ -65,18 +65,18 @@ class Needed:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """The segments of one rank for one micro-batch. Neighbours that follow each other in a document are one segment.
+    """The segments of one rank for one micro-batch. Adjacent segments of a document are merged.
 
     Attributes:
         here: the segments of this rank in token order.
         cut: documents that have a segment here and one elsewhere, or two here with other tokens between them: all segments of
             each, in order of position.
         exchanges: whether any document of the micro-batch lies on several ranks. Equal on all ranks.
-        group: the ranks that the layout is of.
+        group: the ranks of the layout.
         meter: counts exchanges and their bytes.
         name: of the micro-batch, the same on every rank, for errors.
         numbers: counts the exchanges of the micro-batch.
-        formats: of messages that were made before.
+        formats: message formats that were built before, for reuse.
     """
 
     here: tuple[Segment, ...]
@@ -109,11 +109,11 @@ class Segments:
         """
         if layout.context.any():
             raise LayoutError(
-                f"a layout with context of {layout.context.tolist()} segments is that of a nano-batch, and recurrent layers mix "
-                "tokens of both: run these layers on the whole micro-batch."
+                f"a layout with context of {layout.context.tolist()} segments is that of a nano-batch, but recurrent layers mix "
+                "tokens of both nano-batches: run these layers on the whole micro-batch."
             )
         if layout.world_size != group.size:
-            raise LayoutError(f"a layout of {layout.world_size} ranks for a group of {group.size}: give the group's own.")
+            raise LayoutError(f"a layout of {layout.world_size} ranks for a group of {group.size}: give the layout of the group.")
         document = layout.unsplit(layout.document)
         order = np.lexsort((layout.end, layout.run, document))
         columns = (column[order] for column in (document, layout.run, layout.end, layout.rank, layout.token))
@@ -187,8 +187,8 @@ class Segments:
         """
         if tensor.shape[0] != 1 or tensor.shape[dim] != self.offsets[-1]:
             raise LayoutError(
-                f"an input of shape {tuple(tensor.shape)}, and the segments of this rank have {self.offsets[-1]} tokens: give "
-                "one row of the tokens that the layout has, without padding."
+                f"an input has shape {tuple(tensor.shape)}, and the segments of this rank have {self.offsets[-1]} tokens: give "
+                "one row with the tokens of the layout, without padding."
             )
 
     def select(self, tensor: torch.Tensor, which: Sequence[int]) -> torch.Tensor:

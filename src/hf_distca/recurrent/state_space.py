@@ -5,8 +5,8 @@ For each token, with a state S of (P, N) for each head, a step dt, an input x of
     S <- exp(A dt) S + dt x B^T;   output = S C
 
 (Dao and Gu, Transformers are SSMs, arXiv 2405.21060). A segment of any length is S_out = d S_in + Z: the transition d is a number
-for each head, the exponential of the sum of A dt, and Z is the state with which a scan from zeros ends. What the state before a
-segment adds to its outputs is exp(sum of A dt so far) S_in C. So no segment is scanned twice.
+for each head, the exponential of the sum of A dt, and Z is the state at the end of a scan from zeros. The state before a segment
+adds exp(sum of A dt so far) S_in C to its outputs. So no segment is scanned twice.
 
 Shape suffixes: T tokens, H heads, P head dim, G groups, N state size, D documents.
 """
@@ -26,11 +26,11 @@ __all__ = ["Scan", "ScanInputs", "mamba2", "scan_by_document", "scan_by_token"]
 
 
 class ScanInputs(NamedTuple):
-    """What a layer gives.
+    """The inputs of the scan in a layer.
 
     Attributes:
         x: (1, T, H, P).
-        dt: (1, T, H), the steps that the formula has: with bias, softplus and limits applied.
+        dt: (1, T, H), the steps of the formula, after bias, softplus and limits.
         A: (H,), negative.
         B, C: (1, T, G, N); G divides H.
     """

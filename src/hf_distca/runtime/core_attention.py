@@ -57,7 +57,7 @@ def core_attention(inputs: Inputs, call: Call) -> torch.Tensor:
     if inputs.q_THD.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "core attention runs while a CUDA graph is captured: a replay would repeat the plan of this batch for all others. "
-            "Capture what lies between the attention layers, or nothing."
+            "Capture only code between attention layers, or nothing."
         )
     recalled = int(call.recalled is not None)
     call.server.meter.count(calls=1 - recalled, recalls=recalled)
