@@ -38,6 +38,7 @@ SMALL = {
     "python benchmarks/rates.py": "--ranks 2 --tokens 256 --layers 1 --heads 2 --steps 14 --json out.json",
     "python benchmarks/loss_curve.py": "--steps 2 --tokens 128 --layers 1 --picture curves.png --json out.json",
     "python benchmarks/dealt_step_time.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --json out.json",
+    "python benchmarks/dealt_step_time.py --hybrid --layers 4 --tokens 4096": "--tokens 512 --heads 2 --rounds 1 --json out.json",
     "python benchmarks/simulator_validation.py": "--tokens 512 --heads 2 --rounds 1 --json out.json",
     "python benchmarks/paper_table.py": "--batches 1 --rows 0 --json out.json",
     "python benchmarks/published_timings.py": "--json out.json",
