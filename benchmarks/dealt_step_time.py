@@ -88,8 +88,13 @@ def lengths_of(tokens: int, ranks: int) -> list[int]:
 
 
 def batch_of(lengths: list[int], packed: PackedDocuments) -> dict[str, Any]:
-    """The tokens of a share."""
+    """The tokens of a share of random documents."""
     documents = [torch.randint(0, 512, (n,), generator=torch.Generator().manual_seed(i)) for i, n in enumerate(lengths)]
+    return share_of(documents, packed)
+
+
+def share_of(documents: list[torch.Tensor], packed: PackedDocuments) -> dict[str, Any]:
+    """A share of the documents, with the next token of each as its label."""
     targets = [torch.cat([document[1:], torch.tensor([-100])]) for document in documents]
     starts = packed.starts or (0,) * len(packed.lengths)
     numbers = packed.documents or tuple(range(len(packed.lengths)))

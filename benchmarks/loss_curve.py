@@ -24,9 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 import hf_distca
-from dealt_step_time import lengths_of
+from dealt_step_time import lengths_of, share_of
 from hf_distca.agreement.dealt import Dealing
-from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.families import known_cost, layer_keys
 from hf_distca.integration.session import current_session
 from machine import describe
@@ -57,17 +56,6 @@ def documents_of(step: int, tokens: int) -> list[torch.Tensor]:
     return [corpus()[start : start + length] for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
 
 
-def batch_of(documents: list[torch.Tensor], packed: PackedDocuments) -> dict[str, Any]:
-    """A share of the documents, with the next byte of each as its label."""
-    targets = [torch.cat([document[1:], torch.tensor([-100])]) for document in documents]
-    starts = packed.starts or (0,) * len(packed.lengths)
-    numbers = packed.documents or tuple(range(len(packed.lengths)))
-    runs = list(zip(numbers, starts, packed.lengths, strict=True))
-    ids, labels = (torch.cat([rows[d][s : s + n] for d, s, n in runs])[None] for rows in (documents, targets))
-    positions = torch.from_numpy(packed.positions)[None]
-    return {"input_ids": ids, "labels": labels, "shift_labels": labels, "position_ids": positions, "distca_documents": packed}
-
-
 class Training:
     """A model, its optimizer, and how its batches come to the ranks."""
 
@@ -84,7 +72,7 @@ class Training:
         """What this rank computes in a step, a forward each."""
         if self.way.startswith("distca"):
             lengths = np.array([len(document) for document in documents])
-            return [batch_of(documents, self.dealing.share(lengths, (0, 0), self.rank))]
+            return [share_of(documents, self.dealing.share(lengths, (0, 0), self.rank))]
         mine = documents[self.rank :: RANKS]
         alone = [{"input_ids": one[None], "labels": one[None]} for one in mine if len(one) > 1]
         return alone[::-1] if self.way.endswith("other order") else alone
