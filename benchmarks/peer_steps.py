@@ -7,13 +7,14 @@ global batch. So losses after the first step are equal only if gradients are. Ea
 from __future__ import annotations
 
 import argparse
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DataCollatorWithFlattening
+from transformers import BloomConfig, BloomForCausalLM, DataCollatorWithFlattening
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import hf_distca
@@ -45,6 +46,7 @@ class Documents:
 
     Attributes:
         rows: of each rank, the token ids (length,) of its documents, in order.
+        all: the documents of all ranks.
         targets: tokens that are predicted, in the whole batch.
     """
 
@@ -52,8 +54,8 @@ class Documents:
         draw, lengths = torch.Generator().manual_seed(0), lengths_of(tokens)
         rows = [[torch.randint(0, 512, (n,), generator=draw) for n in row] for row in lengths]
         of_rank = ROWS // ranks
-        self.rows = [sum(rows[rank * of_rank : (rank + 1) * of_rank], []) for rank in range(ranks)]
-        self.all = sum(rows, [])
+        self.rows = [list(chain(*rows[rank * of_rank : (rank + 1) * of_rank])) for rank in range(ranks)]
+        self.all = list(chain(*rows))
         self.targets = sum(len(document) - 1 for document in self.all)
 
 
@@ -191,3 +193,9 @@ class Dealt(AsGiven):
     def layout(self) -> Layout:
         (layout,) = self.batches[0]["distca_documents"].dealt.layouts
         return layout
+
+
+def unknown_family(arguments: argparse.Namespace, rank: int, ranks: int) -> None:
+    """hf-distca on a Bloom, whose attention does not ask for an implementation."""
+    config = BloomConfig(vocab_size=512, hidden_size=64, n_layer=1, n_head=2, attn_implementation="distca")
+    BloomForCausalLM(config)(torch.zeros(1, 8, dtype=torch.long))
