@@ -1,6 +1,6 @@
 """Other ways to train on documents of different lengths, really run beside hf-distca on CPU processes.
 
-    python benchmarks/peers.py --picture docs/peers.png --json
+    python benchmarks/peers.py --picture peers.png --json
 
 The same documents, model and weights for all; one document is as long as what one of four ranks holds. Each way takes turns with
 the others within a round, in fresh processes with one thread each, and its figures are medians over rounds. Losses of all steps
@@ -72,10 +72,13 @@ def be_launched(rank: int, ranks: int) -> None:
 
 
 def train(rank: int, ranks: int, arguments: argparse.Namespace, place: tuple[str, str]) -> dict[str, Any]:
-    """Train a few steps in one way, the first of which is not timed; figures that differ by rank are lists."""
+    """Train a few steps in one way, the first of which is not timed; figures that differ by rank are lists.
+
+    Memory is what steps add to that of the process before the first one, at its peak.
+    """
     be_launched(rank, ranks)
-    kind, before = find(place), psutil.Process().memory_info().rss
-    way = kind(arguments, rank, ranks)
+    way = find(place)(arguments, rank, ranks)
+    before = psutil.Process().memory_info().rss  # the model and what was imported
     seconds, busy, losses = [], [], []
     for _ in range(arguments.steps + 1):
         dist.barrier()
@@ -88,7 +91,7 @@ def train(rank: int, ranks: int, arguments: argparse.Namespace, place: tuple[str
         busy.append(float(taken))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     columns = torch.zeros(ranks, 3, dtype=torch.float64)
-    columns[rank] = torch.tensor([way.tokens, way.pairs, peak / 1e6])
+    columns[rank] = torch.tensor([way.tokens, way.pairs, peak / 1e6], dtype=torch.float64)
     dist.all_reduce(columns)
     tokens, pairs, megabytes = columns.T.tolist()
     by_rank = {"tokens": tokens, "pairs": pairs, "peak_mb": megabytes}

@@ -15,8 +15,8 @@ EXACT = 1e-6  # relative, float32
 
 
 def run(folder: Path, *options: str) -> dict[str, Any]:
-    command = words_of("python benchmarks/peers.py --picture docs/peers.png")
-    small = ("--tokens", "512", "--layers", "1", "--rounds", "1", "--steps", "1", "--ranks", "2", "--picture", "peers.png")
+    command = words_of("python benchmarks/peers.py --picture peers.png")
+    small = ("--tokens", "512", "--layers", "1", "--rounds", "1", "--steps", "1", "--ranks", "2")
     scripts.run([*command, *small, "--json", "peers.json", *options], folder, timeout=180)
     assert (folder / "peers.png").read_bytes().startswith(b"\x89PNG")
     found: dict[str, Any] = json.loads((folder / "peers.json").read_text())
