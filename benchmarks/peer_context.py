@@ -27,7 +27,7 @@ from torch.distributed.tensor.experimental._attention import _ContextParallel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad
 
-from peer_steps import RATE, Batch, Documents, pairs
+from peer_steps import HIDDEN, RATE, Batch, Documents, pairs
 from step_time import plain_model_of
 
 warnings.filterwarnings("ignore", "torch.distributed.nn.functional.all_gather is deprecated", FutureWarning)
@@ -59,7 +59,7 @@ class Ulysses:
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
             parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=ranks, sp_handler=handler),
         )
-        model = plain_model_of(arguments, "sdpa")
+        model = plain_model_of(arguments, "sdpa", HIDDEN)
         self.model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), RATE))
         self.group = deepspeed.utils.groups._get_sequence_parallel_group()  # noqa: SLF001 - so does the Trainer
         # The adapter of accelerate's loader does the same, but over gloo only for rows of one length.
@@ -125,7 +125,7 @@ def accelerate_context_parallel(arguments: argparse.Namespace, rank: int, ranks:
 def torch_context_parallel(arguments: argparse.Namespace, rank: int, ranks: int) -> None:
     """Ring attention by torch: forward and backward of one document, in a model with the hooks that accelerate gives it."""
     row = row_of(Documents(arguments.tokens, ranks).all[:1], 2 * ranks)
-    model, buffers = plain_model_of(arguments, "sdpa"), list(row.values())
+    model, buffers = plain_model_of(arguments, "sdpa", HIDDEN), list(row.values())
     _attach_context_parallel_hooks(model)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)):

@@ -27,6 +27,7 @@ from step_time import plain_model_of
 Batch = dict[str, Any]
 
 RATE = 0.1  # of SGD: large enough that losses of later steps tell wrong gradients
+HIDDEN = 128  # narrow, so that attention takes most of a step, as it does in a large model on long documents
 ROWS = 4  # rows of documents in the global batch, each as many tokens as one of 4 ranks holds
 
 
@@ -77,7 +78,7 @@ class DataParallel:
     def __init__(self, arguments: argparse.Namespace, rank: int, ranks: int) -> None:
         self.arguments, self.rank, self.ranks = arguments, rank, ranks
         self.documents = Documents(arguments.tokens, ranks)
-        self.model = torch.nn.parallel.DistributedDataParallel(plain_model_of(arguments, self.implementation))
+        self.model = torch.nn.parallel.DistributedDataParallel(plain_model_of(arguments, self.implementation, HIDDEN))
         self.optimizer = torch.optim.SGD(self.model.parameters(), RATE)
         self.batches = self.micro_batches()
         self.tokens = sum(batch["input_ids"].numel() for batch in self.batches)

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from machine import describe
 from output import add_json_option, put_out
-from processes import add_model_options, in_turns, on_ranks, setting_of
+from processes import in_turns, on_ranks, setting_of
 
 # Where a step is, and what is told of it. Modules are imported in the processes that need them: DeepSpeed patches others.
 WAYS = {
@@ -115,7 +115,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     turns: dict[tuple[int, str], list[dict[str, Any]]] = {(ranks, way): [] for ranks in arguments.ranks for way in ways}
     small = argparse.Namespace(**{**vars(arguments), "tokens": 1024, "steps": 1})
-    bar = tqdm(total=2 + len(guided) + len(refused) + len(turns) * arguments.rounds, file=sys.stderr)
+    bar = tqdm(total=1 + bool(guided) + len(guided) + len(refused) + len(turns) * arguments.rounds, file=sys.stderr)
 
     def started(function: Callable[..., Any], ranks: int, place: tuple[str, str], setting: argparse.Namespace = arguments) -> Any:
         bar.set_description(f"{place[1]}, {ranks} processes")
@@ -123,7 +123,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         bar.update()
         return result
 
-    alone, right = started(train, 1, ALONE), started(train, 1, ALONE, small)
+    alone, right = started(train, 1, ALONE), started(train, 1, ALONE, small) if guided else {}
     errors = {name: started(refusal, 2, place) for name, place in refused.items()}
     by_guide = {name: differences([started(train, 2, place, small)], right) for name, place in guided.items()}
     for round_ in range(arguments.rounds):
@@ -222,9 +222,12 @@ def color_of(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_options(parser, tokens=16384, layers=2, rounds=3)
+    parser.add_argument("--tokens", type=int, default=12288, help="tokens of the global batch (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="decoder layers (default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=8, help="query heads of 64; half as many key/value heads")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, each running every way once (default: %(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=(1, 2, 4), help="numbers of processes")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps of a way in a round (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1, help="timed steps of a way in a round (default: %(default)s)")
     parser.add_argument("--ways", nargs="+", metavar="WORD", help="only ways that have one of these words in their names")
     parser.add_argument("--picture", help="where to draw seconds and attention")
     add_json_option(parser)
