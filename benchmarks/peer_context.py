@@ -77,10 +77,8 @@ class Ulysses:
         for batch in self.batches:
             loss = self.model(**batch, labels=batch["shift_labels"], use_cache=False).loss
             # Means of all ranks, weighted with their targets, as in accelerate's guide to sequence parallelism.
-            means, counts = (
-                all_gather(loss, group=self.group),
-                all_gather((batch["shift_labels"] != -100).sum(), group=self.group),
-            )
+            means = all_gather(loss, group=self.group)
+            counts = all_gather((batch["shift_labels"] != -100).sum(), group=self.group)
             share = sum(mean * count for mean, count in zip(means, counts, strict=True) if count) / self.documents.targets
             self.model.backward(share * len(self.batches) / self.too_large)  # DeepSpeed divides by the number of micro-batches
             self.model.step()
