@@ -106,9 +106,9 @@ def row_of(documents: list[torch.Tensor], divisor: int) -> Batch:
     return {name: pad(values, missing, value=-100 if "labels" in name else 0)[None] for name, values in row.items()}
 
 
-def odd_heads(arguments: argparse.Namespace, rank: int, ranks: int) -> None:
-    """Ulysses of a model with 3 heads."""
-    Ulysses(argparse.Namespace(**{**vars(arguments), "heads": 3}), rank, ranks)
+def one_head(arguments: argparse.Namespace, rank: int, ranks: int) -> None:
+    """Ulysses of a model with one head."""
+    Ulysses(argparse.Namespace(**{**vars(arguments), "heads": 1}), rank, ranks)
 
 
 def accelerate_context_parallel(arguments: argparse.Namespace, rank: int, ranks: int) -> None:
