@@ -3,7 +3,8 @@
     python benchmarks/peers.py --picture peers.png --json
 
 The same documents, model and weights for all; one document is as long as what one of four ranks holds. Each way takes turns with
-the others within a round, in fresh processes with one thread each, and its figures are medians over rounds. Losses of all steps
+the others within a round, in fresh processes with one thread each, and its figures are medians over rounds. Where there are more
+processes than cores, or other programs, compare processor seconds of the busiest process: they leave out that it waits. Losses of all steps
 are compared with one process that computes one document at a time under sdpa: the first tells about outputs, later ones about
 gradients as well. What does not run is started all the same, and its error is shown.
 """
@@ -195,14 +196,14 @@ def show(result: dict[str, Any]) -> None:
 
 
 def draw(result: dict[str, Any], path: str) -> None:
-    """Seconds of each way and the attention of its busiest rank, on each number of processes."""
+    """Processor seconds of each way and the attention of its busiest rank, on each number of processes."""
     counts = result["setting"]["ranks"]
     figure, axes = plt.subplots(len(counts), 2, figsize=(11, 3.4 * len(counts)), squeeze=False, sharey=True)
     for (left, right), ranks in zip(axes, counts, strict=True):
         rows = [row for row in result["rows"] if row["ranks"] == ranks][::-1]
         names, colors = [row["way"] for row in rows], [color_of(row) for row in rows]
-        left.barh(names, [row["seconds"] for row in rows], color=colors)
-        left.set_title(f"seconds a step, {ranks} processes")
+        left.barh(names, [row["processor_seconds"] for row in rows], color=colors)
+        left.set_title(f"processor seconds a step, busiest of {ranks} processes")
         right.barh(names, [max(row["attention"]) for row in rows], color=colors)
         right.axvline(1, color="#3c4650", linewidth=0.8)
         right.set_title("attention of the busiest rank / fair share")
@@ -229,7 +230,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=(1, 2, 4), help="numbers of processes")
     parser.add_argument("--steps", type=int, default=1, help="timed steps of a way in a round (default: %(default)s)")
     parser.add_argument("--ways", nargs="+", metavar="WORD", help="only ways that have one of these words in their names")
-    parser.add_argument("--picture", help="where to draw seconds and attention")
+    parser.add_argument("--picture", help="where to draw processor seconds and attention")
     add_json_option(parser)
     arguments = parser.parse_args()
     result = measure(arguments)
