@@ -4,9 +4,10 @@
 
 The same documents, model and weights for all; one document is as long as what one of four ranks holds. Each way takes turns with
 the others within a round, in fresh processes with one thread each, and its figures are medians over rounds. Where there are more
-processes than cores, or other programs, compare processor seconds of the busiest process: they leave out that it waits. Losses of all steps
-are compared with one process that computes one document at a time under sdpa: the first tells about outputs, later ones about
-gradients as well. What does not run is started all the same, and its error is shown.
+processes than cores, or other programs, compare processor seconds of the busiest process: they leave out that it waits.
+
+Losses of all steps are compared with one process that computes one document at a time under sdpa: the first tells about outputs,
+later ones about gradients as well. What does not run is started all the same, and its error is shown.
 """
 
 from __future__ import annotations
