@@ -23,7 +23,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-import matplotlib.pyplot as plt
 import psutil
 import torch
 import torch.distributed as dist
@@ -198,6 +197,8 @@ def show(result: dict[str, Any]) -> None:
 
 def draw(result: dict[str, Any], path: str) -> None:
     """Processor seconds of each way and the attention of its busiest rank, on each number of processes."""
+    import matplotlib.pyplot as plt  # takes a second, which the processes that train are spared
+
     counts = result["setting"]["ranks"]
     figure, axes = plt.subplots(len(counts), 2, figsize=(11, 3.4 * len(counts)), squeeze=False, sharey=True)
     for (left, right), ranks in zip(axes, counts, strict=True):
