@@ -8,7 +8,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("hf-distca", "torch", "transformers", "accelerate", "numpy")
+PACKAGES = ("hf-distca", "torch", "transformers", "accelerate", "deepspeed", "numpy")
 
 
 def describe() -> dict[str, str | int]:

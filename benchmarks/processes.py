@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,11 +19,21 @@ from tqdm import tqdm
 Measure = Callable[[int, int, argparse.Namespace], Any]
 T = TypeVar("T")
 
+PRELOADED = ["torch", "hf_distca.integration.mixin", "transformers.trainer", "transformers.models.llama.modeling_llama"]
 
-def on_ranks(measure: Measure, ranks: int, arguments: argparse.Namespace) -> Any:
-    """What ``measure(rank, ranks, arguments)`` returns on rank 0 of so many processes, as JSON keeps it."""
+
+def on_ranks(measure: Measure, ranks: int, arguments: argparse.Namespace, *, forked: bool = False) -> Any:
+    """What ``measure(rank, ranks, arguments)`` returns on rank 0 of so many processes, as JSON keeps it.
+
+    Where processes start many times, let them be `forked` from one that has imported most of what they need.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_be_rank, (measure, ranks, arguments, folder), nprocs=ranks)
+        work = (measure, ranks, arguments, folder)
+        if forked:
+            get_context("forkserver").set_forkserver_preload(PRELOADED)
+            mp.start_processes(_be_rank, work, nprocs=ranks, start_method="forkserver")
+        else:
+            mp.spawn(_be_rank, work, nprocs=ranks)
         return json.loads(Path(folder, "result.json").read_text())
 
 
