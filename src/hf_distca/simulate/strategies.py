@@ -14,10 +14,11 @@ from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate import context, loader_rules
 from hf_distca.simulate.disaggregated import dealt, given, in_groups
 from hf_distca.simulate.memory import most_tokens
+from hf_distca.simulate.pool import Devices, pooled
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import Candidate, MicroBatchWork, of_documents
 
-__all__ = ["OURS", "STRATEGIES", "Strategy", "find_strategy"]
+__all__ = ["OURS", "POOL", "STRATEGIES", "Strategy", "find_strategy"]
 
 Batches = Sequence[IntArray]
 
@@ -102,6 +103,8 @@ _KEPT = "gathered keys are kept for backward if that fits, or come again"
 _GIVEN = partial(in_groups, given, loader_rules.cut_into_batches)
 _DEALT = partial(in_groups, dealt, loader_rules.shared_out)
 _ONE_STREAM, _IN_TURNS = "; one stream", "; two nano-batches in turns, and no pipelines"
+_POOL = partial(pooled, Devices.with_servers)
+_SERVED = "whole documents dealt to the devices that train, which hold the tokens of all; servers hold none"
 _AS_GIVEN, _AS_DEALT = f"rows as packed; {_CUT}", "whole documents dealt with equal tokens"
 
 STRATEGIES = {
@@ -141,9 +144,12 @@ STRATEGIES = {
         Strategy(
             "dealt-ping-pong", "hf-distca, dealt, ping-pong", partial(_DEALT, True), _AS_DEALT + _IN_TURNS, disaggregated=True
         ),
+        Strategy("pool", "pool of servers", partial(_POOL, False), _SERVED + _ONE_STREAM, disaggregated=True),
+        Strategy("pool-ping-pong", "pool of servers, ping-pong", partial(_POOL, True), _SERVED + _IN_TURNS, disaggregated=True),
     )
 }
-OURS = tuple(strategy.name for strategy in STRATEGIES.values() if strategy.disaggregated)
+POOL = ("pool", "pool-ping-pong")  # simulated only: hf-distca trains in place
+OURS = tuple(strategy.name for strategy in STRATEGIES.values() if strategy.disaggregated and strategy.name not in POOL)
 
 
 def find_strategy(strategy: str | Strategy) -> Strategy:

@@ -41,7 +41,7 @@ def rank_seconds(setting: Setting, work: MicroBatchWork, *, keeps_attention: boo
 
     With `keeps_attention`, attention is not repeated where layers are.
     """
-    seconds = linear_seconds(setting, work.tokens) + work.attention + work.exposed
+    seconds = linear_seconds(setting, work.tokens) / work.linear_speed + work.attention + work.exposed
     if setting.checkpointing == "full" and not keeps_attention:
         seconds[1] += work.attention[0] + work.exposed[0]
     return seconds
@@ -54,8 +54,9 @@ def data_parallel(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequ
     """
     busy, ends = np.zeros((2, len(works[0].tokens)))
     for work, (forward, backward) in zip(works, parts, strict=True):
-        for seconds in (forward, head_seconds(setting, work.tokens), backward):
-            busy, ends = busy + seconds, ends + seconds
+        head = head_seconds(setting, work.tokens) / work.linear_speed
+        for seconds, idle in ((forward, work.idle[0]), (head, 0.0), (backward, work.idle[1])):
+            busy, ends = busy + seconds, ends + seconds + idle
             if work.meeting > 1:
                 ends = np.repeat(ends.reshape(-1, work.meeting).max(axis=1), work.meeting)
     return Timeline(float(ends.max()), busy)

@@ -1,0 +1,206 @@
+"""A pool of attention servers: ranks that own no tokens, and serve those that train. And ranks that are unlike in other ways.
+
+Trainers hold the tokens of all devices. In every layer they dispatch to servers, which have nothing else to do: with one stream
+these stand still while linear layers run, in ping-pong they compute the attention of one nano-batch beside linear layers of the
+other. Since ranks take turns, what a micro-batch takes is not what its busiest rank computes: every layer is followed, event by
+event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import CostModel, FloatArray
+from hf_distca.schedule.deal import deal, deal_nano_batches
+from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.ranks import Ranks
+from hf_distca.simulate.beside_attention import Directions
+from hf_distca.simulate.setting import TILE, Setting
+from hf_distca.simulate.timelines import linear_seconds
+from hf_distca.simulate.work import Candidate, MicroBatchWork, Moves, all_layers, moves_of
+
+__all__ = ["Devices", "pooled"]
+
+# In ping-pong, parts of the seconds of a rank's own linear layers that plans count as its work. All of them would be right if a
+# server never waited; with none of them, all ranks end their attention together.
+_COUNTED = (0.0, 0.5, 0.75, 1.0)
+_SAME = 1e-3  # part of a speed that makes no difference
+_LEAST_SPEED = 0.02  # of a rank whose linear layers leave no time for attention; a plan wants speeds above 0
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What the ranks of an attention group are like; arrays have shape (ranks,).
+
+    Attributes:
+        tokens: how many tokens each holds, in proportion to the others; 0 for a server.
+        linear_speed, attention_speed: how fast each is, 1 for the hardware of the setting.
+    """
+
+    tokens: FloatArray
+    linear_speed: FloatArray
+    attention_speed: FloatArray
+
+    @classmethod
+    def with_servers(cls, setting: Setting) -> Devices | None:
+        """Those of a setting with a pool, all equally fast; None without one."""
+        ones = np.ones(setting.group)
+        return cls(setting.trains.astype(np.float64), ones, ones) if setting.servers else None
+
+    @property
+    def trains(self) -> IntArray:
+        """The ranks that hold tokens."""
+        return np.flatnonzero(self.tokens)
+
+
+def pooled(
+    devices_of: Callable[[Setting], Devices | None], ping_pong: bool, setting: Setting, batches: Sequence[IntArray]
+) -> list[Candidate]:
+    """Whole documents, dealt to the ranks that train; plans that count more or less of their linear layers."""
+    devices = devices_of(setting)
+    if devices is None:
+        return []
+    holders = replace(setting, ranks=len(devices.trains) * setting.tensor, servers=0)
+    placements = [_dealt(setting, devices, lengths, ping_pong) for lengths in batches]
+    return [
+        Candidate([_work(setting, devices, placement, counted) for placement in placements], holders=holders)
+        for counted in (_COUNTED if ping_pong else _COUNTED[:1])
+    ]
+
+
+def _dealt(setting: Setting, devices: Devices, lengths: IntArray, ping_pong: bool) -> tuple[Layout, ...]:
+    """Documents dealt to the ranks that train, in the layouts of all ranks."""
+    cost, trains = setting.cost(None if None in dict(setting.model.kinds) else setting.model.window), devices.trains
+    ends = (lengths.sum() * np.cumsum(devices.tokens[trains]) / devices.tokens.sum()).round().astype(np.int64)
+    tokens = np.diff(ends, prepend=0).tolist()
+    nodes = setting.nodes.seen_by(cost).per_node
+    if nodes is not None:
+        nodes = int((trains // nodes == trains[0] // nodes).sum())
+    if ping_pong:
+        layouts = deal_nano_batches(lengths, len(trains), tokens, cost, tile=TILE, ranks_per_node=nodes)
+    else:
+        layouts = (deal(lengths, len(trains), tokens, cost, tile=TILE, ranks_per_node=nodes),)  # type: ignore[assignment]
+    bounds = np.searchsorted(trains, np.arange(len(devices.tokens) + 1))
+    return tuple(replace(layout, offsets=layout.offsets[bounds], context=_spread(layout, devices)) for layout in layouts)
+
+
+def _spread(layout: Layout, devices: Devices) -> IntArray:
+    context = np.zeros(len(devices.tokens), dtype=np.int64)
+    context[devices.trains] = layout.context
+    return context
+
+
+class _Turn(NamedTuple):
+    """One direction of a layer for a nano-batch, or for a whole micro-batch in one stream: seconds of each rank."""
+
+    linear: FloatArray
+    attention: FloatArray
+    unblocked: FloatArray  # of the attention, what waits for no message
+    dispatch: FloatArray
+    back: FloatArray
+
+
+def _work(setting: Setting, devices: Devices, placement: Sequence[Layout], counted: float) -> MicroBatchWork:
+    layers, config = setting.model.layers, DistCAConfig(ping_pong=len(placement) > 1)
+    tokens = [layout.query_tokens.astype(np.float64) for layout in placement]
+    linear = [linear_seconds(setting, count) / layers / devices.linear_speed for count in tokens]
+
+    def of_layer(cost: CostModel) -> MicroBatchWork:
+        nodes, moves = setting.nodes.seen_by(cost), []
+        for layout, own in zip(placement, linear, strict=True):
+            ranks = _time_left(devices, own.sum(axis=0) * counted, float(cost.seconds(layout.length, layout.end).sum()))
+            plan = balance(layout, cost, config, replace(nodes, speeds=ranks.speeds))
+            moves.append(moves_of(setting, plan, cost, nodes))
+        attention, exposed, idle = _followed(devices, linear, moves, layers)
+        return MicroBatchWork(
+            np.asarray(sum(tokens)),
+            *(attention, exposed, np.asarray(sum(layer.wire for layer in moves))),
+            np.max([layer.received for layer in moves], axis=0),
+            pairs=sum(layer.pairs for layer in moves),
+            meeting=len(devices.tokens),
+            between=sum(layer.between for layer in moves),
+            idle=idle,
+            linear_speed=devices.linear_speed,
+        )
+
+    return all_layers(setting, of_layer)
+
+
+def _time_left(devices: Devices, own: FloatArray, attention: float) -> Ranks:
+    """Ranks that a plan takes for slower the less time their own linear layers leave for attention.
+
+    All ranks should end together, after s seconds. A rank that needs `own` of them for itself ends then with its attention if the
+    plan takes it for one that takes s / (s - own) times as long.
+
+    Args:
+        devices: what ranks are like.
+        own: seconds of each rank's linear layers.
+        attention: seconds of the attention of all ranks together, at speed 1.
+    """
+    seconds = (float((own * devices.attention_speed).sum()) + attention) / float(devices.attention_speed.sum())
+    speeds = np.maximum(1 - own / max(seconds, 1e-300), _LEAST_SPEED) * devices.attention_speed
+    return Ranks.of(None if np.ptp(speeds) < _SAME * speeds.max() else speeds / speeds.mean())
+
+
+def _followed(
+    devices: Devices, linear: Sequence[Directions], moves: Sequence[Moves], layers: int
+) -> tuple[Directions, Directions, Directions]:
+    """Seconds of a layer: of attention, of waiting for messages, and of having nothing to do.
+
+    What ranks wait for messages is what these add to the seconds of all.
+    """
+    attention = np.sum([layer.attention for layer in moves], axis=0) / devices.attention_speed
+    exposed, idle = np.zeros((2, *attention.shape))
+    for direction in (0, 1):
+        turns = [
+            _Turn(
+                own[direction],
+                layer.attention[direction] / devices.attention_speed,
+                layer.unblocked[direction] / devices.attention_speed * (len(moves) == 1),
+                *(layer.dispatch[direction], layer.back[direction]),
+            )
+            for own, layer in zip(linear, moves, strict=True)
+        ]
+        # Nearly no time: a message that takes none at all is none, and nobody waits for who sends it.
+        at_once = [turn._replace(dispatch=turn.dispatch * 1e-9, back=turn.back * 1e-9) for turn in turns]
+        seconds, without = (_in_turns(some, layers) / layers for some in (turns, at_once))
+        exposed[direction] = seconds - without
+        idle[direction] = without - attention[direction] - sum(turn.linear for turn in turns)
+    return attention, exposed, idle
+
+
+def _in_turns(turns: Sequence[_Turn], layers: int) -> float:
+    """Seconds of so many layers: linear layers of each nano-batch, then attention of each, and messages one after another.
+
+    A message leaves when the last rank has what it sends, and linear layers wait for the outputs of the layer before. A server
+    has no linear layers to wait for, and runs ahead.
+    """
+    free, wire = np.zeros((2, len(turns[0].linear)))
+    returned = [free] * len(turns)
+    for _ in range(layers):
+        arrived = []
+        for turn, back in zip(turns, returned, strict=True):
+            owns = turn.linear > 0
+            free = np.where(owns, np.maximum(free, back), free) + turn.linear
+            wire, here = _sent(wire, free, turn.dispatch, float(free[owns].max(initial=0)))
+            arrived.append(here)
+        returned = []
+        for turn, there in zip(turns, arrived, strict=True):
+            free = np.maximum(free + turn.unblocked, there) + turn.attention - turn.unblocked
+            wire, here = _sent(wire, free, turn.back, float(free.max()))
+            returned.append(here)
+    return float(np.max([free, *returned]))
+
+
+def _sent(wire: FloatArray, free: FloatArray, seconds: FloatArray, last: float) -> tuple[FloatArray, FloatArray]:
+    """When each rank's wire is free again and its message there; without messages nobody waits."""
+    if not seconds.any():
+        return wire, free
+    there = np.maximum(wire, last) + seconds
+    return there, there
