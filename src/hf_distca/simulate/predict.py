@@ -107,7 +107,7 @@ def _of_candidate(setting: Setting, candidate: Candidate, strategy: Strategy, ba
         most_tokens=int(tokens.max()),
         degree=candidate.degree,
         tokens_per_second=sum(int(n.sum()) for n in batches) / step,
-        between_bytes=sum(between) / (stages if candidate.ticks else 1) if len(between) == len(works) else None,
+        between_bytes=sum(between) * setting.tensor / (stages if candidate.ticks else 1) if len(between) == len(works) else None,
     )
 
 
@@ -149,8 +149,8 @@ def simulate(
     if not able:
         raise ConfigError(
             f"none of {', '.join(predicted) or 'no strategies'} can run {batches} such batch{'es' if batches > 1 else ''}: "
-            "ping-pong does not run in pipeline stages (--pp), a pool needs --servers, and rows that are shared need memory for the "
-            "longest document."
+            "ping-pong does not run in pipeline stages (--pp), a pool needs --servers, and rows that are shared need memory for "
+            "the longest document."
         )
     return able
 
