@@ -2,10 +2,10 @@
 
     python benchmarks/pool.py --json
 
-Every row compares steps with the same documents. In place, all devices train and serve; in a pool, some devices only serve, and the
-others hold all tokens. Both are simulated layer by layer (`hf_distca.simulate.pool`), in one stream and in ping-pong, the pool with
-plans that count none, a quarter, half or three quarters of the trainers' linear layers. The fastest of these that fits in memory
-counts. Between nodes a device sends 37 GB/s. Five tables:
+Every row compares steps with the same documents. In place, all devices train and serve. In a pool, some devices only serve, and
+the others hold all tokens. Both are simulated layer by layer (`hf_distca.simulate.pool`), in one stream and in ping-pong, the
+pool with plans that count none, a quarter, half or three quarters of the trainers' linear layers. What is fastest and fits in
+memory counts. Between nodes a device sends 37 GB/s. Five tables:
 
 - alike: 64 equal devices, Llama-3-8B, FSDP2, selective checkpointing, rates of kernels from the shipped profiles.
 - paper: the settings of arXiv 2510.18121 without pipelines, H200, tensor parallelism of 8.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from hf_distca.schedule.layout import IntArray, Layout
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.beside_attention import Directions
 from hf_distca.simulate.setting import TILE, Setting
-from hf_distca.simulate.timelines import linear_seconds
+from hf_distca.simulate.timelines import Turn, in_turns, linear_seconds
 from hf_distca.simulate.work import Candidate, MicroBatchWork, Moves, all_layers, moves_of
 
 __all__ = ["COUNTED", "Devices", "pooled"]
@@ -102,16 +101,6 @@ def _spread(layout: Layout, devices: Devices) -> IntArray:
     return context
 
 
-class _Turn(NamedTuple):
-    """One direction of a layer for a nano-batch, or for a whole micro-batch in one stream: seconds of each rank."""
-
-    linear: FloatArray
-    attention: FloatArray
-    unblocked: FloatArray  # of the attention, what waits for no message
-    dispatch: FloatArray
-    back: FloatArray
-
-
 def _work(setting: Setting, devices: Devices, placement: Sequence[Layout], counted: float) -> MicroBatchWork:
     layers, config = setting.model.layers, DistCAConfig(ping_pong=len(placement) > 1)
     tokens = [layout.query_tokens.astype(np.float64) for layout in placement]
@@ -165,7 +154,7 @@ def _followed(
     exposed, idle = np.zeros((2, *attention.shape))
     for direction in (0, 1):
         turns = [
-            _Turn(
+            Turn(
                 own[direction],
                 layer.attention[direction] / devices.attention_speed,
                 layer.unblocked[direction] / devices.attention_speed * (len(moves) == 1),
@@ -175,38 +164,7 @@ def _followed(
         ]
         # Nearly no time: a message that takes none at all is none, and nobody waits for who sends it.
         at_once = [turn._replace(dispatch=turn.dispatch * 1e-9, back=turn.back * 1e-9) for turn in turns]
-        seconds, without = (_in_turns(some, layers) / layers for some in (turns, at_once))
+        seconds, without = (in_turns(some, layers) / layers for some in (turns, at_once))
         exposed[direction] = seconds - without
         idle[direction] = without - attention[direction] - sum(turn.linear for turn in turns)
     return attention, exposed, idle
-
-
-def _in_turns(turns: Sequence[_Turn], layers: int) -> float:
-    """Seconds of so many layers: linear layers of each nano-batch, then attention of each, and messages one after another.
-
-    A message leaves when the last rank has what it sends, and linear layers wait for the outputs of the layer before. A server
-    has no linear layers to wait for, and runs ahead.
-    """
-    free, wire = np.zeros((2, len(turns[0].linear)))
-    returned = [free] * len(turns)
-    for _ in range(layers):
-        arrived = []
-        for turn, back in zip(turns, returned, strict=True):
-            owns = turn.linear > 0
-            free = np.where(owns, np.maximum(free, back), free) + turn.linear
-            wire, here = _sent(wire, free, turn.dispatch, float(free[owns].max(initial=0)))
-            arrived.append(here)
-        returned = []
-        for turn, there in zip(turns, arrived, strict=True):
-            free = np.maximum(free + turn.unblocked, there) + turn.attention - turn.unblocked
-            wire, here = _sent(wire, free, turn.back, float(free.max()))
-            returned.append(here)
-    return float(np.max([free, *returned]))
-
-
-def _sent(wire: FloatArray, free: FloatArray, seconds: FloatArray, last: float) -> tuple[FloatArray, FloatArray]:
-    """When each rank's wire is free again and its message there; without messages nobody waits."""
-    if not seconds.any():
-        return wire, free
-    there = np.maximum(wire, last) + seconds
-    return there, there
