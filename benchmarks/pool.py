@@ -230,8 +230,8 @@ def cases(tables: Sequence[str], batches: int, rows: Sequence[int]) -> Iterator[
 def measure(tables: Sequence[str], batches: int, rows: Sequence[int], jobs: int) -> dict[str, Any]:
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         waiting: list[Future[dict[str, Any]]] = [pool.submit(*case) for case in cases(tables, batches, rows)]
-        found = [one.result() for one in tqdm(waiting, "settings", file=sys.stderr)]
-    return {"machine": describe(), "batches": batches, "rows": found}
+        rows_found = [future.result() for future in tqdm(waiting, "settings", file=sys.stderr)]
+    return {"machine": describe(), "batches": batches, "rows": rows_found}
 
 
 def label(servers: int, each: bool) -> str:
