@@ -14,12 +14,13 @@ from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.advice import advise, assumptions
 from hf_distca.simulate.document_lengths import distribution, from_list
+from hf_distca.simulate.memory import peak_bytes
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.pool import COUNTED, Devices, pooled
 from hf_distca.simulate.predict import Prediction, best_of, ideal_seconds, predict_step, simulate
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import OURS, POOL, STRATEGIES, Strategy
-from hf_distca.simulate.timelines import Turn, in_turns, linear_seconds
+from hf_distca.simulate.timelines import Turn, data_parallel, in_turns, linear_seconds
 from hf_distca.simulate.work import MicroBatchWork
 
 DOCUMENTS = np.array([65536, 32768, *[2048] * 16, *[1024] * 31, 1000, 24], dtype=np.int64)
@@ -169,6 +170,20 @@ def test_what_servers_do_not_train_others_do(setting: Setting) -> None:
     assert step.peak_bytes > 1.2 * place.peak_bytes
 
 
+def test_weights_are_sharded_over_those_that_train(setting: Setting) -> None:
+    (step,) = simulate(replace(setting, servers=4), distribution("equal:256", 256), ["pool"], batches=1)
+    half = replace(setting, ranks=4, tokens_per_rank=2 * setting.tokens_per_rank)
+    assert step.peak_bytes == peak_bytes(half, half.tokens_per_rank)
+
+
+def test_seconds_without_work_make_a_step_longer_and_nobody_busy(setting: Setting) -> None:
+    nothing, idle = np.zeros((2, 2)), np.array([[1.0, 0.0], [0.0, 5.0]])
+    work = MicroBatchWork(nothing[0], nothing, nothing, nothing[0], nothing[0], 0.0, meeting=2, idle=idle)
+    timeline = data_parallel(setting, [work], [np.array([[1.0, 3.0], [4.0, 1.0]])])
+    assert timeline.seconds == 3 + 6
+    assert timeline.busy.tolist() == [5, 4]
+
+
 def test_servers_have_nodes_of_their_own_or_places_in_each(setting: Setting) -> None:
     wide = replace(setting, ranks=32, servers=8)
     assert np.flatnonzero(~wide.trains).tolist() == list(range(24, 32))
@@ -205,12 +220,11 @@ def test_slow_devices_hold_a_step_up_unless_they_hold_fewer_tokens(setting: Sett
     (lengths,) = distribution("pretrain", 8192).batches(wide.tokens, 1)
     ones, slower = np.ones(8), np.where(np.arange(8) < 4, 1.0, 0.5)
     even = predicted(alike(wide), wide, lengths, ping_pong=True).step_seconds
-    equal, by_speed = (
-        predicted(unlike(wide, tokens, 0.5), wide, lengths, ping_pong=True).step_seconds for tokens in (ones, slower)
-    )
-    assert 0.97 * even / 0.75 < by_speed < 0.85 * equal
+    equal, by_speed = (predicted(unlike(wide, tokens, 0.5), wide, lengths, ping_pong=True) for tokens in (ones, slower))
+    assert 0.97 * even / 0.75 < by_speed.step_seconds < 0.85 * equal.step_seconds
     linear = linear_seconds(wide, np.full(1, float(wide.tokens_per_rank))).sum()
-    assert equal > 2 * linear, "that is what the linear layers of the slow ones take"
+    assert equal.step_seconds > 2 * linear, "that is what the linear layers of the slow ones take"
+    assert by_speed.idle_share < 0.1 < equal.idle_share
 
 
 def test_only_a_setting_with_servers_has_a_pool(setting: Setting, pool: Setting) -> None:
