@@ -198,6 +198,7 @@ def unlike(names: tuple[str, str, int], lengths: str, longest: int, tokens: int,
         "tokens_by_speed": ([setting], partial(devices, linear), COUNTED),
         "pool": ([setting], partial(devices, 0.0), COUNTED),
     }
+    best = {name: way(settings, steps, of, counted) for name, (settings, of, counted) in ways.items()}
     return {
         "table": "unlike",
         "fast": fast,
@@ -207,7 +208,8 @@ def unlike(names: tuple[str, str, int], lengths: str, longest: int, tokens: int,
         "linear_speed": linear,
         "lengths": lengths,
         "longest": longest,
-        "seconds": {name: way(settings, steps, of, counted).step_seconds for name, (settings, of, counted) in ways.items()},
+        "seconds": {name: step.step_seconds for name, step in best.items()},
+        "fits": {name: step.fits for name, step in best.items()},
     }
 
 
@@ -277,7 +279,10 @@ def unlike_cells(row: dict[str, Any]) -> dict[str, str]:
     return {
         "devices": f"{RANKS - row['slower_devices']} {row['fast']} + {row['slower_devices']} {row['slow']}",
         "lengths": f"{row['lengths']} to {row['longest'] // K}K",
-        **{name.replace("_", " "): f"{seconds:.3f}" for name, seconds in row["seconds"].items()},
+        **{
+            name.replace("_", " "): f"{seconds:.3f}{'' if row['fits'][name] else ' (full)'}"
+            for name, seconds in row["seconds"].items()
+        },
     }
 
 

@@ -13,13 +13,14 @@ from hf_distca.errors import ConfigError
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.advice import advise, assumptions
+from hf_distca.simulate.beside_attention import optimizer_seconds
 from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.memory import peak_bytes
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.pool import COUNTED, Devices, pooled
 from hf_distca.simulate.predict import Prediction, best_of, ideal_seconds, predict_step, simulate
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import OURS, POOL, STRATEGIES, Strategy
+from hf_distca.simulate.strategies import OURS, POOL, STRATEGIES, WITH_SERVERS, Strategy
 from hf_distca.simulate.timelines import Turn, data_parallel, in_turns, linear_seconds
 from hf_distca.simulate.work import MicroBatchWork
 
@@ -120,9 +121,12 @@ def test_in_place_layer_by_layer_is_what_sums_of_ranks_say(setting: Setting, nam
     (lengths,) = distribution("pretrain", 131072).batches(wide.tokens, 1)
     summed = predict_step(wide, [lengths], STRATEGIES[name])
     followed = predicted(alike(wide), wide, lengths, ping_pong=name.endswith("ping-pong"))
+    best = predict_step(replace(wide, servers=8), [lengths], STRATEGIES["in-place"])
     assert summed is not None
     assert followed.step_seconds == pytest.approx(summed.step_seconds, rel=0.02)
     assert followed.step_seconds >= 0.999 * summed.step_seconds
+    assert best is not None
+    assert best.step_seconds <= followed.step_seconds
 
 
 @pytest.mark.parametrize(
@@ -227,12 +231,24 @@ def test_slow_devices_hold_a_step_up_unless_they_hold_fewer_tokens(setting: Sett
     assert by_speed.idle_share < 0.1 < equal.idle_share
 
 
+def test_devices_half_as_fast_take_twice_as_long(setting: Setting) -> None:
+    wide = replace(setting, checkpointing="selective")
+    (lengths,) = distribution("pretrain", 16384).batches(wide.tokens, 1)
+    ones = np.ones(8)
+    even, slow = (predicted(Devices(ones, ones * speed, ones * speed), wide, lengths, ping_pong=True) for speed in (1.0, 0.5))
+    rest = optimizer_seconds(wide)
+    assert even.exposed_seconds == pytest.approx(0, abs=0.01 * even.step_seconds)
+    assert slow.step_seconds - slow.weight_exposed_seconds - rest == pytest.approx(
+        2 * (even.step_seconds - even.weight_exposed_seconds - rest), rel=0.01
+    )
+
+
 def test_only_a_setting_with_servers_has_a_pool(setting: Setting, pool: Setting) -> None:
     documents = distribution("equal:2048", 16384)
     with pytest.raises(ConfigError, match="a pool needs --servers"):
-        simulate(setting, documents, POOL, batches=1)
-    assert not set(OURS) & set(POOL)
-    titles = {STRATEGIES[name].title for name in POOL}
+        simulate(setting, documents, WITH_SERVERS, batches=1)
+    assert not set(OURS) & set(WITH_SERVERS)
+    titles = {STRATEGIES[name].title for name in WITH_SERVERS}
     assert not titles & set(dict(assumptions(setting, documents)))
     assert titles <= set(dict(assumptions(pool, documents)))
 
@@ -240,11 +256,11 @@ def test_only_a_setting_with_servers_has_a_pool(setting: Setting, pool: Setting)
 def test_advice_says_what_a_pool_takes_and_never_to_have_one(pool: Setting) -> None:
     found = simulate(pool, from_list(DOCUMENTS, "some"), batches=1)
     advice = advise(pool, found)
-    pooled_step, place = best_of(found, POOL), best_of(found, OURS)
+    pooled_step, place = best_of(found, POOL), best_of(found, ["in-place"])
     assert pooled_step is not None
     assert place is not None
     factor = pooled_step.step_seconds / place.step_seconds
     assert "If 2 of the 8 devices only served attention, a step would take" in advice.text
     assert f"{factor:.2f} times as long as with all devices training." in advice.text
     assert advice.ours in OURS
-    assert advice.other not in POOL
+    assert advice.other not in WITH_SERVERS

@@ -51,9 +51,7 @@ class Scale:
     ] = None
     servers: Annotated[
         int,
-        typer.Option(
-            help="Devices of --ranks that train nothing and serve attention, in nodes of their own; adds two strategies."
-        ),
+        typer.Option(help="Devices of --ranks that train nothing and serve attention, in nodes of their own; adds strategies."),
     ] = 0
     servers_each_node: Annotated[
         bool, typer.Option("--servers-each-node", help="Every node has equally many of the servers.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hf_distca.simulate.document_lengths import DocumentSource
 from hf_distca.simulate.predict import Prediction, best_alternative, best_of
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import OURS, POOL, STRATEGIES, Strategy, find_strategy
+from hf_distca.simulate.strategies import OURS, POOL, STRATEGIES, WITH_SERVERS, Strategy, find_strategy
 
 __all__ = ["Advice", "advise", "assumptions"]
 
@@ -54,12 +54,12 @@ class Advice:
 def advise(setting: Setting, predictions: Sequence[Prediction]) -> Advice:
     """Advise by the predictions of all strategies, which `simulate` made for this setting."""
     advice = _in_place(setting, predictions)
-    ours, pool = best_of(predictions, OURS), best_of(predictions, POOL)
-    if pool is None or ours is None:
+    place, pool = best_of(predictions, ["in-place"]), best_of(predictions, POOL)
+    if place is None or pool is None:
         return advice
     text = (
         f" If {setting.servers} of the {setting.ranks} devices only served attention, a step would take {pool.step_seconds:.3g} "
-        f"s, {pool.step_seconds / ours.step_seconds:.2f} times as long as with all devices training."
+        f"s, {pool.step_seconds / place.step_seconds:.2f} times as long as with all devices training."
     )
     return replace(advice, text=advice.text + text)
 
@@ -166,7 +166,7 @@ def assumptions(
         *(
             (strategy.title, strategy.about)
             for strategy in map(find_strategy, strategies)
-            if setting.servers or strategy.name not in POOL
+            if setting.servers or strategy.name not in WITH_SERVERS
         ),
     ]
 

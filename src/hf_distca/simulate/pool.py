@@ -52,6 +52,12 @@ class Devices:
         ones = np.ones(setting.group)
         return cls(setting.trains.astype(np.float64), ones, ones) if setting.servers else None
 
+    @classmethod
+    def beside_servers(cls, setting: Setting) -> Devices | None:
+        """The same devices all training; None without servers, too."""
+        ones = np.ones(setting.group)
+        return cls(ones, ones, ones) if setting.servers else None
+
     @property
     def trains(self) -> IntArray:
         """The ranks that hold tokens."""
