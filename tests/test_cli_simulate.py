@@ -226,6 +226,11 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for words in (
         words_of("hf-distca advise --lengths prolong --ranks 64"),
         words_of("hf-distca advise --lengths lognormal:1000:0.5 --ranks 64"),
+        words_of("hf-distca advise --lengths prolong --ranks 16 --tokens-per-rank 32768 --servers 2 --servers-each-node"),
+        words_of(
+            "hf-distca simulate --lengths pretrain --ranks 64 --tokens-per-rank 32768 --kernel flash_attn_3 --checkpointing "
+            "selective --servers 8"
+        ),
         words_of("hf-distca simulate --lengths lengths.json --ranks 64 --hardware h200"),
         words_of("hf-distca simulate --lengths lengths.json --ranks 64 --hardware h100 --kernel flash_attn_3"),
         words_of(
