@@ -41,6 +41,7 @@ SMALL = {
     "python benchmarks/dealt_step_time.py --hybrid --layers 4 --tokens 4096": "--tokens 512 --heads 2 --rounds 1 --json out.json",
     "python benchmarks/simulator_validation.py": "--tokens 512 --heads 2 --rounds 1 --json out.json",
     "python benchmarks/paper_table.py": "--batches 1 --rows 0 --json out.json",
+    "python benchmarks/pool.py": "--tables paper --rows 0 --batches 1 --jobs 1 --picture pool.png --json out.json",
     "python benchmarks/published_timings.py": "--json out.json",
     "python benchmarks/profile_plans.py benchmarks/placements": "--json out.json",
     "python benchmarks/magi_setting.py": "--rows 1 --json out.json",

@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.config import DistCAConfig
+from hf_distca.integration.nano_batches import cut
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
@@ -19,7 +21,7 @@ from hf_distca.simulate.disaggregated import halved
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.memory import most_tokens, peak_bytes, weight_bytes
 from hf_distca.simulate.models import find_model
-from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.setting import TILE, Setting
 from hf_distca.simulate.strategies import STRATEGIES
 from hf_distca.simulate.work import in_calls, of_documents, of_nano_batches, of_plan, task_seconds
 
@@ -109,8 +111,8 @@ def test_alone_a_rank_takes_the_same_however_a_row_is_cut(setting: Setting) -> N
     assert (expected > tasks).all(), "a call takes something besides its tasks"
     work = of_documents(replace(setting, ranks=1), LENGTHS, row)
     assert work.attention[:, 0] / 32 == pytest.approx(expected)
-    for cut in (context.shared_by_document, context.shared_by_row):
-        assert cut(cost, context.SharedRows(LENGTHS, row, 1), 1)[:, 0] == pytest.approx(expected, rel=0.01)
+    for share in (context.shared_by_document, context.shared_by_row):
+        assert share(cost, context.SharedRows(LENGTHS, row, 1), 1)[:, 0] == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("window", [None, 1000])
@@ -281,3 +283,11 @@ def test_halves_hold_every_query_once() -> None:
     assert second.context.tolist() == [1, 0, 1, 1]
     pairs = [PlanLoad(Plan.local(half), CostModel.analytic(LLAMA)).pairs.sum() for half in (first, second)]
     assert sum(pairs) == pytest.approx(PlanLoad(Plan.local(layout), CostModel.analytic(LLAMA)).pairs.sum())
+
+
+@pytest.mark.parametrize("lengths", [[300, 724], [400, 624], [500, 24, 500], [3000, 1000], [5000], [900], [1]])
+def test_halves_are_those_of_training(lengths: list[int]) -> None:
+    documents = TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).documents()
+    _, border, _ = cut(1, sum(lengths), documents, TILE)
+    first, _ = halved(Layout.from_lengths([lengths]))
+    assert first.query_tokens.tolist() == [border]

@@ -20,11 +20,11 @@ from hf_distca.simulate.memory import activation_bytes, peak_bytes
 from hf_distca.simulate.models import KNOWN_MODELS, find_model
 from hf_distca.simulate.predict import best_alternative, best_of, ideal_seconds, predict_step, simulate
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import OURS, STRATEGIES
+from hf_distca.simulate.strategies import OURS, STRATEGIES, WITH_SERVERS
 from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
 from hf_distca.simulate.work import MicroBatchWork
 
-SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-ping-pong")]
+SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-ping-pong", *WITH_SERVERS)]
 
 
 def test_equal_documents_leave_nothing_to_gain(setting: Setting) -> None:

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 __all__ = ["advise", "simulate"]
 
 _WIDTH = 120  # columns of what is printed
-_SHOWN = ("ranks", "tokens_per_rank", "tensor", "stages", "micro_batches", "ranks_per_node", "sharding", "checkpointing")
+_SHOWN = (
+    "ranks",
+    "tokens_per_rank",
+    "tensor",
+    "stages",
+    "micro_batches",
+    "ranks_per_node",
+    "sharding",
+    "checkpointing",
+    "servers",
+)
 
 
 @taking(Scale)
@@ -89,7 +99,8 @@ def _show_predictions(setting: Setting, documents: DocumentSource, predictions: 
 
     best = best_alternative(predictions)
     about = (
-        f"{setting.model.name} on {setting.ranks} {setting.hardware.name}, {setting.tokens_per_rank} tokens a rank",
+        f"{setting.model.name} on {setting.ranks} {setting.hardware.name}, {setting.tokens_per_rank} tokens a rank"
+        + (f"; in a pool, {setting.servers} serve" if setting.servers else ""),
         f"{documents.name}, {batches} batch{'es' if batches > 1 else ''}, checkpointing {setting.checkpointing}",
     )
     table = Table(title="\n".join(about), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)

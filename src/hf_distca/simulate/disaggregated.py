@@ -23,6 +23,8 @@ __all__ = ["Placement", "candidates", "dealt", "given", "halved", "in_groups", "
 
 # Where the documents of a micro-batch lie: a layout, or those of both nano-batches of ping-pong.
 Placement = tuple[Layout, ...]
+# As ping-pong cuts in training (`hf_distca.integration.nano_batches`): the least part of the tokens in the smaller nano-batch.
+_SMALLEST = 3 / 8
 Planner = Callable[[Layout, CostModel, DistCAConfig, Ranks], Plan]
 
 
@@ -52,8 +54,9 @@ def halved(layout: Layout) -> tuple[Layout, Layout]:
         starts = np.append(0, np.cumsum(layout.length[begin:end]))
         total = int(starts[-1])
         nearest = int(starts[np.abs(starts - total / 2).argmin()])
-        near = min(nearest, total - nearest) >= total / 4
-        cuts.append(nearest if near else total // 2 // TILE * TILE or total // 2)
+        near = min(nearest, total - nearest) >= _SMALLEST * total
+        half = total // 2
+        cuts.append(nearest if near else half // TILE * TILE if half >= 4 * TILE else half)
     before = np.clip(np.array(cuts)[layout.rank] - layout.token, 0, layout.length)
     after = layout.length - before
     crosses = (before > 0) & (after > 0)

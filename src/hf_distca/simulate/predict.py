@@ -15,7 +15,7 @@ from hf_distca.simulate.beside_attention import head_seconds, optimizer_seconds,
 from hf_distca.simulate.document_lengths import DocumentSource
 from hf_distca.simulate.memory import peak_bytes
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.strategies import OURS, STRATEGIES, Strategy, find_strategy
+from hf_distca.simulate.strategies import STRATEGIES, Strategy, find_strategy
 from hf_distca.simulate.timelines import data_parallel, linear_seconds, one_forward_one_backward, rank_seconds, same_phase
 from hf_distca.simulate.work import Candidate
 
@@ -42,6 +42,7 @@ class Prediction:
         most_tokens: tokens of a micro-batch on the fullest rank.
         degree: ranks that share a row, where a strategy chooses that; the most frequent one.
         tokens_per_second: of all ranks together.
+        between_bytes: bytes of core attention that cross between nodes in a step; None of strategies without plans.
     """
 
     strategy: str
@@ -58,6 +59,7 @@ class Prediction:
     most_tokens: int
     degree: int | None
     tokens_per_second: float
+    between_bytes: float | None = None
 
     @property
     def comparable(self) -> bool:
@@ -74,20 +76,21 @@ def predict_step(setting: Setting, batches: Sequence[IntArray], strategy: Strate
 
 
 def _of_candidate(setting: Setting, candidate: Candidate, strategy: Strategy, batches: Sequence[IntArray]) -> Prediction:
-    works, stages = candidate.works, setting.stages
+    works, stages, holders = candidate.works, setting.stages, candidate.holders or setting
     parts = [rank_seconds(setting, work, keeps_attention=strategy.disaggregated) for work in works]
     timeline_of = same_phase if candidate.ticks else one_forward_one_backward if stages > 1 else data_parallel
     timeline = timeline_of(setting, works, parts)
     forward, backward = (float(np.mean([part[direction].mean() for part in parts])) / stages for direction in (0, 1))
-    weights = weight_exchange(setting, forward, backward)
-    step = timeline.seconds + weights.exposed + optimizer_seconds(setting)
+    weights = weight_exchange(holders, forward, backward)
+    step = timeline.seconds + weights.exposed + optimizer_seconds(holders)
     # Of a rank: in ticks all stages' ranks are in each work, and else each rank stands for a pipeline.
     exposed = sum(float(work.exposed.sum(axis=0).mean()) for work in works) / stages
     wire = sum(float(work.wire.mean()) for work in works) / stages
     tokens = np.max([work.tokens for work in works], axis=0)
     received = np.max([work.received for work in works], axis=0)
-    peak = peak_bytes(setting, tokens, received, same_phase=candidate.ticks)
+    peak = peak_bytes(holders, tokens, received, same_phase=candidate.ticks)
     whole = float(sum(causal_pairs(n, n, window).sum() for n in batches for window, _ in setting.model.kinds))
+    between = [work.between for work in works if work.between is not None]
     computed = sum(work.pairs for work in works) / (stages if candidate.ticks else 1)
     return Prediction(
         strategy=strategy.name,
@@ -104,6 +107,7 @@ def _of_candidate(setting: Setting, candidate: Candidate, strategy: Strategy, ba
         most_tokens=int(tokens.max()),
         degree=candidate.degree,
         tokens_per_second=sum(int(n.sum()) for n in batches) / step,
+        between_bytes=sum(between) * setting.tensor / (stages if candidate.ticks else 1) if len(between) == len(works) else None,
     )
 
 
@@ -145,7 +149,8 @@ def simulate(
     if not able:
         raise ConfigError(
             f"none of {', '.join(predicted) or 'no strategies'} can run {batches} such batch{'es' if batches > 1 else ''}: "
-            "ping-pong does not run in pipeline stages (--pp), and rows that are shared need memory for the longest document."
+            "ping-pong does not run in pipeline stages (--pp), a pool needs --servers, and rows that are shared need memory for "
+            "the longest document."
         )
     return able
 
@@ -161,6 +166,7 @@ def _mean(steps: list[Prediction]) -> Prediction:
         fits=all(step.fits for step in steps),
         most_tokens=max(step.most_tokens for step in steps),
         degree=max(set(degrees), key=degrees.count),
+        between_bytes=None if steps[0].between_bytes is None else float(np.mean([step.between_bytes for step in steps])),
         tokens_per_second=sum(step.tokens_per_second * step.step_seconds for step in steps) / sum(s.step_seconds for s in steps),
     )
 
@@ -185,4 +191,4 @@ def best_of(predictions: Iterable[Prediction], names: Iterable[str]) -> Predicti
 
 def best_alternative(predictions: Iterable[Prediction]) -> Prediction | None:
     """The fastest strategy that does not disaggregate attention."""
-    return best_of(predictions, [name for name in STRATEGIES if name not in OURS])
+    return best_of(predictions, [name for name, strategy in STRATEGIES.items() if not strategy.disaggregated])

@@ -1,4 +1,7 @@
-"""Seconds of a step from the work of its micro-batches: data parallel, 1F1B, and ticks in which all stages do the same."""
+"""Seconds of a step from the work of its micro-batches: data parallel, 1F1B, and ticks in which all stages do the same.
+
+And of layers, event by event, where ranks that do different things take turns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,16 @@ from hf_distca.simulate.beside_attention import Directions, head_seconds, layer_
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import MicroBatchWork
 
-__all__ = ["Timeline", "data_parallel", "linear_seconds", "one_forward_one_backward", "rank_seconds", "same_phase"]
+__all__ = [
+    "Timeline",
+    "Turn",
+    "data_parallel",
+    "in_turns",
+    "linear_seconds",
+    "one_forward_one_backward",
+    "rank_seconds",
+    "same_phase",
+]
 
 
 class Timeline(NamedTuple):
@@ -41,7 +53,7 @@ def rank_seconds(setting: Setting, work: MicroBatchWork, *, keeps_attention: boo
 
     With `keeps_attention`, attention is not repeated where layers are.
     """
-    seconds = linear_seconds(setting, work.tokens) + work.attention + work.exposed
+    seconds = linear_seconds(setting, work.tokens) / work.linear_speed + work.attention + work.exposed
     if setting.checkpointing == "full" and not keeps_attention:
         seconds[1] += work.attention[0] + work.exposed[0]
     return seconds
@@ -54,8 +66,9 @@ def data_parallel(setting: Setting, works: Sequence[MicroBatchWork], parts: Sequ
     """
     busy, ends = np.zeros((2, len(works[0].tokens)))
     for work, (forward, backward) in zip(works, parts, strict=True):
-        for seconds in (forward, head_seconds(setting, work.tokens), backward):
-            busy, ends = busy + seconds, ends + seconds
+        head = head_seconds(setting, work.tokens) / work.linear_speed
+        for seconds, idle in ((forward, work.idle[0]), (head, 0.0), (backward, work.idle[1])):
+            busy, ends = busy + seconds, ends + seconds + idle
             if work.meeting > 1:
                 ends = np.repeat(ends.reshape(-1, work.meeting).max(axis=1), work.meeting)
     return Timeline(float(ends.max()), busy)
@@ -107,3 +120,44 @@ def same_phase(setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequenc
             busy += taken
             seconds += float(taken.max() + hop)
     return Timeline(seconds, busy)
+
+
+class Turn(NamedTuple):
+    """One direction of a layer for a nano-batch, or for a whole micro-batch in one stream: seconds of each rank."""
+
+    linear: FloatArray
+    attention: FloatArray
+    unblocked: FloatArray  # of the attention, what waits for no message
+    dispatch: FloatArray
+    back: FloatArray
+
+
+def in_turns(turns: Sequence[Turn], layers: int) -> float:
+    """Seconds of so many layers: linear layers of each nano-batch, then attention of each, and messages one after another.
+
+    A message leaves when the last rank has what it sends, and linear layers wait for the outputs of the layer before. A server
+    has no linear layers to wait for, and runs ahead.
+    """
+    free, wire = np.zeros((2, len(turns[0].linear)))
+    returned = [free] * len(turns)
+    for _ in range(layers):
+        arrived = []
+        for turn, back in zip(turns, returned, strict=True):
+            owns = turn.linear > 0
+            free = np.where(owns, np.maximum(free, back), free) + turn.linear
+            wire, here = _sent(wire, free, turn.dispatch, float(free[owns].max(initial=0)))
+            arrived.append(here)
+        returned = []
+        for turn, there in zip(turns, arrived, strict=True):
+            free = np.maximum(free + turn.unblocked, there) + turn.attention - turn.unblocked
+            wire, here = _sent(wire, free, turn.back, float(free.max()))
+            returned.append(here)
+    return float(np.max([free, *returned]))
+
+
+def _sent(wire: FloatArray, free: FloatArray, seconds: FloatArray, last: float) -> tuple[FloatArray, FloatArray]:
+    """When each rank's wire is free again and its message there; without messages nobody waits."""
+    if not seconds.any():
+        return wire, free
+    there = np.maximum(wire, last) + seconds
+    return there, there

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ __all__ = [
     "copy_seconds",
     "fixed_seconds",
     "in_calls",
+    "moves_of",
     "of_documents",
     "of_nano_batches",
     "of_plan",
@@ -47,6 +48,9 @@ class MicroBatchWork:
         pairs: query-key pairs computed, of one layer of each kind.
         meeting: how many neighbours wait for each other's messages in every layer; 1 for ranks that wait for nobody, or whose
             neighbours take as long as they do.
+        between: bytes of plans that cross between nodes, both directions together; None of strategies without plans.
+        idle: seconds in which a rank has nothing to do, as in a pool a server before anything was sent.
+        linear_speed: how fast ranks run linear layers, 1 for the setting's hardware; shape (ranks,), or (1,) if all are alike.
     """
 
     tokens: FloatArray
@@ -56,6 +60,9 @@ class MicroBatchWork:
     received: FloatArray
     pairs: float
     meeting: int = 1
+    between: float | None = None
+    idle: Directions = field(default_factory=lambda: np.zeros((2, 1)))
+    linear_speed: FloatArray = field(default_factory=lambda: np.ones(1))
 
 
 @dataclass(frozen=True)
@@ -66,11 +73,13 @@ class Candidate:
         works: the work of each micro-batch, or, with `ticks`, of each tick of all stages' ranks.
         degree: ranks that share a document or a row, where that is chosen.
         ticks: whether stages run the same phase, and idle ones serve.
+        holders: the setting of those ranks alone that hold weights, if not all do.
     """
 
     works: list[MicroBatchWork]
     degree: int | None = None
     ticks: bool = False
+    holders: Setting | None = None
 
 
 def sums(values: npt.NDArray[Any], index: IntArray, count: int) -> FloatArray:
@@ -115,8 +124,16 @@ def all_layers(setting: Setting, of_layer: Callable[[CostModel], MicroBatchWork]
         return np.asarray(np.sum([layers * getattr(work, name) for layers, work in kinds], axis=0))
 
     received = np.max([work.received for work in works], axis=0)
-    pairs, meeting = sum(work.pairs for work in works), max(work.meeting for work in works)
-    return MicroBatchWork(works[0].tokens, total("attention"), total("exposed"), total("wire"), received, pairs, meeting)
+    between = [work.between for work in works]
+    return MicroBatchWork(
+        works[0].tokens,
+        *(total("attention"), total("exposed"), total("wire"), received),
+        sum(work.pairs for work in works),
+        max(work.meeting for work in works),
+        None if None in between else float(total("between")),
+        total("idle"),
+        works[0].linear_speed,
+    )
 
 
 def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
@@ -124,7 +141,8 @@ def side_by_side(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
     names = ("tokens", "attention", "exposed", "wire", "received")
     joined = {name: np.concatenate([getattr(group, name) for group in groups], axis=-1) for name in names}
     meeting = len(groups[0].tokens) if joined["wire"].any() else 1
-    return MicroBatchWork(**joined, pairs=sum(group.pairs for group in groups), meeting=meeting)
+    pairs, between = sum(group.pairs for group in groups), sum(group.between or 0.0 for group in groups)
+    return MicroBatchWork(**joined, pairs=pairs, meeting=meeting, between=between)
 
 
 def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBatchWork:
@@ -140,7 +158,7 @@ def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBat
     return all_layers(setting, of_layer)
 
 
-class _Moves(NamedTuple):
+class Moves(NamedTuple):
     """One layer of a plan: seconds of each rank."""
 
     attention: Directions
@@ -149,13 +167,15 @@ class _Moves(NamedTuple):
     back: Directions
     received: FloatArray  # bytes
     pairs: float
+    between: float = 0.0  # bytes that cross between nodes
 
     @property
     def wire(self) -> FloatArray:
         return np.asarray(np.concatenate([self.dispatch, self.back]).sum(axis=0))
 
 
-def _moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> _Moves:
+def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Moves:
+    """One layer of a plan, on ranks that compute equally fast."""
     load = PlanLoad(plan, cost, ranks=nodes)
     cost, shape, ranks = load.cost, load.cost.shape, plan.layout.world_size
     rows = plan.end - plan.start
@@ -163,7 +183,7 @@ def _moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> _Move
     attention, nothing = in_calls(cost, sums(tasks, plan.server, ranks)), np.zeros((2, ranks))
     pairs = float(load.pairs.sum())
     if not plan.moved:
-        return _Moves(attention, attention, nothing, nothing, nothing[0], pairs)
+        return Moves(attention, attention, nothing, nothing, nothing[0], pairs)
     queries, keys, transfers, sent = load.query_tokens, load.key_tokens, load.needed_keys, load.sent_keys
     away = plan.home != plan.server
     source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
@@ -188,16 +208,17 @@ def _moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> _Move
     row_bytes = TransientBytes.of(shape)
     received = row_bytes.query * queries[1] + row_bytes.key * keys[1]
     received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
-    return _Moves(attention, unblocked, dispatch, back, received, pairs)
+    between = float(load.node_bytes.sent_between.sum())
+    return Moves(attention, unblocked, dispatch, back, received, pairs, between)
 
 
 def of_plan(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
     """One layer of a plan, single-stream: a rank computes its own tasks while messages come, and waits for outputs."""
-    layer = _moves(setting, plan, cost, nodes)
+    layer = moves_of(setting, plan, cost, nodes)
     exposed = np.maximum(layer.dispatch - layer.unblocked, 0) + layer.back
     tokens = plan.layout.query_tokens.astype(np.float64)
     meeting = plan.layout.world_size if plan.moved else 1
-    return MicroBatchWork(tokens, layer.attention, exposed, layer.wire, layer.received, layer.pairs, meeting)
+    return MicroBatchWork(tokens, layer.attention, exposed, layer.wire, layer.received, layer.pairs, meeting, layer.between)
 
 
 def of_nano_batches(setting: Setting, plans: Sequence[Plan], cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
@@ -206,7 +227,7 @@ def of_nano_batches(setting: Setting, plans: Sequence[Plan], cost: CostModel, no
     In turns: linear layers of A beside the return of B, those of B beside the dispatch of A, attention of A beside the dispatch
     of B, attention of B beside the return of A. What of a message is longer than what runs beside it is waited for.
     """
-    first, second = (_moves(setting, plan, cost, nodes) for plan in plans)
+    first, second = (moves_of(setting, plan, cost, nodes) for plan in plans)
     tokens = [plan.layout.query_tokens.astype(np.float64) for plan in plans]
     linear = [layer_seconds(setting, count) + tensor_seconds(setting, count) for count in tokens]
     beside = (
@@ -219,4 +240,5 @@ def of_nano_batches(setting: Setting, plans: Sequence[Plan], cost: CostModel, no
     attention, wire = first.attention + second.attention, first.wire + second.wire
     received = np.maximum(first.received, second.received)
     pairs, meeting = first.pairs + second.pairs, len(received) if any(plan.moved for plan in plans) else 1
-    return MicroBatchWork(tokens[0] + tokens[1], attention, exposed, wire, received, pairs, meeting)
+    between = first.between + second.between
+    return MicroBatchWork(tokens[0] + tokens[1], attention, exposed, wire, received, pairs, meeting, between)

@@ -1,0 +1,169 @@
+"""A pool of attention servers: ranks that own no tokens and serve those that train, and other ranks that are not all alike.
+
+The ranks that train hold all tokens. Servers compute attention only. In one stream they stand still while linear layers run; in
+ping-pong they compute the attention of one nano-batch beside the linear layers of the other. So a micro-batch may take longer
+than its busiest rank computes, and is simulated layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import CostModel, FloatArray
+from hf_distca.schedule.deal import deal, deal_nano_batches
+from hf_distca.schedule.layout import IntArray, Layout
+from hf_distca.schedule.ranks import Ranks
+from hf_distca.simulate.beside_attention import Directions
+from hf_distca.simulate.setting import TILE, Setting
+from hf_distca.simulate.timelines import Turn, in_turns, linear_seconds
+from hf_distca.simulate.work import Candidate, MicroBatchWork, Moves, all_layers, moves_of
+
+__all__ = ["COUNTED", "Devices", "pooled"]
+
+# In ping-pong, parts of the seconds of a rank's own linear layers that plans count as its work. With none, all ranks end their
+# attention together, as in training. All of them would be right if servers never waited. In 24 pools of 64 devices, none alone
+# took up to 20 % longer than the best of these, and all of them 3 to 90 % longer.
+COUNTED = (0.0, 0.25, 0.5, 0.75)
+_SAME = 1e-3  # part of a speed that makes no difference
+_LEAST_SPEED = 0.02  # of a rank whose linear layers leave no time for attention; a plan wants speeds above 0
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What the ranks of an attention group are like; arrays have shape (ranks,).
+
+    Attributes:
+        tokens: how many tokens each holds, in proportion to the others; 0 for a server.
+        linear_speed, attention_speed: how fast each is, 1 for the hardware of the setting.
+    """
+
+    tokens: FloatArray
+    linear_speed: FloatArray
+    attention_speed: FloatArray
+
+    @classmethod
+    def with_servers(cls, setting: Setting) -> Devices | None:
+        """Those of a setting with a pool, all equally fast; None without one."""
+        ones = np.ones(setting.group)
+        return cls(setting.trains.astype(np.float64), ones, ones) if setting.servers else None
+
+    @classmethod
+    def beside_servers(cls, setting: Setting) -> Devices | None:
+        """The same devices all training; None without servers, too."""
+        ones = np.ones(setting.group)
+        return cls(ones, ones, ones) if setting.servers else None
+
+    @property
+    def trains(self) -> IntArray:
+        """The ranks that hold tokens."""
+        return np.flatnonzero(self.tokens)
+
+
+def pooled(
+    devices_of: Callable[[Setting], Devices | None],
+    ping_pong: bool,
+    setting: Setting,
+    batches: Sequence[IntArray],
+    counted: Sequence[float] = COUNTED,
+) -> list[Candidate]:
+    """Whole documents, dealt to the ranks that train; a candidate for each part of their linear layers that plans count."""
+    devices = devices_of(setting)
+    if devices is None:
+        return []
+    if not ping_pong or np.ptp(devices.tokens / devices.linear_speed) == 0:
+        counted = (0.0,)
+    holders = replace(setting, ranks=len(devices.trains) * setting.tensor, servers=0)
+    placements = [_dealt(setting, devices, lengths, ping_pong) for lengths in batches]
+    return [
+        Candidate([_work(setting, devices, placement, part) for placement in placements], holders=holders) for part in counted
+    ]
+
+
+def _dealt(setting: Setting, devices: Devices, lengths: IntArray, ping_pong: bool) -> tuple[Layout, ...]:
+    """Documents dealt to the ranks that train, in the layouts of all ranks."""
+    cost, trains = setting.cost(None if None in dict(setting.model.kinds) else setting.model.window), devices.trains
+    ends = (lengths.sum() * np.cumsum(devices.tokens[trains]) / devices.tokens.sum()).round().astype(np.int64)
+    tokens = np.diff(ends, prepend=0).tolist()
+    nodes = setting.nodes.seen_by(cost).per_node
+    if nodes is not None:
+        nodes = int((trains // nodes == trains[0] // nodes).sum())
+    if ping_pong:
+        layouts = deal_nano_batches(lengths, len(trains), tokens, cost, tile=TILE, ranks_per_node=nodes)
+    else:
+        layouts = (deal(lengths, len(trains), tokens, cost, tile=TILE, ranks_per_node=nodes),)  # type: ignore[assignment]
+    bounds = np.searchsorted(trains, np.arange(len(devices.tokens) + 1))
+    return tuple(Layout(layout.document, layout.start, layout.length, layout.offsets[bounds]) for layout in layouts)
+
+
+def _work(setting: Setting, devices: Devices, placement: Sequence[Layout], counted: float) -> MicroBatchWork:
+    layers, config = setting.model.layers, DistCAConfig(ping_pong=len(placement) > 1)
+    tokens = [layout.query_tokens.astype(np.float64) for layout in placement]
+    linear = [linear_seconds(setting, count) / layers / devices.linear_speed for count in tokens]
+
+    def of_layer(cost: CostModel) -> MicroBatchWork:
+        nodes, moves = setting.nodes.seen_by(cost), []
+        for layout, beside in zip(placement, linear, strict=True):
+            ranks = _time_left(devices, beside.sum(axis=0) * counted, float(cost.seconds(layout.length, layout.end).sum()))
+            plan = balance(layout, cost, config, replace(nodes, speeds=ranks.speeds))
+            moves.append(moves_of(setting, plan, cost, nodes))
+        attention, exposed, idle = _followed(devices, linear, moves, layers)
+        return MicroBatchWork(
+            np.asarray(sum(tokens)),
+            *(attention, exposed, np.asarray(sum(layer.wire for layer in moves))),
+            np.max([layer.received for layer in moves], axis=0),
+            pairs=sum(layer.pairs for layer in moves),
+            meeting=len(devices.tokens),
+            between=sum(layer.between for layer in moves),
+            idle=idle,
+            linear_speed=devices.linear_speed,
+        )
+
+    return all_layers(setting, of_layer)
+
+
+def _time_left(devices: Devices, linear: FloatArray, attention: float) -> Ranks:
+    """Ranks that a plan takes for slower the less time their own linear layers leave for attention.
+
+    All ranks should end together, after s seconds. A rank with l seconds of linear layers ends then with its attention, too, if
+    the plan takes it for one that computes (s - l) / s times as fast.
+
+    Args:
+        devices: what ranks are like.
+        linear: seconds of each rank's linear layers, as far as they count.
+        attention: seconds of the attention of all ranks together, at speed 1.
+    """
+    seconds = (float((linear * devices.attention_speed).sum()) + attention) / float(devices.attention_speed.sum())
+    speeds = np.maximum(1 - linear / max(seconds, 1e-300), _LEAST_SPEED) * devices.attention_speed
+    return Ranks.of(None if np.ptp(speeds) < _SAME * speeds.max() else speeds / speeds.mean())
+
+
+def _followed(
+    devices: Devices, linear: Sequence[Directions], moves: Sequence[Moves], layers: int
+) -> tuple[Directions, Directions, Directions]:
+    """Seconds of a layer: of attention, of waiting for messages, and of having nothing to do.
+
+    What ranks wait for messages is what these add to the seconds of all.
+    """
+    attention = np.sum([layer.attention for layer in moves], axis=0) / devices.attention_speed
+    exposed, idle = np.zeros((2, *attention.shape))
+    for direction in (0, 1):
+        turns = [
+            Turn(
+                seconds[direction],
+                layer.attention[direction] / devices.attention_speed,
+                layer.unblocked[direction] / devices.attention_speed * (len(moves) == 1),
+                *(layer.dispatch[direction], layer.back[direction]),
+            )
+            for seconds, layer in zip(linear, moves, strict=True)
+        ]
+        # Nearly no time: a message that takes none at all is none, and nobody waits for who sends it.
+        at_once = [turn._replace(dispatch=turn.dispatch * 1e-9, back=turn.back * 1e-9) for turn in turns]
+        taken, without = (in_turns(some, layers) / layers for some in (turns, at_once))
+        exposed[direction] = taken - without
+        idle[direction] = without - attention[direction] - sum(turn.linear for turn in turns)
+    return attention, exposed, idle
