@@ -41,11 +41,11 @@ class Passing:
         assert (k_TKD.shape, v_TKV.shape) == ((max(ends), 1, 8), (max(ends), 1, 4))
         assert all(keys >= rows >= 1 for rows, keys in zip(tasks.query_length, tasks.key_length, strict=True))
         self.batches.append(tasks)
-        self.now += self.launch + float(self.model.forward_seconds(tasks.query_length, tasks.key_length).sum())
+        self.now += self.launch + float(self.model.directions(tasks.query_length, tasks.key_length)[0].sum())
         return Outputs(q_THD[..., :4], q_THD[..., 0])
 
     def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Any:
-        self.now += self.launch + float(self.model.backward_seconds(tasks.query_length, tasks.key_length).sum())
+        self.now += self.launch + float(self.model.directions(tasks.query_length, tasks.key_length)[1].sum())
 
     def measured(self) -> tuple[KernelCost, KernelCost]:
         return measure(MODEL, self, torch.float32, CPU, clock=lambda: self.now)
@@ -61,8 +61,8 @@ def test_coefficients_come_back(costs: tuple[KernelCost, KernelCost]) -> None:
 
 def test_a_launch_is_not_paid_by_every_task() -> None:
     forward, _ = Passing(FAST, launch=2e-5).measured()
-    found = CostModel(SHAPE, forward, forward, np.inf).forward_seconds([512] * 64, [512] * 64).sum()
-    true = CostModel(SHAPE, *FAST, np.inf).forward_seconds([512] * 64, [512] * 64).sum() + 2e-5
+    found = CostModel(SHAPE, forward, forward, np.inf).directions([512] * 64, [512] * 64)[0].sum()
+    true = CostModel(SHAPE, *FAST, np.inf).directions([512] * 64, [512] * 64)[0].sum() + 2e-5
     assert found == pytest.approx(true, rel=0.05)
 
 

@@ -30,8 +30,7 @@ def test_shipped_profiles_are_the_fit_to_published_timings(benchmarks: tuple[Mod
             for part in ("bytes_per_second", "flops_per_second", "call_seconds", "least_seconds"):
                 assert getattr(cost, part) == pytest.approx(getattr(fit, part), rel=1e-3), (name, direction, part)
             assert rates.errors[f"fitted_{direction}_largest"] < 0.10, (name, direction)
-        long = [cell for cell in cells if cell.profile == name and cell.timing == "packed" and cell.tokens >= 8192]
-        assert all(abs(timings.error(shipped, cell)) < 0.15 for cell in long), name
+            assert rates.errors[f"{direction}_largest"] < 0.15, (name, direction)
 
 
 def test_gathers_inside_a_node_take_what_was_measured(benchmarks: tuple[ModuleType, ModuleType]) -> None:

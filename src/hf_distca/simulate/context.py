@@ -18,7 +18,7 @@ from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.beside_attention import Directions, gather_rate
 from hf_distca.simulate.memory import in_flight
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import MicroBatchWork, all_layers, copy_seconds, fixed_seconds, in_calls, sums, task_seconds
+from hf_distca.simulate.work import MicroBatchWork, all_layers, copy_seconds, fixed_seconds, in_calls, sums
 
 __all__ = [
     "SharedRows",
@@ -70,23 +70,16 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
     shape, length, chunks = cost.shape, rows.length, np.minimum(2 * degree if degree > 1 else 1, rows.length)
     chunk_rows = -(-length // chunks)
     tiled = -(-chunk_rows // cost.tile) * cost.tile
-    pairs = causal_pairs(length, length, cost.window) * (tiled / chunk_rows)
+    pairs = causal_pairs(length, length, cost.window) * (tiled / chunk_rows) + tiled * chunks * (cost.tile - 1) / 2
     read = length * (chunks + 1) / 2
     if cost.window is not None:
         read = np.minimum(read, length + (chunks - 1) * (cost.window - 1.0))
-    row_bytes = shape.query_bytes + shape.output_bytes
-    moved = tiled * chunks * row_bytes * hops + read * shape.key_value_bytes
-    # Of keys in front of a chunk, as `task_seconds` has it; each is in one of the calls.
-    gradients = (read - length) * row_bytes
-    counts = np.stack([rows.sums(part / degree) for part in (chunks * hops, moved, shape.pair_flops * pairs, gradients)])
-    # As `CostModel` has it, backward moves twice the bytes and computes 2.5 times the flops.
-    forward, backward = cost.forward, cost.backward
-    prices = [
-        (forward.task_seconds, 1 / forward.bytes_per_second, 1 / forward.flops_per_second, 0.0),
-        (backward.task_seconds, 2 / backward.bytes_per_second, 2.5 / backward.flops_per_second, 1 / backward.bytes_per_second),
-    ]
+    # As `CostModel.counts`; each key is in one of the calls.
+    tasks, moved, flops = chunks * hops, tiled * chunks * shape.row_bytes * hops, shape.pair_flops * pairs
+    forward, backward = (tasks, moved, flops), (tasks, 2 * moved + read * shape.backward_key_bytes, 2.5 * flops)
+    counts = [np.stack([rows.sums(part / degree) for part in parts]) for parts in (forward, backward)]
     calls = 2 if hops == 1 and degree > 1 else hops  # heads and tails are computed one after the other
-    return in_calls(cost, np.array(prices) @ counts, calls)
+    return in_calls(cost, np.stack([cost.forward.coefficients @ counts[0], cost.backward.coefficients @ counts[1]]), calls)
 
 
 def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
@@ -105,7 +98,7 @@ def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
     chunk = (piece - begins[owner]) * (2 * degree) // np.maximum(sizes[owner], 1)
     chunk += piece >= begins[owner] + sizes[owner] * np.minimum(chunk + 1, 2 * degree) // (2 * degree)
     rank = np.minimum(chunk, 2 * degree - 1 - chunk)
-    seconds = sums(task_seconds(cost, end - piece, end - starts[document]), owner * degree + rank, rows.row_count * degree)
+    seconds = sums(cost.directions(end - piece, end - starts[document]), owner * degree + rank, rows.row_count * degree)
     return in_calls(cost, seconds.reshape(2, rows.row_count, degree).max(axis=2))
 
 
@@ -217,7 +210,7 @@ def ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
         # q, k, v and o each go by themselves, and are put in order before and after.
         once = tokens * moved / _all_to_all_rate(setting, degree) + 4 * fixed_seconds(cost, degree - 1)
         once = once + 2 * copy_seconds(setting, tokens * held) * (degree > 1)
-        attention = rows.sums(task_seconds(cost, rows.length, rows.length, 1 / degree))
+        attention = rows.sums(cost.directions(rows.length, rows.length, 1 / degree))
         return in_calls(cost, attention), np.stack([once, once])
 
     work = _work(setting, rows, degree, of_rows)

@@ -30,7 +30,6 @@ __all__ = [
     "of_plan",
     "side_by_side",
     "sums",
-    "task_seconds",
 ]
 
 
@@ -79,18 +78,6 @@ def sums(values: npt.NDArray[Any], index: IntArray, count: int) -> FloatArray:
     return np.reshape(rows, (*values.shape[:-1], count)).astype(np.float64)
 
 
-def task_seconds(cost: CostModel, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-    """Seconds of tasks, forward and backward: shape (2, tasks).
-
-    As `CostModel` has them, but for keys in front of a task's rows. Backward writes the gradient of a key for every query head,
-    in float32 where these share the key, so that a key costs about what a row does; of a whole document there are as many.
-    """
-    n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
-    before = m - n if cost.window is None else np.minimum(m - n, cost.window - 1)
-    gradients = before * np.asarray(heads) * (cost.shape.query_bytes + cost.shape.output_bytes) / cost.backward.bytes_per_second
-    return np.stack([cost.forward_seconds(rows, keys, heads), cost.backward_seconds(rows, keys, heads) + gradients])
-
-
 def in_calls(cost: CostModel, seconds: Directions, calls: int = 1) -> Directions:
     """Seconds of tasks, shape (2, ranks), in so many calls of the kernel."""
     return np.stack([cost.forward.of_call(seconds[0], calls), cost.backward.of_call(seconds[1], calls)])
@@ -133,7 +120,7 @@ def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBat
     nothing = np.zeros((2, ranks))
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
-        attention = in_calls(cost, sums(task_seconds(cost, length, length), rank, ranks))
+        attention = in_calls(cost, sums(cost.directions(length, length), rank, ranks))
         pairs = float(causal_pairs(length, length, cost.window).sum())
         return MicroBatchWork(sums(length, rank, ranks), attention, nothing, nothing[0], nothing[0], pairs)
 
@@ -159,7 +146,7 @@ def _moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> _Move
     load = PlanLoad(plan, cost, ranks=nodes)
     cost, shape, ranks = load.cost, load.cost.shape, plan.layout.world_size
     rows = plan.end - plan.start
-    tasks = task_seconds(cost, rows, plan.end, plan.heads)
+    tasks = cost.directions(rows, plan.end, plan.heads)
     attention, nothing = in_calls(cost, sums(tasks, plan.server, ranks)), np.zeros((2, ranks))
     pairs = float(load.pairs.sum())
     if not plan.moved:
