@@ -149,8 +149,11 @@ def test_context_parallel_ranks_wait_for_keys_and_ring_hides_them(setting: Setti
     rows = context.SharedRows(np.full(64, 16384), np.arange(64) // 8, 8)
     gathered, ringed = context.all_gather(wide, rows, 8), context.ring(wide, rows, 8)
     keys, hardware = 8 * 16384 * 4096, wide.hardware
-    fixed, ordered = hardware.exchange_seconds + 7 * hardware.peer_seconds, 2 * keys / hardware.memory_rate
-    assert gathered.exposed[0, 0] == pytest.approx(32 * (keys * 7 / 8 / hardware.gather_rate + fixed + ordered))
+    fixed, copied = (
+        hardware.exchange_seconds + 7 * hardware.peer_seconds,
+        2 * (2 * keys + 16384 * wide.shape.row_bytes) / hardware.copy_rate,
+    )
+    assert gathered.exposed[0, 0] == pytest.approx(32 * (keys * 7 / 8 / hardware.gather_rate + fixed + copied))
     assert ringed.exposed[0, 0] < gathered.exposed[0, 0]
     assert ringed.attention[0, 0] > gathered.attention[0, 0]
     spread = context.ulysses(wide, rows, 8)
@@ -167,7 +170,7 @@ def test_heads_for_tokens_take_the_links_of_both_kinds(setting: Setting, ranks: 
     fixed = 4 * (hardware.exchange_seconds + (ranks - 1) * hardware.peer_seconds)
     if ranks <= 32:
         assert context.ulysses(wide, rows, ranks).exposed[0, 0] == pytest.approx(
-            32 * (wire + fixed + 4 * held / hardware.memory_rate)
+            32 * (wire + fixed + 4 * held / hardware.copy_rate)
         )
     else:  # by the part of the heads that a rank has
         assert wire < context.ulysses(wide, rows, ranks).exposed[0, 0] / 32 < 2 * wire
@@ -190,11 +193,15 @@ def test_messages_of_a_plan_take_what_the_scheduler_says(setting: Setting) -> No
     assert load.peers.tolist() == [1, 1]
     assert work.wire.tolist() == pytest.approx(load.exchange_seconds.tolist(), rel=0.05)
     copied = of_plan(setting, plan, cost).wire - work.wire
-    assert copied.tolist() == pytest.approx(
-        (2 * load.exchange_bytes.sum(axis=0) / setting.hardware.memory_rate).tolist(), rel=0.05
-    )
+    assert copied.tolist() == pytest.approx((2 * load.exchange_bytes.sum(axis=0) / setting.hardware.copy_rate).tolist(), rel=0.05)
     forward = np.bincount(plan.server, cost.directions(plan.end - plan.start, plan.end, plan.heads)[0])
     assert work.attention[0].tolist() == pytest.approx(cost.forward.of_call(forward).tolist())
+    copies = of_plan(setting, plan, cost).attention - work.attention
+    rows = (
+        (plan.end - plan.start) * plan.heads * (plan.server == plan.home) * (plan.home == plan.home[plan.home != plan.server][0])
+    )
+    left = 2 * rows.sum() * (setting.shape.row_bytes + setting.shape.key_value_bytes) / setting.hardware.copy_rate
+    assert sorted(copies.sum(axis=0).tolist()) == pytest.approx([0.0, 3 * left]), "of rows that stay where others are given away"
     exposed = work.exposed.sum(axis=0)
     assert (exposed <= work.wire + 1e-12).all()
     assert exposed.max() < work.wire.max(), "the rank's own tasks run while it waits"
@@ -215,8 +222,11 @@ def test_gathered_keys_are_kept_or_come_again(setting: Setting) -> None:
     kept = context.all_gather(wide, rows, 8)
     again = context.all_gather(wide, rows, 8, again=True)
     keys = 8 * 16384 * 4096
-    added = 32 * 4 * keys / wide.hardware.memory_rate
-    assert kept.exposed[1, 0] == pytest.approx(kept.exposed[0, 0] + added), "only gradients go back, those of two calls added"
+    added = 32 * 4 * keys / wide.hardware.copy_rate
+    taken = 32 * 2 * (keys + 16384 * wide.shape.row_bytes) / wide.hardware.copy_rate  # heads and tails are a call each
+    assert kept.exposed[1, 0] == pytest.approx(kept.exposed[0, 0] + added + taken), (
+        "only gradients go back, those of two calls added"
+    )
     assert again.exposed[1, 0] == pytest.approx(2 * kept.exposed[0, 0] + added)
     assert kept.received[0] == pytest.approx(keys * (32 + 2))
     assert again.received[0] == pytest.approx(keys * 3)

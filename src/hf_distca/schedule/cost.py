@@ -196,7 +196,7 @@ class KernelCost:
 # taken to reach two thirds. Processes of one machine without a GPU exchange over loopback, for which the one rate stands.
 _PROFILES = {
     "cpu": (KernelCost(3e-5, 5e9, 4.5e10), KernelCost(6e-5, 5e9, 4.5e10), 1e9, 3e-4, None),
-    "cuda": (KernelCost(5e-7, 3e12, 3.5e14), KernelCost(1e-6, 2e12, 2.8e14), 4e10, 3e-5, 3e11),
+    "cuda": (KernelCost(5e-7, 2e12, 3.5e14), KernelCost(1e-6, 1.6e12, 2.8e14), 4e10, 3e-5, 3e11),
 }
 
 

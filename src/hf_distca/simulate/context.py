@@ -154,16 +154,19 @@ def _gathering(
     """Keys and values of a row come to all its ranks, which keep them for backward, or get them `again` then.
 
     Gradients of keys go back in backward, summed: those of heads and of tails are added before. What came is put in order, and so
-    is what goes back.
+    is what goes back. Heads and tails are a call each, which takes rows and keys one after another: they are copied there.
     """
+    shape = setting.shape
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
         once = _others_key_bytes(cost, rows, degree) / gather_rate(setting, degree) + fixed_seconds(cost, degree - 1)
-        order = copy_seconds(setting, rows.tokens * cost.shape.key_value_bytes)
+        order = copy_seconds(setting, rows.tokens * shape.key_value_bytes)
+        # A call takes q and puts o, and in backward takes q, o and do and puts dq. The keys of both are about those of the row.
+        taken = order + copy_seconds(setting, rows.tokens / degree * shape.row_bytes)
         added = 2 * order  # set to zero, and then read with what is added, and written
-        back = once + order + added
+        back = once + order + added + 2 * taken
         gather = once + order
-        return cut(cost, rows, degree), np.stack([gather, gather + back if again else back]) * (degree > 1)
+        return cut(cost, rows, degree), np.stack([gather + taken, gather + back if again else back]) * (degree > 1)
 
     work = _work(setting, rows, degree, of_rows)
     return replace(work, received=work.tokens * key_bytes(setting, degree, again=again))
@@ -185,15 +188,22 @@ def wlb(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False)
 
 
 def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
-    """Keys travel from neighbour to neighbour beside the attention to those that came before."""
+    """Keys travel from neighbour to neighbour beside the attention to those that came before.
+
+    What a call returns is read and added to a sum in float32, which is read and written: outputs, or gradients.
+    """
+    shape = setting.shape
+    sums_moved = (1 + 8 / shape.element_bytes) / 2  # of bytes that are read and written, as `copy_seconds` has it
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
         once = _others_key_bytes(cost, rows, degree) / _neighbour_rate(setting, degree) + (degree - 1) * fixed_seconds(cost, 1)
         # In backward gradients of keys travel with them.
-        return shared_by_document(cost, rows, degree, hops=degree), np.stack([once, 2 * once])
+        added = np.stack([shape.output_bytes * rows.tokens, (shape.query_bytes + shape.key_value_bytes) * rows.tokens])
+        merged = copy_seconds(setting, added * sums_moved) * (degree > 1)  # of all ranks and calls / ranks
+        return shared_by_document(cost, rows, degree, hops=degree) + merged, np.stack([once, 2 * once])
 
     work = _work(setting, rows, degree, of_rows)
-    kept = work.tokens * 3 * 2 * setting.shape.key_value_bytes * (degree > 1)  # the keys at hand and those that come
+    kept = work.tokens * 3 * 2 * shape.key_value_bytes * (degree > 1)  # the keys at hand and those that come
     return replace(work, exposed=np.maximum(work.exposed - work.attention, 0), received=kept)
 
 

@@ -85,7 +85,7 @@ def in_calls(cost: CostModel, seconds: Directions, calls: int = 1) -> Directions
 
 def copy_seconds(setting: Setting, bytes_: npt.ArrayLike) -> FloatArray:
     """Seconds of packing what is sent, or of putting what came where it belongs: each byte is read and written."""
-    return np.asarray(2 * np.asarray(bytes_) / setting.hardware.memory_rate)
+    return np.asarray(2 * np.asarray(bytes_) / setting.hardware.copy_rate)
 
 
 def fixed_seconds(cost: CostModel, peers: int) -> float:
@@ -153,6 +153,10 @@ def _moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> _Move
         return _Moves(attention, attention, nothing, nothing, nothing[0], pairs)
     queries, keys, transfers, sent = load.query_tokens, load.key_tokens, load.needed_keys, load.sent_keys
     away = plan.home != plan.server
+    # Where rows are given away, others no longer lie one after another: a call takes copies of them, and puts results back.
+    left = sums(rows * plan.heads * ~away, plan.server, ranks) * (queries[0] > 0)
+    taken = copy_seconds(setting, left * (shape.row_bytes + shape.key_value_bytes))
+    taken = np.stack([taken, 2 * taken])
     source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
     query_tokens = (rows * plan.heads)[away]
 
@@ -175,7 +179,7 @@ def _moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> _Move
     row_bytes = TransientBytes.of(shape)
     received = row_bytes.query * queries[1] + row_bytes.key * keys[1]
     received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
-    return _Moves(attention, unblocked, dispatch, back, received, pairs)
+    return _Moves(attention + taken, unblocked, dispatch, back, received, pairs)
 
 
 def of_plan(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
