@@ -4,12 +4,12 @@ One direction of a CA-task with n query rows and m keys is modelled as three par
 
     seconds = task_seconds + bytes / bytes_per_second + flops(n, m) / flops_per_second
 
-where query rows count in whole kernel tiles, so that slivers are known to be slow. The flop count of causal attention is
-that of FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim per query-key pair and head forward, 2.5 times that
-backward. Bytes are those that a block of the kernel reads first and writes last, for no product hides them. A block of forward
-has rows of one query head, and one of backward has keys for one query head (sections 3.1 and 3.2); what it streams past them
-comes beside products. So forward reads q and writes o. Backward reads q, o and do and writes dq for each row; for each key and
-query head it reads k and v and writes dk and dv, and where heads share keys, it reads these once more to add them up. The three
+where query rows count in whole kernel tiles, so that slivers are known to be slow, and so do keys behind a row. The flop count
+of causal attention is that of FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim per query-key pair and head
+forward, 2.5 times that backward. Bytes are those that a block of the kernel reads first and writes last, for no product hides
+them. A block of forward has rows, and one of backward has keys, of one query head (sections 3.1 and 3.2); others stream past,
+beside products. So forward reads q and writes o. Backward reads q, o and do and writes dq for each row. For each key and query
+head it reads k and v and writes dk and dv, and reads these once more to add them up where heads share keys. The three
 coefficients come from a built-in profile or from timing the kernel (`KernelCost.fit`).
 
 With a sliding window of w keys, position p sees keys (p - w, p]: only the pairs of that band count, and of the keys only the
@@ -296,23 +296,24 @@ class CostModel:
         n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
         tiled, read, pairs = task_counts(n, m, self.tile, ALL_KEYS if self.window is None else self.window)
         flops = (pairs + tiled * (self.tile - 1) / 2) * (self.shape.pair_flops * np.asarray(heads))
-        forward, keys_moved = tiled * self.shape.row_bytes * heads, read * self.shape.backward_key_bytes * heads
-        tasks = np.ones(n.shape)
-        return np.array([[tasks, forward, flops], [tasks, 2.0 * forward + keys_moved, 2.5 * flops]]).transpose(0, 2, 1)
+        tasks, forward = np.ones(n.shape), tiled * self.shape.row_bytes * heads
+        backward = 2.0 * forward + read * self.shape.backward_key_bytes * heads
+        return np.array([[tasks, forward, flops], [tasks, backward, 2.5 * flops]]).transpose(0, 2, 1)
+
+    def parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
+        """The three parts that add up to `directions`: of the task, of bytes and of flops, shape (2, tasks, 3)."""
+        coefficients = np.stack([self.forward.coefficients, self.backward.coefficients])
+        return np.asarray(self.counts(rows, keys, heads) * coefficients[:, None])
 
     def directions(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Seconds of each task, forward and backward: shape (2, tasks)."""
-        forward, backward = self.counts(rows, keys, heads)
-        return np.stack([_apply(self.forward, forward), _apply(self.backward, backward)])
+        # Not a matrix product: BLAS rounds differently from one processor to the next, and plans are decided by these seconds.
+        task, moved, computed = np.moveaxis(self.parts(rows, keys, heads), -1, 0)
+        return np.asarray(task + moved + computed)
 
     def seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Forward plus backward seconds of each task."""
         return np.asarray(self.directions(rows, keys, heads).sum(axis=0))
-
-    def parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-        """The three parts that add up to `seconds`: of the task, of bytes and of flops, shape (tasks, 3)."""
-        forward, backward = self.counts(rows, keys, heads)
-        return np.asarray(forward * self.forward.coefficients + backward * self.backward.coefficients)
 
     @property
     def prices(self) -> tuple[float, float, float, float]:
@@ -352,8 +353,8 @@ class Price(NamedTuple):
     @classmethod
     def of(cls, cost: CostModel, tile: int) -> Self:
         """Prices of a cost model for documents cut at multiples of `tile`."""
-        window = ALL_KEYS if cost.window is None else cost.window
-        moved = float(cost.shape.moved_query_bytes), float(cost.shape.moved_key_bytes)
+        shape, window = cost.shape, ALL_KEYS if cost.window is None else cost.window
+        moved = float(shape.moved_query_bytes), float(shape.moved_key_bytes)
         return cls(*cost.prices, *moved, cost.tile, tile, window)
 
     def with_exchange(self, bytes_per_second: float) -> Self:
@@ -381,9 +382,3 @@ def rank_seconds(layout: Layout, cost: CostModel) -> FloatArray:
     seconds = cost.seconds(layout.length, layout.end)
     # bincount of nothing counts in integers, whatever the weights are.
     return np.bincount(layout.rank, weights=seconds, minlength=layout.world_size).astype(np.float64)
-
-
-def _apply(kernel: KernelCost, counts: FloatArray) -> FloatArray:
-    # Not a matrix product: BLAS rounds differently from one processor to the next, and plans are decided by these seconds.
-    (_, moved, flops), (task, byte, flop) = counts.T, kernel.coefficients
-    return np.asarray(task + moved * byte + flops * flop, dtype=np.float64)

@@ -188,18 +188,15 @@ def wlb(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False)
 
 
 def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
-    """Keys travel from neighbour to neighbour beside the attention to those that came before.
-
-    What a call returns is read and added to a sum in float32, which is read and written: outputs, or gradients.
-    """
+    """Keys travel from neighbour to neighbour beside the attention to those that came before."""
     shape = setting.shape
-    sums_moved = (1 + 8 / shape.element_bytes) / 2  # of bytes that are read and written, as `copy_seconds` has it
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
         once = _others_key_bytes(cost, rows, degree) / _neighbour_rate(setting, degree) + (degree - 1) * fixed_seconds(cost, 1)
         # In backward gradients of keys travel with them.
         added = np.stack([shape.output_bytes * rows.tokens, (shape.query_bytes + shape.key_value_bytes) * rows.tokens])
-        merged = copy_seconds(setting, added * sums_moved) * (degree > 1)  # of all ranks and calls / ranks
+        # Each of `degree` calls on as many ranks reads and adds to sums in float32, which are read and written.
+        merged = copy_seconds(setting, added * (1 + 8 / shape.element_bytes) / 2) * (degree > 1)
         return shared_by_document(cost, rows, degree, hops=degree) + merged, np.stack([once, 2 * once])
 
     work = _work(setting, rows, degree, of_rows)

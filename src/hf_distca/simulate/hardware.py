@@ -11,9 +11,9 @@ from hf_distca.schedule.profiles import Profile
 __all__ = ["KNOWN_HARDWARE", "Hardware", "find_hardware"]
 
 _REACHED = 0.85  # of the data sheet's rate of memory, by what only reads and writes: assumed
-# Of that, by copies into another order. pytorch issue 178066: heads of q, k and v are put in order for an all-to-all in 0.38 of
-# its time on H100 and 0.43 on A100. With the all-to-alls of the shipped profiles among 8 GPUs, that is reading and writing at
-# 0.54 and 0.55 of the data sheet's rate.
+# Of that, by copies into another order. pytorch issue 178066: heads are put in order for an all-to-all in 0.38 of its time on
+# H100 and 0.43 on A100. With the all-to-alls of the shipped profiles among 8 GPUs, that is 0.54 and 0.55 of the data sheet's
+# rate.
 _REORDERED = 0.545 / _REACHED
 
 
@@ -90,8 +90,9 @@ class _Device:
         rates, inside, between = measured.kernels[0], measured.inside, measured.between
         assert inside is not None  # shipped profiles of GPUs have both kinds of links
         assert between is not None
-        sheet = f"{self.memory_rate / 1e12:.2f} TB/s and {self.memory_bytes / 1e9:.0f} GB (data sheet)"
-        memory = f"{sheet}, {_REACHED:.0%} reached: assumed"
+        memory = (
+            f"{self.memory_rate / 1e12:.2f} TB/s, {self.memory_bytes / 1e9:.0f} GB (data sheet); {_REACHED:.0%} reached: assumed"
+        )
         wire = self.link_gbps * 1e9 / 8
         link = f"{self.link_gbps:.0f} Gbit/s a GPU, of which messages reach {between.bytes_per_second / wire:.0%}"
         errors = f"largest error of fitted timings {rates.errors['fitted_forward_largest']:.0%} forward"

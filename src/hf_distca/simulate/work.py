@@ -155,8 +155,7 @@ def _moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> _Move
     away = plan.home != plan.server
     # Where rows are given away, others no longer lie one after another: a call takes copies of them, and puts results back.
     left = sums(rows * plan.heads * ~away, plan.server, ranks) * (queries[0] > 0)
-    taken = copy_seconds(setting, left * (shape.row_bytes + shape.key_value_bytes))
-    taken = np.stack([taken, 2 * taken])
+    taken = np.outer([1, 2], copy_seconds(setting, left * (shape.row_bytes + shape.key_value_bytes)))
     source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
     query_tokens = (rows * plan.heads)[away]
 
