@@ -4,13 +4,13 @@ One direction of a CA-task with n query rows and m keys is modelled as three par
 
     seconds = task_seconds + bytes / bytes_per_second + flops(n, m) / flops_per_second
 
-where query rows count in whole kernel tiles, so that slivers are known to be slow, and so do keys behind a row. The flop count
-of causal attention is that of FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim per query-key pair and head
-forward, 2.5 times that backward. Bytes are those that a block of the kernel reads first and writes last, for no product hides
-them. A block of forward has rows, and one of backward has keys, of one query head (sections 3.1 and 3.2); others stream past,
-beside products. So forward reads q and writes o. Backward reads q, o and do and writes dq for each row. For each key and query
-head it reads k and v and writes dk and dv, and reads these once more to add them up where heads share keys. The three
-coefficients come from a built-in profile or from timing the kernel (`KernelCost.fit`).
+where query rows count in whole kernel tiles, so that slivers are known to be slow, and the keys behind a row that are in its
+tile count, too. The flop count of causal attention is that of FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim
+per query-key pair and head forward, 2.5 times that backward. Bytes are those that a block of the kernel reads first and writes
+last, for no product hides them. A block of forward has rows, and one of backward has keys, of one query head (section 3.2);
+others stream past, beside products. So forward reads q and writes o. Backward reads q, o and do and writes dq for each row. For
+each key and query head it reads k and v and writes dk and dv, and reads these once more to add them up where heads share keys.
+The three coefficients come from a built-in profile or from timing the kernel (`KernelCost.fit`).
 
 With a sliding window of w keys, position p sees keys (p - w, p]: only the pairs of that band count, and of the keys only the
 last n + w - 1 are read.
