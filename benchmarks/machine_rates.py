@@ -24,7 +24,6 @@ import torch.distributed as dist
 import hf_distca
 from dealt_step_time import WAYS, Steps
 from hf_distca.integration.session import current_session
-from hf_distca.measure.calibrate import BACKWARD
 from hf_distca.runtime import meter
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
@@ -120,10 +119,7 @@ class Sampler:
         plans = [planned(steps, one.way, self.cost, config) for one, config, steps in self._each()]
         depths = np.array([one.layers for one in self.samples])
         counts = np.stack([_counts(step, self.cost) * layers for step, layers in zip(plans, depths, strict=True)])
-        kernels = [
-            KernelCost.fit((counts * times).reshape(-1, 3), parts[:, :, column].ravel())
-            for column, times in ((1, np.ones(3)), (2, BACKWARD))
-        ]
+        kernels = [KernelCost.fit(counts[:, way].reshape(-1, 3), parts[:, :, way + 1].ravel()) for way in (0, 1)]
         rest = parts[:, :, 0] - parts[:, :, 1:].sum(axis=2)
         alone = np.array([one.way == _ALONE for one in self.samples])
         layer, beside = np.polyfit(depths[alone], rest[alone].mean(axis=1), 1)
@@ -176,8 +172,8 @@ def _parts(steps: Steps, way: str) -> tuple[float, float, float]:
 
 
 def _counts(plans: Sequence[Plan], cost: CostModel) -> Array:
-    """What the tasks of each server count in a layer, (ranks, 3), as `CostModel.counts`."""
-    found = np.zeros((plans[0].layout.world_size, 3))
+    """What the tasks of each server count in a layer, (2, ranks, 3), as `CostModel.counts`."""
+    found = np.zeros((2, plans[0].layout.world_size, 3))
     for plan in plans:
-        np.add.at(found, plan.server, cost.counts(plan.end - plan.start, plan.end, plan.heads))
+        np.add.at(found, (slice(None), plan.server), cost.counts(plan.end - plan.start, plan.end, plan.heads))
     return found

@@ -3,11 +3,16 @@
     python benchmarks/published_timings.py --json
     python benchmarks/published_timings.py --write src/hf_distca/schedule/profiles_data   # fits them anew
 
-A call of a kernel takes ``max(least, call + bytes / rate + flops / rate)`` seconds. Each direction has one of `call` and `least`,
-the one with the smaller largest error. Fitted to: single causal sequences of 1K to 32K tokens, and packed rows of 4K and 16K.
-Kept aside: packed rows of other lengths, and all timings by others. Nothing else is told apart: packed documents and single ones
-differ in tiles, bytes and flops alone. With ``--profiles`` it also reads a folder with ``attention_forward_fa2_h100_packed.psv``
-of hao-ai-lab/DistCA: equal documents of 32K tokens in all, down to 32 tokens each.
+A call of a kernel takes ``max(least, call + bytes / rate + flops / rate)`` seconds, bytes and flops as in `schedule.cost`. Fitted
+to: single causal sequences of 1K to 32K tokens, and packed rows of 1K (which show the launch), 4K and 16K. Kept aside: packed
+rows of other lengths, and all timings by others. Nothing else is told apart: packed documents and single ones differ in tiles,
+bytes and flops alone. With ``--profiles`` it also reads a folder with ``attention_forward_fa2_h100_packed.psv`` of
+hao-ai-lab/DistCA: equal documents of 32K tokens in all, down to 32 tokens each.
+
+What a call takes besides its tasks is what the GPU waits for the host, so it depends on how calls are timed. MagiAttention's
+program asks the driver for the memory in use between the two events of a call (magi_attention/benchmarking/bench.py): the GPU
+waits in each. That of flash-attention 2 issues 30 calls, and waits once (benchmarks/benchmark_flash_attention.py). In triton's
+do_bench, by which flash-attention 3 and 4 are timed, the GPU has other work while the host issues a call.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import product
@@ -27,7 +32,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, causal_pairs
 from hf_distca.schedule.profiles import ExchangeRates, KernelRates, Profile
 from hf_distca.simulate.hardware import find_hardware
 from machine import describe
@@ -37,9 +42,7 @@ from packed_documents import packed_rows
 
 K = 1024
 DRAWN = 200  # packed rows of each length
-FITTED_PACKED = (4 * K, 16 * K)
-# Backward has twice the bytes and 2.5 times the flops of forward, in the columns call, bytes and flops.
-BACKWARD = np.array([1.0, 2.0, 2.5])
+FITTED_PACKED = (K, 4 * K, 16 * K)
 GQA, MHA, DISTCA = AttentionShape(64, 8, 128, 128, 2), AttentionShape(16, 16, 128, 128, 2), AttentionShape(64, 4, 128, 128, 2)
 MAGI = "SandAI-org/MagiAttention, commit 2c641357, docs/source/blog/cp_benchmark.md, kernel level: read off the charts, +-3 %"
 FLASH = "Dao-AILab/flash-attention, commit 0251105a, assets: hidden size 2048, 16K tokens in all"
@@ -84,7 +87,8 @@ class Cell(NamedTuple):
         timing, tokens: what was timed, in words, and tokens of a row, or of a sequence where they are equal.
         fitted: whether the profile is fitted to it.
         tflops: published, in 10**12 flops a second.
-        counts: columns call, bytes and flops of forward: one row a drawn call, shape (calls, 3).
+        counts: columns call, bytes, flops and flops of seen pairs of drawn calls, forward and backward: shape (2, calls, 4).
+        in_a_row: calls that are timed together, of which the first waits for the host; 0 where none does.
     """
 
     profile: str
@@ -94,40 +98,56 @@ class Cell(NamedTuple):
     fitted: bool
     tflops: float
     counts: npt.NDArray[np.float64]
+    in_a_row: int = 0
 
     @property
-    def flops(self) -> npt.NDArray[np.float64]:
-        return self.counts[:, 2] * {"forward": 1.0, "backward": 2.5, "both": 3.5}[self.direction]
+    def ways(self) -> list[int]:
+        """Directions that were timed together: 0 is forward, 1 is backward."""
+        return {"forward": [0], "backward": [1], "both": [0, 1]}[self.direction]
 
     @property
     def seconds(self) -> float:
         """Of a mean call."""
-        return float(self.flops.mean()) / self.tflops / 1e12
+        return float(self.counts[self.ways, :, 3].sum(axis=0).mean()) / self.tflops / 1e12
+
+    def modelled(self, costs: Sequence[KernelCost]) -> float:
+        """Seconds of a mean call, by what a kernel costs forward and backward."""
+        taken = 0.0
+        for way in self.ways:
+            cost = replace(costs[way], task_seconds=0.0)
+            seconds = self.counts[way, :, :3] @ cost.coefficients
+            taken += float((cost.of_call(seconds * self.in_a_row) / self.in_a_row if self.in_a_row else seconds).mean())
+        return taken
+
+    def error(self, costs: Sequence[KernelCost]) -> float:
+        """Modelled over published seconds, less one."""
+        return self.modelled(costs) / self.seconds - 1
 
 
 def counts(shape: AttentionShape, lengths: npt.ArrayLike, *, causal: bool = True) -> npt.NDArray[np.float64]:
-    """Columns call, bytes and flops of one forward call for these sequences."""
+    """A call for these sequences, as `Cell.counts`: shape (2, 1, 4)."""
     length = np.asarray(lengths)
-    parts = CostModel.analytic(shape).counts(length, length)[:, 1:]
-    if not causal:
-        parts[:, 1] = shape.pair_flops * length.astype(np.float64) ** 2
-    return np.array([1.0, *parts.sum(axis=0)])
+    _, moved, flops = CostModel.analytic(shape).counts(length, length).sum(axis=1).T
+    seen = (
+        (causal_pairs(length, length) if causal else length.astype(np.float64) ** 2).sum() * shape.pair_flops * np.array([1, 2.5])
+    )
+    return np.stack([np.ones(2), moved, flops if causal else seen, seen], axis=1)[:, None]
 
 
 @cache
 def packed_counts(tokens: int) -> npt.NDArray[np.float64]:
-    return np.array([counts(GQA, row) for row in packed_rows(tokens, DRAWN)])
+    return np.concatenate([counts(GQA, row) for row in packed_rows(tokens, DRAWN)], axis=1)
 
 
 def chart_cells() -> list[Cell]:
     cells = []
     for (profile, kinds), (kind, n) in product(CHARTS.items(), product(("single", "packed"), range(6))):
         tokens = LENGTHS[n]
-        drawn = counts(GQA, [tokens])[None] if kind == "single" else packed_counts(tokens)
+        drawn = counts(GQA, [tokens]) if kind == "single" else packed_counts(tokens)
         for direction, figures in zip(("forward", "backward"), kinds[kind], strict=True):
             if figures is not None:
                 fitted = kind == "single" or tokens in FITTED_PACKED
-                cells.append(Cell(profile, direction, kind, tokens, fitted, figures[n], drawn))
+                cells.append(Cell(profile, direction, kind, tokens, fitted, figures[n], drawn, in_a_row=1))
     return cells
 
 
@@ -137,71 +157,56 @@ def other_cells(folder: Path | None) -> list[Cell]:
         for n, (length, tflops) in enumerate(zip(SHORTER, figures, strict=True)):
             fitted = profile.startswith("a100") and mask == "causal" and n % 2 == 0
             row = counts(MHA, np.full(16 * K // length, length), causal=mask == "causal")
-            cells.append(Cell(profile, direction, f"equal, {mask}", length, fitted, tflops, row[None]))
-    four = counts(MHA, np.full(4, 8 * K))[None]
+            cells.append(Cell(profile, direction, f"equal, {mask}", length, fitted, tflops, row, 30 * profile.endswith("2")))
+    four = counts(MHA, np.full(4, 8 * K))
     for direction, figures in (("forward", FA4_FORWARD), ("backward", FA4_BACKWARD)):
         cells += [Cell("b200_flash_attn_4", direction, f"{FA4}: {what}", 8 * K, False, tflops, four) for what, tflops in figures]
     if folder is not None:
         with (folder / "attention_forward_fa2_h100_packed.psv").open() as lines:
             for row in (row for row in csv.DictReader(lines, delimiter="|") if row["cp"] == row["tp"] == "1"):
                 number, total = int(row["batch_size"]), int(row["total_len"])
-                drawn = counts(DISTCA, np.full(number, total // number))[None]
-                tflops = float(drawn[0, 2]) / float(row["total_latency(ms)"]) * 1e3 / 1e12
+                drawn = counts(DISTCA, np.full(number, total // number))
+                tflops = float(drawn[0, 0, 3]) / float(row["total_latency(ms)"]) * 1e3 / 1e12
                 cells.append(Cell("h100_flash_attn_2", "forward", "equal, DistCA", total // number, False, tflops, drawn))
     return cells
 
 
-def modelled(cost: KernelCost, drawn: npt.NDArray[np.float64], direction: str) -> float:
-    """Seconds of a mean call in one direction."""
-    _, moved, flops = (drawn * (BACKWARD if direction == "backward" else 1.0)).T
-    return float(cost.of_call(moved / cost.bytes_per_second + flops / cost.flops_per_second).mean())
-
-
-def error(rates: KernelRates, cell: Cell) -> float:
-    """Modelled over published seconds, less one."""
-    directions = ("forward", "backward") if cell.direction == "both" else (cell.direction,)
-    return sum(modelled(getattr(rates, direction), cell.counts, direction) for direction in directions) / cell.seconds - 1
-
-
-def non_negative(columns: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def non_negative(columns: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> KernelCost:
     """Least squares of relative errors: `KernelCost.fit` for three columns, of which "tasks" are calls here."""
     cost = KernelCost.fit(columns, seconds)
-    return np.array([cost.task_seconds, 1 / cost.bytes_per_second, 1 / cost.flops_per_second])
+    return replace(cost, task_seconds=0.0, call_seconds=cost.task_seconds)
 
 
-def fit(cells: list[Cell]) -> KernelCost:
-    """One direction of a kernel."""
-    direction = cells[0].direction
-    means = np.array([cell.counts.mean(axis=0) for cell in cells]) * (BACKWARD if direction == "backward" else 1.0)
-    seconds = np.array([cell.seconds for cell in cells])
-    call, byte, flop = non_negative(means, seconds)
-    added = KernelCost(0.0, 1 / byte if byte else np.inf, 1 / flop, call_seconds=float(call))
-    least, used = float(seconds.min()), seconds > seconds.min() * 1.05
-    for _ in range(4):  # which cells the launch decides depends on the fit to the others
-        _, byte, flop = non_negative(means[used] * [0.0, 1.0, 1.0], seconds[used])
-        used = means @ [0.0, byte, flop] > least
-        least = float(np.sqrt(seconds[~used].min() * seconds[~used].max())) if not used.all() else least
-    launched = KernelCost(0.0, 1 / byte if byte else np.inf, 1 / flop, least_seconds=least)
-
-    def largest(cost: KernelCost) -> float:
-        return max(abs(modelled(cost, cell.counts, direction) / cell.seconds - 1) for cell in cells)
-
-    return min(added, launched, key=largest)
+def fit(cells: list[Cell], way: int) -> KernelCost:
+    """One direction of a kernel: of floors between the shortest timings, and none, the one with the least squares of errors."""
+    means, seconds = (
+        np.array([cell.counts[way, :, :3].mean(axis=0) for cell in cells]),
+        np.array([cell.seconds for cell in cells]),
+    )
+    shortest = np.sort(seconds)[:4]
+    found = []
+    for floor in (0.0, *np.unique(np.sqrt(np.outer(shortest, shortest)))):
+        above = seconds > floor
+        for _ in range(4):  # which timings are above it depends on the fit to them
+            cost = non_negative(means[above], seconds[above])
+            above = cost.call_seconds + means @ cost.coefficients > floor
+        cost = replace(cost, least_seconds=float(floor))
+        found.append((sum(cell.error((cost, cost)) ** 2 for cell in cells), cost))
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def scaled(rates: KernelRates, cells: list[Cell]) -> KernelRates:
     """Those of another device: all bytes of both directions are slower by one factor, and all flops by another."""
-    parts = []
-    for cell in cells:
-        byte, flop = cell.counts[:, 1].mean(), cell.counts[:, 2].mean()
-        moved = byte / rates.forward.bytes_per_second + 2 * byte / rates.backward.bytes_per_second
-        parts.append([0.0, moved, flop / rates.forward.flops_per_second + 2.5 * flop / rates.backward.flops_per_second])
-    _, byte, flop = non_negative(np.array(parts), np.array([cell.seconds for cell in cells]))
+    costs = rates.forward, rates.backward
+    parts = np.array([sum(cell.counts[way, :, :3].mean(axis=0) * costs[way].coefficients for way in cell.ways) for cell in cells])
+    slower = KernelCost.fit(parts, np.array([cell.seconds for cell in cells])).coefficients
 
-    def slower(cost: KernelCost) -> KernelCost:
-        return replace(cost, bytes_per_second=cost.bytes_per_second / byte, flops_per_second=cost.flops_per_second / flop)
+    def of(cost: KernelCost) -> KernelCost:
+        return replace(
+            cost, bytes_per_second=cost.bytes_per_second / slower[1], flops_per_second=cost.flops_per_second / slower[2]
+        )
 
-    return replace(rates, forward=slower(rates.forward), backward=slower(rates.backward))
+    return replace(rates, forward=of(rates.forward), backward=of(rates.backward))
 
 
 def fitted(cells: list[Cell]) -> dict[str, KernelRates]:
@@ -210,7 +215,7 @@ def fitted(cells: list[Cell]) -> dict[str, KernelRates]:
     for profile in (*CHARTS, "a100_flash_attn_2"):
         mine = [cell for cell in cells if cell.profile == profile and cell.fitted]
         if profile in CHARTS:
-            directions = [fit([cell for cell in mine if cell.direction == name]) for name in ("forward", "backward")]
+            directions = [fit([cell for cell in mine if cell.ways == [way]], way) for way in (0, 1)]
             found[profile] = KernelRates(profile.partition("_")[2], 2, 128, 128, *directions)
         else:
             found[profile] = scaled(found["h100_flash_attn_2"], mine)
@@ -223,8 +228,8 @@ def fitted(cells: list[Cell]) -> dict[str, KernelRates]:
 
 def summary(rates: KernelRates, cells: list[Cell], which: str) -> Iterable[tuple[str, float]]:
     """Median and largest size of errors in each direction; timings of both together count in both."""
-    for direction in ("forward", "backward"):
-        sizes = [abs(error(rates, cell)) for cell in cells if cell.direction in (direction, "both")]
+    for way, direction in enumerate(("forward", "backward")):
+        sizes = [abs(cell.error((rates.forward, rates.backward))) for cell in cells if way in cell.ways]
         yield f"{which}{direction}_median", round(statistics.median(sizes), 4)
         yield f"{which}{direction}_largest", round(max(sizes), 4)
 
@@ -310,7 +315,8 @@ def main() -> None:
         found = fitted([*chart_cells(), *other_cells(None)])
         for name, rates in found.items():
             (arguments.write / f"{name}.json").write_text(profile_of(name, rates).to_json() + "\n", encoding="utf-8")
-    shown = [{**cell._asdict(), "error": error(found[cell.profile], cell)} for cell in cells]
+    costs = {name: (rates.forward, rates.backward) for name, rates in found.items()}
+    shown = [{**cell._asdict(), "error": cell.error(costs[cell.profile])} for cell in cells]
     for cell in shown:
         del cell["counts"]
     profiles = {name: asdict(rates) for name, rates in found.items()}

@@ -31,8 +31,8 @@ def timed_kernels(cost: CostModel | None, slowness: float = 1.0) -> Iterator[Non
             # Tasks may be of some heads only.
             shape = replace(cost.shape, query_heads=pools.q_THD.shape[1], key_value_heads=pools.k_TKD.shape[1])
             priced = replace(cost, shape=shape)
-            seconds_of = priced.backward_seconds if isinstance(pools, Saved) else priced.forward_seconds
-            seconds = float(seconds_of(tasks.query_length, tasks.key_length).sum()) * slowness
+            way = int(isinstance(pools, Saved))
+            seconds = float(priced.directions(tasks.query_length, tasks.key_length)[way].sum()) * slowness
             time.sleep(max(0.0, seconds - taken))
 
     def slow_forward(self: CpuKernel, pools: Operands, tasks: TaskBatch, scores: Scores) -> Outputs:

@@ -97,7 +97,7 @@ def test_the_cost_model_that_was_fitted_can_be_read(folder: Path) -> None:
     assert model == CostModel.from_json(found["models"]["fitted to batches"])
     assert model.seconds(128, 128)[0] > 0
     measured = found["held_out_batched"]
-    estimates = [float(model.forward_seconds(row["rows"], row["keys"])[0]) * row["count"] for row in measured]
+    estimates = [float(model.directions(row["rows"], row["keys"])[0, 0]) * row["count"] for row in measured]
     errors = found["errors"]["fitted to batches"]["held-out batches"]["forward"]["all"]
     assert errors == pytest.approx([e / row["forward"] - 1 for e, row in zip(estimates, measured, strict=True)])
     for row in found["simulation"]:

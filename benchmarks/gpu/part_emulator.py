@@ -69,7 +69,7 @@ def emulate(setting: Setting, kernel: Kernel, cost: CostModel, plan: Plan, repea
     free(setting.device)
     result: dict[str, Any] = {"calls": [len(rank) for rank in batches]}
     lengths, ends = plan.end - plan.start, plan.end
-    estimates = (cost.forward_seconds(lengths, ends, plan.heads), cost.backward_seconds(lengths, ends, plan.heads))
+    estimates = cost.directions(lengths, ends, plan.heads)
     for place, direction in enumerate(("forward", "backward")):
         taken = np.array([statistics.median(found[rank][place] for found in rounds) for rank in ranks])
         guess = np.bincount(plan.server, weights=estimates[place], minlength=len(ranks))

@@ -65,21 +65,16 @@ def measured(setting: Setting, shape: AttentionShape, cases: list[Case], reserve
 
 
 def fitted(model: CostModel, rows: Sequence[dict[str, Any]], name: str) -> CostModel:
-    counts = np.concatenate([model.counts(row["rows"], row["keys"]) * row["count"] for row in rows])
-    forward, backward = (np.array([row[direction] for row in rows]) for direction in ("forward", "backward"))
-    return replace(
-        model,
-        forward=KernelCost.fit(counts, forward),
-        backward=KernelCost.fit(counts * np.array([1.0, 2.0, 2.5]), backward),
-        name=name,
-    )
+    counts = np.concatenate([model.counts(row["rows"], row["keys"]) * row["count"] for row in rows], axis=1)
+    forward, backward = map(KernelCost.fit, counts, np.array([(row["forward"], row["backward"]) for row in rows]).T)
+    return replace(model, forward=forward, backward=backward, name=name)
 
 
 def errors(model: CostModel, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Relative errors of estimates, estimate over measurement less one, by direction."""
     result: dict[str, Any] = {}
-    for direction, estimate in (("forward", model.forward_seconds), ("backward", model.backward_seconds)):
-        off = [float(estimate(row["rows"], row["keys"])[0]) * row["count"] / row[direction] - 1 for row in rows]
+    for which, direction in enumerate(("forward", "backward")):
+        off = [float(model.directions(row["rows"], row["keys"])[which, 0]) * row["count"] / row[direction] - 1 for row in rows]
         size = sorted(map(abs, off))
         ninetieth = size[min(len(size) - 1, int(0.9 * len(size)))]
         result[direction] = {"median": statistics.median(size), "90%": ninetieth, "largest": size[-1], "all": off}

@@ -41,17 +41,17 @@ class Passing:
         assert (k_TKD.shape, v_TKV.shape) == ((max(ends), 1, 8), (max(ends), 1, 4))
         assert all(keys >= rows >= 1 for rows, keys in zip(tasks.query_length, tasks.key_length, strict=True))
         self.batches.append(tasks)
-        self.now += self.launch + float(self.model.forward_seconds(tasks.query_length, tasks.key_length).sum())
+        self.now += self.launch + float(self.model.directions(tasks.query_length, tasks.key_length)[0].sum())
         return Outputs(q_THD[..., :4], q_THD[..., 0])
 
     def backward(self, pools: Saved, tasks: TaskBatch, scores: Scores) -> Any:
-        self.now += self.launch + float(self.model.backward_seconds(tasks.query_length, tasks.key_length).sum())
+        self.now += self.launch + float(self.model.directions(tasks.query_length, tasks.key_length)[1].sum())
 
     def measured(self) -> tuple[KernelCost, KernelCost]:
         return measure(MODEL, self, torch.float32, CPU, clock=lambda: self.now)
 
 
-@pytest.mark.parametrize("costs", [FAST, MEDIUM, SLOW], ids=["fast", "medium", "slow"])
+@pytest.mark.parametrize("costs", [FAST, MEDIUM], ids=["fast", "medium"])
 def test_coefficients_come_back(costs: tuple[KernelCost, KernelCost]) -> None:
     for found, true in zip(Passing(costs).measured(), costs, strict=True):
         assert found.task_seconds == pytest.approx(true.task_seconds, rel=1e-5, abs=1e-11)
@@ -59,11 +59,18 @@ def test_coefficients_come_back(costs: tuple[KernelCost, KernelCost]) -> None:
         assert found.flops_per_second == pytest.approx(true.flops_per_second, rel=1e-5)
 
 
+def test_where_only_tasks_of_a_tile_were_timed_their_seconds_come_back() -> None:
+    # Rows of such tasks are as many tiles as there are tasks, so that the two cannot be told apart.
+    found, true = CostModel(SHAPE, *Passing(SLOW).measured(), np.inf), CostModel(SHAPE, *SLOW, np.inf)
+    tasks = [1, 16, 64, 128], [1, 100, 64, 128]
+    assert found.directions(*tasks) == pytest.approx(true.directions(*tasks), rel=1e-5)
+
+
 def test_a_launch_is_not_paid_by_every_task() -> None:
     forward, _ = Passing(FAST, launch=2e-5).measured()
-    found = CostModel(SHAPE, forward, forward, np.inf).forward_seconds([512] * 64, [512] * 64).sum()
-    true = CostModel(SHAPE, *FAST, np.inf).forward_seconds([512] * 64, [512] * 64).sum() + 2e-5
-    assert found == pytest.approx(true, rel=0.05)
+    found = CostModel(SHAPE, forward, forward, np.inf).directions([512] * 64, [512] * 64)[0].sum()
+    true = CostModel(SHAPE, *FAST, np.inf).directions([512] * 64, [512] * 64)[0].sum()
+    assert 0 <= found - true < 0.1 * 64 * 2e-5
 
 
 def test_batches_are_those_of_servers() -> None:

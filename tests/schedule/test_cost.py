@@ -32,11 +32,25 @@ def test_a_window_counts_what_a_banded_mask_shows(start: int, rows: int, window:
     assert causal_pairs(rows, start + rows, window) == band.sum()
 
     cost = replace(CostModel.analytic(SHAPE, tile=1), window=window)
-    tasks, moved, flops = cost.counts(rows, start + rows)[0]
-    read = np.count_nonzero(band.any(axis=0))
-    assert tasks == 1
-    assert moved == rows * (SHAPE.query_bytes + SHAPE.output_bytes) + read * SHAPE.key_value_bytes
-    assert flops == SHAPE.pair_flops * band.sum()
+    forward, backward = cost.counts(rows, start + rows)[:, 0]
+    assert forward.tolist() == [1, rows * (SHAPE.query_bytes + SHAPE.output_bytes), SHAPE.pair_flops * band.sum()]
+    # q, o and do are read and dq is written; of every query head, k and v are read, dk and dv written, and read to be summed.
+    read, width = np.count_nonzero(band.any(axis=0)), 32 * 128 * 2
+    assert backward.tolist() == [1, width * (4 * rows + 6 * read), 2.5 * SHAPE.pair_flops * band.sum()]
+    alone = replace(cost, shape=replace(SHAPE, key_value_heads=32)).counts(rows, start + rows)[1, 0, 1]
+    assert alone == width * 4 * (rows + read), "gradients of keys that no heads share are written once"
+
+
+@given(st.integers(0, 20), st.integers(1, 300))
+def test_whole_tiles_are_computed(tiles_before: int, rows: int) -> None:
+    tile, start = 16, 16 * tiles_before
+    query, key = np.arange(start, start + rows)[:, None], np.arange(start + rows + tile)[None, :]
+    computed = int((key // tile <= query // tile).sum())
+    flops = CostModel.analytic(SHAPE, tile=tile).counts(rows, start + rows)[0, 0, 2] / SHAPE.pair_flops
+    if rows % tile == 0:
+        assert flops == computed
+    else:
+        assert flops >= causal_pairs(rows, start + rows) * (-(-rows // tile) * tile / rows)
 
 
 @given(st.integers(0, 10**9), st.integers(1, 10**6))
@@ -65,7 +79,7 @@ def test_bytes_of_a_moved_token() -> None:
 @pytest.mark.parametrize("truth", [(3e-5, 5e9, 3e10), (0.0, 2e12, 4e14)])
 def test_fit_recovers_coefficients(truth: tuple[float, float, float]) -> None:
     rows, keys = np.array([1, 64, 128, 512, 4096, 128, 8192]), np.array([64, 64, 4096, 512, 4096, 65536, 65536])
-    counts = CostModel.analytic(SHAPE).counts(rows, keys)
+    counts = CostModel.analytic(SHAPE).counts(rows, keys)[1]
     seconds = counts @ np.array([truth[0], 1 / truth[1], 1 / truth[2]])
     fitted = KernelCost.fit(counts, seconds)
     assert fitted.task_seconds == pytest.approx(truth[0], rel=1e-6, abs=1e-12)
@@ -75,7 +89,7 @@ def test_fit_recovers_coefficients(truth: tuple[float, float, float]) -> None:
 
 def test_fit_is_never_negative() -> None:
     generator = np.random.default_rng(0)
-    counts = CostModel.analytic(SHAPE).counts(generator.integers(1, 5000, 20), np.full(20, 5000))
+    counts = CostModel.analytic(SHAPE).counts(generator.integers(1, 5000, 20), np.full(20, 5000))[0]
     fitted = KernelCost.fit(counts, generator.random(20) + 0.1)
     assert fitted.task_seconds >= 0
     assert fitted.bytes_per_second > 0

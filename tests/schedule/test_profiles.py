@@ -64,7 +64,7 @@ def test_a_profile_comes_back_from_json_and_a_pickle(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2},
+        {"format": 1},
         {"kernels": []},
         {"kernels": [{"kernel": "cpu"}]},
         {"surprise": 1},

@@ -22,7 +22,8 @@ from hf_distca.schedule.reference import Formula, reference_plan
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
 MODELS = [CostModel.pairs(SHAPE), *(CostModel.analytic(SHAPE, device_type=device) for device in ("cpu", "cuda"))]
 # How much later the last rank of one planner may end than that of the other, and how many more bytes one may move.
-SLOWER, MORE_BYTES = 1.02, 1.10
+# What the reference leaves out makes a few plans slower.
+SLOWER, REFERENCE_SLOWER, MORE_BYTES = 1.02, 1.03, 1.10
 
 
 def full_ranks(generator: np.random.Generator) -> Layout:
@@ -52,7 +53,8 @@ def test_both_planners_are_about_as_good(seed: int, cost: CostModel, ping_pong: 
     plans = [planner(layout, cost, config) for planner in (balance, reference_plan)]
     loads = [PlanLoad(plan, cost, overlapped=ping_pong) for plan in plans]
     fast, plain = (load.slowest_seconds for load in loads)
-    assert max(fast, plain) <= SLOWER * min(fast, plain)
+    assert fast <= SLOWER * plain
+    assert plain <= REFERENCE_SLOWER * fast
     fast_bytes, plain_bytes = (float(load.exchange_bytes[0].sum()) for load in loads)
     assert plain_bytes <= MORE_BYTES * fast_bytes
     assert [plan.layout.query_tokens.tolist() for plan in plans] == [layout.query_tokens.tolist()] * 2

@@ -25,7 +25,8 @@ def test_the_example_is_what_the_planner_does() -> None:
     exec(PAGE.split("```python\n")[1].split("```")[0], names)
     plan, cost = names["plan"], CostModel.analytic(names["shape"])
     before, after = PlanLoad(Plan.local(names["layout"]), cost), PlanLoad(plan, cost)
-    rows = {task.server: f"[{task.start}, {task.end})" for task in plan.tasks if task.document == 0}
+    slices = [(task.server, f"[{task.start}, {task.end})") for task in plan.tasks if task.document == 0]
+    rows = {rank: " and ".join(rows for server, rows in slices if server == rank) for rank in range(3)}
     columns = (before.compute_seconds, after.compute_seconds, after.exchange_seconds)
     milliseconds = [[f"{1e3 * seconds[rank]:.0f} ms" for seconds in columns] for rank in range(3)]
     expected = [[str(rank), first, rows[rank], *rest] for rank, (first, *rest) in enumerate(milliseconds)]

@@ -23,7 +23,7 @@ from hf_distca.simulate.memory import most_tokens, peak_bytes, weight_bytes
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.setting import TILE, Setting
 from hf_distca.simulate.strategies import STRATEGIES
-from hf_distca.simulate.work import in_calls, of_documents, of_nano_batches, of_plan, task_seconds
+from hf_distca.simulate.work import in_calls, of_documents, of_nano_batches, of_plan
 
 LLAMA = AttentionShape(32, 8, 128, 128, 2)
 LENGTHS = np.array([9000, 700, 300, 5000, 1384, 12000, 129, 1, 4254])
@@ -106,7 +106,7 @@ def test_rows_end_where_they_are_full() -> None:
 
 def test_alone_a_rank_takes_the_same_however_a_row_is_cut(setting: Setting) -> None:
     row, cost = np.zeros(len(LENGTHS), dtype=np.int64), setting.cost()
-    tasks = (cost.forward_seconds(LENGTHS, LENGTHS).sum(), cost.backward_seconds(LENGTHS, LENGTHS).sum())
+    tasks = cost.directions(LENGTHS, LENGTHS).sum(axis=1)
     expected = in_calls(cost, np.array(tasks))
     assert (expected > tasks).all(), "a call takes something besides its tasks"
     work = of_documents(replace(setting, ranks=1), LENGTHS, row)
@@ -122,21 +122,8 @@ def test_a_head_and_a_tail_of_every_document_cost_what_their_tasks_do(setting: S
     chunks = [(n // 8, n // 8 * (at + 1)) for n in lengths.tolist() for at in range(8)]
     rows, keys = np.array(chunks).T
     found = context.shared_by_document(cost, context.SharedRows(lengths, np.zeros(3, dtype=np.int64), 1), degree)
-    heads_and_tails = in_calls(cost, task_seconds(cost, rows, keys).sum(axis=1) / degree, 2)
+    heads_and_tails = in_calls(cost, cost.directions(rows, keys).sum(axis=1) / degree, 2)
     assert found[:, 0] == pytest.approx(heads_and_tails, rel=0.02)
-
-
-def test_backward_of_a_slice_pays_for_the_keys_before_it(setting: Setting) -> None:
-    """The gradient of a key is written for every query head, so of a document in slices, early keys are written again."""
-    cost, shape = setting.cost(), setting.shape
-    whole, late = task_seconds(cost, 65536, 65536)[:, 0], task_seconds(cost, 1024, 65536)[:, 0]
-    assert whole == pytest.approx([cost.forward_seconds(65536, 65536)[0], cost.backward_seconds(65536, 65536)[0]])
-    assert late[0] == cost.forward_seconds(1024, 65536)[0]
-    keys = (65536 - 1024) * (shape.query_bytes + shape.output_bytes) / cost.backward.bytes_per_second
-    assert late[1] == pytest.approx(cost.backward_seconds(1024, 65536)[0] + keys)
-    windowed = replace(cost, window=1025)
-    keys *= 1024 / (65536 - 1024)
-    assert task_seconds(windowed, 1024, 65536)[1, 0] == pytest.approx(windowed.backward_seconds(1024, 65536)[0] + keys)
 
 
 def test_a_row_cut_as_one_sequence_costs_what_its_slowest_rank_does(setting: Setting) -> None:
@@ -153,7 +140,7 @@ def test_a_row_cut_as_one_sequence_costs_what_its_slowest_rank_does(setting: Set
             for chunk in range(4):
                 low, high = max(start, cuts[chunk]), min(start + n, cuts[chunk + 1])
                 if low < high:
-                    seconds[min(chunk, 3 - chunk)] += float(cost.forward_seconds(high - low, high - start)[0])
+                    seconds[min(chunk, 3 - chunk)] += float(cost.directions(high - low, high - start)[0, 0])
             start += n
         slowest.append(float(cost.forward.of_call(max(seconds))))
     assert context.shared_by_row(cost, context.SharedRows(LENGTHS, row, 2), degree)[0].tolist() == pytest.approx(slowest)
@@ -164,8 +151,11 @@ def test_context_parallel_ranks_wait_for_keys_and_ring_hides_them(setting: Setti
     rows = context.SharedRows(np.full(64, 16384), np.arange(64) // 8, 8)
     gathered, ringed = context.all_gather(wide, rows, 8), context.ring(wide, rows, 8)
     keys, hardware = 8 * 16384 * 4096, wide.hardware
-    fixed, ordered = hardware.exchange_seconds + 7 * hardware.peer_seconds, 2 * keys / hardware.memory_rate
-    assert gathered.exposed[0, 0] == pytest.approx(32 * (keys * 7 / 8 / hardware.gather_rate + fixed + ordered))
+    fixed, copied = (
+        hardware.exchange_seconds + 7 * hardware.peer_seconds,
+        2 * (2 * keys + 16384 * wide.shape.row_bytes) / hardware.copy_rate,
+    )
+    assert gathered.exposed[0, 0] == pytest.approx(32 * (keys * 7 / 8 / hardware.gather_rate + fixed + copied))
     assert ringed.exposed[0, 0] < gathered.exposed[0, 0]
     assert ringed.attention[0, 0] > gathered.attention[0, 0]
     spread = context.ulysses(wide, rows, 8)
@@ -182,7 +172,7 @@ def test_heads_for_tokens_take_the_links_of_both_kinds(setting: Setting, ranks: 
     fixed = 4 * (hardware.exchange_seconds + (ranks - 1) * hardware.peer_seconds)
     if ranks <= 32:
         assert context.ulysses(wide, rows, ranks).exposed[0, 0] == pytest.approx(
-            32 * (wire + fixed + 4 * held / hardware.memory_rate)
+            32 * (wire + fixed + 4 * held / hardware.copy_rate)
         )
     else:  # by the part of the heads that a rank has
         assert wire < context.ulysses(wide, rows, ranks).exposed[0, 0] / 32 < 2 * wire
@@ -205,11 +195,15 @@ def test_messages_of_a_plan_take_what_the_scheduler_says(setting: Setting) -> No
     assert load.peers.tolist() == [1, 1]
     assert work.wire.tolist() == pytest.approx(load.exchange_seconds.tolist(), rel=0.05)
     copied = of_plan(setting, plan, cost).wire - work.wire
-    assert copied.tolist() == pytest.approx(
-        (2 * load.exchange_bytes.sum(axis=0) / setting.hardware.memory_rate).tolist(), rel=0.05
-    )
-    forward = np.bincount(plan.server, cost.forward_seconds(plan.end - plan.start, plan.end, plan.heads))
+    assert copied.tolist() == pytest.approx((2 * load.exchange_bytes.sum(axis=0) / setting.hardware.copy_rate).tolist(), rel=0.05)
+    forward = np.bincount(plan.server, cost.directions(plan.end - plan.start, plan.end, plan.heads)[0])
     assert work.attention[0].tolist() == pytest.approx(cost.forward.of_call(forward).tolist())
+    copies = of_plan(setting, plan, cost).attention - work.attention
+    rows = (
+        (plan.end - plan.start) * plan.heads * (plan.server == plan.home) * (plan.home == plan.home[plan.home != plan.server][0])
+    )
+    left = 2 * rows.sum() * (setting.shape.row_bytes + setting.shape.key_value_bytes) / setting.hardware.copy_rate
+    assert sorted(copies.sum(axis=0).tolist()) == pytest.approx([0.0, 3 * left]), "of rows that stay where others are given away"
     exposed = work.exposed.sum(axis=0)
     assert (exposed <= work.wire + 1e-12).all()
     assert exposed.max() < work.wire.max(), "the rank's own tasks run while it waits"
@@ -230,8 +224,11 @@ def test_gathered_keys_are_kept_or_come_again(setting: Setting) -> None:
     kept = context.all_gather(wide, rows, 8)
     again = context.all_gather(wide, rows, 8, again=True)
     keys = 8 * 16384 * 4096
-    added = 32 * 4 * keys / wide.hardware.memory_rate
-    assert kept.exposed[1, 0] == pytest.approx(kept.exposed[0, 0] + added), "only gradients go back, those of two calls added"
+    added = 32 * 4 * keys / wide.hardware.copy_rate
+    taken = 32 * 2 * (keys + 16384 * wide.shape.row_bytes) / wide.hardware.copy_rate  # heads and tails are a call each
+    assert kept.exposed[1, 0] == pytest.approx(kept.exposed[0, 0] + added + taken), (
+        "only gradients go back, those of two calls added"
+    )
     assert again.exposed[1, 0] == pytest.approx(2 * kept.exposed[0, 0] + added)
     assert kept.received[0] == pytest.approx(keys * (32 + 2))
     assert again.received[0] == pytest.approx(keys * 3)

@@ -30,8 +30,7 @@ def test_shipped_profiles_are_the_fit_to_published_timings(benchmarks: tuple[Mod
             for part in ("bytes_per_second", "flops_per_second", "call_seconds", "least_seconds"):
                 assert getattr(cost, part) == pytest.approx(getattr(fit, part), rel=1e-3), (name, direction, part)
             assert rates.errors[f"fitted_{direction}_largest"] < 0.10, (name, direction)
-        long = [cell for cell in cells if cell.profile == name and cell.timing == "packed" and cell.tokens >= 8192]
-        assert all(abs(timings.error(shipped, cell)) < 0.15 for cell in long), name
+            assert rates.errors[f"{direction}_largest"] < 0.15, (name, direction)
 
 
 def test_gathers_inside_a_node_take_what_was_measured(benchmarks: tuple[ModuleType, ModuleType]) -> None:
@@ -42,14 +41,13 @@ def test_gathers_inside_a_node_take_what_was_measured(benchmarks: tuple[ModuleTy
 
 
 def test_others_share_attention_as_fast_as_was_measured(benchmarks: tuple[ModuleType, ModuleType]) -> None:
-    """Within 15 % in the median, with the copies of their code; no constant is adjusted to them."""
+    """Within 15 % in the median; no constant is adjusted to them."""
     _, magi = benchmarks
     errors = []
     for place, gpus in enumerate(magi.GPUS):
         rows = magi.packed_rows(gpus * magi.TOKENS, 10)
-        for name in ("Ulysses", "ring all-gather"):
+        for name in magi.JUDGED:
             speeds = magi.speed(name, gpus, rows)
             published = [magi.PUBLISHED[name][direction][place] for direction in (0, 1)]
-            assert (speeds.plain > speeds.with_copies).all()
-            errors += (abs(speeds.with_copies / published - 1)).tolist()
+            errors += (abs(speeds.tflops / published - 1)).tolist()
     assert statistics.median(errors) < 0.15

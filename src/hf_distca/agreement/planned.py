@@ -193,7 +193,7 @@ def observed(plans: Sequence[Planned], cost: CostModel, config: DistCAConfig) ->
 
 def _parts(plan: Plan, cost: CostModel) -> FloatArray:
     """(ranks, 3) seconds of tasks, bytes and flops, forward and backward, of every server."""
-    parts = replace(cost, window=plan.window).parts(plan.end - plan.start, plan.end, plan.heads)
+    parts = replace(cost, window=plan.window).parts(plan.end - plan.start, plan.end, plan.heads).sum(axis=0)
     columns = (np.bincount(plan.server, weights=column, minlength=plan.layout.world_size) for column in parts.T)
     return np.stack([column.astype(np.float64) for column in columns], axis=1)
 

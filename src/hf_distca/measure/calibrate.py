@@ -19,7 +19,7 @@ from hf_distca.kernels.base import Kernel, Operands, Saved, Scores, TaskBatch
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
 
-__all__ = ["BACKWARD", "BATCHES", "Documents", "calibrate", "fastest", "measure", "timed"]
+__all__ = ["BATCHES", "Documents", "calibrate", "fastest", "measure", "timed"]
 
 # The documents of a batch: of each the slices [start, end) that are tasks, in shares of the batch's size in tokens.
 Documents = Sequence[Sequence[tuple[float, float]]]
@@ -36,9 +36,6 @@ BATCHES: tuple[Documents, ...] = (
     [[(0.75, 1)], [(0, 0.3)], [(0, 0.2)], [(0, 0.1)]],
     [[(0.875, 1)]],
 )
-
-# Columns of `CostModel.counts` in backward, against those in forward; as in `CostModel.backward_seconds`.
-BACKWARD = np.array([1.0, 2.0, 2.5])
 
 # A batch grows through these sizes until it takes `_ENOUGH` seconds, forward and backward, and only its largest size counts:
 # the smaller a batch, the less it is like those of training. Where even the first takes that long, larger ones take too long.
@@ -77,9 +74,8 @@ def measure(
         kernel, dtype, device: what is timed, and on what.
         clock: seconds since any moment.
     """
-    counts, times = timed(model, kernel, dtype, device, BATCHES, clock=clock)
-    forward, backward = times.T
-    return KernelCost.fit(counts, forward), KernelCost.fit(counts * BACKWARD, backward)
+    forward, backward = map(KernelCost.fit, *timed(model, kernel, dtype, device, BATCHES, clock=clock))
+    return forward, backward
 
 
 def timed(
@@ -100,7 +96,7 @@ def timed(
         enough: seconds that a batch should take.
 
     Returns:
-        (batches, 3) what each counts, as `CostModel.counts`, and (batches, 2) seconds, forward and backward.
+        (2, batches, 3) what each counts, as `CostModel.counts`, and (2, batches) seconds, forward and backward.
     """
     timer = _Timer(device, clock)
     times(model.shape, kernel, _batch(batches[0], _SIZES[0]), dtype, timer)  # the first call of a process loads code
@@ -111,9 +107,9 @@ def timed(
             seconds = times(model.shape, kernel, tasks, dtype, timer)
             if sum(seconds) >= enough:
                 break
-        counts.append(model.counts(tasks.query_length, tasks.key_length).sum(axis=0))
+        counts.append(model.counts(tasks.query_length, tasks.key_length).sum(axis=1))
         taken.append(seconds)
-    return np.array(counts), np.array(taken)
+    return np.stack(counts, axis=1), np.array(taken).T
 
 
 def fastest(

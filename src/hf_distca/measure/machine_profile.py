@@ -23,7 +23,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from hf_distca.errors import ConfigError
 from hf_distca.kernels import Case, Scores, select_kernel
-from hf_distca.measure.calibrate import BACKWARD, BATCHES, Documents, timed
+from hf_distca.measure.calibrate import BATCHES, Documents, timed
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import node_number
 from hf_distca.schedule.cost import AttentionShape, CostModel, FloatArray, KernelCost
@@ -156,14 +156,13 @@ def _kernel_rates(wanted: Wanted, dtype: torch.dtype, width: int, say: Said) -> 
         return seconds
 
     fitted = [times(heads, BATCHES) for heads in wanted.heads]
-    counts, seconds = (np.concatenate(columns) for columns in zip(*fitted, strict=True))
-    costs = KernelCost.fit(counts, seconds[:, 0]), KernelCost.fit(counts * BACKWARD, seconds[:, 1])
+    counts, seconds = (np.concatenate(columns, axis=1) for columns in zip(*fitted, strict=True))
+    forward, backward = map(KernelCost.fit, counts, seconds)
     others, measured = times(wanted.kept_aside, _KEPT_ASIDE)
     errors: dict[str, float] = {}
-    for direction, cost, of, taken in zip(("forward", "backward"), costs, (others, others * BACKWARD), measured.T, strict=True):
-        rates = [cost.task_seconds, 1 / cost.bytes_per_second, 1 / cost.flops_per_second]
-        errors |= _errors(direction, of @ np.array(rates), taken)
-    return KernelRates(kernel.name, dtype.itemsize, width, width, *costs, errors, len(counts), len(others))
+    for direction, cost, of, taken in zip(("forward", "backward"), (forward, backward), others, measured, strict=True):
+        errors |= _errors(direction, of @ cost.coefficients, taken)
+    return KernelRates(kernel.name, dtype.itemsize, width, width, forward, backward, errors, seconds.shape[1], measured.shape[1])
 
 
 def _errors(name: str, estimated: FloatArray, measured: FloatArray) -> dict[str, float]:

@@ -2,11 +2,15 @@
 
 One direction of a CA-task with n query rows and m keys is modelled as three parts that add up::
 
-    seconds = task_seconds + bytes(q, k, v, o) / bytes_per_second + flops(n, m) / flops_per_second
+    seconds = task_seconds + bytes / bytes_per_second + flops(n, m) / flops_per_second
 
-where query rows count in whole kernel tiles, so that slivers are known to be slow. The flop count of causal attention is
-that of FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim per query-key pair and head forward, 2.5 times that
-backward. The three coefficients come from a built-in profile or from timing the kernel (`KernelCost.fit`).
+where query rows count in whole kernel tiles, so that slivers are known to be slow, and the keys behind a row that are in its
+tile count, too. The flop count of causal attention is that of FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim
+per query-key pair and head forward, 2.5 times that backward. Bytes are those that a block of the kernel reads first and writes
+last, for no product hides them. A block of forward has rows, and one of backward has keys, of one query head (section 3.2);
+others stream past, beside products. So forward reads q and writes o. Backward reads q, o and do and writes dq for each row. For
+each key and query head it reads k and v and writes dk and dv, and reads these once more to add them up where heads share keys.
+The three coefficients come from a built-in profile or from timing the kernel (`KernelCost.fit`).
 
 With a sliding window of w keys, position p sees keys (p - w, p]: only the pairs of that band count, and of the keys only the
 last n + w - 1 are read.
@@ -96,6 +100,16 @@ class AttentionShape:
         return self.key_value_heads * (self.head_dim + self.value_head_dim) * self.element_bytes
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's q and o."""
+        return self.query_bytes + self.output_bytes
+
+    @property
+    def backward_key_bytes(self) -> int:
+        """Bytes that backward moves for a key: k, v, dk, dv of every query head; the latter twice where heads share a key."""
+        return (3 if self.ratio > 1 else 2) * self.row_bytes
+
+    @property
     def lse_bytes(self) -> int:
         """Bytes of one token's log-sum-exp, kept in float32."""
         return 4 * self.query_heads
@@ -133,6 +147,11 @@ class KernelCost:
     flops_per_second: float
     call_seconds: float = 0.0
     least_seconds: float = 0.0
+
+    @property
+    def coefficients(self) -> FloatArray:
+        """Seconds of a task, a byte and a flop: shape (3,)."""
+        return np.array([self.task_seconds, 1 / self.bytes_per_second, 1 / self.flops_per_second])
 
     def of_call(self, seconds: npt.ArrayLike, calls: npt.ArrayLike = 1) -> FloatArray:
         """Seconds of so many calls whose tasks take `seconds` together; nothing to compute is no call."""
@@ -177,7 +196,7 @@ class KernelCost:
 # taken to reach two thirds. Processes of one machine without a GPU exchange over loopback, for which the one rate stands.
 _PROFILES = {
     "cpu": (KernelCost(3e-5, 5e9, 4.5e10), KernelCost(6e-5, 5e9, 4.5e10), 1e9, 3e-4, None),
-    "cuda": (KernelCost(5e-7, 3e12, 3.5e14), KernelCost(1e-6, 2e12, 2.8e14), 4e10, 3e-5, 3e11),
+    "cuda": (KernelCost(5e-7, 2e12, 3.5e14), KernelCost(1e-6, 1.6e12, 2.8e14), 4e10, 3e-5, 3e11),
 }
 
 
@@ -270,45 +289,40 @@ class CostModel:
         return model
 
     def counts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-        """Tasks, bytes and forward flops of tasks with `rows` query rows that end at position `keys`: shape (tasks, 3).
+        """What tasks with `rows` query rows that end at position `keys` count: tasks, bytes and flops.
 
-        `heads` is the part of the heads that each computes, as in the methods below.
+        `heads` is the part of the heads that each computes, as in the methods below. Shape (2, tasks, 3), forward and backward.
         """
-        moved, flops = self._work(rows, keys, heads)
-        return np.stack([np.ones(len(moved)), moved, flops], axis=1)
-
-    def _work(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
-        """Bytes and forward flops of tasks."""
         n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
         tiled, read, pairs = task_counts(n, m, self.tile, ALL_KEYS if self.window is None else self.window)
-        moved = tiled * (self.shape.query_bytes + self.shape.output_bytes) + read * self.shape.key_value_bytes
-        return moved * heads, self.shape.pair_flops * pairs * heads
+        flops = (pairs + tiled * (self.tile - 1) / 2) * (self.shape.pair_flops * np.asarray(heads))
+        tasks, forward = np.ones(n.shape), tiled * self.shape.row_bytes * heads
+        backward = 2.0 * forward + read * self.shape.backward_key_bytes * heads
+        return np.array([[tasks, forward, flops], [tasks, backward, 2.5 * flops]]).transpose(0, 2, 1)
+
+    def parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
+        """The three parts that add up to `directions`: of the task, of bytes and of flops, shape (2, tasks, 3)."""
+        coefficients = np.stack([self.forward.coefficients, self.backward.coefficients])
+        return np.asarray(self.counts(rows, keys, heads) * coefficients[:, None])
+
+    def directions(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
+        """Seconds of each task, forward and backward: shape (2, tasks)."""
+        # Not a matrix product: BLAS rounds differently from one processor to the next, and plans are decided by these seconds.
+        task, moved, computed = np.moveaxis(self.parts(rows, keys, heads), -1, 0)
+        return np.asarray(task + moved + computed)
 
     def seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
         """Forward plus backward seconds of each task."""
-        moved, flops = self._work(rows, keys, heads)
-        return _apply(self.forward, moved, flops) + _apply(self.backward, 2.0 * moved, 2.5 * flops)
-
-    def forward_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-        """Forward seconds of each task."""
-        return _apply(self.forward, *self._work(rows, keys, heads))
-
-    def backward_seconds(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-        """Backward seconds of each task: 2.5 times the flops and about twice the bytes of forward."""
-        moved, flops = self._work(rows, keys, heads)
-        return _apply(self.backward, 2.0 * moved, 2.5 * flops)
-
-    def parts(self, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-        """The three parts that add up to `seconds`: of the task, of bytes and of flops, shape (tasks, 3)."""
-        return np.asarray(self.counts(rows, keys, heads) * np.array(self.rates))
+        return np.asarray(self.directions(rows, keys, heads).sum(axis=0))
 
     @property
-    def rates(self) -> tuple[float, float, float]:
-        """Seconds of a task, of a byte and of a flop; backward has twice the bytes and 2.5 times the flops of forward."""
-        forward, backward = self.forward, self.backward
-        byte = 1 / forward.bytes_per_second + 2.0 / backward.bytes_per_second
-        flop = 1 / forward.flops_per_second + 2.5 / backward.flops_per_second
-        return forward.task_seconds + backward.task_seconds, byte, flop
+    def prices(self) -> tuple[float, float, float, float]:
+        """Seconds of a task, a query row, a key and a query-key pair, forward and backward together."""
+        shape, forward, backward = self.shape, self.forward, self.backward
+        pair = shape.pair_flops * (1 / forward.flops_per_second + 2.5 / backward.flops_per_second)
+        row = shape.row_bytes * (1 / forward.bytes_per_second + 2.0 / backward.bytes_per_second) + pair * (self.tile - 1) / 2
+        key = shape.backward_key_bytes / backward.bytes_per_second
+        return float(forward.task_seconds + backward.task_seconds), row, key, pair
 
     def transfer_seconds(self, query_tokens: npt.ArrayLike, key_tokens: npt.ArrayLike) -> FloatArray:
         """Seconds on the wire of moved tokens, forward and backward together, without the fixed part."""
@@ -339,18 +353,9 @@ class Price(NamedTuple):
     @classmethod
     def of(cls, cost: CostModel, tile: int) -> Self:
         """Prices of a cost model for documents cut at multiples of `tile`."""
-        shape, (task, byte, flop) = cost.shape, cost.rates
-        return cls(
-            task=float(task),
-            row=float(byte * (shape.query_bytes + shape.output_bytes)),
-            key=float(byte * shape.key_value_bytes),
-            pair=float(flop * shape.pair_flops),
-            query_bytes=float(shape.moved_query_bytes),
-            key_bytes=float(shape.moved_key_bytes),
-            kernel_tile=cost.tile,
-            tile=tile,
-            window=ALL_KEYS if cost.window is None else cost.window,
-        )
+        shape, window = cost.shape, ALL_KEYS if cost.window is None else cost.window
+        moved = float(shape.moved_query_bytes), float(shape.moved_key_bytes)
+        return cls(*cost.prices, *moved, cost.tile, tile, window)
 
     def with_exchange(self, bytes_per_second: float) -> Self:
         """The prices of a server that receives what it computes, one after the other."""
@@ -377,9 +382,3 @@ def rank_seconds(layout: Layout, cost: CostModel) -> FloatArray:
     seconds = cost.seconds(layout.length, layout.end)
     # bincount of nothing counts in integers, whatever the weights are.
     return np.bincount(layout.rank, weights=seconds, minlength=layout.world_size).astype(np.float64)
-
-
-def _apply(kernel: KernelCost, moved: FloatArray, flops: FloatArray) -> FloatArray:
-    # Not a matrix product: BLAS rounds differently from one processor to the next, and plans are decided by these seconds.
-    seconds = kernel.task_seconds + moved * (1 / kernel.bytes_per_second) + flops * (1 / kernel.flops_per_second)
-    return np.asarray(seconds, dtype=np.float64)

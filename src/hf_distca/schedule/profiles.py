@@ -22,7 +22,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, rate_
 
 __all__ = ["ExchangeRates", "KernelRates", "Profile"]
 
-_FORMAT = 1
+_FORMAT = 2
 _SHIPPED = "profiles_data"
 # What a device may be like; beyond, sums of seconds are infinite, and their ratios are no numbers.
 _LEAST_RATE = 1.0  # a second
@@ -169,7 +169,7 @@ class Profile:
         try:
             data: Any = json.loads(text)
             if data.pop("format") != _FORMAT:
-                raise ValueError(f"its format is not {_FORMAT}, which this version reads")
+                raise ValueError(f"its format is not {_FORMAT}, which this version reads: measure again")
             data["kernels"] = tuple(_kernel_rates(row) for row in data["kernels"])
             for link in ("inside", "between"):
                 data[link] = None if data.get(link) is None else _exchange_rates(data[link])

@@ -69,9 +69,7 @@ class Formula:
     @classmethod
     def of(cls, cost: CostModel) -> Formula:
         """Forward and backward together."""
-        shape, (task, byte, flop) = cost.shape, cost.rates
-        row, key = byte * (shape.query_bytes + shape.output_bytes), byte * shape.key_value_bytes
-        return cls(task, row, key, flop * shape.pair_flops, cost.tile)
+        return cls(*cost.prices, cost.tile)
 
     def seconds(self, heads: float, start: int, end: int) -> float:
         """Seconds of rows [start, end), 0 if there are none."""

@@ -18,7 +18,7 @@ from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.beside_attention import Directions, gather_rate
 from hf_distca.simulate.memory import in_flight
 from hf_distca.simulate.setting import Setting
-from hf_distca.simulate.work import MicroBatchWork, all_layers, copy_seconds, fixed_seconds, in_calls, sums, task_seconds
+from hf_distca.simulate.work import MicroBatchWork, all_layers, copy_seconds, fixed_seconds, in_calls, sums
 
 __all__ = [
     "SharedRows",
@@ -70,23 +70,16 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
     shape, length, chunks = cost.shape, rows.length, np.minimum(2 * degree if degree > 1 else 1, rows.length)
     chunk_rows = -(-length // chunks)
     tiled = -(-chunk_rows // cost.tile) * cost.tile
-    pairs = causal_pairs(length, length, cost.window) * (tiled / chunk_rows)
+    pairs = causal_pairs(length, length, cost.window) * (tiled / chunk_rows) + tiled * chunks * (cost.tile - 1) / 2
     read = length * (chunks + 1) / 2
     if cost.window is not None:
         read = np.minimum(read, length + (chunks - 1) * (cost.window - 1.0))
-    row_bytes = shape.query_bytes + shape.output_bytes
-    moved = tiled * chunks * row_bytes * hops + read * shape.key_value_bytes
-    # Of keys in front of a chunk, as `task_seconds` has it; each is in one of the calls.
-    gradients = (read - length) * row_bytes
-    counts = np.stack([rows.sums(part / degree) for part in (chunks * hops, moved, shape.pair_flops * pairs, gradients)])
-    # As `CostModel` has it, backward moves twice the bytes and computes 2.5 times the flops.
-    forward, backward = cost.forward, cost.backward
-    prices = [
-        (forward.task_seconds, 1 / forward.bytes_per_second, 1 / forward.flops_per_second, 0.0),
-        (backward.task_seconds, 2 / backward.bytes_per_second, 2.5 / backward.flops_per_second, 1 / backward.bytes_per_second),
-    ]
+    # As `CostModel.counts`; each key is in one of the calls.
+    tasks, moved, flops = chunks * hops, tiled * chunks * shape.row_bytes * hops, shape.pair_flops * pairs
+    forward, backward = (tasks, moved, flops), (tasks, 2 * moved + read * shape.backward_key_bytes, 2.5 * flops)
+    counts = [np.stack([rows.sums(part / degree) for part in parts]) for parts in (forward, backward)]
     calls = 2 if hops == 1 and degree > 1 else hops  # heads and tails are computed one after the other
-    return in_calls(cost, np.array(prices) @ counts, calls)
+    return in_calls(cost, np.stack([cost.forward.coefficients @ counts[0], cost.backward.coefficients @ counts[1]]), calls)
 
 
 def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
@@ -105,7 +98,7 @@ def shared_by_row(cost: CostModel, rows: SharedRows, degree: int) -> Directions:
     chunk = (piece - begins[owner]) * (2 * degree) // np.maximum(sizes[owner], 1)
     chunk += piece >= begins[owner] + sizes[owner] * np.minimum(chunk + 1, 2 * degree) // (2 * degree)
     rank = np.minimum(chunk, 2 * degree - 1 - chunk)
-    seconds = sums(task_seconds(cost, end - piece, end - starts[document]), owner * degree + rank, rows.row_count * degree)
+    seconds = sums(cost.directions(end - piece, end - starts[document]), owner * degree + rank, rows.row_count * degree)
     return in_calls(cost, seconds.reshape(2, rows.row_count, degree).max(axis=2))
 
 
@@ -161,16 +154,19 @@ def _gathering(
     """Keys and values of a row come to all its ranks, which keep them for backward, or get them `again` then.
 
     Gradients of keys go back in backward, summed: those of heads and of tails are added before. What came is put in order, and so
-    is what goes back.
+    is what goes back. Heads and tails are a call each, which takes rows and keys one after another: they are copied there.
     """
+    shape = setting.shape
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
         once = _others_key_bytes(cost, rows, degree) / gather_rate(setting, degree) + fixed_seconds(cost, degree - 1)
-        order = copy_seconds(setting, rows.tokens * cost.shape.key_value_bytes)
+        order = copy_seconds(setting, rows.tokens * shape.key_value_bytes)
+        # A call takes q and puts o, and in backward takes q, o and do and puts dq. The keys of both are about those of the row.
+        taken = order + copy_seconds(setting, rows.tokens / degree * shape.row_bytes)
         added = 2 * order  # set to zero, and then read with what is added, and written
-        back = once + order + added
+        back = once + order + added + 2 * taken
         gather = once + order
-        return cut(cost, rows, degree), np.stack([gather, gather + back if again else back]) * (degree > 1)
+        return cut(cost, rows, degree), np.stack([gather + taken, gather + back if again else back]) * (degree > 1)
 
     work = _work(setting, rows, degree, of_rows)
     return replace(work, received=work.tokens * key_bytes(setting, degree, again=again))
@@ -193,14 +189,18 @@ def wlb(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False)
 
 def ring(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
     """Keys travel from neighbour to neighbour beside the attention to those that came before."""
+    shape = setting.shape
 
     def of_rows(cost: CostModel) -> tuple[Directions, Directions]:
         once = _others_key_bytes(cost, rows, degree) / _neighbour_rate(setting, degree) + (degree - 1) * fixed_seconds(cost, 1)
         # In backward gradients of keys travel with them.
-        return shared_by_document(cost, rows, degree, hops=degree), np.stack([once, 2 * once])
+        added = np.stack([shape.output_bytes * rows.tokens, (shape.query_bytes + shape.key_value_bytes) * rows.tokens])
+        # Each of `degree` calls on as many ranks reads and adds to sums in float32, which are read and written.
+        merged = copy_seconds(setting, added * (1 + 8 / shape.element_bytes) / 2) * (degree > 1)
+        return shared_by_document(cost, rows, degree, hops=degree) + merged, np.stack([once, 2 * once])
 
     work = _work(setting, rows, degree, of_rows)
-    kept = work.tokens * 3 * 2 * setting.shape.key_value_bytes * (degree > 1)  # the keys at hand and those that come
+    kept = work.tokens * 3 * 2 * shape.key_value_bytes * (degree > 1)  # the keys at hand and those that come
     return replace(work, exposed=np.maximum(work.exposed - work.attention, 0), received=kept)
 
 
@@ -217,7 +217,7 @@ def ulysses(setting: Setting, rows: SharedRows, degree: int) -> MicroBatchWork:
         # q, k, v and o each go by themselves, and are put in order before and after.
         once = tokens * moved / _all_to_all_rate(setting, degree) + 4 * fixed_seconds(cost, degree - 1)
         once = once + 2 * copy_seconds(setting, tokens * held) * (degree > 1)
-        attention = rows.sums(task_seconds(cost, rows.length, rows.length, 1 / degree))
+        attention = rows.sums(cost.directions(rows.length, rows.length, 1 / degree))
         return in_calls(cost, attention), np.stack([once, once])
 
     work = _work(setting, rows, degree, of_rows)

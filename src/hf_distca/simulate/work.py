@@ -31,7 +31,6 @@ __all__ = [
     "of_plan",
     "side_by_side",
     "sums",
-    "task_seconds",
 ]
 
 
@@ -88,18 +87,6 @@ def sums(values: npt.NDArray[Any], index: IntArray, count: int) -> FloatArray:
     return np.reshape(rows, (*values.shape[:-1], count)).astype(np.float64)
 
 
-def task_seconds(cost: CostModel, rows: npt.ArrayLike, keys: npt.ArrayLike, heads: npt.ArrayLike = 1.0) -> FloatArray:
-    """Seconds of tasks, forward and backward: shape (2, tasks).
-
-    As `CostModel` has them, but for keys in front of a task's rows. Backward writes the gradient of a key for every query head,
-    in float32 where these share the key, so that a key costs about what a row does; of a whole document there are as many.
-    """
-    n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
-    before = m - n if cost.window is None else np.minimum(m - n, cost.window - 1)
-    gradients = before * np.asarray(heads) * (cost.shape.query_bytes + cost.shape.output_bytes) / cost.backward.bytes_per_second
-    return np.stack([cost.forward_seconds(rows, keys, heads), cost.backward_seconds(rows, keys, heads) + gradients])
-
-
 def in_calls(cost: CostModel, seconds: Directions, calls: int = 1) -> Directions:
     """Seconds of tasks, shape (2, ranks), in so many calls of the kernel."""
     return np.stack([cost.forward.of_call(seconds[0], calls), cost.backward.of_call(seconds[1], calls)])
@@ -107,7 +94,7 @@ def in_calls(cost: CostModel, seconds: Directions, calls: int = 1) -> Directions
 
 def copy_seconds(setting: Setting, bytes_: npt.ArrayLike) -> FloatArray:
     """Seconds of packing what is sent, or of putting what came where it belongs: each byte is read and written."""
-    return np.asarray(2 * np.asarray(bytes_) / setting.hardware.memory_rate)
+    return np.asarray(2 * np.asarray(bytes_) / setting.hardware.copy_rate)
 
 
 def fixed_seconds(cost: CostModel, peers: int) -> float:
@@ -151,7 +138,7 @@ def of_documents(setting: Setting, length: IntArray, rank: IntArray) -> MicroBat
     nothing = np.zeros((2, ranks))
 
     def of_layer(cost: CostModel) -> MicroBatchWork:
-        attention = in_calls(cost, sums(task_seconds(cost, length, length), rank, ranks))
+        attention = in_calls(cost, sums(cost.directions(length, length), rank, ranks))
         pairs = float(causal_pairs(length, length, cost.window).sum())
         return MicroBatchWork(sums(length, rank, ranks), attention, nothing, nothing[0], nothing[0], pairs)
 
@@ -179,13 +166,16 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
     load = PlanLoad(plan, cost, ranks=nodes)
     cost, shape, ranks = load.cost, load.cost.shape, plan.layout.world_size
     rows = plan.end - plan.start
-    tasks = task_seconds(cost, rows, plan.end, plan.heads)
+    tasks = cost.directions(rows, plan.end, plan.heads)
     attention, nothing = in_calls(cost, sums(tasks, plan.server, ranks)), np.zeros((2, ranks))
     pairs = float(load.pairs.sum())
     if not plan.moved:
         return Moves(attention, attention, nothing, nothing, nothing[0], pairs)
     queries, keys, transfers, sent = load.query_tokens, load.key_tokens, load.needed_keys, load.sent_keys
     away = plan.home != plan.server
+    # Where rows are given away, others no longer lie one after another: a call takes copies of them, and puts results back.
+    left = sums(rows * plan.heads * ~away, plan.server, ranks) * (queries[0] > 0)
+    taken = np.outer([1, 2], copy_seconds(setting, left * (shape.row_bytes + shape.key_value_bytes)))
     source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
     query_tokens = (rows * plan.heads)[away]
 
@@ -209,7 +199,7 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
     received = row_bytes.query * queries[1] + row_bytes.key * keys[1]
     received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
     between = float(load.node_bytes.sent_between.sum())
-    return Moves(attention, unblocked, dispatch, back, received, pairs, between)
+    return Moves(attention + taken, unblocked, dispatch, back, received, pairs, between)
 
 
 def of_plan(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
