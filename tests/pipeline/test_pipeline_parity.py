@@ -14,6 +14,7 @@ from some_relays import some_relays
 from staged import Case, Found, check_equal, in_one_process, in_stages
 
 from hf_distca.pipeline import ticks
+from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.plan import Plan
@@ -58,15 +59,34 @@ def test_two_stages_equal_one_process(rank_pool: Callable[[int], RankPool]) -> N
 IN_TWO = (("ping_pong", True),)
 
 
+def in_stages_with_exchanges(rank: int, case: Case) -> tuple[Found, int]:
+    """A step on one rank of a pool, and how many exchanges of attention were under way at once."""
+    start, counts = Channel.start, [0]
+
+    class Counted:
+        def __init__(self, transfer: Any) -> None:
+            self.transfer = transfer
+            counts.append(counts[-1] + 1)
+
+        def wait(self) -> None:
+            counts.append(counts[-1] - 1)
+            self.transfer.wait()
+
+    with patch.object(Channel, "start", lambda *arguments: Counted(start(*arguments))):
+        found = in_stages(rank, case)
+    return found, max(counts)
+
+
 def test_two_nano_batches_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
     """Each call is made in two halves with a dispatch and a return each, which a recompute does not repeat."""
     case = Case(micro_batches=3)
     reference = in_one_process(case, "sdpa")
-    whole = rank_pool(2)(in_stages, case)
+    whole = rank_pool(2)(in_stages_with_exchanges, case)
     for checkpointing in (None, False):
-        found = rank_pool(2)(in_stages, case._replace(settings=IN_TWO, checkpointing=checkpointing))
-        check_equal(found, *reference, EXACT)
-        for one, other in zip(found, whole, strict=True):
+        found = rank_pool(2)(in_stages_with_exchanges, case._replace(settings=IN_TWO, checkpointing=checkpointing))
+        check_equal([one for one, _ in found], *reference, EXACT)
+        for (one, under_way), (other, under_way_whole) in zip(found, whole, strict=True):
+            assert (under_way, under_way_whole) == (2, 1)  # one computes while the messages of the other travel
             assert one.sent_bytes > 0
             assert one.served > 0
             found_kinds = 2  # calls of the layers of a stage before the first step, whole

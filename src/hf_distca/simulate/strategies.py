@@ -101,7 +101,7 @@ _BEST = "the fastest degree that fits in memory, for each batch anew"
 _KEPT = "gathered keys are kept for backward if that fits, or come again"
 _GIVEN = partial(in_groups, given, loader_rules.cut_into_batches)
 _DEALT = partial(in_groups, dealt, loader_rules.shared_out)
-_ONE_STREAM, _IN_TURNS = "; one stream", "; two nano-batches in turns, and no pipelines"
+_ONE_STREAM, _IN_TURNS = "; one stream", "; two nano-batches in turns"
 _AS_GIVEN, _AS_DEALT = f"rows as packed; {_CUT}", "whole documents dealt with equal tokens"
 
 STRATEGIES = {
