@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -32,7 +32,7 @@ from hf_distca.pipeline.stage_ranks import (
     find_ranks,
 )
 from hf_distca.pipeline.stages import Stage
-from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, OwnCall, Part, StageAttention, TickCalls
+from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, MicroBatchPart, StageAttention, TickCalls, own_calls
 from hf_distca.pipeline.ticks import Pipeline, Tick, TickPlans, documents_of_shares, documents_of_stated, ticks
 from hf_distca.runtime.channel import wait_for
 from hf_distca.runtime.group import AttentionGroup
@@ -193,7 +193,7 @@ class Schedule(OneStageSchedule):
         with group.reporting(f"planning {place}"):
             config = replace(self._session.config, ping_pong=self._in_two(documents))
             nanos = (1, 2) if config.ping_pong else (0,)
-            parts = list(dict.fromkeys(Part(key.chunk, nano) for key in pipeline.keys for nano in nanos))
+            parts = list(dict.fromkeys(MicroBatchPart(key.chunk, nano) for key in pipeline.keys for nano in nanos))
             facts = {**self._facts(), "nano-batches of a micro-batch": str(len(nanos))}
             if len(shares) == len(documents):
                 check_shares_of_copy(shares, pipeline)
@@ -202,12 +202,15 @@ class Schedule(OneStageSchedule):
                 of_all = {part: documents_of_shares(shares, pipeline.copies, part) for part in parts}
             else:
                 way, checked, key = _STATED, 0, pipeline.keys[0]
-                of_part = [[_part(read, part, shape, config.tile) for read in documents] for part in parts]
-                requests = [(rows, key._replace(nano=part.nano)) for part, of in zip(parts, of_part, strict=True) for rows in of]
+                requests = [
+                    (_documents_of(part, read, shape, config.tile), key._replace(nano=part.nano))
+                    for part in parts
+                    for read in documents
+                ]
                 stated = iter(progress.announce(requests, group, place, self._session.config))
                 of_all = {part: documents_of_stated([next(stated) for _ in documents]) for part in parts}
-                for of_micro_batches in of_all.values():
-                    check_copies(of_micro_batches, pipeline, group)
+                for of_part in of_all.values():
+                    check_copies(of_part, pipeline, group)
             costs = {key: progress.costs.of(key) for key in pipeline.keys}
             order = ticks(pipeline.depth, self.micro_batches, backward=self.trains)
             plans = TickPlans(order, pipeline, of_all, costs, config, name)
@@ -232,8 +235,8 @@ class Schedule(OneStageSchedule):
         return all(not read.spans or (read.dealt is not None and read.dealt.first_tokens is not None) for read in documents)
 
 
-def _part(documents: Documents, part: Part, shape: tuple[int, int], tile: int) -> Documents:
-    """The documents of a part of a micro-batch of (batch, tokens)."""
+def _documents_of(part: MicroBatchPart, documents: Documents, shape: tuple[int, int], tile: int) -> Documents:
+    """Those of a part of a micro-batch of (batch, tokens)."""
     documents = documents.in_chunks(part.chunk)
     return cut(*shape, documents, tile)[2][part.nano - 1] if part.nano else documents
 
@@ -310,8 +313,8 @@ class _Step:
             documents=self.documents[number],
             layouts=self.plans.layouts_of(number),
             forward=calls,
-            parts=dict(_own(parts)),
-            moved={own for own, part in _own([*parts, *backward]) if part.route.exchanges},
+            parts=dict(own_calls(parts)),
+            moved={which for which, part in own_calls([*parts, *backward]) if part.route.exchanges},
             outputs={part.kind.key.nano: OutputStore() for part in backward},
         )
 
@@ -340,11 +343,6 @@ class _Step:
         self._last = Messages(ops)
         if coming is not None:
             self._arriving[tick.backward, coming] = self._last, buffer
-
-
-def _own(parts: Iterable[CallPart]) -> Iterator[tuple[OwnCall, CallPart]]:
-    """Those parts that are calls of this rank's own micro-batch."""
-    return ((OwnCall(part.stage_call, part.kind.key.nano), part) for part in parts if part.stage_call is not None)
 
 
 class Messages:

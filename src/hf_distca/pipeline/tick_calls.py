@@ -6,7 +6,7 @@ in backward anyway, so this costs nothing: when its backward begins, a call chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,9 +38,10 @@ __all__ = [
     "LayerKind",
     "MicroBatch",
     "OwnCall",
-    "Part",
+    "MicroBatchPart",
     "StageAttention",
     "TickCalls",
+    "own_calls",
 ]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks tell each other the index
@@ -50,7 +51,7 @@ WHY_NOT_OTHERS = (
 )
 
 
-class Part(NamedTuple):
+class MicroBatchPart(NamedTuple):
     """What of a micro-batch one plan is about: its documents in chunks of this size, and the nano-batch as in `PlanKey`."""
 
     chunk: int | None
@@ -132,6 +133,11 @@ class OwnCall(NamedTuple):
     nano: int
 
 
+def own_calls(parts: Iterable[CallPart]) -> Iterator[tuple[OwnCall, CallPart]]:
+    """Those parts that are calls of this rank's own micro-batch."""
+    return ((OwnCall(part.stage_call, part.kind.key.nano), part) for part in parts if part.stage_call is not None)
+
+
 class TickCalls:
     """The calls of a tick, as this rank comes to them: of forward in the order of layers, of backward the other way round.
 
@@ -189,7 +195,7 @@ class MicroBatch:
 
     name: str
     documents: Documents
-    layouts: Mapping[Part, Layout]
+    layouts: Mapping[MicroBatchPart, Layout]
     forward: TickCalls
     parts: Mapping[OwnCall, CallPart]
     moved: Set[OwnCall]
@@ -266,7 +272,7 @@ class StageAttention:
             raise DistCADesyncError("a stage of a pipeline ran a forward outside its schedule: let `Schedule.step` run it.")
         if not handle.nano:
             handle.documents = micro_batch.documents.in_chunks(handle.mask.chunk)
-        handle.check(micro_batch.layouts[Part(key.chunk, key.nano)])
+        handle.check(micro_batch.layouts[MicroBatchPart(key.chunk, key.nano)])
         kept = None if handle.documents is None else handle.documents.keep
         keep = None if kept is None else to_device(torch.from_numpy(kept), query.device)
         attend = partial(self._attend, micro_batch, key)
@@ -280,10 +286,10 @@ class StageAttention:
         """One call of a micro-batch, in its forward or in a recompute."""
         self.group.raise_pending()
         again, kind = in_backward(), LayerKind.of(key, inputs, scores)
-        own = micro_batch.call_of(module, key.nano, again=again)
+        which = micro_batch.call_of(module, key.nano, again=again)
         if not again:
-            micro_batch.forward.reach(*own)
-        expected = micro_batch.parts[own].kind
+            micro_batch.forward.reach(*which)
+        expected = micro_batch.parts[which].kind
         if kind != expected:
             raise DistCADesyncError(
                 f"{micro_batch.name} has {kind} where the first step found {expected}: layers must stay as they are."
@@ -292,7 +298,7 @@ class StageAttention:
         if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in inputs[:3]):
             inputs = inputs._replace(q_THD=inputs.q_THD.detach().requires_grad_())
         stored = micro_batch.outputs[key.nano].of(module, inputs) if micro_batch.outputs else None
-        call = StageCall(self, micro_batch, own, stored)
+        call = StageCall(self, micro_batch, which, stored)
         if again and call.recalled is None:
             raise UnsupportedError(f"{type(module).__name__} computes attention in backward whose outputs were not kept.")
         return core_attention(inputs, call)
@@ -351,11 +357,11 @@ _NO_ROUTE = Route(TaskBatch((), (), (), ()), (), exchanges=True)
 class StageCall(Call):
     """A call with rows of this rank's own."""
 
-    def __init__(self, attention: StageAttention, micro_batch: MicroBatch, own: OwnCall, stored: LayerOutputs | None) -> None:
-        part = micro_batch.parts[own]
+    def __init__(self, attention: StageAttention, micro_batch: MicroBatch, which: OwnCall, stored: LayerOutputs | None) -> None:
+        part = micro_batch.parts[which]
         group = attention.group.at(part.name, part.route.forward_exchanges)
         super().__init__(part.route, group, attention.server(part), stored)
-        self._attention, self._micro_batch, self._own = attention, micro_batch, own
+        self._attention, self._micro_batch, self._which = attention, micro_batch, which
 
     @property
     def exchanges(self) -> bool:
@@ -363,11 +369,11 @@ class StageCall(Call):
 
         They take them in the same places on all ranks then, and launch their exchanges in one order.
         """
-        return bool(self._own.nano) or self._own in self._micro_batch.moved
+        return bool(self._which.nano) or self._which in self._micro_batch.moved
 
     def begin_backward(self) -> None:
         """Go over to the plan of the tick in which the backward runs."""
         super().begin_backward()
-        part = self._micro_batch.backward_part(self._own)
+        part = self._micro_batch.backward_part(self._which)
         self.route, self.server = part.route, self._attention.server(part)
         self.group = self._attention.group.at(part.name, 0)

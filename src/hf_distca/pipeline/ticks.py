@@ -20,7 +20,7 @@ from hf_distca.agreement.announce import PlanKey, Stated
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents, unknown_documents
 from hf_distca.config import DistCAConfig
-from hf_distca.pipeline.tick_calls import CallPart, LayerKind, Part
+from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatchPart
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
@@ -152,7 +152,7 @@ def documents_of_stated(stated: Sequence[Stated]) -> list[list[Documents]]:
     return documents
 
 
-def documents_of_shares(shares: Sequence[Dealt], copies: Sequence[int], part: Part) -> list[list[Documents]]:
+def documents_of_shares(shares: Sequence[Dealt], copies: Sequence[int], part: MicroBatchPart) -> list[list[Documents]]:
     """As `documents_of_stated`, from this rank's shares of dealt batches, which know the documents of all copies."""
     documents = []
     for dealt in shares:
@@ -184,11 +184,11 @@ class TickPlans:
 
     order: Sequence[Tick]
     pipeline: Pipeline
-    documents: Mapping[Part, Sequence[Sequence[Documents]]]
+    documents: Mapping[MicroBatchPart, Sequence[Sequence[Documents]]]
     costs: dict[PlanKey, CostModel]
     config: DistCAConfig
     name: str
-    _layouts: dict[tuple[Running, Part], Layout] = field(default_factory=dict)
+    _layouts: dict[tuple[Running, MicroBatchPart], Layout] = field(default_factory=dict)
     _plans: dict[_PlanOf, Plan] = field(default_factory=dict)
     _routes: dict[_PlanOf, Route] = field(default_factory=dict)
 
@@ -222,12 +222,12 @@ class TickPlans:
                 return self.parts(tick)
         return []
 
-    def layouts_of(self, micro_batch: int) -> dict[Part, Layout]:
+    def layouts_of(self, micro_batch: int) -> dict[MicroBatchPart, Layout]:
         """The documents of each part of a micro-batch on the ranks of this rank's stage."""
         running = tuple(micro_batch if stage == self.pipeline.stage else None for stage in range(self.pipeline.depth))
         return {part: self.layout(running, part) for part in self.documents}
 
-    def layout(self, running: Running, part: Part) -> Layout:
+    def layout(self, running: Running, part: MicroBatchPart) -> Layout:
         """The documents of these micro-batches on the ranks that run them. Each micro-batch is on one stage at most."""
         if (running, part) in self._layouts:
             return self._layouts[running, part]
@@ -263,7 +263,7 @@ class TickPlans:
     def _plan(self, plan_of: _PlanOf) -> Plan:
         """The plan of a call; made once for calls that differ in nothing that it depends on."""
         if plan_of not in self._plans:
-            layout = self.layout(plan_of.running, Part(plan_of.key.chunk, plan_of.key.nano))
+            layout = self.layout(plan_of.running, MicroBatchPart(plan_of.key.chunk, plan_of.key.nano))
             cost = self.costs[plan_of.key._replace(nano=0)]
             self._plans[plan_of] = balance(layout, cost, self.config)
         return self._plans[plan_of]
