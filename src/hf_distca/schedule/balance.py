@@ -40,7 +40,7 @@ _EQUAL = 0.002
 _EXTREME = 12
 
 
-def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE) -> Plan:
+def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks = ALIKE, *, relayed: bool = True) -> Plan:
     """Assign every query token of `layout` to a server.
 
     The result never has a slower rank than moving nothing, by the estimate (compute plus exchange; see `PlanLoad`); where
@@ -55,6 +55,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
             by heads. With a bound, only slices of which a tile fits it are moved. With `ping_pong` the layout is
             that of a nano-batch, whose exchange costs only what is longer than the compute beside it.
         ranks: what ranks are like; the same on every rank. A slower one gets less, so that all end together.
+        relayed: whether servers may pass keys on.
 
     Raises:
         ConfigError: if `ranks` speaks of another number of ranks than the layout, or if not even a tile fits the bound.
@@ -64,7 +65,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
         cost, ranks = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second), replace(ranks, per_node=None)
     if cost.window is not None and cost.window >= layout.longest:
         cost = replace(cost, window=None)
-    tries = _Tries(layout, cost, config, ranks, relayed=cost.window is None and config.max_transient_bytes is None)
+    tries = _Tries(layout, cost, config, ranks, relayed and cost.window is None and config.max_transient_bytes is None)
     unmoved = tries.unmoved
     if not config.balance or layout.world_size < 2 or tries.hopeless:
         return unmoved.plan
