@@ -106,6 +106,7 @@ def test_two_nano_batches_equal_one_process(rank_pool: Callable[[int], RankPool]
         Case("gpt_oss", micro_batches=5),
         Case("llama4_text", micro_batches=5),
         Case("longcat_flash"),  # two calls of attention in a layer
+        Case("beam"),  # whose layers are left whole
         Case(settings=(("max_transient_bytes", 60_000),)),
         Case(tokens=2),
         Case(tokens=3, micro_batches=1),
