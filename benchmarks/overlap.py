@@ -5,6 +5,8 @@ earlier than the injected latency after its launch. "no communication" computes 
 numbers mean nothing, its time does). Modes take turns within each round; the figures are medians over rounds.
 
     python benchmarks/overlap.py --json
+
+With `--stages`, the processes are two stages of a pipeline, and the documents are those of its four micro-batches, in turn.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -21,16 +23,20 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
 
 import hf_distca
 from hf_distca.integration.session import current_session
+from hf_distca.pipeline import Schedule, split
 from hf_distca.runtime.channel import Channel
 from machine import describe
 from output import add_json_option, put_out
 from processes import add_model_options, in_turns, on_ranks, rounds, setting_of
 from slow_network import Late
-from step_time import RANKS, batch_of, model_of
+from step_time import RANKS, batch_of, model_of, plain_model_of
 
+MICRO_BATCHES = 4  # with stages
 MODES = ("unbalanced", "single-stream", "ping-pong", "no communication")
 
 
@@ -56,29 +62,58 @@ def exchanges(seconds: float | None) -> Iterator[None]:
         yield
 
 
-def step(model: torch.nn.Module, batch: dict[str, Any], mode: str, latency: float) -> float:
+def data_parallel(arguments: argparse.Namespace, rank: int) -> Callable[[], None]:
+    """What runs a step of one rank, whose tokens are one long document or eight short ones."""
+    model, batch = model_of(arguments, "distca"), batch_of(lengths_of(arguments, rank), rank)
+
+    def run() -> None:
+        model(**dict(batch), use_cache=False).loss.backward()
+        model.zero_grad()
+
+    return run
+
+
+def staged(arguments: argparse.Namespace, _rank: int) -> Callable[[], None]:
+    """What runs a step of one stage."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
+    stage = split(plain_model_of(arguments, "distca"), mesh)
+    schedule = Schedule(stage, MICRO_BATCHES, lambda logits, targets: cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    batches = [batch_of(lengths_of(arguments, number % 2), number) for number in range(MICRO_BATCHES)]
+    ids, positions = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "position_ids"))
+
+    def run() -> None:
+        schedule.step(ids, position_ids=positions, target=ids)
+        stage.submod.zero_grad()
+
+    return run
+
+
+def lengths_of(arguments: argparse.Namespace, number: int) -> list[int]:
+    """One long document, or eight short ones."""
+    return [[arguments.tokens], [arguments.tokens // 8] * 8][number]
+
+
+def step(run: Callable[[], None], mode: str, latency: float) -> float:
     """Seconds until all ranks are done."""
     session = current_session()
     session.config = hf_distca.DistCAConfig(balance=mode != "unbalanced", ping_pong=mode == "ping-pong")
     dist.barrier()
     started = time.perf_counter()
     with exchanges(None if mode == "no communication" else latency):
-        model(**dict(batch), use_cache=False).loss.backward()
+        run()
     dist.barrier()
-    model.zero_grad()
     return time.perf_counter() - started
 
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    model = model_of(arguments, "distca")
-    batch = batch_of([[arguments.tokens], [arguments.tokens // 8] * 8][rank], rank)
+    run = (staged if arguments.stages else data_parallel)(arguments, rank)
     keys = [(mode, latency) for latency in arguments.latencies for mode in MODES if mode != "no communication" or not latency]
     seconds: dict[str, dict[str, list[float]]] = {mode: {} for mode in MODES}
     for mode in MODES:
-        step(model, batch, mode, 0.0)  # the first steps pay for buffers and caches
+        step(run, mode, 0.0)  # the first steps pay for buffers and caches
     for round_ in rounds(rank, arguments.rounds):
         for mode, latency in in_turns(keys, round_):
-            seconds[mode].setdefault(str(latency), []).append(step(model, batch, mode, latency / 1e3))
+            seconds[mode].setdefault(str(latency), []).append(step(run, mode, latency / 1e3))
     return figures(arguments, seconds)
 
 
@@ -104,7 +139,8 @@ def figures(arguments: argparse.Namespace, seconds: dict[str, dict[str, list[flo
 
 def show(result: dict[str, Any]) -> None:
     latencies = [str(ms) for ms in result["setting"]["latencies"]]
-    table = Table(title=f"step time by latency of an exchange, {result['setting']['tokens']} tokens a rank, 2 ranks")
+    where = f"{RANKS} {'stages' if result['setting']['stages'] else 'ranks'}"
+    table = Table(title=f"step time by latency of an exchange, {result['setting']['tokens']} tokens a rank, {where}")
     table.add_column("mode")
     for ms in latencies:
         table.add_column(f"{ms} ms", justify="right")
@@ -125,6 +161,7 @@ def main() -> None:
         metavar="MS",
         help="milliseconds added to an exchange; 0 first",
     )
+    parser.add_argument("--stages", action="store_true", help="two stages of a pipeline instead of two ranks")
     add_json_option(parser)
     arguments = parser.parse_args()
     if arguments.latencies[0] != 0:

@@ -181,11 +181,6 @@ def test_bad_options(options: tuple[str | int, ...], message: str) -> None:
     one_line(run("simulate", "--lengths", "equal:1024", *SMALL, *options), message)
 
 
-def test_strategies_of_which_none_can_run() -> None:
-    options = ("--ranks", 8, "--pp", 2, "--tokens-per-rank", 8192, "--batches", 1, "--strategy", "dealt-ping-pong")
-    one_line(run("simulate", "--lengths", "equal:1024", *options), "none of dealt-ping-pong can run 1 such batch")
-
-
 def test_advice_on_documents_of_ones_own(tmp_path: Path) -> None:
     arguments = (
         "advise",

@@ -3,4 +3,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))  # tiny models of every family
+for folder in ("models", "runtime"):  # tiny models of every family, relays chosen at random
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))

@@ -127,6 +127,8 @@ class Found(NamedTuple):
     kernel_calls: int
     served: int
     sent_bytes: int
+    dispatches: int
+    returns: int
 
 
 def configure(case: Case) -> None:
@@ -157,7 +159,7 @@ def in_stages(rank: int, case: Case) -> Found:
     dist.all_reduce(loss)
     idle = [one for one in schedule.figures if one.tick.micro_batches[stage.stage_index] is None]
     served = sum(one.attention_seconds > 0 for one in idle)
-    counts = meter.calls, meter.recalls, meter.kernel_calls, served, meter.sent_bytes
+    counts = meter.calls, meter.recalls, meter.kernel_calls, served, meter.sent_bytes, meter.dispatches, meter.returns
     return Found(stage.stage_index, loss.item(), gradients, *counts)
 
 

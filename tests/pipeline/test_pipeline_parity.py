@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from some_relays import some_relays
 from staged import Case, Found, check_equal, in_one_process, in_stages
 
+from hf_distca.pipeline import ticks
+from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.route import Route
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.plan import Plan
 from ranks import RankPool
 from tiny_runs import PAIRS
 
@@ -47,6 +54,93 @@ def test_two_stages_equal_one_process(rank_pool: Callable[[int], RankPool]) -> N
     for one, other in zip(plain, checkpointed, strict=True):
         assert (other.kernel_calls, other.calls) == (one.kernel_calls, one.calls)
         assert other.recalls == 2 * 2 * case.micro_batches  # layers of a stage, steps
+
+
+IN_TWO = (("ping_pong", True),)
+
+
+def in_stages_with_exchanges(rank: int, case: Case) -> tuple[Found, int]:
+    """A step on one rank of a pool, and how many exchanges of attention were under way at once."""
+    start, counts = Channel.start, [0]
+
+    class Counted:
+        def __init__(self, transfer: Any) -> None:
+            self.transfer = transfer
+            counts.append(counts[-1] + 1)
+
+        def wait(self) -> None:
+            counts.append(counts[-1] - 1)
+            self.transfer.wait()
+
+    with patch.object(Channel, "start", lambda *arguments: Counted(start(*arguments))):
+        found = in_stages(rank, case)
+    return found, max(counts)
+
+
+def test_two_nano_batches_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
+    """Each call is made in two halves with a dispatch and a return each, which a recompute does not repeat."""
+    case = Case(micro_batches=3)
+    reference = in_one_process(case, "sdpa")
+    whole = rank_pool(2)(in_stages_with_exchanges, case)
+    for checkpointing in (None, False):
+        found = rank_pool(2)(in_stages_with_exchanges, case._replace(settings=IN_TWO, checkpointing=checkpointing))
+        check_equal([one for one, _ in found], *reference, EXACT)
+        for (one, under_way), (other, under_way_whole) in zip(found, whole, strict=True):
+            assert (under_way, under_way_whole) == (2, 1)  # one computes while the messages of the other travel
+            assert one.sent_bytes > 0
+            assert one.served > 0
+            found_kinds = 2  # calls of the layers of a stage before the first step, whole
+            assert one.calls - found_kinds == 2 * (other.calls - found_kinds)
+            assert one.dispatches == one.returns == 2 * other.dispatches
+            assert one.recalls == (0 if checkpointing is None else 2 * 2 * case.micro_batches)  # halves, layers of a stage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(checkpointing=True, tied=True, steps=2),
+        Case(copies=2, micro_batches=3),
+        Case(stages=4, micro_batches=5, layers=5),
+        Case("gemma2", micro_batches=3, per_stage=(3, 1)),
+        Case("gpt_oss", micro_batches=5),
+        Case("llama4_text", micro_batches=5),
+        Case("longcat_flash"),  # two calls of attention in a layer
+        Case("beam"),  # whose layers are left whole
+        Case(settings=(("max_transient_bytes", 60_000),)),
+        Case(tokens=2),
+        Case(tokens=3, micro_batches=1),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_nano_batches_of_special_cases_equal_one_process(rank_pool: Callable[[int], RankPool], case: Case) -> None:
+    implementation, tolerance = ("sdpa", EXACT) if case.family == "llama" else ("distca", NORMS_IN_FLOAT32)
+    found = rank_pool(case.stages * case.copies)(in_stages, case._replace(settings=(*case.settings, *IN_TWO)))
+    check_equal(found, *in_one_process(case, implementation), tolerance)
+
+
+def in_stages_with_relays(rank: int, case: Case) -> tuple[Found, int]:
+    """A step on one rank of a pool under plans with any relays, and how many plans had some."""
+    relayed = []
+
+    def balanced(*arguments: Any) -> Plan:
+        plan = balance(*arguments)
+        relays = some_relays(random.Random(plan.digest), plan)
+        relayed.append(relays is not None)
+        return replace(plan, relays=relays)
+
+    with patch.object(ticks, "balance", balanced):
+        found = in_stages(rank, case)
+    return found, sum(relayed)
+
+
+@pytest.mark.parametrize("settings", [(), IN_TWO], ids=["whole", "nano-batches"])
+def test_stages_that_pass_keys_on_equal_one_process(rank_pool: Callable[[int], RankPool], settings: Any) -> None:
+    case = Case(micro_batches=3, settings=settings)
+    found = rank_pool(2)(in_stages_with_relays, case)
+    assert all(relayed > 0 for _, relayed in found)
+    check_equal([one for one, _ in found], *in_one_process(case, "sdpa"), EXACT)
 
 
 def in_stages_with_groups(rank: int, case: Case) -> tuple[Found, int]:

@@ -207,8 +207,9 @@ def padded(rank: int, case: Case, padding: int) -> tuple[float, dict[str, torch.
 
 
 @pytest.mark.slow
-def test_padding_changes_nothing(rank_pool: Callable[[int], RankPool]) -> None:
-    case = Case()
+@pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "nano-batches"])
+def test_padding_changes_nothing(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
+    case = Case(settings=(("ping_pong", ping_pong),))
     loss, gradients = in_one_process(case, "sdpa")
     found = rank_pool(2)(padded, case, 7)
     assert abs(sum(one for one, _ in found) - loss) <= EXACT * loss
@@ -277,9 +278,10 @@ def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_dealt_batches_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
+@pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "nano-batches"])
+def test_dealt_batches_equal_one_process(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
     """Documents over both copies of the model."""
-    case = Case(copies=2)
+    case = Case(copies=2, settings=(("ping_pong", ping_pong),))
     model, total = model_for(case, "sdpa"), 0.0
     for number, lengths in enumerate(LENGTHS):
         for document, length in enumerate(lengths):

@@ -1,9 +1,10 @@
-"""The published DistCA planner, as benchmarks compare it with hf-distca."""
+"""Ways to run a step that only benchmarks compare with hf-distca: the published DistCA planner, and even ticks of stages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,26 @@ def benchmark() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
         yield import_module("published_planner")
+
+
+def test_attention_in_even_ticks_ends_where_linear_layers_do(benchmark: Any) -> None:
+    """Three seconds each, of 3 + 6 on three ranks; but a rank whose linear layers take longer gets next to none."""
+    even_ticks = import_module("even_ticks")
+    linear = np.array([0.0, 3.0, 0.0])
+    attention = even_ticks.attention_beside(linear, 6.0)
+    assert attention.sum() == pytest.approx(3)
+    assert linear + 2 * attention == pytest.approx(np.full(3, 3.0), abs=0.1)
+    assert even_ticks.attention_beside(np.array([0.0, 100.0, 0.0]), 6.0) == pytest.approx([1.5, 0.0, 1.5], abs=0.03)
+
+
+def test_even_ticks_are_faster_if_messages_take_no_time(benchmark: Any, setting: Setting) -> None:
+    even_ticks = import_module("even_ticks")
+    fast = replace(setting.hardware, node_rate=1e15, link_gbps=1e7, exchange_seconds=0.0, peer_seconds=0.0)
+    staged = replace(setting, ranks=16, stages=2, micro_batches=2, sharding="zero1", hardware=fast)
+    documents = distribution("prolong", 65536)
+    built, even = simulate(staged, documents, ("dealt-ping-pong", even_ticks.EVEN_TICKS), batches=1)
+    (lengths,) = documents.steps(staged.tokens, staged.micro_batches, 1)
+    assert ideal_seconds(staged, lengths) <= even.step_seconds < built.step_seconds
 
 
 def test_ranks_below_the_mean_are_filled_only(benchmark: Any) -> None:

@@ -32,7 +32,7 @@ from hf_distca.integration.processes import warn_once
 from hf_distca.integration.session import current_session
 from hf_distca.runtime.pingpong import checkpointed_parts, run_nano_batches
 
-__all__ = ["Handover", "NanoBatches", "cut", "cut_layers"]
+__all__ = ["Handover", "NanoBatches", "can_cut", "cut", "cut_layers"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -248,7 +248,7 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
     if any(isinstance(argument, Cache) for argument in flat) and not (layer.training and torch.is_grad_enabled()):
         return None
     session = current_session()
-    if handle.nano or not (session.config.ping_pong and session.is_collective(handle, layer.training)):
+    if handle.nano or not session.in_two(handle, layer.training):
         return None
     if (why := _holds_attention(layer)) is not None:
         warn_once(
@@ -270,6 +270,12 @@ def _nano_batches_for(layer: torch.nn.Module, args: Any, kwargs: dict[str, Any])
         return None
     handle.nano_batches.layers.add(id(layer))
     return handle.nano_batches
+
+
+def can_cut(model: torch.nn.Module) -> bool:
+    """Whether all decoder layers of a model that ran once can run as two nano-batches."""
+    layers = [module for module in model.modules() if hasattr(type(module), "_distca_whole")]
+    return bool(layers) and all(_holds_attention(layer) is None for layer in layers)
 
 
 def _holds_attention(layer: torch.nn.Module) -> str | None:

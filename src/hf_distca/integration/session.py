@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,16 @@ __all__ = ["Session", "balancing", "configure", "current_session"]
 _ALONE = AttentionGroup()
 
 
+class Elsewhere(Protocol):
+    """Who answers for a session while a schedule of pipeline stages runs forwards."""
+
+    def in_two(self, handle: AttentionHandle) -> bool:
+        """As `Session.in_two`; if it says yes, the handle has its documents."""
+
+    def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
+        """As `Session.work_for`."""
+
+
 class Session:
     """One process's side of core attention. Use `current_session`; `configure` makes a new one.
 
@@ -58,7 +68,7 @@ class Session:
         given: the group that the user gave, None if it is to be found.
         kernels: names of those that attention ran in, in the order of their first use.
         summarized: whether somebody has printed the summary of the run.
-        work_elsewhere: finds the work of forwards in the place of `work_for`, while a schedule of pipeline stages runs them.
+        elsewhere: who answers in its place while a schedule of pipeline stages runs forwards.
     """
 
     def __init__(self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -70,7 +80,7 @@ class Session:
         self.kernels: dict[str, None] = {}
         self.summarized = False
         self._fastest: dict[tuple[torch.dtype, tuple[int, int]], str | None] = {}
-        self.work_elsewhere: Callable[[AttentionHandle, Mapping[str, Any], torch.Tensor, PlanKey], Work] | None = None
+        self.elsewhere: Elsewhere | None = None
         self._members = members
         self._group: AttentionGroup | None = None
         self._world: object = None
@@ -141,8 +151,16 @@ class Session:
         """Whether other ranks take part in a forward."""
         return self.group_for(handle, training).size > 1
 
+    def in_two(self, handle: AttentionHandle, training: bool) -> bool:
+        """Whether layers are to run as two nano-batches."""
+        if self.elsewhere is not None:
+            return self.elsewhere.in_two(handle)
+        return self.config.ping_pong and self.is_collective(handle, training)
+
     def documents(self, handle: AttentionHandle, arguments: Mapping[str, Any], training: bool) -> Documents:
         """The documents of a batch, from the keyword arguments of a layer or of attention."""
+        if handle.documents is not None:
+            return handle.documents
         with self._reporting(self.group_for(handle, training), "reading documents"):
             return handle.read(arguments, span_ranks=self.config.documents_span_ranks, training=training)
 
@@ -158,8 +176,8 @@ class Session:
             key: which plan.
             training: whether the module is in training mode on this rank, and so on all.
         """
-        if self.work_elsewhere is not None:
-            return self.work_elsewhere(handle, arguments, query, key)
+        if self.elsewhere is not None:
+            return self.elsewhere.work_for(handle, arguments, query, key)
         group = self.group_for(handle, training)
         handles = [handle] if handle.second is None else [handle, handle.second]  # both nano-batches, so that ranks meet once
         requests = [(self.documents(part, arguments, training), key._replace(nano=part.nano)) for part in handles]

@@ -126,8 +126,6 @@ def find_ranks(stage: Stage, session: Session, facts: Facts) -> tuple[Pipeline, 
 
 def check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
     """Raises `UnsupportedError` if settings ask for what stages cannot do."""
-    if config.ping_pong:
-        raise UnsupportedError("pipeline stages run their layers whole: set ping_pong=False in DistCAConfig.")
     if config.group_size not in (None, group.size):
         raise UnsupportedError(
             f"group_size={config.group_size}, but all stages of all copies of a model share attention, {group.size} ranks here: "
@@ -156,12 +154,12 @@ def _find_kinds(stage: Stage, session: Session) -> tuple[list[LayerKind], torch.
     if not stage.is_first:
         inputs = torch.zeros((1, _TOKENS, model.width), device=device, dtype=next(model.parameters()).dtype)
     devices = [device] if device.type != "cpu" else []
-    session.work_elsewhere = finder.work_for
+    session.elsewhere = finder
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
             dtype: torch.dtype = stage.submod(inputs, position_ids=positions).dtype
     finally:
-        session.work_elsewhere = None
+        session.elsewhere = None
         stage.reshard()
     if dtype not in DTYPES:
         raise UnsupportedError(f"stage {stage.stage_index} puts out {dtype}. {WHY_NOT_OTHERS}")

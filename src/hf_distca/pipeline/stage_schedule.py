@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from hf_distca.agreement.announce import Facts, fingerprint
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.errors import ConfigError, DistCAError, LayoutError
+from hf_distca.integration.nano_batches import can_cut, cut
 from hf_distca.integration.session import current_session
 from hf_distca.pipeline.borrowed_pipelining import OneStageSchedule
 from hf_distca.pipeline.stage_ranks import (
@@ -31,7 +32,7 @@ from hf_distca.pipeline.stage_ranks import (
     find_ranks,
 )
 from hf_distca.pipeline.stages import Stage
-from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, StageAttention, TickCalls
+from hf_distca.pipeline.tick_calls import CallPart, MicroBatch, MicroBatchPart, StageAttention, TickCalls, own_calls
 from hf_distca.pipeline.ticks import Pipeline, Tick, TickPlans, documents_of_shares, documents_of_stated, ticks
 from hf_distca.runtime.channel import wait_for
 from hf_distca.runtime.group import AttentionGroup
@@ -138,14 +139,14 @@ class Schedule(OneStageSchedule):
             return output
 
         step = _Step(self.stage, attention, plans, documents, shape, compute)
-        self._session.work_elsewhere = attention.work_for
+        self._session.elsewhere, attention.nano_batches = attention, plans.config.ping_pong
         try:
             with _tied_gradients(self.stage, attention.group, name, backward=self.trains):
                 self.figures = step.run()
                 if self.trains:
                     self.stage.perform_reduce_grad(1)  # losses are scaled, not gradients
         finally:
-            self._session.work_elsewhere = None
+            self._session.elsewhere = None
 
     def _check_session(self) -> None:
         if current_session() is not self._session:
@@ -186,23 +187,34 @@ class Schedule(OneStageSchedule):
         self, pipeline: Pipeline, group: AttentionGroup, documents: Sequence[Documents], shape: tuple[int, int], name: str
     ) -> TickPlans:
         """Plan all ticks: from one announcement, or from what shares of dealt batches know, for which no rank waits."""
-        progress, config = self._session.planner.progress, self._session.config
+        progress = self._session.planner.progress
         shares = [read.dealt for read in documents if read.dealt is not None]
         place = f"{name}, {self.micro_batches} micro-batches in {self.stage.num_stages} stages"
         with group.reporting(f"planning {place}"):
+            config = replace(self._session.config, ping_pong=self._in_two(documents))
+            nanos = (1, 2) if config.ping_pong else (0,)
+            parts = list(dict.fromkeys(MicroBatchPart(key.chunk, nano) for key in pipeline.keys for nano in nanos))
+            facts = {**self._facts(), "nano-batches of a micro-batch": str(len(nanos))}
             if len(shares) == len(documents):
                 check_shares_of_copy(shares, pipeline)
-                way, batch, checked = _SHARES, {"the batch": str(shares[0])}, shares[0].documents
-                of_all = documents_of_shares(shares, pipeline.copies)
+                way, checked = _SHARES, shares[0].documents
+                facts["the batch"] = str(shares[0])
+                of_all = {part: documents_of_shares(shares, pipeline.copies, part) for part in parts}
             else:
-                way, batch, checked = _STATED, {}, 0
-                requests = [(read, pipeline.keys[0]) for read in documents]
-                of_all = documents_of_stated(progress.announce(requests, group, place, config))
-                check_copies(of_all, pipeline, group)
+                way, checked, key = _STATED, 0, pipeline.keys[0]
+                requests = [
+                    (_documents_of(part, read, shape, config.tile), key._replace(nano=part.nano))
+                    for part in parts
+                    for read in documents
+                ]
+                stated = iter(progress.announce(requests, group, place, self._session.config))
+                of_all = {part: documents_of_stated([next(stated) for _ in documents]) for part in parts}
+                for of_part in of_all.values():
+                    check_copies(of_part, pipeline, group)
             costs = {key: progress.costs.of(key) for key in pipeline.keys}
             order = ticks(pipeline.depth, self.micro_batches, backward=self.trains)
             plans = TickPlans(order, pipeline, of_all, costs, config, name)
-            facts, tied = {**self._facts(), **batch}, checksum(self.stage.unwrapped.tied_weight)
+            tied = checksum(self.stage.unwrapped.tied_weight)
             row = np.array(StepRow(way, fingerprint(facts), checked, plans.make(), *shape, tied), dtype=np.int64)
             check = partial(check_steps, group, facts=facts, copies=pipeline.copies, place=place)
             if way == _STATED:
@@ -212,6 +224,21 @@ class Schedule(OneStageSchedule):
                     self._comparing.wait()
                 self._comparing = group.gather_async(row, doing=f"comparing shares of {place}", agree=check)
         return plans
+
+    def _in_two(self, documents: Sequence[Documents]) -> bool:
+        """Whether layers run as two nano-batches: all of a step, for the stages of a tick do the same.
+
+        Documents that span copies are cut only where they were dealt for it.
+        """
+        if not self._session.config.ping_pong or not can_cut(self.stage.unwrapped.model):
+            return False
+        return all(not read.spans or (read.dealt is not None and read.dealt.first_tokens is not None) for read in documents)
+
+
+def _documents_of(part: MicroBatchPart, documents: Documents, shape: tuple[int, int], tile: int) -> Documents:
+    """Those of a part of a micro-batch of (batch, tokens)."""
+    documents = documents.in_chunks(part.chunk)
+    return cut(*shape, documents, tile)[2][part.nano - 1] if part.nano else documents
 
 
 def _shape(*tensors: Any) -> tuple[int, int]:
@@ -284,11 +311,11 @@ class _Step:
         return MicroBatch(
             name=f"micro-batch {number} of {self.plans.name} on stage {self.stage.stage_index}",
             documents=self.documents[number],
-            layout=self.plans.layout_of(number),
+            layouts=self.plans.layouts_of(number),
             forward=calls,
-            parts={part.stage_call: part for part in parts if part.stage_call is not None},
-            moved={part.stage_call for part in (*parts, *backward) if part.route.exchanges},
-            outputs=OutputStore() if backward else None,
+            parts=dict(own_calls(parts)),
+            moved={which for which, part in own_calls([*parts, *backward]) if part.route.exchanges},
+            outputs={part.kind.key.nano: OutputStore() for part in backward},
         )
 
     def _receive(self, tick: Tick, number: int) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ in backward anyway, so this costs nothing: when its backward begins, a call chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,18 +24,38 @@ from hf_distca.kernels.varlen import to_device
 from hf_distca.runtime.call import AttentionServer, Call, Inputs, in_groups
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.messages import Pending
 from hf_distca.runtime.outputs import LayerOutputs, OutputStore
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
-__all__ = ["DTYPES", "WHY_NOT_OTHERS", "CallPart", "KindFinder", "LayerKind", "MicroBatch", "StageAttention", "TickCalls"]
+__all__ = [
+    "DTYPES",
+    "WHY_NOT_OTHERS",
+    "CallPart",
+    "KindFinder",
+    "LayerKind",
+    "MicroBatch",
+    "OwnCall",
+    "MicroBatchPart",
+    "StageAttention",
+    "TickCalls",
+    "own_calls",
+]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)  # ranks tell each other the index
 WHY_NOT_OTHERS = (
     "Pipeline stages run in float64, float32 or bfloat16. float16 needs a GradScaler, which would skip the optimizer's step on "
     "the stages whose own gradients overflow and not on the others: use bfloat16."
 )
+
+
+class MicroBatchPart(NamedTuple):
+    """What of a micro-batch one plan is about: its documents in chunks of this size, and the nano-batch as in `PlanKey`."""
+
+    chunk: int | None
+    nano: int
 
 
 class LayerKind(NamedTuple):
@@ -90,9 +110,9 @@ class CallPart:
     """One rank's part in a call of attention that stages make together.
 
     Attributes:
-        number: which call of its tick it is, from 0.
+        number: which call of its tick it is, from 0; nano-batches have the same.
         name: which call it is, in words that are the same on all ranks.
-        kind: of the layers.
+        kind: of the layers, and which nano-batch.
         stage_call: which call of this rank's own micro-batch it is, in the order of its forward; None if the rank only serves.
         route: this rank's.
         window: of the plan.
@@ -106,19 +126,32 @@ class CallPart:
     window: int | None
 
 
+class OwnCall(NamedTuple):
+    """A call of attention of a micro-batch: which one of its stage, from 0, and of which nano-batch, 0 for all of it."""
+
+    number: int
+    nano: int
+
+
+def own_calls(parts: Iterable[CallPart]) -> Iterator[tuple[OwnCall, CallPart]]:
+    """Those parts that are calls of this rank's own micro-batch."""
+    return ((OwnCall(part.stage_call, part.kind.key.nano), part) for part in parts if part.stage_call is not None)
+
+
 class TickCalls:
     """The calls of a tick, as this rank comes to them: of forward in the order of layers, of backward the other way round.
 
-    `serve` takes part in a call without rows of this rank's own; `doing` is what this rank runs, for errors.
+    `serve` takes part in a call, or in those of two nano-batches in turns, without rows of this rank's own; `doing` is what this
+    rank runs, for errors.
     """
 
-    def __init__(self, parts: Sequence[CallPart], serve: Callable[[CallPart], None], doing: str) -> None:
+    def __init__(self, parts: Sequence[CallPart], serve: Callable[[Sequence[CallPart]], None], doing: str) -> None:
         self._parts, self._serve, self._doing, self._next = parts, serve, doing, 0
 
-    def reach(self, number: int) -> CallPart:
-        """Serve until the call of this number of this rank's own micro-batch is next, and return that."""
+    def reach(self, number: int, nano: int) -> CallPart:
+        """Serve until the call of this number of this rank's own micro-batch, or nano-batch, is next, and return that."""
         part = self._serve_others()
-        if part is None or part.stage_call != number:
+        if part is None or (part.stage_call, part.kind.key.nano) != (number, nano):
             raise DistCADesyncError(f"{self._doing} came to its attention call {number} where it has none: {_SAME_LAYERS}.")
         self._next += 1
         return part
@@ -135,9 +168,10 @@ class TickCalls:
             part = self._parts[self._next]
             if part.stage_call is not None:
                 return part
-            self._next += 1
-            if part.route.exchanges:
-                self._serve(part)
+            together = [other for other in self._parts[self._next :][:2] if other.number == part.number]
+            self._next += len(together)
+            if exchanged := [other for other in together if other.route.exchanges]:
+                self._serve(exchanged)
         return None
 
 
@@ -151,38 +185,39 @@ class MicroBatch:
     Attributes:
         name: for errors.
         documents: of this rank.
-        layout: documents of this micro-batch on all copies of the model, by rank.
+        layouts: documents of each part of this micro-batch on all copies of the model, by rank.
         forward, backward: the calls of its tick; backward once that has begun.
-        parts: this rank's part in each of its calls in forward, by number.
+        parts: this rank's part in each of its calls in forward, by number and nano-batch.
         moved: the calls in which anything is moved, forward or backward.
-        outputs: for activation checkpointing; None where no backward follows.
-        numbers: of the modules that have called attention, which call it was.
+        outputs: of each nano-batch, or of nano-batch 0, for activation checkpointing; empty where no backward follows.
+        numbers: of the modules that have called attention, by id and nano-batch, which call it was.
     """
 
     name: str
     documents: Documents
-    layout: Layout
+    layouts: Mapping[MicroBatchPart, Layout]
     forward: TickCalls
-    parts: Mapping[int, CallPart]
-    moved: Set[int | None]
-    outputs: OutputStore | None
+    parts: Mapping[OwnCall, CallPart]
+    moved: Set[OwnCall]
+    outputs: Mapping[int, OutputStore]
     backward: TickCalls | None = None
-    numbers: dict[int, int] = field(default_factory=dict)
+    numbers: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def number_of(self, module: torch.nn.Module, *, again: bool) -> int:
-        """Which call of the micro-batch a module makes, from 0, in its forward or `again` in a recompute."""
-        name, known = type(module).__name__, id(module) in self.numbers
+    def call_of(self, module: torch.nn.Module, nano: int, *, again: bool) -> OwnCall:
+        """Which call of the micro-batch a module makes, in its forward or `again` in a recompute."""
+        name, known = type(module).__name__, (id(module), nano) in self.numbers
         if again and not known:
             raise UnsupportedError(f"{name} computes attention in backward that it did not in forward.")
         if known and not again:
             raise UnsupportedError(f"{name} computes attention twice in a forward, which stages of a pipeline cannot.")
-        return self.numbers.setdefault(id(module), len(self.numbers))
+        before = sum(other == nano for _, other in self.numbers)
+        return OwnCall(self.numbers.setdefault((id(module), nano), before), nano)
 
-    def backward_part(self, number: int) -> CallPart:
+    def backward_part(self, call: OwnCall) -> CallPart:
         """This rank's part in the backward of one of its calls, which begins now."""
         if self.backward is None:
             raise DistCADesyncError(f"the backward of {self.name} ran outside its schedule: let `Schedule.step` run it.")
-        return self.backward.reach(number)
+        return self.backward.reach(*call)
 
 
 class KindFinder:
@@ -191,13 +226,17 @@ class KindFinder:
     def __init__(self, session: Session) -> None:
         self.session, self.kinds = session, list[LayerKind]()
 
+    def in_two(self, _handle: AttentionHandle) -> bool:
+        """As `Session.in_two`: these layers run whole."""
+        return False
+
     def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
         """As `Session.work_for`."""
-        handle.alone, self.session.work_elsewhere = True, None
+        handle.alone, self.session.elsewhere = True, None
         try:
             work = self.session.work_for(handle, arguments, query, key, training=False)
         finally:
-            self.session.work_elsewhere = self.work_for
+            self.session.elsewhere = self
         handle.work[key] = replace(work, attend=partial(self._attend, work, key))
         return handle.work[key]
 
@@ -212,22 +251,33 @@ class StageAttention:
     Attributes:
         group: the ranks of all stages.
         micro_batch: the one whose forward runs.
+        nano_batches: whether the layers of this step run as two nano-batches.
     """
 
     def __init__(self, session: Session, group: AttentionGroup, device: torch.device) -> None:
         self.session, self.group, self.device = session, group, device
         self.micro_batch: MicroBatch | None = None
+        self.nano_batches = False
+
+    def in_two(self, handle: AttentionHandle) -> bool:
+        """As `Session.in_two`."""
+        if self.nano_batches and self.micro_batch is not None:
+            handle.documents = self.micro_batch.documents.in_chunks(handle.mask.chunk)
+        return self.nano_batches
 
     def work_for(self, handle: AttentionHandle, arguments: Mapping[str, Any], query: torch.Tensor, key: PlanKey) -> Work:
         """As `Session.work_for`; calls get their routes when they are made."""
         micro_batch = self.micro_batch
         if micro_batch is None:
             raise DistCADesyncError("a stage of a pipeline ran a forward outside its schedule: let `Schedule.step` run it.")
-        handle.documents = micro_batch.documents.in_chunks(handle.mask.chunk)
-        handle.check(micro_batch.layout)
-        keep = None if handle.documents.keep is None else to_device(torch.from_numpy(handle.documents.keep), query.device)
+        if not handle.nano:
+            handle.documents = micro_batch.documents.in_chunks(handle.mask.chunk)
+        handle.check(micro_batch.layouts[MicroBatchPart(key.chunk, key.nano)])
+        kept = None if handle.documents is None else handle.documents.keep
+        keep = None if kept is None else to_device(torch.from_numpy(kept), query.device)
         attend = partial(self._attend, micro_batch, key)
-        handle.work[key] = Work(self.group, _NO_ROUTE, keep, None, self.session.meter, name=micro_batch.name, attend=attend)
+        work = Work(self.group, _NO_ROUTE, keep, None, self.session.meter, key.nano, name=micro_batch.name, attend=attend)
+        handle.work[key] = work
         return handle.work[key]
 
     def _attend(
@@ -236,10 +286,10 @@ class StageAttention:
         """One call of a micro-batch, in its forward or in a recompute."""
         self.group.raise_pending()
         again, kind = in_backward(), LayerKind.of(key, inputs, scores)
-        number = micro_batch.number_of(module, again=again)
+        which = micro_batch.call_of(module, key.nano, again=again)
         if not again:
-            micro_batch.forward.reach(number)
-        expected = micro_batch.parts[number].kind
+            micro_batch.forward.reach(*which)
+        expected = micro_batch.parts[which].kind
         if kind != expected:
             raise DistCADesyncError(
                 f"{micro_batch.name} has {kind} where the first step found {expected}: layers must stay as they are."
@@ -247,8 +297,8 @@ class StageAttention:
         # Force a backward even if nothing before the layer is trained, because other stages expect its rows.
         if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in inputs[:3]):
             inputs = inputs._replace(q_THD=inputs.q_THD.detach().requires_grad_())
-        stored = None if micro_batch.outputs is None else micro_batch.outputs.of(module, inputs)
-        call = StageCall(self, micro_batch, number, stored)
+        stored = micro_batch.outputs[key.nano].of(module, inputs) if micro_batch.outputs else None
+        call = StageCall(self, micro_batch, which, stored)
         if again and call.recalled is None:
             raise UnsupportedError(f"{type(module).__name__} computes attention in backward whose outputs were not kept.")
         return core_attention(inputs, call)
@@ -260,10 +310,21 @@ class StageAttention:
         kernel = self.session.kernel(part.kind.no_rows(self.device).q_THD, widths, scores, shape.ratio)
         reporting = partial(self.group.reporting, f"computing {part.name}")
         meter, trace = self.session.meter, self.session.trace
-        return AttentionServer(kernel, scores, meter if trace is None else trace.meter(meter, 0, part.number + 1), reporting)
+        return AttentionServer(
+            kernel, scores, meter if trace is None else trace.meter(meter, part.kind.key.nano, part.number + 1), reporting
+        )
 
-    def serve(self, part: CallPart, *, backward: bool) -> None:
-        """Take part in a call without rows of this rank's own."""
+    def serve(self, parts: Sequence[CallPart], *, backward: bool) -> None:
+        """Take part in a call, or in those of two nano-batches in turns, without rows of this rank's own."""
+        with torch.no_grad():
+            begun = [self._begin_serving(part, backward=backward) for part in parts]
+            for call, home, results, dispatch in begun:
+                call.hand_on(*call.run_waves(home, results, call.pass_on_keys(home, dispatch)))
+            for call, _, results, _ in begun:
+                call.collect(call.route.waves[-1], *call.take(type(results)))
+
+    def _begin_serving(self, part: CallPart, *, backward: bool) -> _Serving:
+        """Launch the dispatch of a call."""
         group = self.group.at(part.name, 0 if backward else part.route.forward_exchanges)
         call = Call(part.route, group, self.server(part))
         call.backward = backward
@@ -277,33 +338,42 @@ class StageAttention:
         if backward:
             home = Saved(torch.empty_like(outputs.o_THV), q_THD, *outputs, k_TKD, v_TKV)
             results = Grads(*(torch.empty_like(tensor) for tensor in no_rows))
-        with torch.no_grad():
-            for wave in part.route.waves:
-                dispatch = call.send_queries_and_keys(wave, home)
-                results = call.collect(wave, *call.run_arrived(wave, home, results, dispatch))
+        return _Serving(call, home, results, call.send_queries_and_keys(part.route.waves[0], home))
 
 
-# Of work whose calls have their routes from elsewhere.
-_NO_ROUTE = Route(TaskBatch((), (), (), ()), (), exchanges=False)
+class _Serving(NamedTuple):
+    """A call without rows of this rank's own, as `Call` takes them, and its dispatch under way."""
+
+    call: Call
+    home: Operands | Saved
+    results: Outputs | Grads
+    dispatch: Pending | None
+
+
+# Of work whose calls have their routes from elsewhere. They may exchange, so that there is something to hide.
+_NO_ROUTE = Route(TaskBatch((), (), (), ()), (), exchanges=True)
 
 
 class StageCall(Call):
-    """A call with rows of this rank's own: the one of this number of a micro-batch."""
+    """A call with rows of this rank's own."""
 
-    def __init__(self, attention: StageAttention, micro_batch: MicroBatch, number: int, stored: LayerOutputs | None) -> None:
-        part = micro_batch.parts[number]
+    def __init__(self, attention: StageAttention, micro_batch: MicroBatch, which: OwnCall, stored: LayerOutputs | None) -> None:
+        part = micro_batch.parts[which]
         group = attention.group.at(part.name, part.route.forward_exchanges)
         super().__init__(part.route, group, attention.server(part), stored)
-        self._attention, self._micro_batch, self._number = attention, micro_batch, number
+        self._attention, self._micro_batch, self._which = attention, micro_batch, which
 
     @property
     def exchanges(self) -> bool:
-        """Whether any rank moves anything, forward or backward."""
-        return self._number in self._micro_batch.moved
+        """Whether any rank moves anything, forward or backward. Nano-batches take turns as if it were so.
+
+        They take them in the same places on all ranks then, and launch their exchanges in one order.
+        """
+        return bool(self._which.nano) or self._which in self._micro_batch.moved
 
     def begin_backward(self) -> None:
         """Go over to the plan of the tick in which the backward runs."""
         super().begin_backward()
-        part = self._micro_batch.backward_part(self._number)
+        part = self._micro_batch.backward_part(self._which)
         self.route, self.server = part.route, self._attention.server(part)
         self.group = self._attention.group.at(part.name, 0)

@@ -9,8 +9,8 @@ then backward micro-batch i - 2 (p - 1) + s. That is as many ticks as 1F1B takes
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,13 +20,12 @@ from hf_distca.agreement.announce import PlanKey, Stated
 from hf_distca.agreement.dealt import Dealt
 from hf_distca.agreement.documents import Documents, unknown_documents
 from hf_distca.config import DistCAConfig
-from hf_distca.pipeline.tick_calls import CallPart, LayerKind
+from hf_distca.pipeline.tick_calls import CallPart, LayerKind, MicroBatchPart
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.ranks import ALIKE
 from hf_distca.schedule.waves import Waves
 
 __all__ = [
@@ -140,21 +139,26 @@ class Pipeline:
 
 
 def documents_of_stated(stated: Sequence[Stated]) -> list[list[Documents]]:
-    """The documents of each micro-batch by rank, from what all ranks state."""
+    """The documents of each micro-batch, or of a nano-batch of each, by rank, from what all ranks state."""
     documents = []
     for micro_batch in stated:
         spans = bool(micro_batch.spans.any())
         rows = micro_batch.numbers if spans else unknown_documents(micro_batch.numbers)
-        documents.append([Documents(of_rank, spans) for of_rank in np.split(rows, np.cumsum(micro_batch.counts)[:-1])])
+        of_ranks = [Documents(of_rank, spans) for of_rank in np.split(rows, np.cumsum(micro_batch.counts)[:-1])]
+        for rank in np.flatnonzero(micro_batch.context).tolist():  # its first document goes on in its second row
+            of_ranks[rank] = replace(of_ranks[rank], context=int(of_ranks[rank].rows[0, 2]))
+            of_ranks[rank].rows[1, 1] = of_ranks[rank].context
+        documents.append(of_ranks)
     return documents
 
 
-def documents_of_shares(shares: Sequence[Dealt], copies: Sequence[int]) -> list[list[Documents]]:
+def documents_of_shares(shares: Sequence[Dealt], copies: Sequence[int], part: MicroBatchPart) -> list[list[Documents]]:
     """As `documents_of_stated`, from this rank's shares of dealt batches, which know the documents of all copies."""
     documents = []
     for dealt in shares:
-        rows = [np.array(dealt.whole.segments(copy), dtype=np.int64).reshape(-1, 3) for copy in range(dealt.ranks)]
-        documents.append([Documents(rows[copy], spans=True) for copy in copies])
+        layout = dealt.layouts[part.nano - 1] if part.nano else dealt.whole
+        rows = [np.array(layout.segments(copy), dtype=np.int64).reshape(-1, 3) for copy in range(dealt.ranks)]
+        documents.append([Documents(rows[copy], spans=True).in_chunks(part.chunk) for copy in copies])
     return documents
 
 
@@ -172,19 +176,19 @@ class TickPlans:
     Attributes:
         order: the ticks.
         pipeline: who has which stage.
-        documents: of each micro-batch, by rank.
-        costs: cost model of each plan.
-        config: the settings.
+        documents: of each part of each micro-batch, by rank.
+        costs: cost model of each plan of whole micro-batches.
+        config: the settings; with `ping_pong`, layers run as two nano-batches, which have plans of their own.
         name: of the step, for errors.
     """
 
     order: Sequence[Tick]
     pipeline: Pipeline
-    documents: Sequence[Sequence[Documents]]
+    documents: Mapping[MicroBatchPart, Sequence[Sequence[Documents]]]
     costs: dict[PlanKey, CostModel]
     config: DistCAConfig
     name: str
-    _layouts: dict[tuple[Running, int | None], Layout] = field(default_factory=dict)
+    _layouts: dict[tuple[Running, MicroBatchPart], Layout] = field(default_factory=dict)
     _plans: dict[_PlanOf, Plan] = field(default_factory=dict)
     _routes: dict[_PlanOf, Route] = field(default_factory=dict)
 
@@ -200,13 +204,15 @@ class TickPlans:
         """This rank's part in the calls of a tick, in their order."""
         stage, parts = self.pipeline.stage, []
         for number, (call, plan_of) in enumerate(self._calls(tick)):
-            config, plan = self.config, self._plan(plan_of)
+            config, plan, nano = self.config, self._plan(plan_of), plan_of.key.nano
             if plan_of not in self._routes:
                 waves = Waves.of(plan, plan_of.key.shape, config.tile, config.max_transient_bytes, config.head_groups)
                 self._routes[plan_of] = Route.build(plan, self.pipeline.rank, waves)
             stage_call = None if plan_of.running[stage] is None else call.calls[stage]
-            name = f"attention call {number} of {tick} of {self.name}"
-            parts.append(CallPart(number, name, call.kind, stage_call, self._routes[plan_of], plan.window))
+            kind = call.kind._replace(key=plan_of.key)
+            number //= 2 if nano else 1
+            name = f"attention call {number}{f', nano-batch {nano},' if nano else ''} of {tick} of {self.name}"
+            parts.append(CallPart(number, name, kind, stage_call, self._routes[plan_of], plan.window))
         return parts
 
     def backward_parts(self, micro_batch: int) -> list[CallPart]:
@@ -216,40 +222,48 @@ class TickPlans:
                 return self.parts(tick)
         return []
 
-    def layout_of(self, micro_batch: int) -> Layout:
-        """The documents of a micro-batch on the ranks of this rank's stage."""
-        stages = range(self.pipeline.depth)
-        return self.layout(tuple(micro_batch if stage == self.pipeline.stage else None for stage in stages), None)
+    def layouts_of(self, micro_batch: int) -> dict[MicroBatchPart, Layout]:
+        """The documents of each part of a micro-batch on the ranks of this rank's stage."""
+        running = tuple(micro_batch if stage == self.pipeline.stage else None for stage in range(self.pipeline.depth))
+        return {part: self.layout(running, part) for part in self.documents}
 
-    def layout(self, running: Running, chunk: int | None) -> Layout:
+    def layout(self, running: Running, part: MicroBatchPart) -> Layout:
         """The documents of these micro-batches on the ranks that run them. Each micro-batch is on one stage at most."""
-        if (running, chunk) in self._layouts:
-            return self._layouts[running, chunk]
+        if (running, part) in self._layouts:
+            return self._layouts[running, part]
         numbers: dict[tuple[int, int], int] = {}
-        ranks: list[list[tuple[int, int, int]]] = []
+        ranks, context = list[list[tuple[int, int, int]]](), [0] * len(self.pipeline.stages)
         for rank, stage in enumerate(self.pipeline.stages):
             micro_batch, segments = running[stage], list[tuple[int, int, int]]()
             if micro_batch is not None:
-                documents = self.documents[micro_batch][rank].in_chunks(chunk)
+                documents = self.documents[part][micro_batch][rank]
+                context[rank] = int(documents.context > 0)
                 for index, (document, start, length) in enumerate(documents.rows.tolist()):
-                    # Documents that span ranks have a number in their micro-batch; others are told apart by where they are.
-                    identity = (stage, document) if documents.spans else (-1 - rank, index)
+                    # Documents that span ranks have a number in their micro-batch; others are told apart by where they are. With
+                    # context, the first two rows are of one document.
+                    identity = (stage, document) if documents.spans else (-1 - rank, max(index, context[rank]))
                     segments.append((numbers.setdefault(identity, len(numbers)), start, length))
             ranks.append(segments)
-        layout = self._layouts[running, chunk] = Layout.from_segments(ranks)
+        layout = self._layouts[running, part] = Layout.from_segments(ranks, context)
         return layout
 
     def _calls(self, tick: Tick) -> Iterator[tuple[JointCall, _PlanOf]]:
-        """The joint calls of a tick in their order: those in which a stage with a micro-batch has a part."""
+        """The joint calls of a tick in their order: those in which a stage with a micro-batch has a part.
+
+        Of nano-batches, the second one goes first in backward, as autograd runs it.
+        """
+        nanos = (1, 2) if self.config.ping_pong else (0,)
         for call in reversed(self.pipeline.calls) if tick.backward else self.pipeline.calls:
             parts = zip(tick.micro_batches, call.calls, strict=True)
             running = tuple(None if number is None else micro_batch for micro_batch, number in parts)
             if any(micro_batch is not None for micro_batch in running):
-                yield call, _PlanOf(running, call.kind.key)
+                for nano in reversed(nanos) if tick.backward else nanos:
+                    yield call, _PlanOf(running, call.kind.key._replace(nano=nano))
 
     def _plan(self, plan_of: _PlanOf) -> Plan:
         """The plan of a call; made once for calls that differ in nothing that it depends on."""
         if plan_of not in self._plans:
-            layout, cost = self.layout(plan_of.running, plan_of.key.chunk), self.costs[plan_of.key]
-            self._plans[plan_of] = balance(layout, cost, self.config, ALIKE, relayed=False)
+            layout = self.layout(plan_of.running, MicroBatchPart(plan_of.key.chunk, plan_of.key.nano))
+            cost = self.costs[plan_of.key._replace(nano=0)]
+            self._plans[plan_of] = balance(layout, cost, self.config)
         return self._plans[plan_of]

@@ -1,8 +1,9 @@
 """One call of core attention on one rank: what it sends, runs and collects, forward and backward.
 
 The methods are in the order in which a rank comes to them: `send_queries_and_keys`, `pass_on_keys`, `run_local`, `run_arrived`,
-which sends results back, and `collect`. Given `Operands` they are those of forward, and results are `Outputs`; given `Saved`, of
-backward, and results are `Grads`. Each that launches an exchange returns it, and the one that waits for it takes it.
+which sends results back, and `collect`; `run_waves` repeats the last ones for each wave. Given `Operands` they are those of
+forward, and results are `Outputs`; given `Saved`, of backward, and results are `Grads`. Each that launches an exchange returns
+it, and the one that waits for it takes it.
 
 `home` are the tensors of this rank's own tokens, which it is the home of.
 """
@@ -230,6 +231,16 @@ class Call:
             self._relayed = received, wide
         put_rows(results.query_rows, wave.own_queries, [[pool] for pool in queries])
         return _like(results, [*results.query_rows, *sums]), returned
+
+    def run_waves(self, home: Operands | Saved, results: Results, dispatch: Pending | None) -> tuple[Results, Pending | None]:
+        """`run_arrived` for all waves, of which the dispatch of the first one is under way; the last return still is then."""
+        returned = None
+        for before, wave in zip((None, *self.route.waves), self.route.waves, strict=False):
+            if before is not None:
+                results = self.collect(before, results, returned)
+                dispatch = self.send_queries_and_keys(wave, home)
+            results, returned = self.run_arrived(wave, home, results, dispatch)
+        return results, returned
 
     def collect(self, wave: Wave, results: Results, returned: Pending | None) -> Results:
         """Wait for a return and put what came into `results`. Returns them: gradients of keys may be new ones, as above."""

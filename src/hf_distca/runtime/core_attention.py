@@ -115,13 +115,7 @@ class _Serve(torch.autograd.Function):
 def _serve(call: Call, tokens: Operands | Saved, dispatch: Pending | None) -> None:
     home = in_groups(tokens, call.route.groups)
     dispatch = call.pass_on_keys(home, dispatch)
-    results, returned = call.run_local(tokens), None
-    for before, wave in zip((None, *call.route.waves), call.route.waves, strict=False):
-        if before is not None:
-            results = call.collect(before, results, returned)
-            dispatch = call.send_queries_and_keys(wave, home)
-        results, returned = call.run_arrived(wave, home, results, dispatch)
-    call.hand_on(results, returned)
+    call.hand_on(*call.run_waves(home, call.run_local(tokens), dispatch))
 
 
 class _Return(torch.autograd.Function):

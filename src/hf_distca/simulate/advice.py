@@ -157,7 +157,7 @@ def assumptions(
                 "pipeline",
                 f"{setting.stages} stages of equally many layers, 1F1B; hf-distca runs the same phase on all stages, "
                 "2 (m + p - 1) ticks for m micro-batches and p stages, of which the first holds 2 p - 1 micro-batches; stages "
-                "without a micro-batch compute attention; hf-distca has no ping-pong in stages",
+                "without a micro-batch compute attention",
             )
         )
     return [

@@ -104,8 +104,6 @@ def in_groups(
     `place` says where documents of a micro-batch lie, as `given` does; `share` divides a micro-batch among so many groups, with
     so many tokens each.
     """
-    if ping_pong and setting.stages > 1:
-        return []  # hf_distca.pipeline refuses it
     count = setting.group // setting.shared
     if count == 1:
         return candidates(setting, [place(setting, lengths, ping_pong=ping_pong) for lengths in batches])

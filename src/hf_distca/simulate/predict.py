@@ -148,9 +148,8 @@ def simulate(
     able = [_mean(steps) for steps in predicted.values() if len(steps) == batches]
     if not able:
         raise ConfigError(
-            f"none of {', '.join(predicted) or 'no strategies'} can run {batches} such batch{'es' if batches > 1 else ''}: "
-            "ping-pong does not run in pipeline stages (--pp), a pool needs --servers, and rows that are shared need memory for "
-            "the longest document."
+            f"none of {', '.join(predicted) or 'no strategies'} can run {batches} such batch{'es' if batches > 1 else ''}: name "
+            "another one of the strategies. A pool needs --servers."
         )
     return able
 
