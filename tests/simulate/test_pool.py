@@ -123,7 +123,8 @@ def test_in_place_layer_by_layer_is_what_sums_of_ranks_say(setting: Setting, nam
     followed = predicted(alike(wide), wide, lengths, ping_pong=name.endswith("ping-pong"))
     best = predict_step(replace(wide, servers=8), [lengths], STRATEGIES["in-place"])
     assert summed is not None
-    assert followed.step_seconds == pytest.approx(summed.step_seconds, rel=0.02)
+    # One waits for the last rank of each message, the other for the last rank of all seconds.
+    assert followed.step_seconds == pytest.approx(summed.step_seconds, rel=0.025)
     assert followed.step_seconds >= 0.999 * summed.step_seconds
     assert best is not None
     assert best.step_seconds <= followed.step_seconds

@@ -149,7 +149,7 @@ def simulate(
     if not able:
         raise ConfigError(
             f"none of {', '.join(predicted) or 'no strategies'} can run {batches} such batch{'es' if batches > 1 else ''}: name "
-            "another one of the strategies. A pool needs --servers."
+            "another one of the strategies; a pool needs --servers."
         )
     return able
 
