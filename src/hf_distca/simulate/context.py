@@ -128,12 +128,26 @@ def comes_again(setting: Setting, degree: int) -> bool:
     return degree > 1 and setting.checkpointing != "full"
 
 
-def key_bytes(setting: Setting, degree: int, *, again: bool) -> float:
-    """Bytes of gathered keys for each token of a rank: of all layers in flight, or `again` of one, and gradients in float32."""
+class KeyBytes(NamedTuple):
+    """Bytes of gathered keys for each token of a rank.
+
+    Attributes:
+        received: those of the layer at work, if they are not kept, and their gradients in float32.
+        kept: those of all layers in flight, if they are.
+    """
+
+    received: float
+    kept: float
+
+
+def key_bytes(setting: Setting, degree: int, *, again: bool) -> KeyBytes:
+    """Gathered keys, which come `again` in backward or are kept for it."""
     if degree == 1:
-        return 0.0
-    kept = 1 if again or not comes_again(setting, degree) else setting.stage_layers * in_flight(setting)
-    return float(degree * setting.shape.key_value_bytes * (kept + 2))
+        return KeyBytes(0.0, 0.0)
+    keys, gradients = (float(degree * setting.shape.key_value_bytes * times) for times in (1, 2))
+    if again or not comes_again(setting, degree):
+        return KeyBytes(keys + gradients, 0.0)
+    return KeyBytes(gradients, keys * setting.stage_layers * in_flight(setting))
 
 
 def _others_key_bytes(cost: CostModel, rows: SharedRows, degree: int) -> FloatArray:
@@ -173,7 +187,8 @@ def _gathering(
         return cut(cost, rows, degree), np.stack([gather, gather + back if again else back]) * (degree > 1)
 
     work = _work(setting, rows, degree, of_rows)
-    return replace(work, received=work.tokens * key_bytes(setting, degree, again=again))
+    keys = key_bytes(setting, degree, again=again)
+    return replace(work, received=work.tokens * keys.received, kept=work.tokens * keys.kept)
 
 
 def all_gather(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False) -> MicroBatchWork:

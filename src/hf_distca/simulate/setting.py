@@ -45,6 +45,9 @@ class Setting:
         checkpointing: ``"full"`` repeats a layer's forward in backward, attention included, as transformers does;
             ``"selective"`` keeps attention's output; hf-distca always does.
         profile: rates of attention and exchange measured elsewhere, instead of the hardware's.
+        offload: whether what checkpointing keeps waits in the host's memory.
+        loss_tokens: tokens whose logits are there at a time; None for those of all tokens.
+        fused: whether norms and gated activations are single kernels, as Liger's and Megatron's are, and transformers' are not.
     """
 
     model: ModelShape
@@ -58,6 +61,9 @@ class Setting:
     sharding: Sharding = "fsdp"
     checkpointing: Checkpointing = "none"
     profile: CostModel | Profile | None = None
+    offload: bool = False
+    loss_tokens: int | None = 4096
+    fused: bool = True
 
     def __post_init__(self) -> None:
         limits = {
@@ -79,6 +85,8 @@ class Setting:
             )
         if self.model.query_heads % self.tensor:
             raise ConfigError(f"tensor={self.tensor} must divide the {self.model.query_heads} query heads of {self.model.name}.")
+        if self.offload and self.checkpointing == "none":
+            raise ConfigError("offload=True moves what checkpointing keeps, and checkpointing='none' keeps nothing.")
         if self.model.layers % self.stages:
             raise ConfigError(f"stages={self.stages} must divide the {self.model.layers} layers of {self.model.name}.")
         if self.profile is not None:

@@ -43,10 +43,11 @@ class MicroBatchWork:
         attention: seconds of core attention.
         exposed: seconds that each rank waits for messages of core attention.
         wire: seconds that such messages take, hidden or not, both directions together, shape (ranks,).
-        received: bytes that one layer's exchange keeps on each rank, shape (ranks,).
+        received: bytes that one layer's exchange holds on each rank, shape (ranks,).
         pairs: query-key pairs computed, of one layer of each kind.
         meeting: how many neighbours wait for each other's messages in every layer; 1 for ranks that wait for nobody, or whose
             neighbours take as long as they do.
+        kept: bytes of it that stay until backward, of all layers and micro-batches in flight.
     """
 
     tokens: FloatArray
@@ -56,6 +57,7 @@ class MicroBatchWork:
     received: FloatArray
     pairs: float
     meeting: int = 1
+    kept: npt.ArrayLike = 0.0
 
 
 @dataclass(frozen=True)
