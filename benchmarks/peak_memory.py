@@ -46,7 +46,7 @@ from machine import describe
 from output import add_json_option, put_out
 from processes import on_ranks, setting_of
 
-CHUNK = 256  # tokens of which TRL's loss has logits at a time; 4,096 as TRL ships it, which is all that a rank has here
+CHUNK = 64  # tokens of which TRL's loss has logits at a time; 4,096 as TRL ships it, which is more than a rank has here
 SHAPE = ModelShape("tiny", 256, 4, 4, 2, 64, 896, 4096)
 
 

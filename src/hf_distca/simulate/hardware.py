@@ -87,7 +87,9 @@ class _Device:
         assert between is not None
         memory = f"{self.memory_rate / 1e12:.2f} TB/s and {self.memory_bytes / 1e9:.0f} GB (data sheet), 85 % reached: assumed"
         wire = self.link_gbps * 1e9 / 8
-        host = f"{self.host_bytes / 1e9:.0f} GB a device, {self.host_rate / 1e9:.0f} GB/s each way (data sheets), 85 % reached: assumed"
+        host = (
+            f"{self.host_bytes / 1e9:.0f} GB a device, {self.host_rate / 1e9:.0f} GB/s each way (data sheets), 85 % of it assumed"
+        )
         link = f"{self.link_gbps:.0f} Gbit/s a GPU, of which messages reach {between.bytes_per_second / wire:.0%}"
         errors = f"largest error of fitted timings {rates.errors['fitted_forward_largest']:.0%} forward"
         return Hardware(

@@ -3,9 +3,9 @@
 Counted is what torch allocates for modules of transformers, operation by operation: what autograd saves for backward, and what is
 there beside it at the moment that counts. `benchmarks/peak_memory.py` compares it with allocations of CPU processes.
 
-Three moments can be the fullest: the loss, whose logits are as wide as the vocabulary; the feed-forward layer's backward; and the
-backward of attention, beside what an exchange holds. The latter two are counted for the last layer, when all others still wait and
-no layer has gradients, and for the first, when nothing waits and all have them.
+Three moments can be the fullest: the loss, whose logits are as wide as the vocabulary; the backward of a feed-forward layer; and
+that of attention, beside what an exchange holds. The latter two are counted for the last layer, when all others still wait and no
+layer has gradients, and for the first, when no other waits and all have them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ import numpy.typing as npt
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.simulate.setting import Setting
 
-__all__ = ["RankMemory", "activation_bytes", "fullest", "host_bytes", "in_flight", "most_tokens", "peak_bytes", "state_of"]
+__all__ = [
+    "TERMS",
+    "RankMemory",
+    "activation_bytes",
+    "fullest",
+    "host_bytes",
+    "in_flight",
+    "most_tokens",
+    "peak_bytes",
+    "state_of",
+]
 
 _MOMENT_BYTES = 8  # Adam's two moments in float32
 _WIDE = 4  # bytes of a float32
@@ -34,8 +44,8 @@ class RankMemory:
 
     Attributes:
         weights, gradients, optimizer: what stays of them on the rank between layers.
-        gathered: whole weights and gradients under FSDP2 and ZeRO-3: of the embedding and the output layer, which are in the
-            root's group and are kept, of the layer at work, and of the next one, which is gathered ahead.
+        gathered: whole weights and gradients under FSDP2 and ZeRO-3: of the embedding and the output layer, which FSDP2 keeps in
+            the root's group, of the layer at work, and of its neighbours, of which one is gathered ahead and one is reduced.
         checkpoints: what waits for backward: inputs of layers, or without checkpointing everything that layers save.
         outputs: o and the log-sum-exp of attention, which checkpointing keeps if attention is not repeated.
         layer: what the layer at work holds.
@@ -56,9 +66,9 @@ class RankMemory:
     host: FloatArray | float = 0.0
 
     @property
-    def total(self) -> FloatArray | float:
+    def total(self) -> FloatArray:
         """Bytes of the device."""
-        return sum(getattr(self, part.name) for part in fields(self)) - self.host
+        return np.asarray(sum(getattr(self, term) for term in TERMS))
 
     def of_rank(self, rank: int) -> RankMemory:
         """The figures of one rank, as numbers."""
@@ -66,15 +76,20 @@ class RankMemory:
         return RankMemory(*(float(value[rank if len(value) > 1 else 0]) for value in values))
 
 
-def state_of(setting: Setting) -> RankMemory:
-    """Weights, gradients and optimizer, which is Adam's; weights of two bytes have a copy in float32.
+# What the device's memory is made of.
+TERMS = tuple(part.name for part in fields(RankMemory) if part.name != "host")
 
-    Under FSDP2 all are sharded. Otherwise gradients are whole and in float32, and ``"zero1"`` shards the optimizer.
+
+def state_of(setting: Setting) -> RankMemory:
+    """Weights, gradients and optimizer, which is Adam's.
+
+    Under FSDP2 all are sharded and in float32, as accelerate has them in mixed precision. Otherwise gradients are whole and in
+    float32, and weights of two bytes have a copy in float32, which ``"zero1"`` shards with the optimizer.
     """
     held, element, group = setting.rank_parameters, setting.hardware.element_bytes, setting.group
-    optimizer = held * (_MOMENT_BYTES + (_WIDE if element < _WIDE else 0))
     if setting.sharding == "fsdp":
-        return RankMemory(held * element / group, held * element / group, optimizer / group)
+        return RankMemory(held * _WIDE / group, held * _WIDE / group, held * _MOMENT_BYTES / group)
+    optimizer = held * (_MOMENT_BYTES + (_WIDE if element < _WIDE else 0))
     return RankMemory(held * element, held * _WIDE, optimizer / (group if setting.sharding == "zero1" else 1))
 
 
@@ -174,25 +189,30 @@ def _moments(
     """What may be the fullest moments of a rank; arguments are those of `fullest`."""
     count, layer, state = np.asarray(tokens, dtype=np.float64), _LayerBytes.of(setting), state_of(setting)
     repeated, all_layers = setting.checkpointing != "none", flying * setting.stage_layers
-    accumulated = state if setting.micro_batches > 1 else replace(state, gradients=0.0)
+    before, after = replace(state, gradients=0.0), state
+    if setting.micro_batches > 1:
+        before = state
+    elif setting.sharding == "fsdp":  # gradients of the root are reduced last
+        layers = setting.model.layers * setting.model.layer_parameters
+        after = replace(state, gradients=state.gradients * layers / setting.model.parameters)
 
-    def at(held: RankMemory, waiting: int) -> RankMemory:
+    def moment_with(held: RankMemory, waiting: int) -> RankMemory:
         on_device = min(waiting, 1) if setting.offload else waiting
         return replace(
             held,
             checkpoints=count * layer.waiting(setting) * on_device,
             outputs=count * layer.kept(setting) * on_device,
             exchange=np.asarray(kept),
-            host=count * host_bytes(setting) / setting.stage_layers * waiting,
+            host=count * host_bytes(setting) * flying,
         )
 
-    yield replace(at(accumulated, all_layers), gathered=_gathered(setting, 0), loss=_loss_bytes(setting, count))
+    yield replace(moment_with(before, all_layers), gathered=_gathered(setting, 0), loss=_loss_bytes(setting, count))
     # A layer that is repeated saves everything anew, but what of it waits anyway: outputs, and the input if a norm saves that.
     shared = layer.kept(setting) + (layer.input if setting.fused or setting.hardware.element_bytes == _WIDE else 0.0)
     attention = (layer.attention - shared if repeated else -layer.feed_forward) + layer.attention_work
     feed_forward = (layer.attention + layer.feed_forward - shared if repeated else 0.0) + layer.feed_forward_work
-    for held, waiting in ((accumulated, all_layers), (state, all_layers - setting.stage_layers + 1)):
-        held = replace(at(held, waiting), gathered=_gathered(setting, 3))
+    for held, waiting in ((before, all_layers), (after, all_layers - setting.stage_layers + 1)):
+        held = replace(moment_with(held, waiting), gathered=_gathered(setting, 4))
         yield replace(held, layer=count * feed_forward)
         yield replace(held, layer=count * attention, exchange=held.exchange + np.asarray(received))
 

@@ -105,7 +105,7 @@ def _of_candidate(setting: Setting, candidate: Candidate, strategy: Strategy, ba
         weight_exposed_seconds=weights.exposed,
         peak_bytes=peak,
         memory=memory,
-        fits=peak <= setting.hardware.memory_bytes and memory.host <= setting.hardware.host_bytes,
+        fits=peak <= setting.hardware.memory_bytes and float(memory.host) <= setting.hardware.host_bytes,
         attention_share=computed / whole,
         most_tokens=int(tokens.max()),
         degree=candidate.degree,

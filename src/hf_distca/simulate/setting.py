@@ -17,13 +17,13 @@ from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.hardware import Hardware
 from hf_distca.simulate.models import ModelShape
 
-__all__ = ["TILE", "Checkpointing", "Setting", "Sharding"]
+__all__ = ["MOST_TOKENS", "TILE", "Checkpointing", "Setting", "Sharding"]
 
 Checkpointing = Literal["none", "selective", "full"]
 Sharding = Literal["fsdp", "zero1", "ddp"]
 TILE = DistCAConfig().tile  # query rows of a kernel tile
 _MOST_RANKS = 65536
-_MOST_TOKENS = 2**28
+MOST_TOKENS = 2**28
 _MOST_SECONDS = 1e30  # of a document: the longest possible one takes some 1e21 at the rates of a CPU
 
 
@@ -68,7 +68,7 @@ class Setting:
     def __post_init__(self) -> None:
         limits = {
             "ranks": _MOST_RANKS,
-            "tokens_per_rank": _MOST_TOKENS,
+            "tokens_per_rank": MOST_TOKENS,
             "tensor": _MOST_RANKS,
             "stages": self.model.layers,
             "micro_batches": 4096,
