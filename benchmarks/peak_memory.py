@@ -1,9 +1,9 @@
 """Peak memory of a rank in training steps: what torch allocated in CPU processes, beside what the simulator predicts.
 
 One document over all ranks, dealt head and tail; float32, or FSDP2's mixed precision. Counted is every allocation and release of
-torch's CPU allocator, which the profiler sees: parameters, gradients, the optimizer, what autograd saves, buffers of messages, and
-what operations need inside. It is what `torch.cuda.max_memory_allocated` counts on a GPU. The resident size of a process is not:
-it has libraries, and freed memory that the C library keeps.
+torch's CPU allocator, which the profiler sees: parameters, gradients, the optimizer, what autograd saves, buffers of messages,
+and what operations need inside. It is what `torch.cuda.max_memory_allocated` counts on a GPU. The resident size of a process
+counts more: libraries, and freed memory that the C library keeps.
 
 A CPU has no second memory: what offloading moves to the host goes to numpy arrays here, which torch does not count, and which are
 counted beside.
@@ -61,11 +61,19 @@ class Case:
     chunked: bool = False
     offload: bool = False
     mixed: bool = False
+    narrow: bool = False
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of the model; a narrow one has little but attention, with a key/value head for each query head."""
+        return replace(SHAPE, key_value_heads=4, feed_forward=64, vocabulary=512) if self.narrow else SHAPE
 
     def setting(self) -> Setting:
         """The same for the simulator."""
         hardware = replace(find_hardware("h100"), element_bytes=2 if self.mixed else 4)
-        setting = Setting(SHAPE, hardware, self.ranks, self.tokens, sharding="fsdp" if self.ranks > 1 else "ddp", fused=False)
+        setting = Setting(
+            self.shape, hardware, self.ranks, self.tokens, sharding="fsdp" if self.ranks > 1 else "ddp", fused=False
+        )
         return replace(
             setting,
             checkpointing="full" if self.checkpointing else "none",
@@ -84,6 +92,7 @@ CASES = (
     Case("FSDP2, offloaded checkpoints, chunked loss", 2, 2048, checkpointing=True, chunked=True, offload=True),
     Case("the same, half as long again", 2, 3072, checkpointing=True, chunked=True, offload=True),
     Case("the same in mixed precision", 2, 2048, checkpointing=True, chunked=True, offload=True, mixed=True),
+    Case("little but attention", 2, 2048, checkpointing=True, narrow=True),
 )
 
 
@@ -121,12 +130,12 @@ class _Packed:
 def train(case: Case, rank: int, host: Host) -> None:
     """Two steps: gradients, and the optimizer's state since the first, are there as in any later step."""
     config = LlamaConfig(
-        hidden_size=SHAPE.hidden,
-        intermediate_size=SHAPE.feed_forward,
-        num_hidden_layers=SHAPE.layers,
-        num_attention_heads=SHAPE.query_heads,
-        num_key_value_heads=SHAPE.key_value_heads,
-        vocab_size=SHAPE.vocabulary,
+        hidden_size=case.shape.hidden,
+        intermediate_size=case.shape.feed_forward,
+        num_hidden_layers=case.shape.layers,
+        num_attention_heads=case.shape.query_heads,
+        num_key_value_heads=case.shape.key_value_heads,
+        vocab_size=case.shape.vocabulary,
         attn_implementation="distca",
     )
     model = LlamaForCausalLM(config).train()
@@ -147,7 +156,7 @@ def train(case: Case, rank: int, host: Host) -> None:
             fully_shard(module, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     length = case.ranks * case.tokens
-    documents = [torch.arange(length) % SHAPE.vocabulary]
+    documents = [torch.arange(length) % case.shape.vocabulary]
     share = share_of(documents, Dealing(case.ranks, case.tokens, costs, settings).share(np.array([length]), (0, 0), rank))
     chunked = {"fused_lm_head": True} if case.chunked else {}
     for _ in range(2):
