@@ -132,6 +132,7 @@ def assumptions(
         ),
         ("weights", _SHARDING[setting.sharding]),
         ("checkpointing", _CHECKPOINTING[setting.checkpointing]),
+        ("memory", _memory(setting)),
     ]
     if setting.profile is not None:
         facts.append(
@@ -153,6 +154,15 @@ def assumptions(
         ("all", "nothing but what is said here takes time: no host overhead, no fragmentation, no noise, no data loading"),
         *((strategy.title, strategy.about) for strategy in map(find_strategy, strategies)),
     ]
+
+
+def _memory(setting: Setting) -> str:
+    loss = "of all tokens" if setting.loss_tokens is None else f"of {setting.loss_tokens} tokens"
+    layers = "fused" if setting.fused else "transformers'"
+    return (
+        f"what autograd saves, with {layers} norms and gated activations; logits {loss} at a time; Adam in float32; nothing for "
+        "fragmentation, libraries and communicators"
+    )
 
 
 def _exchange(setting: Setting) -> str:

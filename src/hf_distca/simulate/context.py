@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.beside_attention import Directions, gather_rate
-from hf_distca.simulate.memory import in_flight
+from hf_distca.simulate.memory import KernelBytes, in_flight
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import MicroBatchWork, all_layers, copy_seconds, fixed_seconds, in_calls, sums, task_seconds
 
@@ -132,7 +132,7 @@ class KeyBytes(NamedTuple):
     """Bytes of gathered keys for each token of a rank.
 
     Attributes:
-        received: those of the layer at work, if they are not kept, and their gradients in float32.
+        received: those of the layer at work, if they are not kept, their gradients in float32, and the kernel's own.
         kept: those of all layers in flight, if they are.
     """
 
@@ -145,9 +145,10 @@ def key_bytes(setting: Setting, degree: int, *, again: bool) -> KeyBytes:
     if degree == 1:
         return KeyBytes(0.0, 0.0)
     keys, gradients = (float(degree * setting.shape.key_value_bytes * times) for times in (1, 2))
+    working = gradients + (degree - 1) * KernelBytes.of(setting.shape).key
     if again or not comes_again(setting, degree):
-        return KeyBytes(keys + gradients, 0.0)
-    return KeyBytes(gradients, keys * setting.stage_layers * in_flight(setting))
+        return KeyBytes(keys + working, 0.0)
+    return KeyBytes(working, keys * setting.stage_layers * in_flight(setting))
 
 
 def _others_key_bytes(cost: CostModel, rows: SharedRows, degree: int) -> FloatArray:

@@ -13,15 +13,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.cost import FloatArray
+from hf_distca.schedule.cost import AttentionShape, FloatArray
 from hf_distca.simulate.setting import Setting
 
 __all__ = [
     "TERMS",
+    "KernelBytes",
     "RankMemory",
     "activation_bytes",
     "fullest",
@@ -93,6 +95,22 @@ def state_of(setting: Setting) -> RankMemory:
     return RankMemory(held * element, held * _WIDE, optimizer / (group if setting.sharding == "zero1" else 1))
 
 
+class KernelBytes(NamedTuple):
+    """What a kernel's backward needs inside, for each row and for each key.
+
+    Flash-attention 2 sums gradients of rows in float32 and writes those of keys for every query head (`mha_varlen_bwd` in
+    flash_api.cpp: dq_accum, dk_expanded, dv_expanded); torch's kernel for CPUs needs about as much.
+    """
+
+    row: float
+    key: float
+
+    @classmethod
+    def of(cls, shape: AttentionShape) -> KernelBytes:
+        """Those of an attention shape."""
+        return cls(shape.query_bytes / shape.element_bytes * _WIDE, shape.query_bytes + shape.output_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class _LayerBytes:
     """Bytes of a layer for each token.
@@ -130,7 +148,7 @@ class _LayerBytes:
             input=hidden,
             attention=norm + qkv + outputs + heads * (1 if fused else (_WIDE / element + 1)),
             feed_forward=norm + wide * (3 if fused else 4),
-            attention_work=hidden + shape.output_bytes + qkv,
+            attention_work=hidden + shape.output_bytes + qkv + sum(KernelBytes.of(shape)),
             feed_forward_work=hidden + wide * (1 if fused else 2),
             outputs=outputs,
         )

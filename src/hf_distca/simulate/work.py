@@ -16,6 +16,7 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import TransientBytes
 from hf_distca.simulate.beside_attention import Directions, layer_seconds, tensor_seconds
+from hf_distca.simulate.memory import KernelBytes
 from hf_distca.simulate.setting import Setting
 
 __all__ = [
@@ -188,8 +189,12 @@ def _moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> _Move
     waits = np.isin(plan.document * ranks + plan.server, np.unique(transfers.document[remote] * ranks + transfers.server[remote]))
     unblocked = sums(tasks * ((plan.home == plan.server) & ~waits), plan.server, ranks)
     row_bytes = TransientBytes.of(shape)
-    received = row_bytes.query * queries[1] + row_bytes.key * keys[1]
+    # Own rows that need keys from elsewhere go into a server's pools, too, with their own keys.
+    own = sums(rows * ((plan.home == plan.server) & waits), plan.server, ranks)
+    kernel = KernelBytes.of(shape)
+    received = (row_bytes.query + kernel.row) * queries[1] + (row_bytes.key + kernel.key) * keys[1]
     received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
+    received = received + (row_bytes.query // 2 + shape.query_bytes + row_bytes.key) * own
     return _Moves(attention, unblocked, dispatch, back, received, pairs)
 
 
