@@ -26,7 +26,7 @@ class Bounds(NamedTuple):
 
 BOUNDS = {
     "agreement": Bounds(files=9, lines=1892, longest_file=300, longest_function=29, parameters=5, pronouns=0),
-    "cli": Bounds(files=13, lines=1106, longest_file=156, longest_function=51, parameters=9, pronouns=0),
+    "cli": Bounds(files=13, lines=1183, longest_file=209, longest_function=51, parameters=9, pronouns=0),
     "data": Bounds(files=6, lines=895, longest_file=250, longest_function=32, parameters=6, pronouns=0),
     "doctor": Bounds(files=4, lines=421, longest_file=195, longest_function=31, parameters=4, pronouns=0),
     "integration": Bounds(files=21, lines=4211, longest_file=351, longest_function=86, parameters=16, pronouns=0),
@@ -38,7 +38,7 @@ BOUNDS = {
     "run_report": Bounds(files=5, lines=807, longest_file=246, longest_function=27, parameters=4, pronouns=0),
     "runtime": Bounds(files=14, lines=2410, longest_file=340, longest_function=43, parameters=5, pronouns=0),
     "schedule": Bounds(files=18, lines=4226, longest_file=425, longest_function=59, parameters=7, pronouns=0),
-    "simulate": Bounds(files=15, lines=2230, longest_file=224, longest_function=41, parameters=6, pronouns=0),
+    "simulate": Bounds(files=16, lines=2604, longest_file=278, longest_function=41, parameters=6, pronouns=0),
     "top": Bounds(files=7, lines=1087, longest_file=312, longest_function=30, parameters=5, pronouns=0),
 }
 # Names that may still occur more than once. Of each other name there is one.

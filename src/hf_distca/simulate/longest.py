@@ -83,8 +83,8 @@ def _longest(setting: Setting, way: str, strategies: tuple[str, ...]) -> Longest
         return _step(replace(setting, tokens_per_rank=units * _UNIT), strategies)
 
     def is_full(units: int) -> bool:
-        found = step(units)
-        return found is None or not found.fits
+        prediction = step(units)
+        return prediction is None or not prediction.fits
 
     units = bisect_left(range(1, most + 1), True, key=is_full)
     beyond = step(units + 1)

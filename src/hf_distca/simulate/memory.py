@@ -38,6 +38,7 @@ _MOMENT_BYTES = 8  # Adam's two moments in float32
 _WIDE = 4  # bytes of a float32
 # Of each logit: its log-softmax, that one's gradient and its own, all in float32 (torch's cross_entropy, in backward).
 _LOGIT_BYTES = 12
+_CHUNK_WORDS = 32768  # of the vocabulary, of which a chunked loss has logits at a time (TRL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,8 @@ def _loss_bytes(setting: Setting, tokens: FloatArray) -> FloatArray:
         return tokens * (norm + logits)
     sums = model.hidden * (_WIDE + 2 * element)
     weights = model.hidden * model.vocabulary / setting.tensor * _WIDE
-    return tokens * (norm + sums) + weights + np.minimum(tokens, setting.loss_tokens) * logits
+    part = min(_CHUNK_WORDS * setting.tensor / model.vocabulary, 1.0)
+    return tokens * (norm + sums) + weights + np.minimum(tokens, setting.loss_tokens) * logits * part
 
 
 def _moments(

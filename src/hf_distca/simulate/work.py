@@ -190,11 +190,11 @@ def _moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> _Move
     unblocked = sums(tasks * ((plan.home == plan.server) & ~waits), plan.server, ranks)
     row_bytes = TransientBytes.of(shape)
     # Own rows that need keys from elsewhere go into a server's pools, too, with their own keys.
-    own = sums(rows * ((plan.home == plan.server) & waits), plan.server, ranks)
+    waiting = sums(rows * ((plan.home == plan.server) & waits), plan.server, ranks)
     kernel = KernelBytes.of(shape)
     received = (row_bytes.query + kernel.row) * queries[1] + (row_bytes.key + kernel.key) * keys[1]
     received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
-    received = received + (row_bytes.query // 2 + shape.query_bytes + row_bytes.key) * own
+    received = received + (row_bytes.query // 2 + shape.query_bytes + row_bytes.key) * waiting
     return _Moves(attention, unblocked, dispatch, back, received, pairs)
 
 
