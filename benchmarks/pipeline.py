@@ -277,7 +277,7 @@ class Predictions:
         setting = Setting(model_shape(one, one.layers), hardware, one.stages, one.tokens, sharding="ddp", **arranged)
         documents: list[NDArray[np.int64]] = [np.array(row) for row in lengths]
         alone, shared = (STRATEGIES[name].candidates(setting, documents)[0].works for name in ("plain", "given"))
-        parts = [[rank_seconds(setting, work, keeps_attention=True) for work in works] for works in (alone, shared)]
+        parts = [[rank_seconds(setting, work) for work in works] for works in (alone, shared)]
         classic_ = one_forward_one_backward(setting, alone, parts[0])
         ours = classic_ if one.stages == 1 else same_phase(setting, shared, parts[1])
         return {"1f1b": classic_.seconds, "shared": ours.seconds}

@@ -175,7 +175,7 @@ def predict(case: Case, arguments: argparse.Namespace, machine: Machine, steps: 
     share = work_of(setting, steps.dealings[WAYS[case.way][0]].layouts(np.array(steps.lengths)), lambda *_: next(plans))
     # Nothing hides a message that is carried by those who compute.
     share = replace(share, exposed=np.stack([share.exposed[0], share.wire - share.exposed[0]]))
-    forward, backward = rank_seconds(setting, share, keeps_attention=True)
+    forward, backward = rank_seconds(setting, share)
     weights = weight_exchange(setting, float(forward.mean()), float(backward.mean())).seconds
     phases = [forward, backward, np.full(ranks, machine.beside + weights)]
     busy = np.sum(phases, axis=0)

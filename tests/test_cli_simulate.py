@@ -204,6 +204,28 @@ def test_advice_on_documents_of_ones_own(tmp_path: Path) -> None:
     one_line(run(*arguments, "--lengths", tmp_path / "none.json"), "No such file")
 
 
+def test_the_longest_document() -> None:
+    """The commands of the page, which need no lengths."""
+    words = words_of("hf-distca advise --longest --model qwen3-8b --ranks 8 --kernel flash_attn_3")
+    printed = run(*words[1:])
+    assert printed.exit_code == 0, printed.output
+    for text in ("+ chunked loss", "tokens a rank", "exchange", "host", "full", "A rank has 80 GB"):
+        assert text in printed.stdout
+    told = json.loads(run(*words[1:], "--json").stdout)
+    assert [row["way"] for row in told["longest"]] == ["checkpointing", "+ chunked loss", "+ offload", "+ fused layers"]
+    for row in told["longest"]:
+        memory = row["step"]["memory"]
+        assert row["step"]["peak_bytes"] == pytest.approx(sum(memory.values()) - memory["host"])
+        assert f"{row['tokens']:,}" in printed.stdout
+    assert run(*words_of("hf-distca advise --longest --ranks 8 --hardware h200 --kernel flash_attn_3")[1:]).exit_code == 0
+
+
+def test_the_longest_document_where_none_fits() -> None:
+    one_line(run("advise", "--longest", "--ranks", 1), "llama-3-8b on 1 h100 with 80 GB each: a document of 1024 tokens a rank")
+    one_line(run("advise", "--longest", "--ranks", 0), "ranks=0 must be a whole number")
+    one_line(run("advise", "--ranks", 2), "--lengths is missing")
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_advice_for_few_ranks(tmp_path: Path, ranks: int) -> None:
     """Of one rank every way of the loader is the same step; of few, one long document decides."""

@@ -1,4 +1,4 @@
-"""Liger's fused loss on documents that are dealt: it reads `shift_labels`, as the script of the page without it does."""
+"""Liger's fused loss on dealt documents, beside offloaded checkpoints; the oracle is the script of the page with neither."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 from test_first_script import LAUNCH, script_of, write_model_and_documents
 
+from checkpointed import ARGUMENT
 from pages import words_of
 from test_example import run_program
 
 # Triton's interpreter, which stands in for a GPU, does not run Liger's other two kernels of a Llama.
 LIGER = 'use_liger_kernel=True, liger_kernel_config={"rms_norm": False, "swiglu": False}, '
+# Beside it, offloaded checkpoints, in memory that is not pinned: pinning needs an accelerator.
+OFFLOADED = f'{ARGUMENT}=True, {ARGUMENT}_kwargs={{"offload": True, "use_reentrant": False}}, '
+UNPINNED = """import torch
+from transformers import modeling_utils
+modeling_utils.save_on_cpu = lambda pin_memory, device_type: torch.autograd.graph.save_on_cpu(False, device_type)
+"""
 USED = '\nassert model.forward.__module__.startswith("liger_kernel.")\n'
 
 
@@ -25,8 +32,8 @@ def test_the_fused_loss_of_liger_trains_as_one_process_without_it(tmp_path: Path
     write_model_and_documents(tmp_path)
     script = tmp_path / "train.py"
     *launch, _ = words_of(LAUNCH)
-    fused = script_of("docs/long_documents.md", 48).replace("max_steps=4, ", f"max_steps=4, {LIGER}")
-    script.write_text(fused.replace("trainer.train()\n", f"trainer.train(){USED}"))
+    fused = script_of("docs/long_documents.md", 48).replace("max_steps=4, ", f"max_steps=4, {LIGER}{OFFLOADED}")
+    script.write_text(UNPINNED + fused.replace("trainer.train()\n", f"trainer.train(){USED}"))
     run_program([*launch, str(script)], tmp_path, 140)
     ours = json.loads((tmp_path / "logged.json").read_text())
     script.write_text(script_of("docs/long_documents.md", 96, "sdpa"))

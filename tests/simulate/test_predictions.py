@@ -222,7 +222,7 @@ def test_ranks_that_exchange_wait_for_each_other_in_each_direction(setting: Sett
 def test_equal_micro_batches_leave_the_bubble_of_one_forward_one_backward(setting: Setting, stages: int, count: int) -> None:
     arranged = pipeline(setting, stages)
     works = [micro_batch(8, 1.0)] * count
-    parts = rank_seconds(arranged, works[0], keeps_attention=True)
+    parts = rank_seconds(arranged, works[0])
     each = parts[:, 0].sum() / stages
     head = head_seconds(arranged, works[0].tokens)[0]
     found = one_forward_one_backward(arranged, works, [parts] * count)
@@ -234,7 +234,7 @@ def test_equal_micro_batches_leave_the_bubble_of_one_forward_one_backward(settin
 def test_ticks_in_which_idle_stages_serve_are_all_busy(setting: Setting) -> None:
     arranged = pipeline(setting, 2)
     tick = replace(micro_batch(16, 1.0), tokens=np.zeros(16))
-    found = same_phase(arranged, [tick] * 3, [rank_seconds(arranged, tick, keeps_attention=True)] * 3)
+    found = same_phase(arranged, [tick] * 3, [rank_seconds(arranged, tick)] * 3)
     assert found.seconds == pytest.approx(3 * 3.0 / 2)
     assert found.busy.tolist() == pytest.approx([4.5] * 16)
 

@@ -116,7 +116,7 @@ def test_attention_and_links_are_those_of_a_shipped_profile(
     assert simulated.exchange_bytes_per_second == pytest.approx(shipped.exchange_bytes_per_second)
     assert simulated.node_bytes_per_second == shipped.node_bytes_per_second
     assert simulated.peer_seconds == shipped.peer_seconds > 0
-    assert {"matmul", "memory", "gather", "links", "attention"} == dict(hardware.sources).keys()
+    assert {"matmul", "memory", "host", "gather", "links", "attention"} == dict(hardware.sources).keys()
     assert hardware.ranks_per_node == (72 if name == "gb200" else 8)
 
 

@@ -24,15 +24,15 @@ __all__ = ["Scale"]
 class Scale:
     """What is predicted: documents, a model, devices and their arrangement."""
 
+    ranks: Annotated[int, typer.Option(help="Devices, 1 to 65536.", show_default=False)]
     lengths: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Document lengths: a JSON list, - for standard input, a .parquet file or saved data set, or pretrain, prolong, "
             "equal:TOKENS, lognormal:MEDIAN:SIGMA.",
             show_default=False,
         ),
-    ]
-    ranks: Annotated[int, typer.Option(help="Devices, 1 to 65536.", show_default=False)]
+    ] = None
     tokens_per_rank: Annotated[int, typer.Option(help="Tokens of a micro-batch on a rank, or on its tensor-parallel group.")] = (
         65536
     )
@@ -110,8 +110,11 @@ class Scale:
         from tqdm import tqdm
 
         from hf_distca.cli.lengths import documents_of
+        from hf_distca.errors import ConfigError
         from hf_distca.simulate.predict import simulate
 
+        if self.lengths is None:
+            raise ConfigError("--lengths is missing: give the lengths of your documents, or a distribution such as prolong.")
         setting, documents = self.setting(), documents_of(self.lengths, self.column, self.max_length)
         total = max(self.batches, 0) * len(names)
         with tqdm(total=total, desc="predicting", unit=" steps", delay=1.0, leave=False) as bar:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,13 @@ from hf_distca.cli.options import taking
 from hf_distca.cli.scale import Scale
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+    from rich.table import Table
+
     from hf_distca.simulate.document_lengths import DocumentSource
+    from hf_distca.simulate.longest import LongestDocument
     from hf_distca.simulate.predict import Prediction
     from hf_distca.simulate.setting import Setting
 
@@ -66,11 +73,25 @@ def simulate(
 
 
 @taking(Scale)
-def advise(scale: Scale, as_json: InJson = False) -> None:
+def advise(
+    scale: Scale,
+    longest: Annotated[
+        bool,
+        typer.Option(
+            "--longest",
+            help="Say instead how long a document may be, which all ranks hold together. It needs no --lengths, and "
+            "--tokens-per-rank, --checkpointing, --batches and --seed do not count.",
+        ),
+    ] = False,
+    as_json: InJson = False,
+) -> None:
     """Say what hf-distca would gain on your documents over the best alternative, or that it would gain nothing.
 
     The figures are predictions: `hf-distca simulate` with the same options prints what they assume.
     """
+    if longest:
+        _advise_longest(scale, as_json)
+        return
     from hf_distca.simulate.advice import advise as advised
     from hf_distca.simulate.advice import assumptions
     from hf_distca.simulate.strategies import STRATEGIES
@@ -89,12 +110,56 @@ def advise(scale: Scale, as_json: InJson = False) -> None:
         _show_predictions(setting, documents, predictions, scale.batches)
 
 
+def _advise_longest(scale: Scale, as_json: bool) -> None:
+    from hf_distca.simulate.longest import longest_documents
+
+    with errors_in_one_line():
+        setting = scale.setting()
+        documents = longest_documents(setting)
+        if not as_json:
+            _show_longest(setting, documents)
+            return
+        named = {"model": setting.model.name, "hardware": setting.hardware.name}
+        named |= {name: getattr(setting, name) for name in _SHOWN if name not in ("tokens_per_rank", "checkpointing")}
+        typer.echo(json.dumps({"setting": named, "longest": [asdict(document) for document in documents]}, indent=1))
+
+
+def _show_longest(setting: Setting, documents: list[LongestDocument]) -> None:
+    """A table with a column for each way to save memory."""
+    from hf_distca.simulate.longest import WAYS
+    from hf_distca.simulate.memory import TERMS
+
+    def row(name: str, text: Callable[[Prediction], str]) -> None:
+        table.add_row(name, *("" if document.step is None else text(document.step) for document in documents))
+
+    console, table = _console_and_table(
+        f"the longest document of {setting.model.name} on {setting.ranks} {setting.hardware.name}, all ranks together"
+    )
+    for name in ("", *WAYS):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    table.add_row("tokens", *(f"{document.tokens:,}" if document.tokens else "does not fit" for document in documents))
+    row("tokens a rank", lambda step: f"{step.most_tokens:,}")
+    row("step, s", lambda step: f"{step.step_seconds:.0f}")
+    row("memory of a rank, GB", lambda step: f"{step.peak_bytes / 1e9:.1f}")
+    for term in (*TERMS, "host"):
+        row(f"  {term}", partial(_gigabytes, term))
+    table.add_row("full", *(document.limit for document in documents))
+    console.print(table)
+    hardware = setting.hardware
+    console.print(
+        f"A rank has {hardware.memory_bytes / 1e9:.0f} GB, and {hardware.host_bytes / 1e9:.0f} GB of its host. Each column adds "
+        "to the one before. checkpointing: of every layer, attention kept. offload: checkpoints wait in the host's memory. "
+        "fused layers: Liger's norms and gated activation.",
+        style="dim",
+    )
+
+
+def _gigabytes(term: str, step: Prediction) -> str:
+    return f"{getattr(step.memory, term) / 1e9:.1f}"
+
+
 def _show_predictions(setting: Setting, documents: DocumentSource, predictions: list[Prediction], batches: int) -> None:
     """A table, one line a strategy."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
     from hf_distca.simulate.predict import best_alternative
 
     best = best_alternative(predictions)
@@ -103,7 +168,7 @@ def _show_predictions(setting: Setting, documents: DocumentSource, predictions: 
         + (f"; in a pool, {setting.servers} serve" if setting.servers else ""),
         f"{documents.name}, {batches} batch{'es' if batches > 1 else ''}, checkpointing {setting.checkpointing}",
     )
-    table = Table(title="\n".join(about), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    console, table = _console_and_table("\n".join(about))
     for name in ("strategy", "shared by", "step, s", "speed", "idle", "waits", "hidden, s", "memory, GB", "attention"):
         table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
     for prediction in predictions:
@@ -119,13 +184,22 @@ def _show_predictions(setting: Setting, documents: DocumentSource, predictions: 
             f"{prediction.peak_bytes / 1e9:.0f}{'' if prediction.fits else ' (full)'}",
             f"{prediction.attention_share:.1%}",
         )
-    console = Console(width=None if Console().is_terminal else _WIDTH)
     console.print(table)
     console.print(
         "speed: against the fastest strategy that does not disaggregate attention; none where memory is full or cut documents "
         "lose attention. idle: waiting for slower ranks. waits: for messages of attention; hidden: messages beside computing.",
         style="dim",
     )
+
+
+def _console_and_table(title: str) -> tuple[Console, Table]:
+    """Where tables are printed, and an empty one."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if Console().is_terminal else _WIDTH)
+    return console, Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
 
 
 def _report(

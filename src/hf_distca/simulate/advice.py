@@ -144,6 +144,7 @@ def assumptions(
         ),
         ("weights", _SHARDING[setting.sharding]),
         ("checkpointing", _CHECKPOINTING[setting.checkpointing]),
+        ("memory", _memory(setting)),
     ]
     if setting.profile is not None:
         facts.append(
@@ -169,6 +170,15 @@ def assumptions(
             if setting.servers or strategy.name not in WITH_SERVERS
         ),
     ]
+
+
+def _memory(setting: Setting) -> str:
+    loss = "of all tokens" if setting.loss_tokens is None else f"of {setting.loss_tokens} tokens"
+    layers = "fused" if setting.fused else "transformers'"
+    return (
+        f"what autograd saves, with {layers} norms and gated activations; logits {loss} at a time; Adam in float32; nothing for "
+        "fragmentation, libraries and communicators"
+    )
 
 
 def _exchange(setting: Setting) -> str:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.beside_attention import Directions, gather_rate
-from hf_distca.simulate.memory import in_flight
+from hf_distca.simulate.memory import KernelBytes, in_flight
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import MicroBatchWork, all_layers, copy_seconds, fixed_seconds, in_calls, sums
 
@@ -121,12 +121,27 @@ def comes_again(setting: Setting, degree: int) -> bool:
     return degree > 1 and setting.checkpointing != "full"
 
 
-def key_bytes(setting: Setting, degree: int, *, again: bool) -> float:
-    """Bytes of gathered keys for each token of a rank: of all layers in flight, or `again` of one, and gradients in float32."""
+class KeyBytes(NamedTuple):
+    """Bytes of gathered keys for each token of a rank.
+
+    Attributes:
+        received: those of the layer at work, if they are not kept, their gradients in float32, and the kernel's own.
+        kept: those of all layers in flight, if they are.
+    """
+
+    received: float
+    kept: float
+
+
+def key_bytes(setting: Setting, degree: int, *, again: bool) -> KeyBytes:
+    """Gathered keys, which come `again` in backward or are kept for it."""
     if degree == 1:
-        return 0.0
-    kept = 1 if again or not comes_again(setting, degree) else setting.stage_layers * in_flight(setting)
-    return float(degree * setting.shape.key_value_bytes * (kept + 2))
+        return KeyBytes(0.0, 0.0)
+    keys, gradients = (float(degree * setting.shape.key_value_bytes * times) for times in (1, 2))
+    working = gradients + (degree - 1) * KernelBytes.of(setting.shape).key
+    if again or not comes_again(setting, degree):
+        return KeyBytes(keys + working, 0.0)
+    return KeyBytes(working, keys * setting.stage_layers * in_flight(setting))
 
 
 def _others_key_bytes(cost: CostModel, rows: SharedRows, degree: int) -> FloatArray:
@@ -169,7 +184,8 @@ def _gathering(
         return cut(cost, rows, degree), np.stack([gather + taken, gather + back if again else back]) * (degree > 1)
 
     work = _work(setting, rows, degree, of_rows)
-    return replace(work, received=work.tokens * key_bytes(setting, degree, again=again))
+    keys = key_bytes(setting, degree, again=again)
+    return replace(work, received=work.tokens * keys.received, kept=work.tokens * keys.kept)
 
 
 def all_gather(setting: Setting, rows: SharedRows, degree: int, *, again: bool = False) -> MicroBatchWork:

@@ -35,6 +35,8 @@ class Hardware:
         element_bytes: bytes of one element of weights and activations.
         sources: where each figure comes from, by name.
         ranks_per_node: devices that share a fast link.
+        host_bytes: a device's share of the memory of its host.
+        host_rate: bytes per second of a copy to the host, or from it.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Hardware:
     element_bytes: int
     sources: tuple[tuple[str, str], ...]
     ranks_per_node: int = 8
+    host_bytes: float = 2.5e11
+    host_rate: float = 0.85 * 6.4e10
 
     def __post_init__(self) -> None:
         for part in fields(self):
@@ -84,6 +88,8 @@ class _Device:
     matmul: str  # where the figure comes from
     gather: str
     ranks_per_node: int = 8
+    host_bytes: float = 2.5e11  # 2 TB for eight
+    host_rate: float = 6.4e10  # of the data sheet: PCIe 5.0, 16 lanes
 
     def with_kernel(self, name: str, kernel: str) -> Hardware:
         measured = Profile.load(f"{self.profile}_{kernel}")
@@ -94,6 +100,9 @@ class _Device:
             f"{self.memory_rate / 1e12:.2f} TB/s, {self.memory_bytes / 1e9:.0f} GB (data sheet); {_REACHED:.0%} reached: assumed"
         )
         wire = self.link_gbps * 1e9 / 8
+        host = (
+            f"{self.host_bytes / 1e9:.0f} GB a device, {self.host_rate / 1e9:.0f} GB/s each way (data sheets), 85 % of it assumed"
+        )
         link = f"{self.link_gbps:.0f} Gbit/s a GPU, of which messages reach {between.bytes_per_second / wire:.0%}"
         errors = f"largest error of fitted timings {rates.errors['fitted_forward_largest']:.0%} forward"
         return Hardware(
@@ -104,11 +113,14 @@ class _Device:
             sources=(
                 ("matmul", self.matmul),
                 ("memory", memory),
+                ("host", host),
                 ("gather", self.gather),
                 ("links", f"{link}; {measured.sources['links']}"),
                 ("attention", f"profile {measured.name}, {errors}, {measured.sources['kernel']}"),
             ),
             ranks_per_node=self.ranks_per_node,
+            host_bytes=self.host_bytes,
+            host_rate=0.85 * self.host_rate,
         )
 
 
@@ -131,9 +143,11 @@ _DEVICES = {
         *(2.679e14, 2.039e12, 80e9, 2.3e11, 200.0, "a100", "flash_attn_2"),
         matmul=f"267.9 of 312 TFLOP/s: {_ML_ENGINEERING}",
         gather="230 GB/s: 300 GB/s each way (data sheet), of which collectives reach as large a part as on H200: assumed",
+        host_rate=3.2e10,  # PCIe 4.0
     ),
     "b200": _BLACKWELL,
-    "gb200": replace(_BLACKWELL, memory_bytes=186e9, ranks_per_node=72),  # NVL72: the links of a node join 72
+    # NVL72: the links of a node join 72, and two share the 480 GB of a Grace and the 450 GB/s each way to it.
+    "gb200": replace(_BLACKWELL, memory_bytes=186e9, ranks_per_node=72, host_bytes=2.4e11, host_rate=2.25e11),
 }
 KNOWN_HARDWARE = {name: device.with_kernel(name, device.kernel) for name, device in _DEVICES.items()}
 

@@ -1,58 +1,177 @@
-"""Peak memory of a rank: weights and the optimizer, activations that wait for backward, and what an exchange brings."""
+"""Peak memory of a rank, by term: the largest of a few moments of a step.
+
+Counted is what torch allocates for modules of transformers, operation by operation: what autograd saves for backward, and what is
+there beside it at the moment that counts. `benchmarks/peak_memory.py` compares it with allocations of CPU processes.
+
+Three moments can be the fullest: the loss, whose logits are as wide as the vocabulary; the backward of a feed-forward layer; and
+that of attention, beside what an exchange holds. The latter two are counted for the last layer, when all others still wait and no
+layer has gradients, and for the first, when no other waits and all have them.
+"""
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_distca.schedule.cost import FloatArray
+from hf_distca.schedule.cost import AttentionShape, FloatArray
 from hf_distca.simulate.setting import Setting
 
-__all__ = ["activation_bytes", "in_flight", "most_tokens", "peak_bytes", "weight_bytes"]
+__all__ = [
+    "TERMS",
+    "KernelBytes",
+    "RankMemory",
+    "activation_bytes",
+    "fullest",
+    "host_bytes",
+    "in_flight",
+    "most_tokens",
+    "peak_bytes",
+    "state_of",
+]
 
-_OPTIMIZER_BYTES = 12  # two moments and the weights in float32
-_LOSS_TOKENS = 4096  # the loss is taken of so many tokens at a time
+_MOMENT_BYTES = 8  # Adam's two moments in float32
+_WIDE = 4  # bytes of a float32
+# Of each logit: its log-softmax, that one's gradient and its own, all in float32 (torch's cross_entropy, in backward).
+_LOGIT_BYTES = 12
+_CHUNK_WORDS = 32768  # of the vocabulary, of which a chunked loss has logits at a time (TRL)
 
 
-def weight_bytes(setting: Setting) -> float:
-    """Weights, gradients and the optimizer's state on a rank."""
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes on a rank at one moment of a step; numbers, or arrays of shape (ranks,).
+
+    Attributes:
+        weights, gradients, optimizer: what stays of them on the rank between layers.
+        gathered: whole weights and gradients under FSDP2 and ZeRO-3: of the embedding and the output layer, which FSDP2 keeps in
+            the root's group, of the layer at work, and of its neighbours, of which one is gathered ahead and one is reduced.
+        checkpoints: what waits for backward: inputs of layers, or without checkpointing everything that layers save.
+        outputs: o and the log-sum-exp of attention, which checkpointing keeps if attention is not repeated.
+        layer: what the layer at work holds.
+        exchange: what an exchange of attention holds for other ranks, and from them.
+        loss: logits, and the hidden states and gradients beside them.
+        host: checkpoints and outputs that were offloaded to the host. They do not count in `total`.
+    """
+
+    weights: FloatArray | float = 0.0
+    gradients: FloatArray | float = 0.0
+    optimizer: FloatArray | float = 0.0
+    gathered: FloatArray | float = 0.0
+    checkpoints: FloatArray | float = 0.0
+    outputs: FloatArray | float = 0.0
+    layer: FloatArray | float = 0.0
+    exchange: FloatArray | float = 0.0
+    loss: FloatArray | float = 0.0
+    host: FloatArray | float = 0.0
+
+    @property
+    def total(self) -> FloatArray:
+        """Bytes of the device."""
+        return np.asarray(sum(getattr(self, term) for term in TERMS))
+
+    def of_rank(self, rank: int) -> RankMemory:
+        """The figures of one rank, as numbers."""
+        values = (np.atleast_1d(getattr(self, part.name)) for part in fields(self))
+        return RankMemory(*(float(value[rank if len(value) > 1 else 0]) for value in values))
+
+
+# What the device's memory is made of.
+TERMS = tuple(part.name for part in fields(RankMemory) if part.name != "host")
+
+
+def state_of(setting: Setting) -> RankMemory:
+    """Weights, gradients and optimizer, which is Adam's.
+
+    Under FSDP2 all are sharded and in float32, as accelerate has them in mixed precision. Otherwise gradients are whole and in
+    float32, and weights of two bytes have a copy in float32, which ``"zero1"`` shards with the optimizer.
+    """
     held, element, group = setting.rank_parameters, setting.hardware.element_bytes, setting.group
     if setting.sharding == "fsdp":
-        whole = 2 * setting.model.layer_parameters / setting.tensor * element  # the layer at work and the next one
-        return held / group * (2 * element + _OPTIMIZER_BYTES) + whole
-    gradients = held * (element + 4)
-    return gradients + held * _OPTIMIZER_BYTES / (group if setting.sharding == "zero1" else 1)
+        return RankMemory(held * _WIDE / group, held * _WIDE / group, held * _MOMENT_BYTES / group)
+    optimizer = held * (_MOMENT_BYTES + (_WIDE if element < _WIDE else 0))
+    return RankMemory(held * element, held * _WIDE, optimizer / (group if setting.sharding == "zero1" else 1))
 
 
-def _layer_bytes(setting: Setting) -> float:
-    """What a layer holds for each token: inputs of norms and matrix products, q, k, v, o, and three of the gated activation."""
-    model, shape = setting.model, setting.shape
-    inside = shape.query_bytes + shape.key_value_bytes + shape.output_bytes
-    return inside + (4 * model.hidden + 3 * model.feed_forward) / setting.tensor * setting.hardware.element_bytes
+class KernelBytes(NamedTuple):
+    """What a kernel's backward needs inside, for each row and for each key.
+
+    Flash-attention 2 sums gradients of rows in float32 and writes those of keys for every query head (`mha_varlen_bwd` in
+    flash_api.cpp: dq_accum, dk_expanded, dv_expanded); torch's kernel for CPUs needs about as much.
+    """
+
+    row: float
+    key: float
+
+    @classmethod
+    def of(cls, shape: AttentionShape) -> KernelBytes:
+        """Those of an attention shape."""
+        return cls(shape.query_bytes / shape.element_bytes * _WIDE, shape.query_bytes + shape.output_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerBytes:
+    """Bytes of a layer for each token.
+
+    Attributes:
+        input: its input.
+        attention, feed_forward: what autograd saves in its two halves, inputs of norms included.
+        attention_work, feed_forward_work: what is there beside it in their backward.
+        outputs: o, which is among what attention saves, and the log-sum-exp.
+    """
+
+    input: float
+    attention: float
+    feed_forward: float
+    attention_work: float
+    feed_forward_work: float
+    outputs: float
+
+    @classmethod
+    def of(cls, setting: Setting) -> _LayerBytes:
+        """Those of transformers' decoder layers, or of layers with fused norms and gated activations.
+
+        A norm of transformers saves its input in float32, what it makes of it, and its output (`LlamaRMSNorm`); a fused one saves
+        its input and its output (`LigerRMSNorm`). The gated activation saves gate, silu, up and their product, and in backward
+        has gate, silu and up with three gradients (`LlamaMLP`); a fused one saves gate, up and the product (`LigerSiLUMul`).
+        """
+        model, shape, element, fused = setting.model, setting.shape, setting.hardware.element_bytes, setting.fused
+        hidden, wide = model.hidden / setting.tensor * element, model.feed_forward / setting.tensor * element
+        in_float = hidden if fused else hidden / element * _WIDE
+        norm = in_float + hidden * (1 if fused else 2)
+        qkv = shape.query_bytes + shape.key_value_bytes
+        heads = (shape.query_bytes + shape.key_value_bytes / 2) * model.head_norms
+        outputs = shape.output_bytes + shape.lse_bytes
+        return cls(
+            input=hidden,
+            attention=norm + qkv + outputs + heads * (1 if fused else (_WIDE / element + 1)),
+            feed_forward=norm + wide * (3 if fused else 4),
+            attention_work=hidden + shape.output_bytes + qkv + sum(KernelBytes.of(shape)),
+            feed_forward_work=hidden + wide * (1 if fused else 2),
+            outputs=outputs,
+        )
+
+    def waiting(self, setting: Setting) -> float:
+        """What a layer leaves for backward, without attention's outputs where checkpointing keeps them."""
+        return self.attention + self.feed_forward if setting.checkpointing == "none" else self.input
+
+    def kept(self, setting: Setting) -> float:
+        """Attention's outputs, if checkpointing keeps them."""
+        return self.outputs if setting.checkpointing == "selective" else 0.0
 
 
 def activation_bytes(setting: Setting) -> float:
-    """What each token of a micro-batch leaves for the backward of a rank's layers.
-
-    With checkpointing a layer keeps its input, and selectively o and the log-sum-exp, too.
-    """
-    shape = setting.shape
-    if setting.checkpointing == "none":
-        return setting.stage_layers * (_layer_bytes(setting) + shape.lse_bytes)
-    kept = shape.output_bytes + shape.lse_bytes if setting.checkpointing == "selective" else 0
-    return setting.stage_layers * (setting.model.hidden / setting.tensor * setting.hardware.element_bytes + kept)
+    """What each token of a micro-batch leaves for the backward of a rank's layers, on the device or on the host."""
+    layer = _LayerBytes.of(setting)
+    return setting.stage_layers * (layer.waiting(setting) + layer.kept(setting))
 
 
-def _working_bytes(setting: Setting) -> float:
-    """What a layer that is recomputed holds for each token of a micro-batch."""
-    return 0.0 if setting.checkpointing == "none" else _layer_bytes(setting)
-
-
-def _loss_bytes(setting: Setting, tokens: FloatArray | int) -> FloatArray:
-    token_bytes = setting.model.vocabulary / setting.tensor * (setting.hardware.element_bytes + 8)
-    return np.asarray(np.minimum(tokens, _LOSS_TOKENS) * token_bytes)
+def host_bytes(setting: Setting) -> float:
+    """What of it goes to the host."""
+    return activation_bytes(setting) if setting.offload else 0.0
 
 
 def in_flight(setting: Setting, *, same_phase: bool = False) -> int:
@@ -60,16 +179,100 @@ def in_flight(setting: Setting, *, same_phase: bool = False) -> int:
     return min(2 * setting.stages - 1 if same_phase else setting.stages, setting.micro_batches)
 
 
-def peak_bytes(setting: Setting, tokens: npt.ArrayLike, received: npt.ArrayLike = 0.0, *, same_phase: bool = False) -> float:
-    """Peak of the fullest rank, if each holds so many tokens of a micro-batch and receives so many bytes for a layer."""
-    flying = in_flight(setting, same_phase=same_phase)
-    count, brought = np.asarray(tokens, dtype=np.float64), np.asarray(received, dtype=np.float64)
-    held = count * (activation_bytes(setting) * flying + _working_bytes(setting)) + _loss_bytes(setting, count)
-    return weight_bytes(setting) + float(np.max(held + brought))
+def _gathered(setting: Setting, layers: int) -> float:
+    """Weights that are whole beside those of so many layers, and gradients of the output layer and of a layer."""
+    if setting.sharding != "fsdp" or setting.group == 1:
+        return 0.0
+    model, head = setting.model, setting.model.hidden * setting.model.vocabulary
+    root = head * (1 if model.tied else 2)
+    return (root + head + layers * model.layer_parameters) / setting.tensor * setting.hardware.element_bytes
 
 
-def most_tokens(setting: Setting, received: float = 0.0) -> int:
-    """Tokens of a micro-batch with which a rank's memory is full, if it receives so many bytes for each."""
-    token_bytes = activation_bytes(setting) * in_flight(setting) + _working_bytes(setting) + received
-    room = setting.hardware.memory_bytes - weight_bytes(setting) - float(_loss_bytes(setting, _LOSS_TOKENS))
-    return max(math.floor(room / token_bytes), 0)
+def _loss_bytes(setting: Setting, tokens: FloatArray) -> FloatArray:
+    """The last norm, logits and their gradients, of all tokens or of a chunk.
+
+    In chunks, gradients of hidden states and of the output layer's weights are summed in float32 (TRL's ChunkedLogProbFunction).
+    """
+    model, element = setting.model, setting.hardware.element_bytes
+    logits, norm = model.vocabulary / setting.tensor * _LOGIT_BYTES, model.hidden * (_WIDE + 2 * element)
+    if setting.loss_tokens is None:
+        return tokens * (norm + logits)
+    sums = model.hidden * (_WIDE + 2 * element)
+    weights = model.hidden * model.vocabulary / setting.tensor * _WIDE
+    part = min(_CHUNK_WORDS * setting.tensor / model.vocabulary, 1.0)
+    return tokens * (norm + sums) + weights + np.minimum(tokens, setting.loss_tokens) * logits * part
+
+
+def _moments(
+    setting: Setting, tokens: npt.ArrayLike, received: npt.ArrayLike, kept: npt.ArrayLike, flying: int
+) -> Iterator[RankMemory]:
+    """What may be the fullest moments of a rank; arguments are those of `fullest`."""
+    count, layer, state = np.asarray(tokens, dtype=np.float64), _LayerBytes.of(setting), state_of(setting)
+    repeated, all_layers = setting.checkpointing != "none", flying * setting.stage_layers
+    before, after = replace(state, gradients=0.0), state
+    if setting.micro_batches > 1:
+        before = state
+    elif setting.sharding == "fsdp":  # gradients of the root are reduced last
+        layers = setting.model.layers * setting.model.layer_parameters
+        after = replace(state, gradients=state.gradients * layers / setting.model.parameters)
+
+    def moment_with(held: RankMemory, waiting: int) -> RankMemory:
+        on_device = min(waiting, 1) if setting.offload else waiting
+        return replace(
+            held,
+            checkpoints=count * layer.waiting(setting) * on_device,
+            outputs=count * layer.kept(setting) * on_device,
+            exchange=np.asarray(kept),
+            host=count * host_bytes(setting) * flying,
+        )
+
+    yield replace(moment_with(before, all_layers), gathered=_gathered(setting, 0), loss=_loss_bytes(setting, count))
+    # A layer that is repeated saves everything anew, but what of it waits anyway: outputs, and the input if a norm saves that.
+    shared = layer.kept(setting) + (layer.input if setting.fused or setting.hardware.element_bytes == _WIDE else 0.0)
+    attention = (layer.attention - shared if repeated else -layer.feed_forward) + layer.attention_work
+    feed_forward = (layer.attention + layer.feed_forward - shared if repeated else 0.0) + layer.feed_forward_work
+    for held, waiting in ((before, all_layers), (after, all_layers - setting.stage_layers + 1)):
+        held = replace(moment_with(held, waiting), gathered=_gathered(setting, 4))
+        yield replace(held, layer=count * feed_forward)
+        yield replace(held, layer=count * attention, exchange=held.exchange + np.asarray(received))
+
+
+def fullest(
+    setting: Setting,
+    tokens: npt.ArrayLike,
+    received: npt.ArrayLike = 0.0,
+    kept: npt.ArrayLike = 0.0,
+    *,
+    same_phase: bool = False,
+) -> RankMemory:
+    """The fullest rank at its fullest moment.
+
+    Args:
+        setting: what is simulated.
+        tokens: tokens of a micro-batch, of each rank or of all.
+        received: bytes that the exchange of a layer holds while it is at work.
+        kept: bytes that exchanges leave there for backward.
+        same_phase: whether all stages run the same phase.
+    """
+    moments = list(_moments(setting, tokens, received, kept, in_flight(setting, same_phase=same_phase)))
+    moment = max(moments, key=lambda memory: float(np.max(memory.total)))
+    return moment.of_rank(int(np.argmax(np.atleast_1d(moment.total))))
+
+
+def peak_bytes(
+    setting: Setting,
+    tokens: npt.ArrayLike,
+    received: npt.ArrayLike = 0.0,
+    kept: npt.ArrayLike = 0.0,
+    *,
+    same_phase: bool = False,
+) -> float:
+    """Bytes of the fullest rank's device; arguments are those of `fullest`."""
+    return float(fullest(setting, tokens, received, kept, same_phase=same_phase).total)
+
+
+def most_tokens(setting: Setting, received: float = 0.0, kept: float = 0.0) -> int:
+    """Tokens of a micro-batch with which a rank's memory is full, if exchanges hold so many bytes for each."""
+    limit = int(setting.hardware.memory_bytes / _LayerBytes.of(setting).input) + 1  # a token has at least a layer's input
+    room = setting.hardware.memory_bytes
+    return max(bisect_right(range(limit), room, key=lambda n: peak_bytes(setting, n, n * received, n * kept)) - 1, 0)

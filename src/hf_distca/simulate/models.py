@@ -24,6 +24,7 @@ class ModelShape:
         tied: whether the output layer shares the embedding's weights.
         window: keys that a position sees in layers with a sliding window, if there are any.
         windowed_layers: how many layers have it.
+        head_norms: whether q and k go through norms.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ModelShape:
     tied: bool = False
     window: int | None = None
     windowed_layers: int = 0
+    head_norms: bool = False
 
     def __post_init__(self) -> None:
         sizes = (self.hidden, self.layers, self.query_heads, self.key_value_heads, self.head_dim, self.feed_forward)
@@ -87,10 +89,14 @@ KNOWN_MODELS = {
         ModelShape("llama-34b", 8192, 48, 64, 16, 128, 22016, 32000),
         ModelShape("llama-3-70b", 8192, 80, 64, 8, 128, 28672, 128256),
         ModelShape("mistral-7b", 4096, 32, 32, 8, 128, 14336, 32768),
-        ModelShape("qwen3-8b", 4096, 36, 32, 8, 128, 12288, 151936),
-        ModelShape("qwen3-32b", 5120, 64, 64, 8, 128, 25600, 151936),
+        ModelShape("qwen3-8b", 4096, 36, 32, 8, 128, 12288, 151936, head_norms=True),
+        ModelShape("qwen3-32b", 5120, 64, 64, 8, 128, 25600, 151936, head_norms=True),
     )
 }
+
+
+# Dense families of transformers whose attention has norms of q and k.
+_HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "olmo2", "olmo3", "qwen3"}
 
 
 def find_model(name: str, defaults: Callable[[Path, str], dict[str, Any] | None] | None = None) -> ModelShape:
@@ -161,4 +167,5 @@ def _from_config(path: str, config: dict[str, Any]) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", False)),
         window=window,
         windowed_layers=windowed,
+        head_norms=config.get("model_type") in _HEAD_NORMS,
     )

@@ -13,7 +13,7 @@ from hf_distca.schedule.cost import causal_pairs
 from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.beside_attention import head_seconds, optimizer_seconds, weight_exchange
 from hf_distca.simulate.document_lengths import DocumentSource
-from hf_distca.simulate.memory import peak_bytes
+from hf_distca.simulate.memory import RankMemory, fullest
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import STRATEGIES, Strategy, find_strategy
 from hf_distca.simulate.timelines import data_parallel, linear_seconds, one_forward_one_backward, rank_seconds, same_phase
@@ -37,7 +37,8 @@ class Prediction:
         hidden_seconds, exposed_seconds: seconds of such messages beside computing, and not, of the mean rank.
         weight_exposed_seconds: seconds in which ranks wait for weights and gradients.
         peak_bytes: largest memory of a rank.
-        fits: whether that is no more than the device has.
+        memory: what it is made of, and what is offloaded.
+        fits: whether that is no more than the device and its host have.
         attention_share: query-key pairs computed, of those of whole documents.
         most_tokens: tokens of a micro-batch on the fullest rank.
         degree: ranks that share a row, where a strategy chooses that; the most frequent one.
@@ -54,6 +55,7 @@ class Prediction:
     exposed_seconds: float
     weight_exposed_seconds: float
     peak_bytes: float
+    memory: RankMemory
     fits: bool
     attention_share: float
     most_tokens: int
@@ -76,8 +78,11 @@ def predict_step(setting: Setting, batches: Sequence[IntArray], strategy: Strate
 
 
 def _of_candidate(setting: Setting, candidate: Candidate, strategy: Strategy, batches: Sequence[IntArray]) -> Prediction:
+    if strategy.disaggregated and setting.checkpointing == "full":
+        setting = replace(setting, checkpointing="selective")
     works, stages, holders = candidate.works, setting.stages, candidate.holders or setting
-    parts = [rank_seconds(setting, work, keeps_attention=strategy.disaggregated) for work in works]
+    holders = replace(holders, checkpointing=setting.checkpointing)
+    parts = [rank_seconds(setting, work) for work in works]
     timeline_of = same_phase if candidate.ticks else one_forward_one_backward if stages > 1 else data_parallel
     timeline = timeline_of(setting, works, parts)
     forward, backward = (float(np.mean([part[direction].mean() for part in parts])) / stages for direction in (0, 1))
@@ -87,8 +92,9 @@ def _of_candidate(setting: Setting, candidate: Candidate, strategy: Strategy, ba
     exposed = sum(float(work.exposed.sum(axis=0).mean()) for work in works) / stages
     wire = sum(float(work.wire.mean()) for work in works) / stages
     tokens = np.max([work.tokens for work in works], axis=0)
-    received = np.max([work.received for work in works], axis=0)
-    peak = peak_bytes(holders, tokens, received, same_phase=candidate.ticks)
+    exchanged = (np.max([getattr(work, name) for work in works], axis=0) for name in ("received", "kept"))
+    memory = fullest(holders, tokens, *exchanged, same_phase=candidate.ticks)
+    peak = float(memory.total)
     whole = float(sum(causal_pairs(n, n, window).sum() for n in batches for window, _ in setting.model.kinds))
     between = [work.between for work in works if work.between is not None]
     computed = sum(work.pairs for work in works) / (stages if candidate.ticks else 1)
@@ -102,7 +108,8 @@ def _of_candidate(setting: Setting, candidate: Candidate, strategy: Strategy, ba
         exposed_seconds=exposed,
         weight_exposed_seconds=weights.exposed,
         peak_bytes=peak,
-        fits=peak <= setting.hardware.memory_bytes,
+        memory=memory,
+        fits=peak <= setting.hardware.memory_bytes and float(memory.host) <= setting.hardware.host_bytes,
         attention_share=computed / whole,
         most_tokens=int(tokens.max()),
         degree=candidate.degree,
@@ -156,12 +163,14 @@ def simulate(
 
 def _mean(steps: list[Prediction]) -> Prediction:
     degrees = [step.degree for step in steps]
+    fullest_step = max(steps, key=lambda step: step.peak_bytes)
     names = [field.name for field in fields(Prediction) if field.name.endswith(("_seconds", "_share"))]
     means: dict[str, Any] = {name: float(np.mean([getattr(step, name) for step in steps])) for name in names}
     return replace(
         steps[0],
         **means,
-        peak_bytes=max(step.peak_bytes for step in steps),
+        peak_bytes=fullest_step.peak_bytes,
+        memory=fullest_step.memory,
         fits=all(step.fits for step in steps),
         most_tokens=max(step.most_tokens for step in steps),
         degree=max(set(degrees), key=degrees.count),

@@ -18,13 +18,13 @@ from hf_distca.schedule.ranks import Ranks
 from hf_distca.simulate.hardware import Hardware
 from hf_distca.simulate.models import ModelShape
 
-__all__ = ["TILE", "Checkpointing", "Setting", "Sharding"]
+__all__ = ["MOST_TOKENS", "TILE", "Checkpointing", "Setting", "Sharding"]
 
 Checkpointing = Literal["none", "selective", "full"]
 Sharding = Literal["fsdp", "zero1", "ddp"]
 TILE = DistCAConfig().tile  # query rows of a kernel tile
 _MOST_RANKS = 65536
-_MOST_TOKENS = 2**28
+MOST_TOKENS = 2**28
 _MOST_SECONDS = 1e30  # of a document: the longest possible one takes some 1e21 at the rates of a CPU
 
 
@@ -49,6 +49,9 @@ class Setting:
         servers: how many of the devices own no tokens and only serve attention, under strategies with a pool; the others then
             hold all tokens. Every other strategy trains on all devices.
         servers_each_node: whether every node has equally many of them. Else they have nodes of their own.
+        offload: whether what checkpointing keeps waits in the host's memory.
+        loss_tokens: tokens whose logits are there at a time; None for those of all tokens.
+        fused: whether norms and gated activations are single kernels, as Liger's and Megatron's are, and transformers' are not.
     """
 
     model: ModelShape
@@ -64,11 +67,14 @@ class Setting:
     profile: CostModel | Profile | None = None
     servers: int = 0
     servers_each_node: bool = False
+    offload: bool = False
+    loss_tokens: int | None = 4096
+    fused: bool = True
 
     def __post_init__(self) -> None:
         limits = {
             "ranks": _MOST_RANKS,
-            "tokens_per_rank": _MOST_TOKENS,
+            "tokens_per_rank": MOST_TOKENS,
             "tensor": _MOST_RANKS,
             "stages": self.model.layers,
             "micro_batches": 4096,
@@ -85,6 +91,8 @@ class Setting:
             )
         if self.model.query_heads % self.tensor:
             raise ConfigError(f"tensor={self.tensor} must divide the {self.model.query_heads} query heads of {self.model.name}.")
+        if self.offload and self.checkpointing == "none":
+            raise ConfigError("offload=True moves what checkpointing keeps, and checkpointing='none' keeps nothing.")
         if self.model.layers % self.stages:
             raise ConfigError(f"stages={self.stages} must divide the {self.model.layers} layers of {self.model.name}.")
         if self.servers:

@@ -83,7 +83,7 @@ def _wlb(setting: Setting, batches: Batches) -> list[Candidate]:
         rows, count = setting.group // degree, len(batches)
         row, fullest = np.zeros(0, dtype=np.int64), math.inf
         for again in (True, False) if context.comes_again(setting, degree) else (False,):
-            room = most_tokens(setting, context.key_bytes(setting, degree, again=again))
+            room = most_tokens(setting, *context.key_bytes(setting, degree, again=again))
             cap = max(room, setting.tokens_per_rank) * degree
             if int(lengths.max()) > cap:
                 continue

@@ -12,6 +12,7 @@ import numpy as np
 
 from hf_distca.schedule.cost import FloatArray
 from hf_distca.simulate.beside_attention import Directions, head_seconds, layer_seconds, tensor_seconds
+from hf_distca.simulate.memory import host_bytes
 from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.work import MicroBatchWork
 
@@ -48,13 +49,14 @@ def linear_seconds(setting: Setting, tokens: FloatArray) -> Directions:
     return np.stack([forward, backward if setting.checkpointing == "none" else backward + forward])
 
 
-def rank_seconds(setting: Setting, work: MicroBatchWork, *, keeps_attention: bool) -> Directions:
+def rank_seconds(setting: Setting, work: MicroBatchWork) -> Directions:
     """Seconds of each rank for a micro-batch, all layers of the model, without the output layer.
 
-    With `keeps_attention`, attention is not repeated where layers are.
+    What is offloaded is copied beside nothing, as transformers does it (`activation_checkpointing_kwargs`).
     """
-    seconds = linear_seconds(setting, work.tokens) / work.linear_speed + work.attention + work.exposed
-    if setting.checkpointing == "full" and not keeps_attention:
+    copies = setting.stages * host_bytes(setting) * work.tokens / setting.hardware.host_rate
+    seconds = linear_seconds(setting, work.tokens) / work.linear_speed + work.attention + work.exposed + copies
+    if setting.checkpointing == "full":
         seconds[1] += work.attention[0] + work.exposed[0]
     return seconds
 

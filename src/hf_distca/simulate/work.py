@@ -16,6 +16,7 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import TransientBytes
 from hf_distca.simulate.beside_attention import Directions, layer_seconds, tensor_seconds
+from hf_distca.simulate.memory import KernelBytes
 from hf_distca.simulate.setting import Setting
 
 __all__ = [
@@ -43,10 +44,11 @@ class MicroBatchWork:
         attention: seconds of core attention.
         exposed: seconds that each rank waits for messages of core attention.
         wire: seconds that such messages take, hidden or not, both directions together, shape (ranks,).
-        received: bytes that one layer's exchange keeps on each rank, shape (ranks,).
+        received: bytes that one layer's exchange holds on each rank, shape (ranks,).
         pairs: query-key pairs computed, of one layer of each kind.
         meeting: how many neighbours wait for each other's messages in every layer; 1 for ranks that wait for nobody, or whose
             neighbours take as long as they do.
+        kept: bytes of it that stay until backward, of all layers and micro-batches in flight.
         between: bytes of plans that cross between nodes, both directions together; None of strategies without plans.
         idle: seconds in which a rank has nothing to do, as in a pool a server before anything was sent.
         linear_speed: how fast ranks run linear layers, 1 for the setting's hardware; shape (ranks,), or (1,) if all are alike.
@@ -59,6 +61,7 @@ class MicroBatchWork:
     received: FloatArray
     pairs: float
     meeting: int = 1
+    kept: npt.ArrayLike = 0.0
     between: float | None = None
     idle: Directions = field(default_factory=lambda: np.zeros((2, 1)))
     linear_speed: FloatArray = field(default_factory=lambda: np.ones(1))
@@ -117,9 +120,9 @@ def all_layers(setting: Setting, of_layer: Callable[[CostModel], MicroBatchWork]
         *(total("attention"), total("exposed"), total("wire"), received),
         sum(work.pairs for work in works),
         max(work.meeting for work in works),
-        None if None in between else float(total("between")),
-        total("idle"),
-        works[0].linear_speed,
+        between=None if None in between else float(total("between")),
+        idle=total("idle"),
+        linear_speed=works[0].linear_speed,
     )
 
 
@@ -196,8 +199,12 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
     waits = np.isin(plan.document * ranks + plan.server, np.unique(transfers.document[remote] * ranks + transfers.server[remote]))
     unblocked = sums(tasks * ((plan.home == plan.server) & ~waits), plan.server, ranks)
     row_bytes = TransientBytes.of(shape)
-    received = row_bytes.query * queries[1] + row_bytes.key * keys[1]
+    # Own rows that need keys from elsewhere go into a server's pools, too, with their own keys.
+    waiting = sums(rows * ((plan.home == plan.server) & waits), plan.server, ranks)
+    kernel = KernelBytes.of(shape)
+    received = (row_bytes.query + kernel.row) * queries[1] + (row_bytes.key + kernel.key) * keys[1]
     received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
+    received = received + (row_bytes.query // 2 + shape.query_bytes + row_bytes.key) * waiting
     between = float(load.node_bytes.sent_between.sum())
     return Moves(attention + taken, unblocked, dispatch, back, received, pairs, between)
 
@@ -208,7 +215,9 @@ def of_plan(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = ALIKE)
     exposed = np.maximum(layer.dispatch - layer.unblocked, 0) + layer.back
     tokens = plan.layout.query_tokens.astype(np.float64)
     meeting = plan.layout.world_size if plan.moved else 1
-    return MicroBatchWork(tokens, layer.attention, exposed, layer.wire, layer.received, layer.pairs, meeting, layer.between)
+    return MicroBatchWork(
+        tokens, layer.attention, exposed, layer.wire, layer.received, layer.pairs, meeting, between=layer.between
+    )
 
 
 def of_nano_batches(setting: Setting, plans: Sequence[Plan], cost: CostModel, nodes: Ranks = ALIKE) -> MicroBatchWork:
@@ -231,4 +240,4 @@ def of_nano_batches(setting: Setting, plans: Sequence[Plan], cost: CostModel, no
     received = np.maximum(first.received, second.received)
     pairs, meeting = first.pairs + second.pairs, len(received) if any(plan.moved for plan in plans) else 1
     between = first.between + second.between
-    return MicroBatchWork(tokens[0] + tokens[1], attention, exposed, wire, received, pairs, meeting, between)
+    return MicroBatchWork(tokens[0] + tokens[1], attention, exposed, wire, received, pairs, meeting, between=between)

@@ -1,0 +1,131 @@
+"""Memory of a rank by term, and the longest document that it leaves room for; against what was measured and published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from hf_distca.errors import ConfigError
+from hf_distca.simulate.hardware import find_hardware
+from hf_distca.simulate.longest import WAYS, LongestDocument, longest_documents
+from hf_distca.simulate.memory import TERMS, fullest, peak_bytes
+from hf_distca.simulate.models import ModelShape, find_model
+from hf_distca.simulate.predict import Prediction, predict_step
+from hf_distca.simulate.setting import Setting
+from hf_distca.simulate.strategies import find_strategy
+
+QWEN_SMALL = ModelShape("qwen3-0.6b", 1024, 28, 16, 8, 128, 3072, 151936, tied=True, head_norms=True)
+MILLION = 2**20
+
+
+@pytest.fixture(scope="module")
+def peak_memory() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+        yield import_module("peak_memory")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(9))
+def test_ranks_allocate_what_was_predicted(peak_memory: ModuleType, number: int) -> None:
+    """Peaks of CPU processes within 10 %; what is offloaded within 1 %."""
+    if peak_memory.CASES[number].chunked:
+        pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
+    found = peak_memory.compared(peak_memory.CASES[number])
+    assert found["ratio"] == pytest.approx(1, abs=0.1), found
+    assert found["predicted"]["host"] == pytest.approx(found["measured"]["host"], rel=0.01)
+
+
+def one_document(model: ModelShape, strategy: str, *, offload: bool) -> Prediction:
+    """A document of 1,048,576 tokens over 8 H100, as TRL's example trains it: no kernels of Liger, a chunked loss."""
+    changes = {**WAYS["+ chunked loss"], "offload": offload}
+    setting = replace(Setting(model, find_hardware("h100"), 8, MILLION // 8), **changes)
+    step = predict_step(setting, [np.array([MILLION])], find_strategy(strategy))
+    assert step is not None
+    return step
+
+
+def test_the_published_peak_of_a_million_tokens() -> None:
+    """56.2 GB of each rank: Qwen3-8B, ring attention, FSDP2, offloaded checkpoints (huggingface/trl#6846)."""
+    assert one_document(find_model("qwen3-8b"), "ring", offload=True).peak_bytes == pytest.approx(56.2e9, rel=0.05)
+
+
+def test_the_published_saving_of_offloaded_checkpoints() -> None:
+    """27.9 GB without, 20.8 with: Qwen3-0.6B, a million tokens over 8 ranks (huggingface/accelerate#4175)."""
+    without, with_ = (one_document(QWEN_SMALL, "ring", offload=offload) for offload in (False, True))
+    assert without.peak_bytes - with_.peak_bytes == pytest.approx(27.9e9 - 20.8e9, rel=0.05)
+    assert with_.memory.host == pytest.approx(28 * MILLION / 8 * 1024 * 2)
+    assert 1 < with_.step_seconds / without.step_seconds < 1.01, "0.6 % were measured"
+
+
+def test_terms_add_to_the_peak_and_are_those_of_the_fullest_rank(setting: Setting) -> None:
+    tokens, received = np.array([100, 20000, 300, 0]), np.array([0.0, 0.0, 2e11, 0.0])
+    for checkpointing in ("none", "selective", "full"):
+        arranged = replace(setting, checkpointing=checkpointing)
+        memory = fullest(arranged, tokens, received)
+        assert memory.total == pytest.approx(sum(getattr(memory, term) for term in TERMS))
+        assert memory.total == pytest.approx(max(peak_bytes(arranged, *pair) for pair in zip(tokens, received, strict=True)))
+        assert memory.exchange == 2e11
+
+
+def test_attention_that_is_kept_takes_memory(setting: Setting) -> None:
+    """hf-distca keeps o and the log-sum-exp of every layer under full checkpointing; the others compute them again."""
+    lengths = [np.full(8, 16384)]
+    plain, ours = (
+        predict_step(replace(setting, checkpointing="full"), lengths, find_strategy(name)) for name in ("plain", "given")
+    )
+    assert plain is not None
+    assert ours is not None
+    assert plain.memory.outputs == 0
+    assert ours.memory.outputs == 16384 * 32 * (32 * 128 * 2 + 32 * 4)
+
+
+def test_with_two_micro_batches_gradients_are_there_when_checkpoints_are(setting: Setting) -> None:
+    arranged = replace(setting, checkpointing="full")
+    once, twice = fullest(arranged, 16384), fullest(replace(arranged, micro_batches=2), 16384)
+    assert once.gradients == 0
+    assert twice.gradients == pytest.approx(setting.model.parameters * 4 / 8)
+
+
+def test_offloading_nothing_is_refused(setting: Setting) -> None:
+    with pytest.raises(ConfigError, match="checkpointing='none' keeps nothing"):
+        replace(setting, offload=True)
+
+
+@pytest.mark.parametrize(("model", "hardware"), [("qwen3-8b", "h100"), ("llama-3-8b", "h200")])
+def test_the_longest_document_fits_and_a_longer_one_does_not(model: str, hardware: str) -> None:
+    setting = Setting(find_model(model), find_hardware(hardware), 8, 65536)
+    found = longest_documents(setting)
+    assert [document.way for document in found] == list(WAYS)
+    tokens = [document.tokens for document in found]
+    assert tokens == sorted(set(tokens)), "each way saves more than the one before"
+    for document in found:
+        assert document.step is not None
+        assert document.step.fits
+        longer = replace(setting, tokens_per_rank=document.tokens // 8 + 1024, **WAYS[document.way])
+        step = predict_step(longer, [np.array([longer.tokens])], find_strategy("dealt"))
+        assert step is not None
+        assert not step.fits
+        full = step.memory.host > setting.hardware.host_bytes
+        assert (document.limit == "host") == (full and step.peak_bytes <= setting.hardware.memory_bytes)
+
+
+def test_the_host_may_be_full_first(setting: Setting) -> None:
+    small = replace(setting, hardware=replace(setting.hardware, host_bytes=1e10))
+    limits = {document.way: document.limit for document in longest_documents(small)}
+    assert limits == {"checkpointing": "device", "+ chunked loss": "device", "+ offload": "host", "+ fused layers": "host"}
+
+
+def test_a_model_that_does_not_fit_is_named_with_what_it_takes(setting: Setting) -> None:
+    large = replace(setting, model=find_model("llama-3-70b"))
+    with pytest.raises(ConfigError, match=r"llama-3-70b on 8 h100 .* a document of 1024 tokens a rank needs .* are optimizer"):
+        longest_documents(large)
+    some: list[LongestDocument] = longest_documents(replace(large, ranks=24))
+    assert all(document.tokens for document in some)
