@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from compare import documents, quiet
 from datasets import Dataset, disable_progress_bars
-from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, build, class_of
+from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, build, class_of, with_long_memory
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
@@ -86,15 +86,6 @@ class OneByOne(Trainer):
             total = total + cross_entropy(logits.float(), labels[0], reduction="sum", ignore_index=-100)
         targets = (inputs["shift_labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
         return (total / targets, {}) if return_outputs else total / targets
-
-
-def with_long_memory(model: PreTrainedModel) -> PreTrainedModel:
-    """States that last for hundreds of tokens, so that one that is lost, or leaks, is seen."""
-    generator = torch.Generator().manual_seed(2)
-    for name, parameter in model.named_parameters():
-        if name.endswith("A_log"):
-            parameter.data.uniform_(0.005, 0.05, generator=generator).log_()
-    return model
 
 
 def _model(case: Case, implementation: str, folder: Path) -> PreTrainedModel:

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 from compare import Outcome, alone, difference, documents
-from dealt_hybrids import Case, Run, draw_and_share, train, with_long_memory
-from tiny import build
+from dealt_hybrids import Case, Run, draw_and_share, train
+from tiny import build, with_long_memory
 
 from ranks import RankPool
 

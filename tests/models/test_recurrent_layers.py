@@ -14,8 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from compare import Outcome, alone, difference, documents, finish, forward, packed, quiet
-from dealt_hybrids import with_long_memory
-from tiny import build
+from tiny import build, with_long_memory
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedModel
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
