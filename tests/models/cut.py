@@ -111,9 +111,8 @@ def share(rank: int, case: Case) -> Share | str:
     return Share(outcome, float(out.loss.detach()), meter.sent_bytes, meter.state_exchanges)
 
 
-def compare(pool: RankPool, case: Case, oracle: str) -> tuple[float, str, list[Share]]:
+def compare(pool: RankPool, case: Case, want: Outcome) -> tuple[float, str, list[Share]]:
     """The largest relative difference from whole documents, of what it is, and what ranks got; infinite after an error."""
-    want = whole_documents(case.model_type, oracle, case.dtype, case.lengths)
     ranks: list[Share | str] = pool(share, case)
     if errors := {rank for rank in ranks if isinstance(rank, str)}:
         return float("inf"), str(errors), []
@@ -139,10 +138,10 @@ def over_ranks(pool: RankPool, measured: Result, mutation: str | None = None) ->
     """
     dtype = torch.float64 if measured.dtype == "float64" else torch.float32
     case = Case(measured.model_type, dtype, CUT, mutation=mutation)
-    states, what, shares = compare(pool, case, measured.oracle)
+    whole = whole_documents(measured.model_type, measured.oracle, dtype, case.lengths)
+    states, what, shares = compare(pool, case, whole)
     if states <= TOLERANCE[dtype]:
         assert any(rank.sent_bytes for rank in shares), "nothing was exchanged, so nothing was tested"
-        whole = whole_documents(measured.model_type, measured.oracle, dtype, case.lengths)
         own = sum(rank.own_loss for rank in shares) * _targets(case) / whole.loss
         return "OVER_RANKS" if abs(own - 1) <= TOLERANCE[dtype] else "OWN_LOSS"
     if "attention chunks" in what:
@@ -162,7 +161,7 @@ def _targets(case: Case) -> int:
 
 def _joined(case: Case, shares: list[Share]) -> Outcome:
     """The outcome of whole documents."""
-    logits = [rank.outcome.logits for rank in shares]
-    pieces = {part: piece for parts, held in zip(case.parts, logits, strict=True) for part, piece in zip(parts, held, strict=True)}
+    held = zip(case.parts, shares, strict=True)
+    pieces = {part: piece for parts, rank in held for part, piece in zip(parts, rank.outcome.logits, strict=True)}
     whole = [torch.cat([pieces[part] for part in sorted(pieces) if part[0] == d]) for d in range(len(case.lengths))]
     return Outcome(sum(rank.outcome.loss for rank in shares), whole, shares[0].outcome.grads)

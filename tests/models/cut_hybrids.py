@@ -13,7 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest has it there, too
 
 import torch
-from cut import PAIRS, Case, Parts, Share, compare
+from compare import difference
+from cut import PAIRS, Case, Parts, Share, compare, whole_documents
 from tiny import class_of
 from tqdm import tqdm
 
@@ -40,7 +41,7 @@ def token_by_token() -> Parts:
     """Tokens 60 to 84 of the long document and all of a short one, each by itself on the next rank."""
     cut = [(0, a, a + 1) for a in range(60, 84)] + [(1, a, a + 1) for a in range(9)]
     rest = [(0, 0, 60), (0, 84, 150), (2, 0, 1), (3, 0, 32)]
-    return tuple(tuple([piece, *cut[rank::RANKS]]) for rank, piece in enumerate(rest))
+    return tuple((piece, *cut[rank::RANKS]) for rank, piece in enumerate(rest))
 
 
 # A placement, and whether its batch numbers documents, as shares do: else position ids alone tell them apart.
@@ -66,20 +67,26 @@ PLACEMENTS: dict[str, tuple[Parts, bool]] = {
 }
 # Faults: without what they take away, the same comparison fails by far.
 CONTROLS = {"states lost": "states of other ranks lost", "halos lost": "rows of convolutions of other ranks lost"}
-CONTROLLED = "in order"
+# In the code's own float32, which rounds whole documents as much: both against whole documents in float64.
+FLOAT32 = ("float32, cut", "float32, whole")
+IN_ORDER = "in order"  # the placement of both
 
 
 def columns_of(model_type: str) -> list[str]:
     """Columns of the table that a type has: convolutions have no states."""
     has_states = len(MODULES[class_of(model_type).__module__.split(".")[2]][1]) > 1
-    return [*PLACEMENTS, *(name for name in CONTROLS if has_states or name == "halos lost")]
+    return [*PLACEMENTS, *(name for name in CONTROLS if has_states or name == "halos lost"), *FLOAT32]
 
 
 def measure_cut(pools: Callable[[int], RankPool], model_type: str, column: str) -> tuple[float, str, list[Share]]:
     """The largest relative difference of losses, logits and gradients, of what it is, and what ranks got."""
-    parts, numbered = PLACEMENTS[CONTROLLED if column in CONTROLS else column]
-    case = Case(model_type, torch.float64, parts, numbered=numbered, mutation=CONTROLS.get(column))
-    return compare(pools(len(parts)), case, "sdpa")
+    want = whole_documents(model_type, "sdpa", torch.float64, LENGTHS)
+    if column == "float32, whole":
+        return *difference(whole_documents(model_type, "sdpa", torch.float32, LENGTHS), want), []
+    parts, numbered = PLACEMENTS.get(column, PLACEMENTS[IN_ORDER])
+    dtype = torch.float32 if column in FLOAT32 else torch.float64
+    case = Case(model_type, dtype, parts, numbered=numbered, mutation=CONTROLS.get(column))
+    return compare(pools(len(parts)), case, want)
 
 
 def stated() -> dict[tuple[str, str], float]:
@@ -98,10 +105,10 @@ def _table(page: str) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     pools = {size: RankPool(size) for size in (1, 2, RANKS)}
-    names = [*PLACEMENTS, *CONTROLS]
+    names = [*PLACEMENTS, *CONTROLS, *FLOAT32]
     lines = ["| type | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for model_type in tqdm(TYPES, file=sys.stderr):
-        found = {name: f"{measure_cut(pools.__getitem__, model_type, name)[0]:.0e}" for name in columns_of(model_type)}
+        found = {name: f"{measure_cut(pools.__getitem__, model_type, name)[0]:.1e}" for name in columns_of(model_type)}
         lines.append(f"| `{model_type}` | " + " | ".join(found.get(name, "-") for name in names) + " |")
     for pool in pools.values():
         pool.close()

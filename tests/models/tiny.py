@@ -57,7 +57,8 @@ def with_long_memory(model: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(2)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
-            parameter.data.uniform_(0.005, 0.05, generator=generator).log_()
+            rates = torch.empty(parameter.shape).uniform_(0.005, 0.05, generator=generator)  # in float64 others are drawn
+            parameter.data.copy_(rates.log_())
     return model
 
 
