@@ -6,6 +6,7 @@ Models with recurrent layers keep their states long, and compute in float64 thro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -111,9 +112,11 @@ def share(rank: int, case: Case) -> Share | str:
     return Share(outcome, float(out.loss.detach()), meter.sent_bytes, meter.state_exchanges)
 
 
-def compare(pool: RankPool, case: Case, want: Outcome) -> tuple[float, str, list[Share]]:
+def compare(
+    pool: RankPool, case: Case, want: Outcome, work: Callable[[int, Case], Share | str] = share
+) -> tuple[float, str, list[Share]]:
     """The largest relative difference from whole documents, of what it is, and what ranks got; infinite after an error."""
-    ranks: list[Share | str] = pool(share, case)
+    ranks: list[Share | str] = pool(work, case, timeout=240)
     if errors := {rank for rank in ranks if isinstance(rank, str)}:
         return float("inf"), str(errors), []
     shares = [rank for rank in ranks if isinstance(rank, Share)]
