@@ -121,6 +121,17 @@ def test_rows_of_padding_hide_no_packed_documents() -> None:
 
 
 @pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("lengths", [(30, 10), (7, 33), (3, 20, 17)])
+def test_documents_go_on_in_the_next_row_if_their_lengths_say_so(model_type: str, lengths: tuple[int, ...]) -> None:
+    """As in attention, for which a batch is one row after another."""
+    docs = documents(lengths)
+    positions = torch.cat([torch.arange(n) for n in lengths]).view(2, 20)
+    model = model_of(model_type)
+    logits = forward(model, torch.cat(docs).view(2, 20), positions, distca_documents=PackedDocuments(lengths))
+    check(finish(model, docs, list(logits.flatten(0, 1).split(list(lengths)))), expected(model_type, lengths))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
 def test_evaluation_fills_no_cache_and_leaks_nothing(model_type: str) -> None:
     model = model_of(model_type).eval()
     model.config.use_cache = True

@@ -110,14 +110,11 @@ def _of_text(positions: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _packed(documents: Documents, batch_size: int, length: int) -> Segments | None:
-    """Documents that are whole, each with the padding after it; None if no row has more than one."""
-    lengths = documents.rows[:, 2]
-    first = np.cumsum(lengths) - lengths
-    if documents.keep is not None:
-        first = documents.keep[first]
-    if not (np.diff(first // length) == 0).any():
+    """Documents that are whole, each with the padding after it; None if each row is one at most."""
+    if not documents.packed(length):
         return None
-    begin = np.union1d(first, np.arange(batch_size) * length)
+    begin = documents.first_tokens
+    begin[0] = 0  # with the padding before it
     return Segments.packed(np.diff(begin, append=batch_size * length).tolist())
 
 
