@@ -16,9 +16,7 @@ from hf_distca.integration.processes import warn_once
 CARRYING, UNPOSITIONED = "layers .* carry state from one to the next", "take no position ids: .* positions count on"
 
 
-def warnings_of(
-    model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture, padding_rows: int = 0
-) -> list[str]:
+def warnings_of(model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture, padding_rows: int = 0) -> list[str]:
     """What two forwards of a packed row say, with rows of padding after it."""
     hf_distca.configure()
     warn_once.cache_clear()
