@@ -87,8 +87,8 @@ def test_the_table_says_what_documents_over_two_ranks_show(model_type: str, rank
     assert found == families.WHOLE.get(model_type, "OVER_RANKS")
 
 
-# One for each reason why documents must be whole.
-@pytest.mark.parametrize("model_type", ["jamba", "bart", "whisper", "llama4_text"])
+# One for each reason why documents must be whole, and all whose recurrent layers are not proven.
+@pytest.mark.parametrize("model_type", ["jamba", "minimax", "recurrent_gemma", "zamba", "zaya", "bart", "whisper", "llama4_text"])
 def test_a_document_in_several_parts_is_refused_on_all_ranks(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     for error in rank_pool(2)(share, Case(model_type, torch.float64, CUT, table=True)):
         assert isinstance(error, str)
