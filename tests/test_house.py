@@ -25,11 +25,11 @@ class Bounds(NamedTuple):
 
 
 BOUNDS = {
-    "agreement": Bounds(files=9, lines=1892, longest_file=300, longest_function=29, parameters=5, pronouns=0),
+    "agreement": Bounds(files=9, lines=1914, longest_file=312, longest_function=29, parameters=5, pronouns=0),
     "cli": Bounds(files=13, lines=1106, longest_file=156, longest_function=51, parameters=9, pronouns=0),
     "data": Bounds(files=6, lines=895, longest_file=250, longest_function=32, parameters=6, pronouns=0),
     "doctor": Bounds(files=4, lines=421, longest_file=195, longest_function=31, parameters=4, pronouns=0),
-    "integration": Bounds(files=21, lines=4211, longest_file=351, longest_function=86, parameters=16, pronouns=0),
+    "integration": Bounds(files=21, lines=4237, longest_file=351, longest_function=86, parameters=16, pronouns=0),
     "kernels": Bounds(files=9, lines=1565, longest_file=300, longest_function=35, parameters=5, pronouns=0),
     "measure": Bounds(files=5, lines=681, longest_file=299, longest_function=34, parameters=8, pronouns=0),
     "pipeline": Bounds(files=8, lines=1992, longest_file=396, longest_function=39, parameters=6, pronouns=0),
