@@ -77,7 +77,7 @@ class Share:
 
 def share(rank: int, case: Case) -> Share | str:
     """What a rank gets of its parts of documents; the error, if there is one."""
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=20))
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=120))
     docs, parts = documents(case.lengths), case.parts[rank]
     numbers, starts, ends = zip(*parts, strict=True)
     sizes = [end - start for start, end in zip(starts, ends, strict=True)]
