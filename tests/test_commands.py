@@ -82,8 +82,10 @@ OF_OTHER_TRAINERS = {
     "torchrun --nproc_per_node 2 -m hf_distca.run --instead-of sdpa -m llamafactory.launcher train.yaml",
     "hf-distca run --attn-implementation distca --tokens-per-rank 16384 llamafactory-cli train train.yaml",
 }
-# Cannot be run by a test: they start all tests, or never end. The last one writes what tests/models/test_families.py compares.
-NOT_HERE = {"bash .ci/run", "make test", "mkdocs serve", "python tests/models/generate.py", *OF_OTHER_TRAINERS}
+# They write tables that tests/models/test_families.py and test_cut_hybrids.py compare, cell by cell.
+WRITERS = {"python tests/models/generate.py", "python tests/models/cut_hybrids.py"}
+# Cannot be run by a test: they start all tests, or never end.
+NOT_HERE = {"bash .ci/run", "make test", "mkdocs serve", *WRITERS, *OF_OTHER_TRAINERS}
 # It downloads half a gigabyte; where that was done, tests/test_cuda_wheel.py runs it.
 NOT_HERE |= {"python tests/cuda_wheel.py tests/kernels tests/runtime tests/test_borrowed.py"}
 

@@ -1,60 +1,100 @@
-"""One tiny model whose documents are cut over two ranks, with their heads and tails, against each document alone on one.
+"""One tiny model whose documents are cut over ranks, in any placement, against each document alone on one process.
 
 The batch is what a data set of shares gives: document positions, labels that are shifted already, and the documents of each run.
+Models with recurrent layers keep their states long, and compute in float64 throughout.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from compare import TOLERANCE, Outcome, alone, difference, documents, quiet, run, takes, without_table
+from compare import TOLERANCE, Float64Throughout, Outcome, alone, difference, documents, quiet, run, takes, without_table
 from measure import WORKING, Result
 from mutations import mutated
-from tiny import build
+from tiny import build, with_long_memory
 from torch.nn.functional import cross_entropy
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
-from hf_distca.integration.families import WHOLE_REASONS
+from hf_distca.integration.families import FAMILIES, WHOLE_REASONS
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 
-LENGTHS = (61, 9, 1, 14)
-TARGETS = sum(LENGTHS) - len(LENGTHS)
 Parts = tuple[tuple[tuple[int, int, int], ...], ...]  # (document, start, end) on each rank
 CUT: Parts = (((0, 0, 17), (0, 40, 61), (2, 0, 1), (3, 5, 14)), ((1, 0, 9), (0, 17, 40), (3, 0, 5)))
 WHOLE: Parts = (((0, 0, 61),), ((1, 0, 9),))
-
-# Loss of the logits, logits of the parts, gradients summed over ranks, this rank's part of the model's own loss, bytes sent.
-Share = tuple[float, list[torch.Tensor], dict[str, Any], float, int]
+PAIRS = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
 
 
-def share(
-    rank: int, model_type: str, dtype: torch.dtype, all_parts: Parts, table: bool, mutation: str | None = None
-) -> Share | str:
+@dataclass(frozen=True)
+class Case:
+    """What ranks run.
+
+    Attributes:
+        model_type, dtype: of the model.
+        parts: of documents, by rank.
+        table: whether families.txt may refuse the model.
+        numbered: whether the batch says which document each run belongs to; else position ids alone tell documents apart.
+        mutation: a fault of the library.
+    """
+
+    model_type: str
+    dtype: torch.dtype
+    parts: Parts
+    table: bool = False
+    numbered: bool = True
+    mutation: str | None = None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document."""
+        parts = [part for held in self.parts for part in held]
+        return tuple(max(end for number, _, end in parts if number == document) for document in sorted({d for d, *_ in parts}))
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank gets.
+
+    Attributes:
+        outcome: loss of the logits, logits of its parts, gradients summed over ranks.
+        own_loss: its part of the model's own loss.
+        sent_bytes, state_exchanges: by attention; by recurrent layers.
+    """
+
+    outcome: Outcome
+    own_loss: float
+    sent_bytes: int
+    state_exchanges: int
+
+
+def share(rank: int, case: Case) -> Share | str:
     """What a rank gets of its parts of documents; the error, if there is one."""
-    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 8))
-    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, timeout_seconds=20))
-    docs, parts = documents(LENGTHS), all_parts[rank]
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=PAIRS, timeout_seconds=120))
+    docs, parts = documents(case.lengths), case.parts[rank]
     numbers, starts, ends = zip(*parts, strict=True)
     sizes = [end - start for start, end in zip(starts, ends, strict=True)]
     targets = [torch.cat([one[1:], torch.tensor([-100])]) for one in docs]
     try:
-        with quiet(), mutated(mutation), nullcontext() if table else without_table():
-            model = build(model_type, "distca", dtype)
+        with quiet(), mutated(case.mutation), nullcontext() if case.table else without_table(), _precision(case.model_type):
+            model = with_long_memory(build(case.model_type, "distca", case.dtype))
             shifted = torch.cat([targets[d][start:end] for d, start, end in parts])[None]
-            batch = {
+            batch: dict[str, Any] = {
                 "input_ids": torch.cat([docs[d][start:end] for d, start, end in parts])[None],
                 "position_ids": torch.cat([torch.arange(start, end) for _, start, end in parts])[None],
                 "labels": torch.full_like(shifted, -100),
                 "shift_labels": shifted,
-                "num_items_in_batch": torch.tensor(TARGETS),
-                "distca_documents": PackedDocuments(sizes, starts, numbers),
+                "num_items_in_batch": torch.tensor(_targets(case)),
             }
+            if case.numbered:
+                batch["distca_documents"] = PackedDocuments(sizes, starts, numbers)
             if takes(model, "use_cache"):
                 batch["use_cache"] = False
             out = model(**batch)
@@ -64,10 +104,30 @@ def share(
         return f"{type(error).__name__}: {error}".splitlines()[0]
     grads = {name: p.grad for name, p in model.named_parameters()}
     for grad in grads.values():
-        if grad is not None:
+        if grad is not None and dist.get_world_size() > 1:
             dist.all_reduce(grad)
     logits = [piece.detach() for piece in out.logits[0].split(sizes)]
-    return float(loss.detach()), logits, grads, float(out.loss.detach()), current_session().meter.sent_bytes
+    meter = current_session().meter
+    outcome = Outcome(float(loss.detach()), logits, grads)
+    return Share(outcome, float(out.loss.detach()), meter.sent_bytes, meter.state_exchanges)
+
+
+def compare(
+    pool: RankPool, case: Case, want: Outcome, work: Callable[[int, Case], Share | str] = share
+) -> tuple[float, str, list[Share]]:
+    """The largest relative difference from whole documents, of what it is, and what ranks got; infinite after an error."""
+    ranks: list[Share | str] = pool(work, case, timeout=240)
+    if errors := {rank for rank in ranks if isinstance(rank, str)}:
+        return float("inf"), str(errors), []
+    shares = [rank for rank in ranks if isinstance(rank, Share)]
+    return *difference(_joined(case, shares), want), shares
+
+
+@cache
+def whole_documents(model_type: str, oracle: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> Outcome:
+    """Of each document alone, under transformers' own attention, on this process."""
+    with quiet(), _precision(model_type):
+        return run(model_type, oracle, dtype, lambda model, docs: alone(with_long_memory(model), docs), lengths)[0]
 
 
 def over_ranks(pool: RankPool, measured: Result, mutation: str | None = None) -> str:
@@ -80,18 +140,13 @@ def over_ranks(pool: RankPool, measured: Result, mutation: str | None = None) ->
         AssertionError: if it is not and no reason is known.
     """
     dtype = torch.float64 if measured.dtype == "float64" else torch.float32
-    with quiet():
-        want, _ = run(measured.model_type, measured.oracle, dtype, alone, LENGTHS)
-    ranks = pool(share, measured.model_type, dtype, CUT, False, mutation)
-    errors = {rank for rank in ranks if isinstance(rank, str)}
-    states, what = (float("inf"), str(errors)) if errors else difference(_joined(ranks), want)
-    # Recurrent layers compute in float32, and a part of a document in other chunks than the whole. Between float32 and float64
-    # alone, the same gradients differ by 4e-5.
-    tolerance = TOLERANCE[torch.float32 if measured.status == "packed" else dtype]
-    if states <= tolerance:
-        assert any(rank[4] for rank in ranks), "nothing was exchanged, so nothing was tested"
-        own = sum(rank[3] for rank in ranks) * TARGETS / want.loss
-        return "OVER_RANKS" if abs(own - 1) <= tolerance else "OWN_LOSS"
+    case = Case(measured.model_type, dtype, CUT, mutation=mutation)
+    whole = whole_documents(measured.model_type, measured.oracle, dtype, case.lengths)
+    states, what, shares = compare(pool, case, whole)
+    if states <= TOLERANCE[dtype]:
+        assert any(rank.sent_bytes for rank in shares), "nothing was exchanged, so nothing was tested"
+        own = sum(rank.own_loss for rank in shares) * _targets(case) / whole.loss
+        return "OVER_RANKS" if abs(own - 1) <= TOLERANCE[dtype] else "OWN_LOSS"
     if "attention chunks" in what:
         return "CHUNKS"
     reason = WORKING[measured.status]
@@ -99,8 +154,17 @@ def over_ranks(pool: RankPool, measured: Result, mutation: str | None = None) ->
     return reason
 
 
-def _joined(ranks: list[Share]) -> Outcome:
+def _precision(model_type: str) -> AbstractContextManager[Any]:
+    return Float64Throughout() if FAMILIES[model_type] == "PACKED" else nullcontext()
+
+
+def _targets(case: Case) -> int:
+    return sum(case.lengths) - len(case.lengths)
+
+
+def _joined(case: Case, shares: list[Share]) -> Outcome:
     """The outcome of whole documents."""
-    pieces = {part: piece for parts, rank in zip(CUT, ranks, strict=True) for part, piece in zip(parts, rank[1], strict=True)}
-    logits = [torch.cat([pieces[part] for part in sorted(pieces) if part[0] == d]) for d in range(len(LENGTHS))]
-    return Outcome(sum(rank[0] for rank in ranks), logits, ranks[0][2])
+    held = zip(case.parts, shares, strict=True)
+    pieces = {part: piece for parts, rank in held for part, piece in zip(parts, rank.outcome.logits, strict=True)}
+    whole = [torch.cat([pieces[part] for part in sorted(pieces) if part[0] == d]) for d in range(len(case.lengths))]
+    return Outcome(sum(rank.outcome.loss for rank in shares), whole, shares[0].outcome.grads)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from compare import documents, quiet
 from datasets import Dataset, disable_progress_bars
-from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, build, class_of
+from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, build, class_of, with_long_memory
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
@@ -86,15 +86,6 @@ class OneByOne(Trainer):
             total = total + cross_entropy(logits.float(), labels[0], reduction="sum", ignore_index=-100)
         targets = (inputs["shift_labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
         return (total / targets, {}) if return_outputs else total / targets
-
-
-def with_long_memory(model: PreTrainedModel) -> PreTrainedModel:
-    """States that last for hundreds of tokens, so that one that is lost, or leaks, is seen."""
-    generator = torch.Generator().manual_seed(2)
-    for name, parameter in model.named_parameters():
-        if name.endswith("A_log"):
-            parameter.data.uniform_(0.005, 0.05, generator=generator).log_()
-    return model
 
 
 def _model(case: Case, implementation: str, folder: Path) -> PreTrainedModel:
@@ -181,3 +172,31 @@ def draw_and_share(rank: int, model_type: str, lengths: Sequence[Sequence[int]])
     for tensor in (total := loss.detach(), *grads.values()):
         dist.all_reduce(tensor)
     return float(total), grads, current_session().meter.state_exchanges
+
+
+# Two global batches of two ranks, and by rank which of them it reads.
+BATCHES = {
+    "parts of other documents": ((64, 20, 44), (0, 1)),
+    "whole documents": ((64, 32, 32), (0, 1)),
+    "lengths alone": ((64, 64), (0, 0)),
+}
+
+
+def train_on_other_documents(rank: int, model_type: str, what: str) -> str:
+    """What a rank says if the second reads other documents than the first."""
+    pairs = CostModel.pairs(AttentionShape(4, 2, 16, 16, 4))
+    hf_distca.configure(hf_distca.DistCAConfig(tile=8, min_gain=0.0, cost_model=pairs, timeout_seconds=20))
+    lengths, batches = BATCHES[what]
+    rows = Dataset.from_dict({"input_ids": [doc.tolist() for doc in documents(lengths)]})
+    with quiet():
+        model = build(model_type, "distca", torch.float32)
+        shares = hf_distca.document_shares(rows, model=model, tokens_per_rank=32)
+        batch = hf_distca.PackingCollator()([shares[2 * batches[rank] + rank]])
+        if what == "lengths alone" and rank:
+            batch = hf_distca.PackingCollator()([{"input_ids": documents((32,))[0].tolist()}])
+        given = {name: batch[name] for name in ("input_ids", "position_ids", "distca_documents")}
+        try:
+            model(**given, use_cache=False).logits.sum().backward()
+        except hf_distca.DistCADesyncError as error:
+            return str(error)
+    return ""

@@ -99,6 +99,19 @@ def _detached_keys(original: Original) -> Original:
     return wrapped
 
 
+def _lost(tensors: int) -> Callable[[Original], Original]:
+    """Zeros in place of what came in exchanges of so many tensors: of states two, of rows of a convolution one."""
+
+    def wrap(original: Original) -> Original:
+        def wrapped(self: Any, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            received = original(self, held)
+            return [torch.zeros_like(rows) for rows in received] if len(held) == tensors else received
+
+        return wrapped
+
+    return wrap
+
+
 def _gradients_lost(original: Original) -> Original:
     def wrapped(self: Any, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         returned = original(self, gradients)
@@ -132,11 +145,8 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Original], Original]]] = {
         "Segments.lengths_of",
         lambda original: lambda self, which: [sum(original(self, which))],
     ),
-    "states and rows of other ranks lost": (
-        "recurrent.carryover",
-        "_Exchange.received",
-        lambda original: lambda *args: [torch.zeros_like(rows) for rows in original(*args)],
-    ),
+    "states of other ranks lost": ("recurrent.carryover", "_Exchange.received", _lost(2)),
+    "rows of convolutions of other ranks lost": ("recurrent.carryover", "_Exchange.received", _lost(1)),
     "gradients of states and rows of other ranks lost": ("recurrent.carryover", "_Exchange.returned", _gradients_lost),
     "documents leak over ranks": ("agreement.planner", "layout_of", _one_document_over_ranks),
     "dk of one copy lost": ("runtime.route", "Wave.add_copies", _one_copy_lost(0)),

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 from compare import Outcome, alone, difference, documents
-from dealt_hybrids import Case, Run, draw_and_share, train, with_long_memory
-from tiny import build
+from dealt_hybrids import BATCHES, Case, Run, draw_and_share, train, train_on_other_documents
+from tiny import build, with_long_memory
 
 from ranks import RankPool
 
@@ -78,3 +78,20 @@ def test_what_ranks_have_drawn_is_cut_among_them(model_type: str, rank_pool: Cal
         assert exchanges
         value, what = difference(Outcome(loss, [], grads), Outcome(want.loss, [], {name: want.grads[name] for name in grads}))
         assert value < 1e-4, f"{what} differs by {value:.1e}"
+
+
+@pytest.mark.parametrize("what", BATCHES)
+@pytest.mark.parametrize("model_type", ["nemotron_h", "lfm2"])
+def test_ranks_with_other_documents_say_so(model_type: str, what: str, rank_pool: Callable[[int], RankPool]) -> None:
+    """Before states are under way: messages of unequal sizes would end a process."""
+    pool = rank_pool(2)
+    try:
+        messages = pool(train_on_other_documents, model_type, what, timeout=60)
+    finally:
+        pool.close()
+    if what == "parts of other documents":
+        assert all("different global batches in micro-batch 1" in message for message in messages), messages
+    else:
+        parted = messages[1 if what == "whole documents" else 0]
+        assert "different documents in recurrent layers (0: all whole," in parted, messages
+        assert parted.endswith("use the same data set and collator on every rank."), messages

@@ -16,17 +16,19 @@ from hf_distca.integration.processes import warn_once
 CARRYING, UNPOSITIONED = "layers .* carry state from one to the next", "take no position ids: .* positions count on"
 
 
-def warnings_of(model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What two forwards of a packed row say."""
+def warnings_of(model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture, padding_rows: int = 0) -> list[str]:
+    """What two forwards of a packed row say, with rows of padding after it."""
     hf_distca.configure()
     warn_once.cache_clear()
     with quiet():
         model = build(model_type, "distca", torch.float32)
     logging.getLogger("hf_distca").setLevel(logging.NOTSET)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    rows = 1 + padding_rows
+    ids, positions = torch.cat(documents(lengths)), torch.cat([torch.arange(n) for n in lengths])
+    mask = (torch.arange(rows) == 0).long()[:, None].expand(rows, len(ids))
     with caplog.at_level(logging.WARNING, "hf_distca"):
         for _ in range(2):
-            forward(model, torch.cat(documents(lengths))[None], positions)
+            forward(model, ids.expand(rows, -1), positions.expand(rows, -1), attention_mask=mask)
     return [record.getMessage() for record in caplog.records if record.name == "hf_distca"]
 
 
@@ -36,6 +38,11 @@ def test_packed_documents_are_warned_of_once(model_type: str, said: str, caplog:
     assert len(messages) == 1
     assert f"{model_type} models" in messages[0]
     assert re.search(said, messages[0])
+
+
+def test_rows_of_padding_hide_no_packed_documents(caplog: pytest.LogCaptureFixture) -> None:
+    """As many documents as rows, and two of them in one."""
+    assert len(warnings_of("jamba", (9, 5), caplog, padding_rows=1)) == 1
 
 
 @pytest.mark.parametrize(

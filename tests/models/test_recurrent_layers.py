@@ -14,11 +14,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from compare import Outcome, alone, difference, documents, finish, forward, packed, quiet
-from dealt_hybrids import with_long_memory
-from tiny import build
+from tiny import build, with_long_memory
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedModel
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
@@ -119,6 +119,17 @@ def test_rows_of_padding_hide_no_packed_documents() -> None:
     mask = torch.stack([torch.ones(27), torch.zeros(27)]).long()
     logits = forward(model := model_of("lfm2"), row.repeat(2, 1), positions.repeat(2, 1), attention_mask=mask)
     check(finish(model, docs, list(logits[0].split([20, 7]))), expected("lfm2", (20, 7)))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("lengths", [(30, 10), (7, 33), (3, 20, 17)])
+def test_documents_go_on_in_the_next_row_if_their_lengths_say_so(model_type: str, lengths: tuple[int, ...]) -> None:
+    """As in attention, for which a batch is one row after another."""
+    docs = documents(lengths)
+    positions = torch.cat([torch.arange(n) for n in lengths]).view(2, 20)
+    model = model_of(model_type)
+    logits = forward(model, torch.cat(docs).view(2, 20), positions, distca_documents=PackedDocuments(lengths))
+    check(finish(model, docs, list(logits.flatten(0, 1).split(list(lengths)))), expected(model_type, lengths))
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -340,16 +351,50 @@ def test_packages_run_cut_documents(model_type: str) -> None:
     check(got, expected(model_type))
 
 
+# A state after the keys and values of each head, and the argument with which a mixer could hand it in.
+STATES = {
+    "olmo_hybrid": (modeling_olmo_hybrid, "torch_chunk_gated_delta_rule", "initial_state"),
+    "kimi_linear": (modeling_kimi_linear, "chunk_kimi_delta_attention", "initial_state"),
+    "nemotron_h": (modeling_nemotron_h, "mamba2_chunk_scan", "initial_states"),
+}
+
+
+@pytest.mark.parametrize("run", [lambda model: packed(model, documents(LENGTHS)), lambda model: in_pieces(model)])
+@pytest.mark.parametrize("model_type", STATES)
+def test_a_state_that_is_handed_in_is_refused(model_type: str, run: Callable[[PreTrainedModel], Outcome]) -> None:
+    module, function, name = STATES[model_type]
+    original = getattr(module, function)
+    handing = {"side_effect": lambda *args, **kwargs: original(*args, **{**kwargs, name: torch.zeros(1, 4, 16, 16)})}
+    with patch.object(module, function, **handing), pytest.raises(UnsupportedError, match=rf"runs its rule with {name}, and .*"):
+        run(model_of(model_type))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_a_cache_is_refused_for_documents_in_pieces(model_type: str) -> None:
+    model = model_of(model_type)
+    with pytest.raises(
+        UnsupportedError, match=r"past_key_values, and 6 packed documents in 1 rows: .* Leave past_key_values out"
+    ):
+        in_pieces(model, past_key_values=DynamicCache(config=model.config))
+
+
+def test_attention_both_ways_is_refused() -> None:
+    model = model_of("qwen3_5_text")
+    model.config.is_causal = False
+    with pytest.raises(UnsupportedError, match="bidirectional"):
+        packed(model, documents(LENGTHS))
+
+
 PIECES = ((0, 0, 30), (1, 0, 5), (0, 30, 31), (2, 0, 1), (0, 31, 70), (3, 0, 33))
 
 
-def in_pieces(model: PreTrainedModel) -> Outcome:
+def in_pieces(model: PreTrainedModel, **extra: Any) -> Outcome:
     docs = documents(LENGTHS)
     numbers, starts, ends = zip(*PIECES, strict=True)
     sizes = [end - start for start, end in zip(starts, ends, strict=True)]
     row = torch.cat([docs[number][start:end] for number, start, end in PIECES])[None]
     positions = torch.cat([torch.arange(start, end) for _, start, end in PIECES])[None]
-    logits = forward(model, row, positions, distca_documents=PackedDocuments(sizes, starts, numbers))[0].split(sizes)
+    logits = forward(model, row, positions, distca_documents=PackedDocuments(sizes, starts, numbers), **extra)[0].split(sizes)
     whole = [torch.cat([piece for piece, part in zip(logits, PIECES, strict=True) if part[0] == n]) for n in range(len(docs))]
     return finish(model, docs, whole)
 

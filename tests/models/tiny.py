@@ -52,6 +52,16 @@ def build(model_type: str, implementation: str, dtype: torch.dtype) -> PreTraine
     return model.to(dtype).train()
 
 
+def with_long_memory(model: PreTrainedModel) -> PreTrainedModel:
+    """States that last for hundreds of tokens, so that one that is lost, or leaks, is seen."""
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            rates = torch.empty(parameter.shape).uniform_(0.005, 0.05, generator=generator)  # in float64 others are drawn
+            parameter.data.copy_(rates.log_())
+    return model
+
+
 def class_of(model_type: str) -> type[PreTrainedModel]:
     """The class that AutoModelForCausalLM would build."""
     return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])

@@ -37,6 +37,7 @@ __all__ = [
     "agree",
     "check_equal",
     "check_facts",
+    "check_shares",
     "common_facts",
     "fingerprint",
     "layout_of",
@@ -210,12 +211,21 @@ def agree(announced: Announcements, facts: Facts, group: AttentionGroup, place: 
     check_equal(group, header[:, _CHECKSUM], "layers in their exchanges up to here (as checksums)", place, layers)
     check_equal(group, header[:, _MEASURED], "numbers of measured micro-batches", place, forwards)
     if header[0, _DEALT]:
-        _check_shares(announced.dealt, group, place)
+        check_shares(announced.dealt, group, place)
     return stated
 
 
-def _check_shares(dealt: IntArray, group: AttentionGroup, place: str) -> None:
-    """Raise if ranks hold shares of different batches, or with different plans."""
+def check_shares(dealt: IntArray, group: AttentionGroup, place: str) -> None:
+    """Raise if ranks hold shares of different batches, or with different plans.
+
+    Args:
+        dealt: (ranks, numbers), as `Announcement.dealt` of each rank; digests of plans may be left out.
+        group: these ranks.
+        place: for errors.
+
+    Raises:
+        DistCADesyncError: says what differs.
+    """
     epoch, number, documents, *digests = dealt.T
     order = "all ranks must read their shares in order, one a batch: no shuffling, no workers out of order"
     check_equal(group, epoch, "epochs of their global batches", place, "call set_epoch on every rank")

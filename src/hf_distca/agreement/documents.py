@@ -154,6 +154,18 @@ class Documents:
         )
 
     @property
+    def first_tokens(self) -> IntArray:
+        """(rows,) int64: of the first token of each document the index among batch * sequence."""
+        first = np.cumsum(self.rows[:, 2]) - self.rows[:, 2]
+        return first if self.keep is None else self.keep[first]
+
+    def packed(self, length: int) -> bool:
+        """Whether rows of `length` tokens hold more than one document each, or a document goes on in the next row."""
+        last = np.cumsum(self.rows[:, 2]) - 1
+        rows = np.stack([self.first_tokens, last if self.keep is None else self.keep[last]]) // max(length, 1)
+        return bool((rows[0] != rows[1]).any() or (np.diff(rows[0]) == 0).any())
+
+    @property
     def numbers(self) -> IntArray:
         """What other ranks must know of them: the rows where documents span ranks, else (rows,) lengths."""
         return self.rows if self.spans else self.rows[:, 2]

@@ -149,7 +149,7 @@ class AttentionHandle:
                 position_ids=self.mask.position_ids if positions is None else positions,
                 padding=self.mask.padding,
             ).documents(span_ranks=span_ranks, training=training)
-            if len(documents.rows) > self.batch_size:
+            if documents.packed(self.length):
                 warn_of_packing(self.mask.model_type)
             self.documents = documents.in_chunks(self.mask.chunk)
         return self.documents

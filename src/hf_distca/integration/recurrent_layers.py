@@ -225,17 +225,26 @@ def _delta_rule(
     original: Callable[..., Any],
     mixing: _Mixing,
     *states: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """A delta rule of query, key, value, decay and beta, all (batch, length, heads, ...), without a last state."""
-    del initial_state, output_final_state  # without a cache there are none
+    _check_no_state(mixing, kwargs, "initial_state", "output_final_state")
     inputs = DeltaInputs(*map(mixing.joined, (*states, *(kwargs.pop(name) for name in ("g", "beta")[len(states) - 3 :]))))
     kernel = partial(original, **kwargs)
     rule = partial(_rule_of_package, kernel, mixing.rows) if is_of_package(original) else document_by_document(kernel)
     out = gated_delta_rule(inputs, mixing.segments, rule, mixing.stored("state", inputs))
     return mixing.apart(out), None
+
+
+def _check_no_state(mixing: _Mixing, kwargs: dict[str, Any], *names: str) -> None:
+    """Take the arguments for a first and a last state out: without a cache there are none."""
+    values = {name: kwargs.pop(name, None) for name in names}
+    given = [name for name, value in values.items() if value is not None and value is not False]
+    if given:
+        raise UnsupportedError(
+            f"{type(mixing.mixer).__name__} runs its rule with {given[0]}, and this batch has packed or cut documents: each "
+            "begins without a state, and none is kept at its end. Give this model whole documents, one a row."
+        )
 
 
 def _rule_of_package(
@@ -262,10 +271,9 @@ def _scan(
     **kwargs: Any,
 ) -> Any:
     """The scan of Mamba 2 without a last state: A is (heads,), all else (batch, length, heads or groups, ...)."""
+    _check_no_state(mixing, kwargs, "initial_states", "return_final_states")
     if is_of_package(original) and mixing.segments.whole:
         return original(hidden_states, dt, *rates, seq_idx=mixing.rows.seq_idx(dt.device), **kwargs)
-    for name in ("initial_states", "return_final_states"):
-        kwargs.pop(name, None)  # without a cache there are none
     decay, *projections = rates
     x, steps, *projections = map(mixing.joined, (hidden_states, _steps(dt, kwargs), *projections))
     inputs = ScanInputs(x, steps, decay, *projections)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_distca.agreement.announce import Stated, layout_of
+from hf_distca.agreement.announce import HEADER, Stated, check_equal, check_shares, layout_of
 from hf_distca.agreement.documents import Documents, TokenBatch
 from hf_distca.errors import LayoutError, UnsupportedError
 from hf_distca.kernels.varlen import to_device
@@ -110,14 +110,11 @@ def _of_text(positions: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _packed(documents: Documents, batch_size: int, length: int) -> Segments | None:
-    """Documents that are whole, each with the padding after it; None if no row has more than one."""
-    lengths = documents.rows[:, 2]
-    first = np.cumsum(lengths) - lengths
-    if documents.keep is not None:
-        first = documents.keep[first]
-    if not (np.diff(first // length) == 0).any():
+    """Documents that are whole, each with the padding after it; None if each row is one at most."""
+    if not documents.packed(length):
         return None
-    begin = np.union1d(first, np.arange(batch_size) * length)
+    begin = documents.first_tokens
+    begin[0] = 0  # with the padding before it
     return Segments.packed(np.diff(begin, append=batch_size * length).tolist())
 
 
@@ -128,12 +125,33 @@ def _cut(documents: Documents, session: Session, training: bool) -> Segments:
     return Segments.from_layout(_layout(documents, group, name), group, session.meter, name)
 
 
+# What begins a row of numbers for other ranks. Announcements for attention begin with their count, which is not negative.
+_NUMBERED, _SHARE = -1, -2
+
+
 def _layout(documents: Documents, group: AttentionGroup, name: str) -> Layout:
-    """The segments of all ranks: known to a share, else exchanged."""
-    if documents.dealt is not None:
-        documents.dealt.check_is_for(group)
-        return documents.dealt.whole
-    numbers = group.gather(documents.rows.reshape(-1), doing=f"exchanging documents of {name} for recurrent layers")
-    rows = np.concatenate(numbers).reshape(-1, 3)
+    """The segments of all ranks: known to a share, else exchanged. The same on all ranks, or an error.
+
+    Attention compares shares while ranks go on. Here states would be under way before that, and messages of unequal sizes end
+    a process over gloo.
+    """
+    dealt = documents.dealt
+    if dealt is None:
+        kind, numbers = _NUMBERED, documents.rows.reshape(-1)
+    else:
+        dealt.check_is_for(group)
+        if not dealt.whole.spans.any():
+            return dealt.whole
+        kind, numbers, name = _SHARE, np.array([*dealt.batch, dealt.documents]), f"{name} ({dealt})"
+    row = np.concatenate([[kind], np.zeros(HEADER - 1, dtype=np.int64), numbers])  # as long as an announcement at least
+    rows = group.gather(row, doing=f"comparing documents of {name} for recurrent layers")
+    kinds = np.array([-min(int(row[0]), 0) for row in rows])
+    what = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"
+    check_equal(group, kinds, what, name, "use the same data set and collator on every rank")
+    columns = [row[HEADER:] for row in rows]
+    if dealt is not None:
+        check_shares(np.stack(columns), group, name)
+        return dealt.whole
     none = np.zeros(group.size, dtype=np.int64)
-    return layout_of(Stated(none + 1, none, none, np.array([len(column) // 3 for column in numbers]), rows))
+    parts = np.concatenate(columns).reshape(-1, 3)
+    return layout_of(Stated(none + 1, none, none, np.array([len(column) // 3 for column in columns]), parts))
