@@ -218,7 +218,7 @@ def measured(stack: Stack, load: float, rounds: int) -> dict[str, Any]:
 def run(setting: Setting) -> None:
     """Put the shares that are hidden, by load, and how far the outputs of both ways differ."""
     torch.manual_seed(0)
-    stack = Stack(setting, setting.size(quick=2, cpu=3, gpu=4), setting.size(quick=256, cpu=2048, gpu=16384))
+    stack = Stack(setting, setting.size(quick=2, cpu=3, gpu=3), setting.size(quick=256, cpu=2048, gpu=16384))
     outs = [stack.step(way).float() for way in ("whole", "ping-pong")]
     setting.put(difference=float((outs[0] - outs[1]).norm() / outs[0].norm()), goal=GOAL)
     rows: list[dict[str, Any]] = []
