@@ -222,9 +222,8 @@ def run(setting: Setting) -> None:
     outs = [stack.step(way).float() for way in ("whole", "ping-pong")]
     setting.put(difference=float((outs[0] - outs[1]).norm() / outs[0].norm()), goal=GOAL)
     rows: list[dict[str, Any]] = []
-    for load in LOADS:
-        if setting.time_for(
-            f"exchanges of {load} of compute", setting.size(quick=0.0, cpu=20.0, gpu=12.0 if load < 0.5 else 22.0)
-        ):
+    for load, ways in LOADS.items():
+        expected = setting.size(quick=0.0, cpu=10.0, gpu=4.5) * len(ways)
+        if setting.time_for(f"exchanges of {load} of compute", expected):
             rows.append(measured(stack, load, setting.size(quick=3, cpu=5, gpu=5)))
             setting.put(rows=rows)
