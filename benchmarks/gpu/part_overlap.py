@@ -44,14 +44,14 @@ class Exchange:
     """A channel whose messages take `seconds_per_byte` for each byte sent, one after another.
 
     Attributes:
-        seconds: of all messages since they were set to 0.
+        seconds, exchanges: of all messages, and how many there were, since they were set to 0.
     """
 
     over_gloo = False  # True keeps relays from using another stream, and does nothing else here
     under_way = True  # between a dispatch and its wait, which is where tasks run, but for the last ones of a layer
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds_per_byte, self.seconds = device, 0.0, 0.0
+        self.device, self.seconds_per_byte, self.seconds, self.exchanges = device, 0.0, 0.0, 0
         self._free = 0.0  # when the link has done what it was given, by the clock of a CPU
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
@@ -70,6 +70,7 @@ class Exchange:
         """Start a message, which is what is sent."""
         seconds = sent.numel() * self.seconds_per_byte
         self.seconds += seconds
+        self.exchanges += 1
         if self.device.type != "cuda":
             received.copy_(sent)
             self._free = max(time.monotonic(), self._free) + seconds
@@ -190,7 +191,7 @@ class Stack:
 
     def seconds(self, way: str, seconds_per_byte: float) -> tuple[float, float]:
         """Of a step, and of its exchanges."""
-        self.exchange.seconds_per_byte, self.exchange.seconds = seconds_per_byte, 0.0
+        self.exchange.seconds_per_byte, self.exchange.seconds, self.exchange.exchanges = seconds_per_byte, 0.0, 0
         synchronize(self.setting.device)
         started = time.perf_counter()
         self.step(way)
@@ -211,7 +212,9 @@ def measured(stack: Stack, load: float, rounds: int) -> dict[str, Any]:
     for (way, free), (_, busy) in zip(rates[::2], rates[1::2], strict=True):
         without, with_exchanges = (statistics.median(taken[way, per_byte]) for per_byte in (free, busy))
         hidden = 1 - (with_exchanges - without) / (load * compute)
-        result[way] = {"bytes": bytes_of_step[way], "without": without, "with": with_exchanges, "hidden": hidden}
+        stack.seconds(way, 0.0)
+        counts = {"bytes": bytes_of_step[way], "exchanges": stack.exchange.exchanges}
+        result[way] = {**counts, "without": without, "with": with_exchanges, "hidden": hidden}
     return result
 
 
