@@ -2,13 +2,14 @@
 
 torch's FakeTensorMode runs every operation for its shapes alone, on devices that are not there, and raises where an operation
 would mix devices. A build of torch for CPUs refuses some things before the mode sees them; those are done by the operations under
-them. It has no autograd on such devices: `Tape` calls autograd functions one after another, and backwards.
+them. It has no autograd on such devices: `Tape` calls autograd functions one after another, and backwards. `cuda_autograd` gives
+a process of its own what autograd lacks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -100,8 +101,11 @@ class _EfficientBackward(TorchDispatchMode):
 
 
 @contextmanager
-def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[list[tuple[int, ...]]]:
-    """Inside, tensors may be on a GPU of this compute capability. Yields the shapes of the tensors that were pinned."""
+def fake_cuda(capability: tuple[int, int] = (9, 0), *, autograd: bool = False) -> Iterator[list[tuple[int, ...]]]:
+    """Inside, tensors may be on a GPU of this compute capability. Yields the shapes of the tensors that were pinned.
+
+    With `autograd`, gradients are recorded: only in a process that began with the library of `cuda_autograd`.
+    """
     pinned: list[tuple[int, ...]] = []
 
     def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,17 +114,19 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[list[tuple[int, 
         return tensor
 
     plain = torch.Tensor
-    changes = {
-        plain.__getitem__: _getitem(plain.__getitem__),
-        plain.to: _to(plain.to),
-        plain.pin_memory: pin_memory,
-        plain.contiguous: _contiguous,
-        plain.copy_: _copy_,
-    }
+    changes: dict[Callable[..., Any], Callable[..., Any]] = {plain.pin_memory: pin_memory}
+    if not autograd:
+        changes |= {
+            plain.__getitem__: _getitem(plain.__getitem__),
+            plain.to: _to(plain.to),
+            plain.contiguous: _contiguous,
+            plain.copy_: _copy_,
+        }
     gpu = {
         "is_available": lambda: True,
         "get_device_capability": lambda device=None: capability,
         "is_current_stream_capturing": lambda: False,
+        "is_bf16_supported": lambda including_emulation=True: True,
     }
     with (
         _Changed(changes),
@@ -131,7 +137,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[list[tuple[int, 
         patch.object(kernels, "_checked", kernels._checked.__wrapped__),
         FakeTensorMode(),
         _EfficientBackward(),
-        torch.no_grad(),
+        nullcontext() if autograd else torch.no_grad(),
     ):
         yield pinned
 

@@ -130,7 +130,6 @@ class Streams(TorchDispatchMode):
             self._freed.append(self._memory.pop(key))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._bury()
         given = [value for value in tree_leaves((args, kwargs)) if _on_gpu(value)]
         result = func(*args, **(kwargs or {}))
         arguments = func._schema.arguments

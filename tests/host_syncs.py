@@ -33,7 +33,7 @@ READS = frozenset(
         "unique_consecutive",
         "unique_dim_consecutive",
         "bincount",
-        "histc",
+        "histc",  # of a range that is to be found; a given one is not read
         "repeat_interleave",  # without a size of the output; with one it takes another overload's argument
         "tensor_split",
         "_pad_packed_sequence",
@@ -94,7 +94,7 @@ class NoHostSyncs(TorchDispatchMode):
 
     def _check(self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
         name = func.overloadpacket.__name__
-        if name in READS and kwargs.get("output_size") is None:
+        if name in READS and kwargs.get("output_size") is None and not _has_range(name, args, kwargs):
             raise HostSyncError(f"{func} reads a tensor on the host")
         if name in INDEXING and any(one.dtype in (torch.bool, torch.uint8) for one in tree_leaves(args[1]) if one is not None):
             raise HostSyncError(f"{func} with a mask counts its elements on the host")
@@ -124,6 +124,12 @@ class NoHostSyncs(TorchDispatchMode):
             for tensor in tensors:
                 reference = StorageWeakRef(tensor.untyped_storage())  # held, so that its number is not used again
                 self._known.setdefault(reference.cdata, reference)
+
+
+def _has_range(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this is a histogram (x, bins, min, max) of a range that is given."""
+    bounds = dict(zip(("min", "max"), args[2:], strict=False)) | kwargs
+    return name == "histc" and bounds.get("min", 0) != bounds.get("max", 0)
 
 
 # What `torch.Tensor` itself has of the methods; the others it inherits.

@@ -73,10 +73,13 @@ def test_what_is_hidden_of_artificial_exchanges(folder: Path) -> None:
     found = figures(folder, "overlap")
     assert found["difference"] < 1e-5
     assert [row["load"] for row in found["rows"]] == [0.25, 0.5]
-    for row in found["rows"]:
-        assert row["bytes"] > 0 < row["exchange_seconds"]
-        for way in ("whole", "ping-pong"):
+    ways = ["whole", "ping-pong", "relays", "relays on one stream"]
+    for row, expected in zip(found["rows"], (ways[:2], ways), strict=True):
+        assert [way for way in row if isinstance(row[way], dict)] == expected
+        for way in expected:
+            assert row[way]["bytes"] > 0 < row["exchange_seconds"]
             assert row[way]["hidden"] == pytest.approx(1 - (row[way]["with"] - row[way]["without"]) / row["exchange_seconds"])
+    assert [found["rows"][1][way]["exchanges"] for way in ways] == [8, 16, 14, 14], "of two layers; relays make 7 of 4"
 
 
 def measured_ranks(folder: Path) -> list[dict[str, Any]]:

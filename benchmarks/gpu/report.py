@@ -183,20 +183,14 @@ def memory(data: Figures) -> list[str]:
 def overlap(data: Figures) -> list[str]:
     rows = []
     for row in data.get("rows", []):
-        cells = [
-            cell
-            for name in ("whole", "ping-pong")
-            for cell in (f"{row[name]['without']:.4g}", f"{row[name]['with']:.4g}", percent(row[name]["hidden"]))
-        ]
-        rows.append((row["load"], f"{row['exchange_seconds']:.4g}", *cells))
-    each = ("s without", "s with", "hidden")
-    head = (
-        "exchanges / compute",
-        "s of exchanges",
-        *(f"{name}, {what}" for name in ("whole layers", "ping-pong") for what in each),
-    )
+        for way, found in row.items():
+            if isinstance(found, dict):
+                cells = (f"{found['without']:.4g}", f"{found['with']:.4g}", percent(found["hidden"]))
+                rows.append((row["load"], f"{row['exchange_seconds']:.4g}", way, *cells))
+    head = ("exchanges / compute", "s of exchanges", "layers", "s without", "s with", "hidden")
     text = ["## Artificial exchanges", "", f"Share that is hidden (goal in ping-pong: {percent(data.get('goal', 0.8))})."]
-    return [*text, f"Outputs of both ways differ by {data.get('difference', float('nan')):.1e}.", "", *table(head, rows)]
+    difference = data.get("difference", float("nan"))
+    return [*text, f"Outputs of whole layers and of ping-pong differ by {difference:.1e}.", "", *table(head, rows)]
 
 
 PARTS: dict[str, Callable[[Figures], list[str]]] = {

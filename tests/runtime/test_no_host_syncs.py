@@ -193,6 +193,7 @@ READING: dict[str, Callable[[], object]] = {
     "unique of rows": lambda: x().view(3, 2).unique(dim=0),
     "unique_consecutive": lambda: x().unique_consecutive(),
     "bincount": lambda: x().long().bincount(),
+    "histogram": lambda: x().histc(3),
     "repeat_interleave": lambda: x().repeat_interleave(torch.ones(6, dtype=torch.long)),
     "tensor_split": lambda: torch.ops.aten.tensor_split(x(), torch.tensor([2, 4])),
 }
@@ -240,6 +241,7 @@ def test_what_reads_nothing_is_let_through() -> None:
         torch.where(mask(), x(), 0.0)
         x()[1:3] = x()[table]
         x().repeat_interleave(2)
+        x().histc(3, min=0, max=5)
         with allowed():
             assert y[0].item() >= 0
     assert mode.operations > 5

@@ -42,8 +42,8 @@ _MAX_HEAD_DIM = 256
 _HALF = (torch.float16, torch.bfloat16)
 _OLDEST = (2, 6, 2)  # of flash-attn
 _FOURTH = (9, 10, 11, 12)  # major compute capabilities whose backward FlashAttention 4 has
-# That FlashAttention 3 leaves to messages beside it. Its blocks stay on their multiprocessors until the last task is done: even a
-# stream of high priority gets none before. NCCL takes as many as it has channels, up to 32 inside a node. Not measured yet.
+# That FlashAttention 3, whose blocks stay to the end, leaves to messages. NCCL takes one for each channel of an all-to-all; torch
+# and its options neither tell nor bound how many (https://github.com/NVIDIA/nccl/issues/1598, where it had 16). Not measured yet.
 _MESSAGE_MULTIPROCESSORS = 16
 _INTERFACE_3, _INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
 

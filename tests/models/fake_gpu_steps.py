@@ -1,0 +1,239 @@
+"""A training step of a whole model on a GPU that is not there, as rank 0 of a group. For a process of `cuda_autograd`.
+
+Every operation runs for its device, dtype and shape alone. A step raises where the host would wait for the GPU. It records where
+work of two streams could touch the same memory at once. Messages of the other rank have the sizes that are awaited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hf_distca
+from device_events import Device
+from fake_cuda import CUDA, fake_cuda
+from gpu_streams import Flight, Link, Streams
+from hf_distca import kernels
+from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.dealt import Dealing
+from hf_distca.agreement.documents import PackedDocuments
+from hf_distca.integration import checks, mask
+from hf_distca.integration.session import Session, current_session
+from hf_distca.kernels import varlen
+from hf_distca.runtime import core_attention
+from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.outputs import OutputStore
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import IntArray
+from host_syncs import NoHostSyncs
+
+LAYERS, TOKENS = 2, 1024
+LENGTHS = (1300, 300, 200, 148, 100)  # of the documents of a global batch
+SIZES = {
+    "num_hidden_layers": LAYERS,
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    **dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"], 1),
+}
+# Where two layers of the default config are of one kind.
+BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+KINDS = {"gemma4_text": BOTH_KINDS, "gemma3_text": BOTH_KINDS, "cohere2": BOTH_KINDS}
+
+
+class Way(NamedTuple):
+    """How a step runs.
+
+    Attributes:
+        ranks: 1; or 2, that are dealt a batch.
+        ping_pong: whether layers run as two nano-batches.
+        reentrant: the kind of gradient checkpointing; None for none.
+        autocast: whether the model is in float32 and computes in bfloat16.
+    """
+
+    ranks: int = 2
+    ping_pong: bool = False
+    reentrant: bool | None = None
+    autocast: bool = False
+
+
+class Step(NamedTuple):
+    """What was counted in two equal steps, and seen in the second.
+
+    Attributes:
+        kernels: that attention ran in.
+        calls, recalls: of attention that computed, and that took its outputs from the first forward.
+        kernel_calls, exchanges: forward and backward.
+        forward_operations, backward_operations: that were looked at.
+        beside: whether backward ran in a thread of its own.
+        races: of streams, in both steps.
+        waits: of the host for events, in both steps.
+        wrong: parameters whose gradients have another device, dtype or shape, or that have none.
+    """
+
+    kernels: list[str]
+    calls: int
+    recalls: int
+    kernel_calls: int
+    exchanges: int
+    forward_operations: int
+    backward_operations: int
+    beside: bool
+    races: list[str]
+    waits: int
+    wrong: list[str]
+
+
+class NoWaits(NoHostSyncs):
+    """Copies from page-locked memory to the GPU may be started: nobody waits for them."""
+
+    def _check(self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
+        upload = kwargs.get("non_blocking") and kwargs.get("device") == CUDA
+        if not upload:
+            super()._check(func, given, args, kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class Group(AttentionGroup):
+    """Two ranks of which the other one announces the same as this one."""
+
+    def gather_async(self, row: IntArray, *, doing: str, agree: Callable[[Sequence[IntArray]], object]) -> Any:
+        """As `AttentionGroup.gather_async`; it is over at once."""
+        rows = [row] * self.size
+        agree(rows)
+        return Met(rows)
+
+    def at(self, where: str, forward_exchanges: int) -> AttentionGroup:
+        """The group itself: its link names nothing."""
+        return self
+
+
+@dataclass
+class Met:
+    """A meeting that is over."""
+
+    rows: list[IntArray]
+    done = True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+@dataclass
+class Exchanges(Link):
+    """A link of a group that compares what was launched."""
+
+    checksum = 0
+
+
+@contextmanager
+def in_group(group: AttentionGroup) -> Iterator[None]:
+    """A session's group, and no checks of a first step that need values: of a kernel, of a model's positions, of its loss."""
+    with (
+        patch.object(Session, "group", property(lambda session: group)),
+        patch.object(kernels, "wrong", lambda *case: None),
+        patch.object(mask, "check_positions"),
+        patch.object(checks, "_watch_loss"),
+    ):
+        yield
+
+
+def to_gpu(model: torch.nn.Module) -> None:
+    """Put tensors of the GPU in the place of a model's own."""
+    for module in model.modules():
+        for tensors, kind in ((module._parameters, torch.nn.Parameter), (module._buffers, lambda tensor: tensor)):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = kind(torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA))
+
+
+def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
+    """Packed documents, or rank 0's share of a dealt batch."""
+    packed = PackedDocuments((600, 424))
+    if way.ranks > 1:
+        shape = AttentionShape(4, 2, 32, 32, 2)
+        dealing = Dealing(way.ranks, TOKENS, {PlanKey(shape, "cuda"): CostModel.pairs(shape)}, config)
+        packed = dealing.share(np.array(LENGTHS), (0, 0), 0)
+    ids = {name: torch.empty(1, TOKENS, dtype=torch.int64, device=CUDA) for name in ("input_ids", "position_ids", "labels")}
+    return {**ids, "shift_labels": ids["labels"], "num_items_in_batch": TOKENS, "use_cache": False, "distca_documents": packed}
+
+
+def step(family: str, way: Way) -> Step:
+    """Two steps: in the first, kernels and plans are chosen."""
+    pairs = CostModel.pairs(AttentionShape(4, 2, 32, 32, 2))
+    config = hf_distca.DistCAConfig(ping_pong=way.ping_pong, min_gain=0.0, cost_model=pairs)
+    hf_distca.configure(config)
+    dtype = torch.float32 if way.autocast else torch.bfloat16
+    model_config = AutoConfig.for_model(family, **SIZES, **KINDS.get(family, {}))
+    model: Any = AutoModelForCausalLM.from_config(model_config, attn_implementation="distca", dtype=dtype).train()
+    if way.reentrant is not None:
+        model.activation_checkpointing_enable({"use_reentrant": way.reentrant})
+        model.enable_input_require_grads()
+    gpu, streams, threads = Device(), Streams(), set[int]()
+    group = Group((0, 1), 0, data=Exchanges(streams)) if way.ranks > 1 else AttentionGroup()  # type: ignore[arg-type]
+    with fake_cuda(autograd=True), gpu.installed(), streams.installed(), in_group(group):
+        to_gpu(model)
+        for _ in range(2):
+            batch = batch_of(way, config)
+            with NoWaits() as forward, torch.autocast("cuda", torch.bfloat16, enabled=way.autocast):
+                loss = model(**batch).loss
+            loss.register_hook(lambda _: threads.add(get_ident()))
+            with NoWaits() as backward:
+                loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        right = {name for name, p in model.named_parameters() if _alike(p, grads[name])}
+    session = current_session()
+    return Step(
+        list(session.kernels),
+        session.meter.calls,
+        session.meter.recalls,
+        session.meter.kernel_calls,
+        session.meter.dispatches + session.meter.returns,
+        forward.operations,
+        backward.operations,
+        get_ident() not in threads,
+        streams.races,
+        len(gpu.waits),
+        sorted(grads.keys() - right),
+    )
+
+
+def _alike(parameter: torch.Tensor, grad: torch.Tensor | None) -> bool:
+    kinds = [(x.device, x.dtype, x.shape) for x in (parameter, grad) if x is not None]
+    return len(kinds) == 2 and kinds[0] == kinds[1] and kinds[0][0] == CUDA
+
+
+def _reading(begin: Callable[..., Any]) -> Callable[..., Any]:
+    def read(ctx: Any, do_THV: torch.Tensor) -> Any:
+        assert not do_THV.isnan().any()
+        return begin(ctx, do_THV)
+
+    return read
+
+
+# What is changed in the source, and by what.
+_CHANGES: dict[str, tuple[Any, str, Any]] = {
+    "a gradient is read": (core_attention, "_begin_backward", _reading(core_attention._begin_backward)),
+    "a table stays on the host": (varlen, "to_device", lambda tensor, device: tensor),
+    "a wait is left out": (Flight, "wait", lambda flight: None),
+    "outputs are not kept": (OutputStore, "of", lambda store, module, inputs: None),
+}
+
+
+def step_with(change: str, way: Way) -> Step | str:
+    """A step with a change of the source, or what it raises."""
+    with patch.object(*_CHANGES[change]):
+        try:
+            return step("llama", way)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"

@@ -1,0 +1,81 @@
+"""Steps of whole models on a GPU that is not there: forward, loss and backward, with rotary embeddings, masks and exchanges.
+
+Each operation runs for its device, dtype and shape alone, in a process of its own: see `fake_gpu_steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fake_gpu_steps
+import pytest
+from fake_gpu_steps import Step, Way
+
+import cuda_autograd
+from fake_cuda import needs_cpu_build
+
+pytestmark = needs_cpu_build
+HARDEST = Way(ping_pong=True, reentrant=False)
+WAYS = {
+    "one rank": Way(ranks=1),
+    "one rank, checkpointing": Way(ranks=1, reentrant=False),
+    "dealt": Way(),
+    "dealt, checkpointing": Way(reentrant=False),
+    "dealt, reentrant checkpointing": Way(reentrant=True),
+    "ping-pong": Way(ping_pong=True),
+    "ping-pong, checkpointing": HARDEST,
+    "ping-pong, reentrant checkpointing": Way(ping_pong=True, reentrant=True),
+    "ping-pong, checkpointing, autocast": HARDEST._replace(autocast=True),
+}
+# A softcap, sinks and experts, global layers that are 512 wide, and two kinds of rotary embeddings. Then those that have less.
+FAMILIES = ["gemma2", "gpt_oss", "gemma4_text", "gemma3_text"]
+OTHERS = ["cohere2", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"]
+KERNELS = {"gemma2": ["reference"], "gemma4_text": ["cuda", "efficient"]}
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Callable[..., Any]]:
+    """Runs a function in a process that can do autograd on a fake GPU."""
+    with cuda_autograd.process() as executor:
+        yield lambda function, *args: executor.submit(function, *args).result(timeout=300)
+
+
+def check(done: Step, way: Way) -> None:
+    layers, halves = 2 * fake_gpu_steps.LAYERS, 1 + way.ping_pong
+    assert done.wrong == []
+    assert done.races == []
+    assert done.waits == 0, "neither the meter nor the trace waits"
+    assert min(done.forward_operations, done.backward_operations) > 100 * fake_gpu_steps.LAYERS
+    assert done.beside, "as on a GPU, backward runs in a thread of its own"
+    # Checkpointing repeats neither attention nor exchanges.
+    assert done.calls == layers * halves
+    assert done.recalls == (0 if way.reentrant is None else done.calls)
+    assert done.exchanges == (4 * done.calls if way.ranks > 1 else 0)
+    assert done.kernel_calls == 2 * done.calls * way.ranks
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_stays_on_the_gpu_and_lets_the_host_run_ahead(gpu: Callable[..., Any], way: str) -> None:
+    done = gpu(fake_gpu_steps.step, "llama", WAYS[way])
+    check(done, WAYS[way])
+    assert done.kernels == ["cuda"]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)])
+def test_so_does_one_of_every_family(gpu: Callable[..., Any], family: str) -> None:
+    done = gpu(fake_gpu_steps.step, family, HARDEST)
+    check(done, HARDEST)
+    assert done.kernels == KERNELS.get(family, ["cuda"])
+
+
+def test_what_is_wrong_is_found(gpu: Callable[..., Any]) -> None:
+    """The test itself, on changes of the source that it is there for."""
+
+    def changed(change: str) -> Any:
+        return gpu(fake_gpu_steps.step_with, change, HARDEST)
+
+    assert "HostSyncError: aten._local_scalar_dense.default reads a tensor on the host" in changed("a gradient is read")
+    assert "at least two devices, cuda:0 and cpu" in changed("a table stays on the host")
+    assert any("reads what link may be using" in race for race in changed("a wait is left out").races)
+    assert changed("outputs are not kept").recalls == 0
