@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import hf_distca
-from overlap import exchanges, step
-from step_time import RANKS, batch_of, model_of
+from overlap import data_parallel, exchanges, step
+from step_time import RANKS
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -43,12 +43,11 @@ def record(rank: int, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(arguments.folder / "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    model = model_of(arguments, "distca")
-    batch = batch_of([[arguments.tokens], [arguments.tokens // 8] * 8][rank], rank)
+    run = data_parallel(arguments, rank)
     for _ in range(2):
-        step(model, batch, "ping-pong", 0.0)
+        step(run, "ping-pong", 0.0)
     with hf_distca.trace(arguments.folder), exchanges(0.0):
-        step(model, batch, "ping-pong", arguments.latency / 1e3)
+        step(run, "ping-pong", arguments.latency / 1e3)
     dist.barrier()
     dist.destroy_process_group()
 
