@@ -168,7 +168,9 @@ def test_ranks_that_end_one_after_the_other_say_nothing(tmp_path: Path) -> None:
         code = process.exitcode
         process.kill()
         assert code == 0
-    assert [(tmp_path / f"stderr of rank {rank}").read_text() for rank in (0, 1)] == ["", ""]
+    said = [(tmp_path / f"stderr of rank {rank}").read_text() for rank in (0, 1)]
+    # Where Triton is installed, it lists at the end of a process what its bindings leak.
+    assert [text.split("nanobind: leaked")[0] for text in said] == ["", ""]
 
 
 def free_port() -> int:
