@@ -32,7 +32,7 @@ from even_ticks import EVEN_TICKS
 from hf_distca.simulate.advice import assumptions
 from hf_distca.simulate.document_lengths import DISTRIBUTIONS, DocumentSource, distribution
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.memory import peak_bytes
+from hf_distca.simulate.memory import fullest
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.predict import Prediction, ideal_seconds, simulate
 from hf_distca.simulate.setting import Setting
@@ -99,7 +99,7 @@ def arrangements(row: Row, *, stages: bool) -> list[Setting]:
             continue
         one = Setting(find_model(row.model), find_hardware("h200"), row.gpus, each, TENSOR, depth, count, sharding="zero1")
         fit = [
-            two for two in (one, replace(one, checkpointing="selective")) if peak_bytes(two, each) <= one.hardware.memory_bytes
+            two for two in (one, replace(one, checkpointing="selective")) if fullest(two, each).total <= one.hardware.memory_bytes
         ]
         found += fit
         if not stages and one in fit:

@@ -19,7 +19,7 @@ from hf_distca.simulate import context, loader_rules
 from hf_distca.simulate.beside_attention import gather_rate, layer_seconds, tensor_seconds, weight_exchange
 from hf_distca.simulate.disaggregated import halved
 from hf_distca.simulate.hardware import find_hardware
-from hf_distca.simulate.memory import most_tokens, peak_bytes, state_of
+from hf_distca.simulate.memory import fullest, most_tokens, state_of
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.setting import TILE, Setting
 from hf_distca.simulate.strategies import STRATEGIES
@@ -64,7 +64,7 @@ def test_weights_are_hidden_beside_long_computing_and_not_beside_none(setting: S
 
 def test_memory_is_full_at_the_tokens_that_fill_it(setting: Setting) -> None:
     tokens = most_tokens(setting)
-    assert peak_bytes(setting, tokens, 0.0) <= setting.hardware.memory_bytes < peak_bytes(setting, 1.01 * tokens, 0.0)
+    assert fullest(setting, tokens, 0.0).total <= setting.hardware.memory_bytes < fullest(setting, 1.01 * tokens, 0.0).total
     held = {name: state_of(replace(setting, sharding=name)).total for name in ("ddp", "zero1", "fsdp")}
     assert held["ddp"] > held["zero1"] > held["fsdp"]
     assert held["ddp"] == pytest.approx(setting.model.parameters * 18)
@@ -244,7 +244,7 @@ def test_gathered_keys_take_the_part_of_memory_that_was_measured() -> None:
             tall, context.SharedRows(np.full(2 * nodes, 32768), np.zeros(2 * nodes, dtype=np.int64), 1), nodes
         )
         keys = 65536 * nodes * tall.shape.key_value_bytes * 32
-        parts.append(keys / peak_bytes(tall, work.tokens, work.received, work.kept))
+        parts.append(keys / fullest(tall, work.tokens, work.received, work.kept).total)
     assert parts[0] == pytest.approx(0.03, abs=0.015)
     assert parts[1] == pytest.approx(0.29, abs=0.03)
 
@@ -256,7 +256,7 @@ def test_rows_of_wlb_leave_room_for_the_keys_that_they_keep(setting: Setting) ->
     for one in found:
         work = one.works[0]
         assert work.tokens.sum() == pytest.approx(lengths.sum())
-        assert peak_bytes(narrow, work.tokens, work.received, work.kept) <= narrow.hardware.memory_bytes, one.degree
+        assert fullest(narrow, work.tokens, work.received, work.kept).total <= narrow.hardware.memory_bytes, one.degree
     assert len(found) > len({one.degree for one in found}), "of some degree there are both ways"
 
 

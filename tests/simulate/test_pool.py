@@ -15,7 +15,7 @@ from hf_distca.schedule.layout import IntArray
 from hf_distca.simulate.advice import advise, assumptions
 from hf_distca.simulate.beside_attention import optimizer_seconds
 from hf_distca.simulate.document_lengths import distribution, from_list
-from hf_distca.simulate.memory import peak_bytes
+from hf_distca.simulate.memory import fullest
 from hf_distca.simulate.models import find_model
 from hf_distca.simulate.pool import COUNTED, Devices, pooled
 from hf_distca.simulate.predict import Prediction, best_of, ideal_seconds, predict_step, simulate
@@ -178,7 +178,7 @@ def test_what_servers_do_not_train_others_do(setting: Setting) -> None:
 def test_weights_are_sharded_over_those_that_train(setting: Setting) -> None:
     (step,) = simulate(replace(setting, servers=4), distribution("equal:256", 256), ["pool"], batches=1)
     half = replace(setting, ranks=4, tokens_per_rank=2 * setting.tokens_per_rank)
-    assert step.peak_bytes == peak_bytes(half, half.tokens_per_rank)
+    assert step.peak_bytes == fullest(half, half.tokens_per_rank).total
 
 
 def test_seconds_without_work_make_a_step_longer_and_nobody_busy(setting: Setting) -> None:

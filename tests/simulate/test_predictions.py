@@ -16,7 +16,7 @@ from hf_distca.simulate.advice import advise, assumptions
 from hf_distca.simulate.beside_attention import head_seconds
 from hf_distca.simulate.document_lengths import distribution, from_list
 from hf_distca.simulate.hardware import KNOWN_HARDWARE
-from hf_distca.simulate.memory import activation_bytes, peak_bytes
+from hf_distca.simulate.memory import activation_bytes, fullest
 from hf_distca.simulate.models import KNOWN_MODELS, find_model
 from hf_distca.simulate.predict import best_alternative, best_of, ideal_seconds, predict_step, simulate
 from hf_distca.simulate.setting import Setting
@@ -244,7 +244,7 @@ def test_pipelines_run_what_hf_distca_runs_in_stages_and_hold_what_its_ticks_hol
     documents = distribution("equal:2048", 16384)
     found = {one.strategy: one for one in simulate(staged, documents, ("plain", *OURS), batches=1)}
     assert set(found) == {"plain", *OURS}
-    least = peak_bytes(staged, staged.tokens_per_rank)
+    least = fullest(staged, staged.tokens_per_rank).total
     assert found["plain"].peak_bytes == least
     each = activation_bytes(staged) * staged.tokens_per_rank
     assert found["dealt"].peak_bytes - least >= 3 * each, "the first of four stages holds seven micro-batches, not four"

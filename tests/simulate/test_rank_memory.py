@@ -14,7 +14,7 @@ import pytest
 from hf_distca.errors import ConfigError
 from hf_distca.simulate.hardware import find_hardware
 from hf_distca.simulate.longest import WAYS, LongestDocument, longest_documents
-from hf_distca.simulate.memory import TERMS, fullest, peak_bytes
+from hf_distca.simulate.memory import TERMS, fullest
 from hf_distca.simulate.models import ModelShape, find_model
 from hf_distca.simulate.predict import Prediction, predict_step
 from hf_distca.simulate.setting import Setting
@@ -71,7 +71,7 @@ def test_terms_add_to_the_peak_and_are_those_of_the_fullest_rank(setting: Settin
         arranged = replace(setting, checkpointing=checkpointing)
         memory = fullest(arranged, tokens, received)
         assert memory.total == pytest.approx(sum(getattr(memory, term) for term in TERMS))
-        assert memory.total == pytest.approx(max(peak_bytes(arranged, *pair) for pair in zip(tokens, received, strict=True)))
+        assert memory.total == pytest.approx(max(fullest(arranged, *pair).total for pair in zip(tokens, received, strict=True)))
         assert memory.exchange == 2e11
 
 

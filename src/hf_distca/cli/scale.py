@@ -78,7 +78,7 @@ class Scale:
     def setting(self) -> Setting:
         """The setting that options describe; options out of their ranges are refused."""
         from hf_distca.simulate.hardware import find_hardware
-        from hf_distca.simulate.memory import peak_bytes
+        from hf_distca.simulate.memory import fullest
         from hf_distca.simulate.models import find_model
         from hf_distca.simulate.setting import Setting
 
@@ -102,7 +102,7 @@ class Scale:
             self.servers_each_node,
         )
         _ = setting.shape  # says which degrees heads do not allow
-        full = self.checkpointing == "auto" and peak_bytes(setting, self.tokens_per_rank) > device.memory_bytes
+        full = self.checkpointing == "auto" and fullest(setting, self.tokens_per_rank).total > device.memory_bytes
         return replace(setting, checkpointing="full") if full else setting
 
     def predicted(self, names: list[str]) -> tuple[Setting, DocumentSource, list[Prediction]]:

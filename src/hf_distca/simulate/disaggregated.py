@@ -36,7 +36,7 @@ def given(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
 
 def dealt(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
     """Documents dealt by hf-distca, those of a node if there is room."""
-    model = setting.cost(None if None in (window for window, _ in setting.model.kinds) else setting.model.window)
+    model = setting.dealing_cost
     arguments = (lengths, setting.group, setting.tokens_per_rank, model)
     nodes = setting.nodes.seen_by(model).per_node
     if ping_pong:

@@ -10,7 +10,7 @@ from hf_distca.schedule.profiles import Profile
 
 __all__ = ["KNOWN_HARDWARE", "Hardware", "find_hardware"]
 
-_REACHED = 0.85  # of the data sheet's rate of memory, by what only reads and writes: assumed
+_REACHED = 0.85  # of the data sheet's rates of memory and of the link to the host: assumed
 # Of that, by copies into another order. pytorch issue 178066: heads are put in order for an all-to-all in 0.38 of its time on
 # H100 and 0.43 on A100. With the all-to-alls of the shipped profiles among 8 GPUs, that is 0.54 and 0.55 of the data sheet's
 # rate.
@@ -55,7 +55,7 @@ class Hardware:
     sources: tuple[tuple[str, str], ...]
     ranks_per_node: int = 8
     host_bytes: float = 2.5e11
-    host_rate: float = 0.85 * 6.4e10
+    host_rate: float = _REACHED * 6.4e10
 
     def __post_init__(self) -> None:
         for part in fields(self):
@@ -101,7 +101,8 @@ class _Device:
         )
         wire = self.link_gbps * 1e9 / 8
         host = (
-            f"{self.host_bytes / 1e9:.0f} GB a device, {self.host_rate / 1e9:.0f} GB/s each way (data sheets), 85 % of it assumed"
+            f"{self.host_bytes / 1e9:.0f} GB a device, {self.host_rate / 1e9:.0f} GB/s each way (data sheets), "
+            f"{100 * _REACHED:.0f} % of it assumed"
         )
         link = f"{self.link_gbps:.0f} Gbit/s a GPU, of which messages reach {between.bytes_per_second / wire:.0%}"
         errors = f"largest error of fitted timings {rates.errors['fitted_forward_largest']:.0%} forward"
@@ -120,7 +121,7 @@ class _Device:
             ),
             ranks_per_node=self.ranks_per_node,
             host_bytes=self.host_bytes,
-            host_rate=0.85 * self.host_rate,
+            host_rate=_REACHED * self.host_rate,
         )
 
 

@@ -30,7 +30,6 @@ __all__ = [
     "host_bytes",
     "in_flight",
     "most_tokens",
-    "peak_bytes",
     "state_of",
 ]
 
@@ -259,20 +258,8 @@ def fullest(
     return moment.of_rank(int(np.argmax(np.atleast_1d(moment.total))))
 
 
-def peak_bytes(
-    setting: Setting,
-    tokens: npt.ArrayLike,
-    received: npt.ArrayLike = 0.0,
-    kept: npt.ArrayLike = 0.0,
-    *,
-    same_phase: bool = False,
-) -> float:
-    """Bytes of the fullest rank's device; arguments are those of `fullest`."""
-    return float(fullest(setting, tokens, received, kept, same_phase=same_phase).total)
-
-
 def most_tokens(setting: Setting, received: float = 0.0, kept: float = 0.0) -> int:
     """Tokens of a micro-batch with which a rank's memory is full, if exchanges hold so many bytes for each."""
     limit = int(setting.hardware.memory_bytes / _LayerBytes.of(setting).input) + 1  # a token has at least a layer's input
     room = setting.hardware.memory_bytes
-    return max(bisect_right(range(limit), room, key=lambda n: peak_bytes(setting, n, n * received, n * kept)) - 1, 0)
+    return max(bisect_right(range(limit), room, key=lambda n: float(fullest(setting, n, n * received, n * kept).total)) - 1, 0)

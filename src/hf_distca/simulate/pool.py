@@ -86,7 +86,7 @@ def pooled(
 
 def _dealt(setting: Setting, devices: Devices, lengths: IntArray, ping_pong: bool) -> tuple[Layout, ...]:
     """Documents dealt to the ranks that train, in the layouts of all ranks."""
-    cost, trains = setting.cost(None if None in dict(setting.model.kinds) else setting.model.window), devices.trains
+    cost, trains = setting.dealing_cost, devices.trains
     ends = (lengths.sum() * np.cumsum(devices.tokens[trains]) / devices.tokens.sum()).round().astype(np.int64)
     tokens = np.diff(ends, prepend=0).tolist()
     nodes = setting.nodes.seen_by(cost).per_node

@@ -71,6 +71,8 @@ class Prediction:
 
 def predict_step(setting: Setting, batches: Sequence[IntArray], strategy: Strategy) -> Prediction | None:
     """The step of these micro-batches of the attention group, each its document lengths; None if a strategy cannot run them."""
+    if strategy.disaggregated and setting.checkpointing == "full":  # hf-distca keeps attention's output
+        setting = replace(setting, checkpointing="selective")
     predictions = [_of_candidate(setting, candidate, strategy, batches) for candidate in strategy.candidates(setting, batches)]
     if not predictions:
         return None
@@ -78,10 +80,7 @@ def predict_step(setting: Setting, batches: Sequence[IntArray], strategy: Strate
 
 
 def _of_candidate(setting: Setting, candidate: Candidate, strategy: Strategy, batches: Sequence[IntArray]) -> Prediction:
-    if strategy.disaggregated and setting.checkpointing == "full":
-        setting = replace(setting, checkpointing="selective")
     works, stages, holders = candidate.works, setting.stages, candidate.holders or setting
-    holders = replace(holders, checkpointing=setting.checkpointing)
     parts = [rank_seconds(setting, work) for work in works]
     timeline_of = same_phase if candidate.ticks else one_forward_one_backward if stages > 1 else data_parallel
     timeline = timeline_of(setting, works, parts)

@@ -153,6 +153,11 @@ class Setting:
         return Ranks(per_node=per_node if per_node > 1 and self.shared % per_node == 0 else None)
 
     @property
+    def dealing_cost(self) -> CostModel:
+        """The cost model of the layers whose rows see the most keys, for which documents are dealt."""
+        return self.cost(None if None in dict(self.model.kinds) else self.model.window)
+
+    @property
     def trains(self) -> npt.NDArray[np.bool_]:
         """Which ranks of the attention group train, if `servers` do not; shape (group,)."""
         ranks, servers, per_node = np.arange(self.group), self.servers // self.tensor, self.nodes.per_node
