@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch._C import _autograd
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -152,23 +153,54 @@ def group_of_members(
 ) -> dist.ProcessGroup:
     """A process group of that name, made by its members alone and bound to no device; `dist.new_group` waits for all ranks."""
     world = c10d._get_default_group()
-    device, world.bound_device_id = world.bound_device_id, None
+    place = ranks, ranks.index(world.rank())
+    return _new_group(place, list(ranks), c10d._world.pg_map[world][1], (backend, timeout), (name, purpose))
+
+
+def group_in_store(
+    place: tuple[tuple[int, ...], int], store: Store, backend: str, timeout: datetime.timedelta, name: str
+) -> dist.ProcessGroup:
+    """A process group of that name of processes that meet in a store, and need not be in one world or in any.
+
+    Args:
+        place: numbers of all of them, in the place of global ranks, and the index of this one.
+        store, backend, timeout: as for `dist.init_process_group`.
+        name: which no other group of this process has.
+    """
+    # Without global ranks, torch does not look for them in the world of this process.
+    return _new_group(place, [], store, (backend, timeout), (name, name))
+
+
+def _new_group(
+    place: tuple[tuple[int, ...], int],
+    global_ranks: list[int],
+    store: Store,
+    over: tuple[str, datetime.timedelta],
+    names: tuple[str, str],
+) -> dist.ProcessGroup:
+    ranks, rank = place
+    backend, timeout = over
+    world = c10d.GroupMember.WORLD
+    device = None if world is None else world.bound_device_id
+    if world is not None:
+        world.bound_device_id = None
     group: dist.ProcessGroup
     try:
         group, _ = c10d._new_process_group_helper(
             len(ranks),
-            ranks.index(world.rank()),
-            list(ranks),
+            rank,
+            global_ranks,
             c10d.Backend(backend),
-            c10d._world.pg_map[world][1],
-            c10d.GroupName(name),
+            store,
+            c10d.GroupName(names[0]),
             backend_options=_options(backend, timeout),
             timeout=timeout,
-            group_desc=purpose,
+            group_desc=names[1],
         )
     finally:
-        world.bound_device_id = device
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+        if world is not None:
+            world.bound_device_id = device
+    c10d._world.pg_group_ranks[group] = {number: index for index, number in enumerate(ranks)}
     return group
 
 
@@ -184,6 +216,12 @@ def _options(backend: str, timeout: datetime.timedelta) -> Any:
     options.is_high_priority_stream = True
     options._timeout = timeout
     return options
+
+
+def store_of_world() -> Store:
+    """Where the ranks of the world met."""
+    store: Store = c10d._get_default_store()
+    return store
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> datetime.timedelta:

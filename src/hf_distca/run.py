@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from urllib.parse import quote, unquote
 
 from hf_distca.errors import ConfigError, DistCAError
+from hf_distca.pool.launch import Place, parse_address
 from hf_distca.register import check_stand_in, when_imported, when_models_load
 
 __all__ = ["Options", "begin", "find_command", "find_module", "read_options", "run_command", "run_module"]
@@ -37,6 +38,10 @@ class Options(NamedTuple):
         instead_of: the attention that distca stands in for, None for none.
         tokens_per_rank: with which every Trainer deals its documents, as `hf_distca.deal` does; None for as they are.
         settings: fields of `DistCAConfig` and their values, for `hf_distca.configure`; None to leave that to the script.
+        servers: how many of the processes that a launcher starts on each node are attention servers, its last ones.
+        server_address: ``HOST:PORT`` of servers that were started by themselves.
+        server_wait: seconds that servers may take to come, and on servers that ranks which train may take.
+        launched: what a process that trains knows of the servers of its launch: nodes, servers of each, attempt.
     """
 
     attn_implementation: Literal["distca"] | None = None
@@ -44,6 +49,10 @@ class Options(NamedTuple):
     instead_of: str | None = None
     tokens_per_rank: int | None = None
     settings: Mapping[str, Any] | None = None
+    servers: int = 0
+    server_address: Sequence[str] = ()
+    server_wait: float = 300.0
+    launched: tuple[int, int, str] | None = None
 
     def search_path(self) -> list[str]:
         """What goes in front of ``PYTHONPATH``: the folder, and a name in it that holds the options, which `read` looks for."""
@@ -71,6 +80,15 @@ class Options(NamedTuple):
             raise ConfigError(f"summary={self.summary!r} must be True or False.")
         if self.instead_of is not None:
             check_stand_in(self.instead_of)
+        for name, least in (("servers", 0), ("server_wait", 1)):
+            if (
+                isinstance(getattr(self, name), bool)
+                or not isinstance(getattr(self, name), int | float)
+                or getattr(self, name) < least
+            ):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least {least}.")
+        for address in self.server_address:
+            parse_address(address)
         return self
 
 
@@ -92,7 +110,7 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
 
         sources = {} if file is None else {str(file): read_values(file)}
         sources["--set"] = parse_values("\n".join(change.replace("=", ": ", 1) for change in changes), "--set")
-        names = tuple(name for name in Options._fields if name != "settings")
+        names = tuple(name for name in Options._fields if name not in ("settings", "launched"))
         for source, values in sources.items():
             _, beside = split_settings(values, source, names)
             try:
@@ -107,7 +125,11 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
 
 
 def begin(options: Options) -> None:
-    """Set up this process."""
+    """Set up this process; one that a launcher has started to be a server becomes that, and does not return."""
+    if options.servers and (place := Place.of(os.environ)) is not None:
+        options = _take_place(options, place)
+    if options.launched is not None or options.server_address:
+        when_models_load(partial(_join_pool, options))
     if options.settings is not None or options.instead_of is not None:
         when_models_load(partial(_configure, options))
     if options.attn_implementation is not None:
@@ -118,6 +140,32 @@ def begin(options: Options) -> None:
         import atexit
 
         atexit.register(_sum_up)
+
+
+def _take_place(options: Options, place: Place) -> Options:
+    """Become a server, or a rank of the world that is left without servers. Returns the options of that."""
+    place.check(options.servers)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    names = os.environ.get(_PYTHONPATH, "").split(os.pathsep)
+    others = [name for name in names if name and name != _CHILD_START and os.path.dirname(name) != _CHILD_START]  # noqa: PTH120
+    if place.serves(options.servers):
+        number = place.node * options.servers + place.local - (place.per_node - options.servers)
+        arguments = f"{number}, {attempt!r}, {options.server_wait}, {place.local}"
+        code = f"from hf_distca.pool.launch import serve_launched; serve_launched({arguments})"
+        os.execve(sys.executable, [sys.executable, "-c", code], os.environ | {_PYTHONPATH: os.pathsep.join(others)})
+    world = place.world_of_trainers(options.servers)
+    options = options._replace(servers=0, launched=(place.nodes, options.servers, attempt))
+    # What this process starts is of the smaller world, too.
+    os.environ |= world | {_PYTHONPATH: os.pathsep.join([*options.search_path(), *others])}
+    return options
+
+
+def _join_pool(options: Options) -> None:
+    from hf_distca.integration.session import Session
+    from hf_distca.pool.lead import Pool
+
+    nodes, each_node, attempt = options.launched or (0, 0, "0")
+    Session.pool = Pool(tuple(options.server_address), nodes, each_node, attempt, options.server_wait)
 
 
 def find_command(command: str) -> Path:

@@ -46,17 +46,23 @@ def plan_fetched(plan: Callable[[Dealt], None]) -> None:
 
 
 class PlanJob(NamedTuple):
-    """Which plan is made, and with what beside a layout, as for `balance`. `ranks` are those that the cost model tells apart."""
+    """Which plan is made, and with what beside a layout, as for `balance`. `ranks` are those that the cost model tells apart.
+
+    Where a pool of servers takes part, `holds` says of each rank whether it is one of those that the batch is dealt to.
+    """
 
     key: PlanKey
     cost: CostModel
     config: DistCAConfig
     ranks: Ranks = ALIKE
+    holds: tuple[bool, ...] | None = None
 
     @classmethod
-    def of(cls, key: PlanKey, cost: CostModel, config: DistCAConfig, ranks: Ranks) -> PlanJob:
+    def of(
+        cls, key: PlanKey, cost: CostModel, config: DistCAConfig, ranks: Ranks, holds: tuple[bool, ...] | None = None
+    ) -> PlanJob:
         """The job of a plan under these settings. Layers that are left whole hide nothing, whatever the settings are."""
-        return cls(key, cost, replace(config, ping_pong=key.nano > 0), ranks.seen_by(cost))
+        return cls(key, cost, replace(config, ping_pong=key.nano > 0), ranks.seen_by(cost), holds)
 
 
 class Dealt:
@@ -83,6 +89,14 @@ class Dealt:
         self._plans: dict[PlanJob, Plan] = {}
         self._planned_here = 0
         self._beside: Thread | None = None
+
+    @classmethod
+    def of_others(cls, layouts: tuple[Layout, ...], batch: tuple[int, int], documents: int, config: DistCAConfig) -> Dealt:
+        """What a server of a pool knows of a global batch, which is dealt to others; for the arguments see the attributes."""
+        dealt = cls.__new__(cls)
+        dealt.__dict__ |= {"layouts": layouts, "batch": batch, "documents": documents, "settings": config, "rank": -1}
+        dealt.__dict__ |= {"per_node": None, "_plans": {}, "_planned_here": 0, "_beside": None}
+        return dealt
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_planned_here": 0, "_beside": None}
@@ -127,14 +141,17 @@ class Dealt:
 
     def check_is_for(self, group: AttentionGroup) -> None:
         """Refuse a share that is not for this rank of this group, by a `LayoutError` that says whose it is."""
-        if self.ranks != group.size:
+        if group.holds is not None and not group.holds[group.rank]:
+            return  # a server takes part in all batches, and holds nothing of any
+        ranks = [rank for rank, holds in zip(group.ranks, group.holds or [True] * group.size, strict=True) if holds]
+        if self.ranks != len(ranks):
             raise LayoutError(
-                f"{self} is dealt to {self.ranks} ranks, and the attention group has {group.size}: {group.ranks}. Deal to as "
+                f"{self} is dealt to {self.ranks} ranks, and the attention group has {len(ranks)}: {tuple(ranks)}. Deal to as "
                 "many ranks as share attention."
             )
-        if self.rank != group.rank:
+        if ranks[self.rank] != group.ranks[group.rank]:
             raise LayoutError(
-                f"rank {group.ranks[group.rank]} holds the share of rank {group.ranks[self.rank]} of {self}: read shares in "
+                f"rank {group.ranks[group.rank]} holds the share of rank {ranks[self.rank]} of {self}: read shares in "
                 "order, one a batch, with as many processes as they are dealt to."
             )
 
@@ -144,6 +161,8 @@ class Dealt:
             self._beside.join()
         if job not in self._plans:
             layout = self.layouts[job.key.nano - 1] if job.key.nano else self.whole
+            if job.holds is not None:
+                layout = layout.among(job.holds)
             plan = self._plans[job] = balance(layout, job.cost, job.config, job.ranks)
             _ = plan.digest  # is compared; a loader's worker has the time for it
             self._planned_here += 1

@@ -38,6 +38,7 @@ class Planned:
         source: of a share, which global batch.
         per_node: ranks of a node, as the plan counts on; None if nodes were not told apart.
         planned_here: plans of its share that this process made since the last one, instead of the loader.
+        serial: number of the plan, counted from 1 in the order in which all ranks have plans.
         number: of the micro-batch that uses it; 0 until one does.
         seconds: (tasks,) estimated, forward and backward, on a rank of speed 1; none until it is used.
         ranks: what ranks are like, as estimated then.
@@ -53,6 +54,7 @@ class Planned:
     source: str = ""
     per_node: int | None = None
     planned_here: int = 0
+    serial: int = 0
     number: int = 0
     seconds: FloatArray = field(default_factory=lambda: np.zeros(0))
     ranks: Ranks = ALIKE

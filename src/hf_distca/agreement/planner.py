@@ -61,6 +61,8 @@ class Planner:
         self._meter = meter
         self._world = current_world()
         self._progress = Progress(meter, self.history)
+        self._plans = 0
+        self._pooled: AttentionGroup | None = None  # a group with servers, once shares were planned for it
 
     @property
     def progress(self) -> Progress:
@@ -99,6 +101,7 @@ class Planner:
         """Announce documents, with one collective, and plan them: before this thread goes on, or `beside` it."""
         started, config, keys = time.perf_counter(), self.config, [key for _, key in requests]
         place = place or f"micro-batch {self.progress.number_of(keys)}"
+        group.tell("begin_plans", requests=requests, place=place, beside=beside)
         layouts = [layout_of(stated) for stated in self.progress.announce(requests, group, place, config)]
         jobs = self._jobs(keys, group.size, group.per_node)
 
@@ -119,6 +122,7 @@ class Planner:
 
     def finish(self, planning: Planning, group: AttentionGroup) -> list[Planned]:
         """The plans, in the order of their requests, once they are made and all ranks have the same: one collective."""
+        group.tell("finish_plans", place=planning.place)
         plans, place, started = planning.plans.result(), planning.place, time.perf_counter()
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
         digests, doing = np.array([_number(planned.plan) for planned in plans], dtype=np.int64), f"comparing plans of {place}"
@@ -127,24 +131,34 @@ class Planner:
                 check_equal(group, column, "plans for the same documents", place, "use one version of hf_distca and numpy")
         for planned in plans:
             planned.planning_ms += (time.perf_counter() - started) * 1e3 / len(plans)
+        return self._numbered(plans)
+
+    def _numbered(self, plans: list[Planned]) -> list[Planned]:
+        for planned in plans:
+            self._plans += 1
+            planned.serial = self._plans
         return plans
 
     def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
         """Plans that need no other rank."""
         started, keys = time.perf_counter(), [key for _, key in requests]
+        self._pooled = group if group.holds is not None else None
         for dealt, key in zip(shares, keys, strict=True):
             dealt.check_is_for(group)
             self._meet_kind(dealt, key, group)
-        jobs = self._jobs(keys, group.size, shares[0].per_node)
+        group.tell("plan_shares", shares=shares, requests=requests)
+        jobs = self._jobs_of_shares(keys, shares[0])
         plans = [dealt.plan(job) for dealt, job in zip(shares, jobs, strict=True)]
         place = f"micro-batch {self.progress.number_of(keys)} ({shares[0]})"
         dealt_numbers = [*shares[0].batch, shares[0].documents, *map(_number, plans)]
         self.progress.announce_async(dealt_numbers, keys, group, place, self.config)
         taken = (time.perf_counter() - started) * 1e3 / len(plans)
-        return [
-            Planned(key, plan, self.config, documents.rows, taken, str(dealt), dealt.per_node, dealt.take_planned_here())
+        per_node = shares[0].per_node if self._pooled is None else group.per_node
+        planned = [
+            Planned(key, plan, self.config, documents.rows, taken, str(dealt), per_node, dealt.take_planned_here())
             for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
         ]
+        return self._numbered(planned)
 
     def _meet_kind(self, dealt: Dealt, key: PlanKey, group: AttentionGroup) -> None:
         """Plan shares for a kind of layer when they are fetched, from its first one on, and say if their loader cannot."""
@@ -165,13 +179,21 @@ class Planner:
         """Start to plan a share for the kinds of layers that there are, where its plans are for other rates or settings."""
         whole = dealt.first_tokens is None
         keys = dict.fromkeys(key._replace(nano=0) if whole else key for key in tuple(self.progress.kinds_of_shares))
-        dealt.plan_beside(self._jobs(keys, dealt.ranks, dealt.per_node))
+        dealt.plan_beside(self._jobs_of_shares(keys, dealt))
 
-    def _jobs(self, keys: Iterable[PlanKey], size: int, per_node: int | None) -> list[PlanJob]:
+    def _jobs_of_shares(self, keys: Iterable[PlanKey], dealt: Dealt) -> list[PlanJob]:
+        """What plans of a share are made with now, among the ranks it is dealt to and the servers of a pool, if there is one."""
+        if self._pooled is None:
+            return self._jobs(keys, dealt.ranks, dealt.per_node)
+        return self._jobs(keys, self._pooled.size, self._pooled.per_node, self._pooled.holds)
+
+    def _jobs(
+        self, keys: Iterable[PlanKey], size: int, per_node: int | None, holds: tuple[bool, ...] | None = None
+    ) -> list[PlanJob]:
         """What plans of these keys are made with now, for a group of this size."""
         costs = self.progress.costs
         ranks = costs.ranks(size, per_node)
-        return [PlanJob.of(key, costs.of(key), self.config, ranks) for key in keys]
+        return [PlanJob.of(key, costs.of(key), self.config, ranks, holds) for key in keys]
 
 
 def current_world() -> object:

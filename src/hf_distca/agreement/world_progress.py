@@ -156,6 +156,7 @@ class Progress:
         """Gather what ranks measured up to here, with one collective that all of them call, once the device is done with it."""
         if self._over:
             return
+        group.tell("gather")
         self._over = True
         self.drain(at_most=0)
         self._history.end()

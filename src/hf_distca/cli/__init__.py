@@ -13,6 +13,7 @@ from hf_distca.cli.plan import deal, plan
 from hf_distca.cli.profile import profile
 from hf_distca.cli.report import report
 from hf_distca.cli.run import run
+from hf_distca.cli.serve import serve
 from hf_distca.cli.simulate import advise, simulate
 
 __all__ = ["app"]
@@ -66,5 +67,6 @@ app.command()(simulate)
 app.command()(advise)
 app.command()(report)
 app.command()(doctor)
+app.command()(serve)
 # What follows the script is the script's, options included.
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run)

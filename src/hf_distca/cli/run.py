@@ -28,6 +28,13 @@ def run(
     ] = None,
     instead_of: Annotated[str | None, _option(metavar="NAME", help="Attention that distca stands in for.")] = None,
     tokens_per_rank: Annotated[int | None, _option(min=1, help="Deal documents, so many tokens to each rank.")] = None,
+    servers: Annotated[int | None, _option(min=1, help="Let so many processes of each node be attention servers.")] = None,
+    server_address: Annotated[
+        list[str] | None, _option(metavar="HOST:PORT", help="A server that `hf-distca serve` runs; may be repeated.")
+    ] = None,
+    server_wait: Annotated[
+        float | None, _option(min=1.0, help="Seconds that servers may take to come.", show_default="300")
+    ] = None,
     summary: Annotated[bool | None, typer.Option(help="Print the balance at the end.", show_default="summary")] = None,
 ) -> None:
     """Run a training script or command that does not import hf_distca, with "distca" registered.
@@ -40,8 +47,9 @@ def run(
     from hf_distca.run import find_command, find_module, read_options, run_command, run_module
 
     path, given = None, {"attn_implementation": attn_implementation, "instead_of": instead_of}
+    pool = {"servers": servers, "server_address": server_address, "server_wait": server_wait}
     try:
-        options = read_options(config, changes or [], **given, tokens_per_rank=tokens_per_rank, summary=summary)
+        options = read_options(config, changes or [], **given, **pool, tokens_per_rank=tokens_per_rank, summary=summary)
         if module:
             find_module(script)
         else:

@@ -151,7 +151,7 @@ class DistCATrainerMixin:
             self._iterator = epoch_iterator
             if self.shares_tokens:
                 trainer: Any = self
-                check_sharing(trainer, current_session().group.size)
+                check_sharing(trainer, current_session().trainers.size)
         source = chain(self._drawn, epoch_iterator)
         batches, *rest = super().get_batch_samples(source, num_batches, *args, **kwargs)  # type: ignore[misc]
         if self.shares_tokens:

@@ -120,7 +120,7 @@ def _packed(documents: Documents, batch_size: int, length: int) -> Segments | No
 
 def _cut(documents: Documents, session: Session, training: bool) -> Segments:
     """The segments of this rank of documents that may go on on other ranks. All of them come here together."""
-    group = session.group if training or session.config.balance_evaluation else AttentionGroup()
+    group = session.trainers if training or session.config.balance_evaluation else AttentionGroup()
     name = f"micro-batch {session.planner.progress.next_number}"
     return Segments.from_layout(_layout(documents, group, name), group, session.meter, name)
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, get_args
+from typing import Any, ClassVar, Protocol, get_args
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from hf_distca.config import DistCAConfig, KernelName
 from hf_distca.errors import ConfigError, LayoutError, UnsupportedError
 from hf_distca.integration.families import known_cost
 from hf_distca.integration.handle import AttentionHandle, Work
-from hf_distca.integration.processes import data_parallel_group, find_members, said_if_long, size_of_groups
+from hf_distca.integration.processes import check_pool, data_parallel_group, find_members, said_if_long, size_of_groups
 from hf_distca.kernels import Case, Kernel, Scores, select_kernel
 from hf_distca.kernels.varlen import to_device
 from hf_distca.measure.calibrate import calibrate, fastest
@@ -35,7 +36,7 @@ from hf_distca.measure.shipped import shipped_profile
 from hf_distca.measure.timeline import Trace
 from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
-from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.runtime.route import Route
@@ -57,6 +58,13 @@ class Elsewhere(Protocol):
         """As `Session.work_for`."""
 
 
+class Pool(Protocol):
+    """Servers that take part in the attention of all ranks."""
+
+    def group(self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None) -> AttentionGroup:
+        """The group of these ranks, all of which ask at the same point, and the servers."""
+
+
 class Session:
     """One process's side of core attention. Use `current_session`; `configure` makes a new one.
 
@@ -70,6 +78,8 @@ class Session:
         summarized: whether somebody has printed the summary of the run.
         elsewhere: who answers in its place while a schedule of pipeline stages runs forwards.
     """
+
+    pool: ClassVar[Pool | None] = None  # servers that take part, for all sessions of the process
 
     def __init__(self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None) -> None:
         self.meter = Meter()
@@ -93,6 +103,8 @@ class Session:
     @config.setter
     def config(self, config: DistCAConfig) -> None:
         self.planner.config = config
+        if self._group is not None:
+            self._group.tell("configure", config=config)
 
     @property
     def group(self) -> AttentionGroup:
@@ -104,9 +116,23 @@ class Session:
                 members = find_members()
             with said_if_long("making the attention group, which waits for all its ranks,"):
                 size = None if world is None else size_of_groups(members, self.config)
-                self._group = AttentionGroup.of(members, timeout_seconds=self.config.timeout_seconds, size=size)
+                if self.pool is None:
+                    self._group = AttentionGroup.of(members, timeout_seconds=self.config.timeout_seconds, size=size)
+                else:
+                    check_pool(members, size)
+                    self._group = self.pool.group(members, self.config.timeout_seconds)
+            self._group.tell("begin_session", config=self.config)
             self._world = world
         return self._group
+
+    @property
+    def trainers(self) -> AttentionGroup:
+        """The ranks of the attention group that hold tokens: all but the servers of a pool."""
+        return self.group if self.group.holds is None else AttentionGroup.of(timeout_seconds=self.config.timeout_seconds)
+
+    def take_group(self, group: AttentionGroup) -> None:
+        """Take part in a group that was made elsewhere, as a server of a pool does."""
+        self._group, self._world = group, current_world()
 
     @property
     def ranks(self) -> int:
@@ -131,7 +157,7 @@ class Session:
     def gather(self) -> None:
         """Gather what was measured up to here, on all ranks of the group."""
         group = self._group
-        if group is not None and group.size > 1 and not group.left and dist.is_initialized():
+        if group is not None and group.size > 1 and not group.left and (group.holds is not None or dist.is_initialized()):
             self.planner.progress.gather(group)
 
     def look_for_mesh(self, models: Iterator[PreTrainedModel]) -> None:
@@ -195,7 +221,7 @@ class Session:
                 for part, planned in zip(handles, plans, strict=True):
                     part.check(planned.plan.layout)
                 known = zip(requests, plans, strict=True)
-                works = [self._work(documents, planned, group, query.device) for (documents, _), planned in known]
+                works = [self.use_plan(documents, planned, group, query.device) for (documents, _), planned in known]
         for part, (_, which), work in zip(handles, requests, works, strict=True):
             part.work[which] = work if part.mask.recomputes and training else replace(work, outputs=None)
         return handle.work[requests[0][1]]
@@ -217,7 +243,9 @@ class Session:
         route = Route.build(plan, 0)
         return Work(_ALONE, route, _keep(documents, device), plan.window, Meter(self.meter), key.nano, OutputStore())
 
-    def _work(self, documents: Documents, planned: Planned, group: AttentionGroup, device: torch.device) -> Work:
+    def use_plan(self, documents: Documents, planned: Planned, group: AttentionGroup, device: torch.device) -> Work:
+        """Take up a plan for the micro-batch at hand, which has these documents on this rank."""
+        group.tell("use_plan", plan=planned.serial)
         meter, nano = self.planner.progress.use(planned, documents), planned.key.nano
         plan, config = planned.plan, self.config
         waves = Waves.of(plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups)
@@ -225,7 +253,9 @@ class Session:
         route = Route.build(plan, group.rank, waves)
         name = f"micro-batch {self.planner.progress.number}" + (f", nano-batch {nano}" if nano else "")
         name += f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
-        return Work(group, route, _keep(documents, device), plan.window, meter, nano, OutputStore(), name)
+        if group.lead is not None:
+            finalize(route, group.lead.forget, planned.serial)
+        return Work(group, route, _keep(documents, device), plan.window, meter, nano, OutputStore(), name, planned.serial)
 
     def attend(self, work: Work, module: torch.nn.Module, inputs: Inputs, scores: Scores) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens."""
@@ -242,7 +272,16 @@ class Session:
         with reporting():
             kernel = self.kernel(q_THD, (q_THD.shape[-1], v_TKV.shape[-1]), scores, q_THD.shape[1] // k_TKD.shape[1])
             server = AttentionServer(kernel, scores, meter, reporting)
-            return core_attention(inputs, Call(work.route, group, server, outputs))
+            layer = None
+            if group.lead is not None:
+                layer = {
+                    "plan": work.plan,
+                    "place": place,
+                    "dtype": q_THD.dtype,
+                    "scale": scores.scale,
+                    "softcap": scores.softcap,
+                }
+            return core_attention(inputs, Call(work.route, group, server, outputs, layer))
 
     @contextmanager
     def _reporting(self, group: AttentionGroup, doing: str) -> Iterator[None]:
@@ -264,6 +303,7 @@ class Session:
 
     def learn_cost(self, key: PlanKey, query: torch.Tensor, group: AttentionGroup) -> None:
         """Make the cost model of a shape, at its first layer; all ranks of the group at the same point."""
+        group.tell("learn_cost", key=key, dtype=query.dtype)
         self.planner.progress.costs.dtypes[key.shape, key.device] = str(query.dtype)
         if (key.shape, key.device) in self.planner.progress.costs:
             return

@@ -52,7 +52,7 @@ def share_tokens(batches: Sequence[Any]) -> list[Any]:
         DistCADesyncError: if not all ranks call it, with as many batches.
     """
     session = current_session()
-    group = session.group
+    group = session.trainers
     if group.size == 1 or not batches:
         return list(batches)
     place = f"sharing tokens from micro-batch {session.planner.progress.next_number} on"
@@ -125,7 +125,7 @@ class _Shared:
 
 
 def _deal(session: Session, costs: dict[PlanKey, CostModel], number: int, lengths: Sequence[IntArray]) -> _Shared:
-    group, planner = session.group, session.planner
+    group, planner = session.trainers, session.planner
     joined = np.concatenate(lengths)
     home = np.repeat(np.arange(group.size), [len(of_rank) for of_rank in lengths])
     start = np.concatenate([np.cumsum(of_rank) - of_rank for of_rank in lengths])

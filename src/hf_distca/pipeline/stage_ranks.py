@@ -126,6 +126,10 @@ def find_ranks(stage: Stage, session: Session, facts: Facts) -> tuple[Pipeline, 
 
 def check_settings(config: DistCAConfig, group: AttentionGroup) -> None:
     """Raises `UnsupportedError` if settings ask for what stages cannot do."""
+    if Session.pool is not None:
+        raise UnsupportedError(
+            "stages of a pipeline serve each other while they are idle, and no other servers: leave these out."
+        )
     if config.group_size not in (None, group.size):
         raise UnsupportedError(
             f"group_size={config.group_size}, but all stages of all copies of a model share attention, {group.size} ranks here: "

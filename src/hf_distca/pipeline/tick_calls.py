@@ -19,14 +19,14 @@ from hf_distca.borrowed import in_backward
 from hf_distca.errors import DistCADesyncError, UnsupportedError
 from hf_distca.integration.handle import AttentionHandle, Work
 from hf_distca.integration.session import Session
-from hf_distca.kernels.base import Grads, Operands, Outputs, Saved, Scores, TaskBatch
+from hf_distca.kernels.base import Operands, Scores, TaskBatch
 from hf_distca.kernels.varlen import to_device
-from hf_distca.runtime.call import AttentionServer, Call, Inputs, in_groups
+from hf_distca.runtime.call import AttentionServer, Call, Inputs
 from hf_distca.runtime.core_attention import core_attention
 from hf_distca.runtime.group import AttentionGroup
-from hf_distca.runtime.messages import Pending
 from hf_distca.runtime.outputs import LayerOutputs, OutputStore
 from hf_distca.runtime.route import Route
+from hf_distca.runtime.serving import Serving, no_rows
 from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 
@@ -99,10 +99,7 @@ class LayerKind(NamedTuple):
 
     def no_rows(self, device: torch.device) -> Operands:
         """Operands without rows."""
-        shape = self.key.shape
-        queries, keys = shape.query_heads, shape.key_value_heads
-        widths = (queries, shape.head_dim), (keys, shape.head_dim), (keys, shape.value_head_dim)
-        return Operands(*(torch.empty((0, *width), dtype=self.dtype, device=device) for width in widths))
+        return no_rows(self.key.shape, self.dtype, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,36 +315,17 @@ class StageAttention:
         """Take part in a call, or in those of two nano-batches in turns, without rows of this rank's own."""
         with torch.no_grad():
             begun = [self._begin_serving(part, backward=backward) for part in parts]
-            for call, home, results, dispatch in begun:
-                call.hand_on(*call.run_waves(home, results, call.pass_on_keys(home, dispatch)))
-            for call, _, results, _ in begun:
-                call.collect(call.route.waves[-1], *call.take(type(results)))
+            for serving in begun:
+                serving.serve()
+            for serving in begun:
+                serving.finish()
 
-    def _begin_serving(self, part: CallPart, *, backward: bool) -> _Serving:
+    def _begin_serving(self, part: CallPart, *, backward: bool) -> Serving:
         """Launch the dispatch of a call."""
         group = self.group.at(part.name, 0 if backward else part.route.forward_exchanges)
         call = Call(part.route, group, self.server(part))
         call.backward = backward
-        # Rows of head groups travel if documents are split by heads.
-        q_THD, k_TKD, v_TKV = no_rows = in_groups(part.kind.no_rows(self.device), part.route.groups)
-        # Kernels put log-sum-exps out in float32 at least.
-        lse_TH = q_THD.new_empty((0, q_THD.shape[1]), dtype=torch.promote_types(q_THD.dtype, torch.float32))
-        outputs = Outputs(q_THD.new_empty((0, q_THD.shape[1], v_TKV.shape[2])), lse_TH)
-        home: Operands | Saved = no_rows
-        results: Outputs | Grads = outputs
-        if backward:
-            home = Saved(torch.empty_like(outputs.o_THV), q_THD, *outputs, k_TKD, v_TKV)
-            results = Grads(*(torch.empty_like(tensor) for tensor in no_rows))
-        return _Serving(call, home, results, call.send_queries_and_keys(part.route.waves[0], home))
-
-
-class _Serving(NamedTuple):
-    """A call without rows of this rank's own, as `Call` takes them, and its dispatch under way."""
-
-    call: Call
-    home: Operands | Saved
-    results: Outputs | Grads
-    dispatch: Pending | None
+        return Serving.begin(call, part.kind.no_rows(self.device))
 
 
 # Of work whose calls have their routes from elsewhere. They may exchange, so that there is something to hide.

@@ -10,10 +10,10 @@ it, and the one that waits for it takes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -120,12 +120,20 @@ class Call:
     Attributes:
         route, group, server: this rank's route, the attention group of the route, and what runs the tasks.
         stored: where the outputs are kept for a recompute; None to keep nothing.
+        layer: what servers of a pool must know of the layer; None without a pool.
         recalled: the outputs in a recompute that finds them there: nothing is launched and no kernel runs.
         backward: whether backward has begun.
     """
 
-    def __init__(self, route: Route, group: AttentionGroup, server: AttentionServer, stored: LayerOutputs | None = None) -> None:
-        self.route, self.group, self.server, self.stored = route, group, server, stored
+    def __init__(
+        self,
+        route: Route,
+        group: AttentionGroup,
+        server: AttentionServer,
+        stored: LayerOutputs | None = None,
+        layer: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.route, self.group, self.server, self.stored, self.layer = route, group, server, stored, layer
         recalled = None if stored is None else stored.take()
         self.recalled = None if recalled is None else Outputs(*recalled)
         self.backward = False
@@ -137,6 +145,12 @@ class Call:
     def exchanges(self) -> bool:
         """Whether any rank moves anything, forward or backward."""
         return self.route.exchanges
+
+    def tell(self, step: str) -> None:
+        """Let the servers of a pool take a step of this call, or of its backward once that has begun."""
+        if self.layer is not None:
+            layer = {**self.layer, "backward": self.backward} if step == "begin" else {}
+            self.group.tell(step, call=id(self), **layer)
 
     def hand_on(self, tensors: Operands | Outputs | Saved | Grads, pending: Pending | None) -> None:
         """Hold this rank's own tensors and the exchange under way for the next autograd function."""

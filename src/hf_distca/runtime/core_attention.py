@@ -26,6 +26,7 @@ Shape suffixes: T tokens, H query heads, K key/value heads, D head dim, V value 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.call, ctx.context_tokens = call, inputs.context_tokens
         if call.recalled is None:
             home = inputs.operands
+            call.tell("begin")
             call.hand_on(home, call.send_queries_and_keys(call.route.waves[0], in_groups(home, call.route.groups)))
         return inputs.q_THD.new_zeros(())
 
@@ -92,6 +94,7 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _anchor: torch.Tensor) -> tuple[_Optional, ...]:
         call: Call = ctx.call
+        call.tell("finish")
         grads = call.collect(call.route.waves[-1], *call.take(Grads))
         return None, *_input_gradients(joined_groups(grads, call.route.groups), ctx.context_tokens)
 
@@ -114,14 +117,20 @@ class _Serve(torch.autograd.Function):
 
 def _serve(call: Call, tokens: Operands | Saved, dispatch: Pending | None) -> None:
     home = in_groups(tokens, call.route.groups)
+    call.tell("serve")
     dispatch = call.pass_on_keys(home, dispatch)
     call.hand_on(*call.run_waves(home, call.run_local(tokens), dispatch))
+
+
+def _collect_outputs(call: Call) -> Outputs:
+    call.tell("finish")
+    return call.collect(call.route.waves[-1], *call.take(Outputs))
 
 
 class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, _anchor: torch.Tensor, *tensors: Any) -> torch.Tensor:
-        return _finish(ctx, call, Inputs(*tensors), lambda: call.collect(call.route.waves[-1], *call.take(Outputs)))
+        return _finish(ctx, call, Inputs(*tensors), partial(_collect_outputs, call))
 
     @staticmethod
     @once_differentiable
@@ -129,6 +138,7 @@ class _Return(torch.autograd.Function):
         call, inputs, saved = _begin_backward(ctx, do_THV)
         # If only sinks are trained, q, k and v need no gradient: `_Serve.backward` never runs, and nobody would take a dispatch.
         if ctx.needs_input_grad[1]:
+            call.tell("begin")
             call.hand_on(saved, call.send_queries_and_keys(call.route.waves[0], in_groups(saved, call.route.groups)))
         d_sink_H = _sink_gradient(saved, inputs.sink_H)
         return None, do_THV.new_zeros(()), None, None, None, d_sink_H, None, None

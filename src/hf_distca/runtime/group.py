@@ -5,24 +5,24 @@ from __future__ import annotations
 import datetime
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from hf_distca.borrowed import timeout_of
+from hf_distca.borrowed import group_in_store, timeout_of
 from hf_distca.errors import ConfigError, DistCADesyncError
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.meeting import Meeting
-from hf_distca.runtime.members import Members, communicator, least, node_number, ranks_per_node
-from hf_distca.runtime.watch import Watch, listen, patience
+from hf_distca.runtime.members import Members, Seats, communicator, least, node_number, ranks_per_node
+from hf_distca.runtime.watch import NO_NAMES, Watch, listen, patience
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["AttentionGroup", "Members"]
+__all__ = ["AttentionGroup", "Lead", "Members"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -35,6 +35,16 @@ _UNEQUAL_NODES = (
     "%d ranks share attention on %d nodes, not equally many on each or not one node after another: links inside a node are taken "
     "to be as slow as those between nodes."
 )
+
+
+class Lead(Protocol):
+    """Tells servers what to take part in."""
+
+    def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
+        """Name the step that this rank takes next, with what servers must know of it."""
+
+    def forget(self, plan: int) -> None:
+        """No step will be about the plan of this number any more. It may be called at any time, by any thread."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +61,8 @@ class AttentionGroup:
         data: communicator of dispatch and return, None in a group of one.
         control: gloo communicator on which layouts travel, None in a group of one.
         watch: tells the others when this rank gives up, None in a group of one.
+        lead: on rank 0 of a group with a pool of servers, what tells these each step that they take part in; else None.
+        holds: of each rank whether it trains, and so holds tokens; the others are servers of a pool. None if all do.
         timeout_seconds: how long a rank waits for the others, where there are any.
         per_node: ranks [0, n), [n, 2n), ... of the group are nodes; None if they are not in such order, or not told apart.
     """
@@ -61,6 +73,8 @@ class AttentionGroup:
     data: Channel | None = None
     control: dist.ProcessGroup | None = None
     watch: Watch | None = None
+    lead: Lead | None = None
+    holds: tuple[bool, ...] | None = None
     timeout_seconds: float = math.inf
     per_node: int | None = None
 
@@ -125,28 +139,61 @@ class AttentionGroup:
         if len(ranks) == 1:
             return cls(ranks)
         timeout = datetime.timedelta(seconds=timeout_seconds - patience(timeout_seconds))
+        group = cls(ranks, ranks.index(rank), timeout_seconds=timeout_seconds)
+        return group._connected(
+            lambda: (
+                communicator(ranks, who.backend, timeout, "distca-data"),
+                communicator(ranks, "gloo", timeout, "distca-control"),
+            )
+        )
+
+    @classmethod
+    def with_servers(cls, seats: Seats, timeout_seconds: float, lead: Lead | None = None) -> AttentionGroup:
+        """Build the group of ranks that train and servers, which are in no world of torch.distributed together.
+
+        Every one of them must call it; for arguments and errors see `create`.
+        """
+        timeout = datetime.timedelta(seconds=timeout_seconds - patience(timeout_seconds))
+        group = cls(seats.ranks, seats.rank, lead=lead, holds=seats.holds, timeout_seconds=timeout_seconds)
+        return group._connected(
+            lambda: (
+                group_in_store(seats.place, seats.store, seats.backend, timeout, "distca-data"),
+                group_in_store(seats.place, seats.store, "gloo", timeout, "distca-control"),
+            ),
+            seats.names,
+        )
+
+    def _connected(
+        self, connect: Callable[[], tuple[dist.ProcessGroup, dist.ProcessGroup]], names: Mapping[int, str] = NO_NAMES
+    ) -> AttentionGroup:
+        """The group with communicators for tensors and for planning, which `connect` makes."""
+        ranks, rank, seconds = self.ranks, self.rank, self.timeout_seconds
         try:
-            data = communicator(ranks, who.backend, timeout, "distca-data")
-            control = communicator(ranks, "gloo", timeout, "distca-control")
+            data, control = connect()
             nodes = torch.empty(len(ranks), dtype=torch.int64, device="cpu")
             dist.all_to_all_single(nodes, torch.full_like(nodes, node_number()), group=control)
             # A barrier: a rank that fails right after this must not break connections that others are still making.
             least(np.zeros(1, dtype=np.int64), control)
         except RuntimeError as error:
             raise DistCADesyncError(
-                f"rank {rank} waited up to {timeout_seconds:g} s for ranks {ranks} while making their attention group, and not "
+                f"rank {ranks[rank]} waited up to {seconds:g} s for ranks {ranks} while making their attention group, and not "
                 f"all came ({error}). {_NOT_ALL_CAME}"
             ) from error
-        listen(watch := Watch(ranks, ranks.index(rank), timeout_seconds, (data, control)))
-        per_node, channel = ranks_per_node(nodes.tolist()), Channel(data, watch, timeout_seconds)
-        if per_node is None and rank == ranks[0]:
+        listen(watch := Watch(ranks, rank, seconds, (data, control), names))
+        per_node = ranks_per_node(nodes.tolist())
+        if per_node is None and rank == 0:
             _log.warning(_UNEQUAL_NODES, len(ranks), len(set(nodes.tolist())))
-        return cls(ranks, ranks.index(rank), channel, control, watch, timeout_seconds, per_node)
+        return replace(self, data=Channel(data, watch, seconds), control=control, watch=watch, per_node=per_node)
 
     @property
     def left(self) -> bool:
         """Whether this rank has left the group: it failed, or heard that another did."""
         return self.watch is not None and self.watch.left
+
+    def tell(self, step: str, **arguments: Any) -> None:
+        """Let the servers of a pool, if there are any, take part in what this rank does next; only rank 0 tells them."""
+        if self.lead is not None:
+            self.lead.tell(step, arguments)
 
     def at(self, where: str, forward_exchanges: int) -> AttentionGroup:
         """The group in a call, as `Channel.at`."""

@@ -12,19 +12,20 @@ import datetime
 import hashlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from hf_distca.borrowed import group_of_members, names_of_groups
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["Members", "communicator", "launched_per_node", "least", "node_number", "ranks_per_node"]
+__all__ = ["Members", "Seats", "communicator", "launched_per_node", "least", "node_number", "ranks_per_node"]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -62,6 +63,32 @@ class Members:
             )
         first = ranks.index(rank) // size * size
         return Members(tuple(ranks[first : first + size]), self.backend)
+
+
+@dataclass(frozen=True, eq=False)
+class Seats:
+    """Who is in a group of ranks that train and servers, seen from one of them.
+
+    Attributes:
+        ranks: of those that train the global ranks, of servers the numbers after these. The order is that of the group.
+        holds: of each whether it trains.
+        names: what errors call the servers, by the numbers in `ranks`.
+        rank: index of this process.
+        backend: what tensors travel over, as `torch.distributed` names it.
+        store: where all of them meet, and nobody else.
+    """
+
+    ranks: tuple[int, ...]
+    holds: tuple[bool, ...]
+    names: Mapping[int, str]
+    rank: int
+    backend: str
+    store: Store
+
+    @property
+    def place(self) -> tuple[tuple[int, ...], int]:
+        """All ranks, and the index of this one."""
+        return self.ranks, self.rank
 
 
 def communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str) -> dist.ProcessGroup:

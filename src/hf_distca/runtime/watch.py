@@ -21,10 +21,11 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Event, Thread
+from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -33,7 +34,9 @@ import torch.distributed as dist
 
 from hf_distca.errors import DistCADesyncError
 
-__all__ = ["Watch", "listen", "patience"]
+__all__ = ["NO_NAMES", "Watch", "listen", "patience"]
+
+NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
 _LOOK_SECONDS = 0.25  # between two looks at the store; longer where more than `_MANY` ranks look
 _MANY = 512
@@ -71,10 +74,18 @@ class Watch:
         under_way: messages that may still travel.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, timeout_seconds: float, links: tuple[dist.ProcessGroup, ...]) -> None:
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        timeout_seconds: float,
+        links: tuple[dist.ProcessGroup, ...],
+        names: Mapping[int, str] = NO_NAMES,
+    ) -> None:
         self.met = "making the attention group"
         self.under_way: WeakSet[Message] = WeakSet()
         self.ranks, self._rank, self._timeout_seconds, self._links = ranks, rank, timeout_seconds, links
+        self._names = {rank: names.get(rank, f"rank {rank}") for rank in ranks}
         self._store = links[-1].get_group_store()
         self._word: str | None = None
         self._found: DistCADesyncError | None = None
@@ -138,16 +149,17 @@ class Watch:
         words: dict[int, tuple[int, str]] = {}
         _ask(partial(self._read_words, words, deadline), deadline)
         said = dict(tuple(words.values()))
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         others = "; ".join(
-            f"rank {rank} {said[rank]}" if rank in said else f"rank {rank} is silent (dead, stuck, or running something else)"
+            f"{self._names[rank]} {said.get(rank, 'is silent (dead, stuck, or running something else)')}"
             for rank in self.ranks
             if rank != rank_here
         )
         return DistCADesyncError(
-            f"rank {rank_here} waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing}, and not all came."
-            f"{before} The others: {others}. All ranks were last together when {self.met}. Every rank must run the same number "
-            "of training forwards and backwards through the same layers: look at the other ranks' logs for one that failed, "
-            f"stopped early or is still in another step. ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+            f"{self._names[rank_here]} waited up to {self._timeout_seconds:g} s for ranks {self.ranks} while {doing}, and not "
+            f"all came.{before} The others: {others}. All ranks were last together when {self.met}. Every rank must run the same "
+            "number of training forwards and backwards through the same layers: look at the other ranks' logs for one that "
+            f"failed, stopped early or is still in another step. ({first_line})"
         )
 
     def fail_with(self, error: DistCADesyncError) -> None:
@@ -194,7 +206,7 @@ class Watch:
             return True
         rank, word = first
         if word and rank != self.ranks[self._rank] and not self.left:
-            _show(f"rank {rank} has left the attention group of ranks {self.ranks}: it {word}")
+            _show(f"{self._names[rank]} has left the attention group of ranks {self.ranks}: it {word}")
             self._abort()
         return False
 

@@ -211,6 +211,12 @@ class Layout:
         start, length = (np.concatenate(pair)[order] for pair in ((first.start, second.start), (first.length, second.length)))
         return cls(document, start, length, first.offsets + second.offsets)
 
+    def among(self, holds: Sequence[bool]) -> Layout:
+        """The same tokens among more ranks: those of rank r here are on the r-th rank that holds any, as `holds` says of each."""
+        holders = np.cumsum(holds)
+        context = np.where(holds, self.context[holders - 1], 0)
+        return Layout(self.document, self.start, self.length, self.offsets[np.concatenate([[0], holders])], context)
+
     def split(self, apart: npt.NDArray[np.bool_], groups: int) -> Layout:
         """The same tokens with some documents split by heads: each counts as `groups` documents, one for each group of heads.
 

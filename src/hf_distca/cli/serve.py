@@ -1,0 +1,42 @@
+"""``hf-distca serve``: an attention server, for training that runs elsewhere."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hf_distca.cli.files import fail
+
+__all__ = ["serve"]
+
+
+def serve(
+    address: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to listen; ranks that train name it.", show_default=False)
+    ],
+    device: Annotated[
+        str | None, typer.Option(help="What computes, such as cuda:1; by default the first GPU, or the CPU.", show_default=False)
+    ] = None,
+    wait: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Seconds that ranks may take to come; by default as long as they take.", show_default=False),
+    ] = None,
+) -> None:
+    """Compute slices of core attention for training that names this server by --server-address.
+
+    Ends with the ranks that it served, and says what it did.
+    """
+    from hf_distca.errors import DistCAError
+    from hf_distca.pool.launch import listen_at, parse_address
+
+    try:
+        listening = listen_at(*parse_address(address))
+    except DistCAError as error:
+        fail(str(error))
+    import torch
+
+    from hf_distca.pool.server import serve as serve_ranks
+
+    named = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    raise SystemExit(serve_ranks(listening, torch.device(named), wait))

@@ -1,0 +1,119 @@
+"""One launch, two kinds of processes: the last ones of each node become servers, the others a smaller, ordinary world."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import NamedTuple, NoReturn
+
+from hf_distca.errors import ConfigError
+
+__all__ = ["Place", "listen_at", "parse_address", "published", "serve_launched"]
+
+
+class Place(NamedTuple):
+    """Where a process is in a launch.
+
+    Attributes:
+        node, local: number of the node, and of the process on it.
+        nodes, per_node: how many there are.
+    """
+
+    node: int
+    local: int
+    nodes: int
+    per_node: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Place | None:
+        """As torchrun and `accelerate launch` say it; None in a process that they did not start.
+
+        Raises:
+            ConfigError: if what a launcher says cannot be cut into those that train and servers.
+        """
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        if "RANK" not in environment or "WORLD_SIZE" not in environment:
+            return None
+        try:
+            rank, local, world, per_node = (int(environment[name]) for name in names)
+        except (KeyError, ValueError):
+            rank = local = world = per_node = 0
+        if not per_node or world % per_node or rank % per_node != local:
+            told = ", ".join(f"{name}={environment.get(name)}" for name in names)
+            raise ConfigError(
+                f"servers are the last processes of each node, and this launcher does not say which these are ({told}). Start "
+                "with torchrun or accelerate launch, or start servers with `hf-distca serve` and name them by --server-address."
+            )
+        return cls(rank // per_node, local, world // per_node, per_node)
+
+    def check(self, each_node: int) -> None:
+        """Raises `ConfigError` if nobody would train."""
+        if each_node >= self.per_node:
+            raise ConfigError(
+                f"servers={each_node} of {self.per_node} processes of a node: nobody would train. Start more processes, or fewer "
+                "servers."
+            )
+
+    def serves(self, each_node: int) -> bool:
+        """Whether this process is one of so many servers of its node."""
+        return self.local >= self.per_node - each_node
+
+    def world_of_trainers(self, each_node: int) -> dict[str, str]:
+        """What a launcher would say to this process if there were no servers."""
+        trains = self.per_node - each_node
+        rank, size = str(self.node * trains + self.local), str(self.nodes * trains)
+        return {"RANK": rank, "WORLD_SIZE": size, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": size, "LOCAL_WORLD_SIZE": str(trains)}
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``.
+
+    Raises:
+        ConfigError: if it is no such text.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{text!r} must be HOST:PORT, such as 10.0.0.7:29600.")
+    return host.strip("[]"), int(port)
+
+
+def published(number: int, attempt: str) -> str:
+    """The key under which the server of this number says where it listens, in the store of a launch."""
+    return f"distca server {number} of attempt {attempt}"
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """A socket that rank 0 can connect to.
+
+    Raises:
+        ConfigError: if there cannot be one at this address.
+    """
+    try:
+        return socket.create_server((host, port), backlog=16)
+    except OSError as error:
+        raise ConfigError(
+            f"a server cannot listen at {host}:{port}: {error.strerror or error}. Another one may be there: give each "
+            "an address of its own."
+        ) from error
+
+
+def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -> NoReturn:
+    """Be the server of this number in a launch, in the place of its `local`-th process of a node."""
+    import torch
+    from torch._C._distributed_c10d import TCPStore
+
+    from hf_distca.pool.server import serve
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, None, False, timedelta(seconds=wait_seconds), wait_for_workers=False)
+    with socket.create_connection((host, port)) as connected:
+        here = connected.getsockname()[0]  # under which other hosts see this one
+    listening = listen_at(here, 0)
+    store.set(published(number, attempt), "{}:{}".format(*listening.getsockname()[:2]))
+    del store
+    # As accelerate decides it for the ranks that train.
+    on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false") != "true"
+    sys.exit(serve(listening, torch.device("cuda", local) if on_gpu else torch.device("cpu"), wait_seconds))

@@ -1,0 +1,259 @@
+"""The side of the ranks that train: how they find their servers, and how rank 0 tells these what comes next."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import socket
+import time
+import uuid
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from hf_distca.borrowed import store_of_world, timeout_of
+from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError
+from hf_distca.pool.launch import parse_address, published
+from hf_distca.pool.words import Words
+from hf_distca.runtime.group import AttentionGroup, Members
+from hf_distca.runtime.members import Seats
+
+__all__ = ["Lead", "Pool", "seats"]
+
+_ALONE_SECONDS = 1800.0  # that ranks wait for each other, where torch.distributed does not say so
+_ASK_SECONDS = 0.2  # between two attempts to reach a server
+_ANSWER_SECONDS = 30.0  # that a server has to answer an invitation
+
+
+@dataclass(eq=False)
+class Pool:
+    """The servers of a run, as the ranks that train know them.
+
+    Attributes:
+        addresses: ``HOST:PORT`` of those that were started by themselves.
+        nodes, each_node: nodes of the launch, and how many processes of each are servers.
+        attempt: of the launch, as its launcher counts.
+        wait_seconds: how long they may take to come.
+    """
+
+    addresses: tuple[str, ...] = ()
+    nodes: int = 0
+    each_node: int = 0
+    attempt: str = "0"
+    wait_seconds: float = 300.0
+    _joined: tuple[object, AttentionGroup] | None = field(default=None, init=False)
+
+    def group(self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None) -> AttentionGroup:
+        """The group of the ranks of the world and the servers. All ranks ask at the same point.
+
+        Raises:
+            ConfigError: if a server does not come or cannot take part; on all ranks, with its address and what to do.
+            DistCADesyncError: if not all of them come in time.
+        """
+        world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
+        if self._joined is not None and self._joined[0] is world and not self._joined[1].left:
+            return self._joined[1]
+        if world is None:
+            seconds, rank, ranks, backend = timeout_seconds or _ALONE_SECONDS, 0, 1, _backend_alone()
+            store: Store = TCPStore("0.0.0.0", 0, None, True, timedelta(seconds=seconds), wait_for_workers=False)
+        else:
+            seconds, rank, ranks = timeout_seconds or timeout_of(world).total_seconds(), dist.get_rank(), dist.get_world_size()
+            backend, store = dist.get_backend(members if isinstance(members, dist.ProcessGroup) else None), store_of_world()
+        lead = None
+        if rank == 0:
+            lead = Lead(seconds)
+            try:
+                invitation = self._invite(lead, store, ranks, backend)
+            except DistCAError as error:
+                store.set(_INVITATION, json.dumps({"error": str(error)}))
+                raise
+            store.set(_INVITATION, json.dumps(invitation))
+        else:
+            invitation = _invited(store, self.wait_seconds + seconds)
+        group = AttentionGroup.with_servers(seats(invitation, store, rank), seconds, lead)
+        if lead is not None:
+            lead.group = group
+        self._joined = world, group
+        return group
+
+    def _invite(self, lead: Lead, store: Store, ranks: int, backend: str) -> dict[str, Any]:
+        """Find the servers, and tell each where to meet. Returns what ranks that train must know of it."""
+        deadline = time.monotonic() + self.wait_seconds
+        addresses = [_published_address(store, number, self, deadline) for number in range(self.nodes * self.each_node)]
+        addresses += self.addresses
+        if doubled := {address for address in addresses if addresses.count(address) > 1}:
+            raise ConfigError(
+                f"server {', '.join(sorted(doubled))} is named more than once: give each server an address of its own."
+            )
+        device = "cuda" if "nccl" in backend else "cpu"
+        for address in addresses:
+            lead.connect(address, device, deadline)
+        placed = _placed(ranks, self.nodes, self.each_node, len(addresses))
+        names = {ranks + number: f"rank {ranks + number} (server at {address})" for number, address in enumerate(addresses)}
+        invitation = {
+            "ranks": placed,
+            "holds": [rank < ranks for rank in placed],
+            "names": names,
+            "backend": backend,
+            "meeting": f"distca pool {uuid.uuid4().hex}",
+            "seconds": lead.seconds,
+        }
+        host, port = _tcp(store)
+        for number, words in enumerate(lead.servers.values(), start=ranks):
+            words.send({**invitation, "number": number, "host": words.here if host in _ANYWHERE else host, "port": port})
+        as_sent: dict[str, Any] = json.loads(json.dumps(invitation))
+        return as_sent
+
+
+_INVITATION = "distca pool"
+_ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")  # a store that listens on the host of rank 0
+
+
+def seats(invitation: Mapping[str, Any], store: Store, rank: int) -> Seats:
+    """The seats of a group, for the process of this number."""
+    ranks = tuple(invitation["ranks"])
+    names = {int(number): name for number, name in invitation["names"].items()}
+    meeting = PrefixStore(invitation["meeting"], _launch_store(store))
+    return Seats(ranks, tuple(invitation["holds"]), names, ranks.index(rank), invitation["backend"], meeting)
+
+
+class Lead:
+    """Tells all servers what rank 0 does next.
+
+    Args:
+        seconds: how long a server may take to read a word.
+
+    Attributes:
+        servers: the connection to each server, by its address.
+        group: the attention group, once it is made.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.servers = seconds, dict[str, Words]()
+        self.group: AttentionGroup | None = None
+        self._forgotten: deque[int] = deque()
+        atexit.register(self.end)
+
+    def connect(self, address: str, device: str, deadline: float) -> None:
+        """Connect to a server that computes on a device of this type.
+
+        Raises:
+            ConfigError: if it does not answer until the deadline, is of another version or device, or serves somebody else.
+        """
+        host, port = parse_address(address)
+        while True:
+            try:
+                words = Words(socket.create_connection((host, port), max(deadline - time.monotonic(), 1.0)), self.seconds)
+                break
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise ConfigError(
+                        f"no server answers at {address} ({error}). Start it with `hf-distca serve --address {address}`, and "
+                        "give trainers an address that they can reach."
+                    ) from error
+                time.sleep(_ASK_SECONDS)
+        try:
+            words.send({"version": version("hf-distca"), "device": device})
+            answer = words.receive(_ANSWER_SECONDS)
+        except (EOFError, OSError, TimeoutError, ValueError) as error:
+            raise ConfigError(
+                f"what listens at {address} is no server of hf-distca, or has ended ({type(error).__name__})."
+            ) from error
+        if answer.get("error"):
+            raise ConfigError(f"the server at {address} cannot take part: {answer['error']}")
+        self.servers[address] = words
+
+    def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
+        """Name a step to all servers, and the plans that are no longer needed."""
+        forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        for address, words in self.servers.items():
+            try:
+                words.send([step, arguments, forgotten])
+            except OSError as error:
+                raise self._lost(address, error) from error
+
+    def forget(self, plan: int) -> None:
+        """As in `runtime.group.Lead`."""
+        self._forgotten.append(plan)
+
+    def end(self) -> None:
+        """Let the servers end: this process does. They are told whether it left its group, as one that failed."""
+        failed = self.group is None or self.group.left
+        for words in self.servers.values():
+            try:
+                words.send(["end", {"failed": failed}, []])
+                words.close()
+            except OSError:
+                continue  # it has ended already
+        self.servers.clear()
+
+    def _lost(self, address: str, error: OSError) -> DistCAError:
+        doing = f"telling the server at {address} what comes next"
+        if self.group is None or self.group.watch is None:
+            return DistCADesyncError(f"the server at {address} has ended ({error}).")
+        return self.group.watch.give_up(doing, error)
+
+
+def _invited(store: Store, seconds: float) -> dict[str, Any]:
+    """What rank 0 says of the group.
+
+    Raises:
+        ConfigError: if rank 0 has not found the servers.
+    """
+    try:
+        store.wait([_INVITATION], timedelta(seconds=seconds))
+        invitation: dict[str, Any] = json.loads(store.get(_INVITATION))
+    except RuntimeError as error:
+        raise DistCADesyncError(f"rank 0 did not say within {seconds:g} s which servers there are ({error}).") from error
+    if "error" in invitation:
+        raise ConfigError(invitation["error"])
+    return invitation
+
+
+def _published_address(store: Store, number: int, pool: Pool, deadline: float) -> str:
+    key = published(number, pool.attempt)
+    while not _launch_store(store).check([key]):
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"server {number} of {pool.nodes * pool.each_node} did not start within {pool.wait_seconds:g} s: look at the "
+                f"log of the last {pool.each_node} processes of node {number // pool.each_node}, or raise --server-wait."
+            )
+        time.sleep(_ASK_SECONDS)
+    return str(_launch_store(store).get(key).decode())
+
+
+def _launch_store(store: Store) -> Any:
+    """The store of a launch, under whatever prefixes a world has put around it."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
+
+
+def _tcp(store: Store) -> tuple[str, int]:
+    tcp = _launch_store(store)
+    if not isinstance(tcp, TCPStore):
+        raise ConfigError(
+            f"torch.distributed was started with a {type(tcp).__name__}, which servers cannot reach: start it over TCP, as "
+            "torchrun and accelerate launch do."
+        )
+    return tcp.host, tcp.port
+
+
+def _placed(ranks: int, nodes: int, each_node: int, servers: int) -> list[int]:
+    """Numbers of all in the order of the group: node by node those that train and their servers, then the other servers."""
+    order: list[int] = []
+    for node in range(nodes):
+        first, last = (ranks * number // nodes for number in (node, node + 1))
+        order += [*range(first, last), *range(ranks + node * each_node, ranks + (node + 1) * each_node)]
+    return order + [number for number in range(ranks + servers) if number not in order]
+
+
+def _backend_alone() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"

@@ -1,0 +1,125 @@
+"""What the ranks that train and their servers say to each other, outside of torch.distributed.
+
+Rank 0 has a connection to every server. It names each step that they take part in, just before it takes that step itself, so
+that servers make the same plans and launch the same exchanges in the same order. Words are JSON: nothing that arrives is executed
+or unpickled. Tensors and plans do not travel here.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, fields
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_distca.agreement.announce import PlanKey, Request
+from hf_distca.agreement.dealt import Dealt
+from hf_distca.agreement.documents import Documents
+from hf_distca.config import DistCAConfig
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.profiles import Profile
+
+__all__ = ["Words", "read_config", "read_dtype", "read_key", "read_requests", "read_shares"]
+
+
+class Words:
+    """A connection over which words go both ways.
+
+    Args:
+        connected: the socket, which is taken over.
+        seconds: how long it may take to send a word; None for as long as it takes.
+    """
+
+    def __init__(self, connected: socket.socket, seconds: float | None = None) -> None:
+        connected.settimeout(None)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if seconds is not None:
+            whole = int(seconds)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
+        self.here, self.there = connected.getsockname()[0], connected.getpeername()[0]
+        self._connection = Connection(connected.detach())
+
+    def send(self, word: Any) -> None:
+        """Send a word. Raises `OSError` if the other side has ended, or does not read."""
+        self._connection.send_bytes(json.dumps(word, default=_plain).encode())
+
+    def receive(self, seconds: float | None = None) -> Any:
+        """The next word; waits so long.
+
+        Raises:
+            TimeoutError: if there is none in time.
+            EOFError, OSError: if the other side has ended.
+        """
+        if not self._connection.poll(seconds):
+            raise TimeoutError
+        return json.loads(self._connection.recv_bytes())
+
+    def close(self) -> None:
+        """Nothing more will be said."""
+        self._connection.close()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form of its own for, as something that it has."""
+    match value:
+        case torch.dtype():
+            return str(value).removeprefix("torch.")
+        case np.ndarray():
+            return value.tolist()
+        case AttentionShape():
+            return astuple(value)
+        case DistCAConfig():
+            return {field.name: getattr(value, field.name) for field in fields(value)}
+        case Profile() | CostModel():
+            return {"kind": type(value).__name__, "text": value.to_json()}
+        case Documents():
+            return value.spans
+        case Dealt():
+            layouts = [(layout.document, layout.start, layout.length, layout.offsets) for layout in value.layouts]
+            return {"batch": value.batch, "documents": value.documents, "config": value.settings, "layouts": layouts}
+    raise TypeError(f"no word for {value!r}")
+
+
+def read_dtype(name: str) -> torch.dtype:
+    """A dtype that was sent."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def read_config(values: Mapping[str, Any]) -> DistCAConfig:
+    """Settings that were sent."""
+    costs = values["cost_model"]
+    if isinstance(costs, Mapping):
+        costs = (Profile if costs["kind"] == Profile.__name__ else CostModel).from_json(costs["text"])
+    return DistCAConfig(**{**values, "cost_model": costs})
+
+
+def read_key(values: Sequence[Any]) -> PlanKey:
+    """Which plan, as it was sent."""
+    shape, *rest = values
+    return PlanKey(AttentionShape(*shape), *rest)
+
+
+def read_requests(requests: Sequence[Any], shares: Sequence[Dealt | None]) -> list[Request]:
+    """Which plans all ranks ask for, as it was sent, for a rank without documents; with shares where batches are dealt."""
+    none = np.zeros((0, 3), dtype=np.int64)
+    return [
+        (Documents(none, spans=spans, dealt=dealt), read_key(key)) for (spans, key), dealt in zip(requests, shares, strict=True)
+    ]
+
+
+def read_shares(shares: Sequence[Mapping[str, Any]]) -> list[Dealt | None]:
+    """Shares that were sent, as a rank has them that the batch is not dealt to."""
+    read: list[Dealt | None] = []
+    for share in shares:
+        columns = [[np.array(column, dtype=np.int64) for column in layout] for layout in share["layouts"]]
+        layouts = tuple(Layout(document, start, length, offsets) for document, start, length, offsets in columns)
+        read.append(Dealt.of_others(layouts, tuple(share["batch"]), share["documents"], read_config(share["config"])))
+    return read

@@ -1,0 +1,58 @@
+"""A call of core attention on a rank that has no rows in it: it runs tasks of others, and keeps nothing between calls.
+
+The steps are those of ranks that have rows, and are taken in the same order on all ranks: `begin`, `serve`, `finish`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_distca.kernels.base import Grads, Operands, Outputs, Saved
+from hf_distca.runtime.call import Call, in_groups
+from hf_distca.runtime.messages import Pending
+from hf_distca.schedule.cost import AttentionShape
+
+__all__ = ["Serving", "no_rows"]
+
+
+def no_rows(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> Operands:
+    """q, k and v of a layer without rows."""
+    queries, keys = shape.query_heads, shape.key_value_heads
+    widths = (queries, shape.head_dim), (keys, shape.head_dim), (keys, shape.value_head_dim)
+    return Operands(*(torch.empty((0, *width), dtype=dtype, device=device) for width in widths))
+
+
+@dataclass(frozen=True, eq=False)
+class Serving:
+    """A call, its inputs and results, which are empty, and its dispatch under way."""
+
+    call: Call
+    home: Operands | Saved
+    results: Outputs | Grads
+    dispatch: Pending | None
+
+    @classmethod
+    def begin(cls, call: Call, operands: Operands) -> Serving:
+        """Launch the dispatch of a call, whose direction is that of `call.backward`; `operands` are `no_rows` of its layer."""
+        # Rows of head groups travel if documents are split by heads.
+        q_THD, k_TKD, v_TKV = grouped = in_groups(operands, call.route.groups)
+        # Kernels put log-sum-exps out in float32 at least.
+        lse_TH = q_THD.new_empty((0, q_THD.shape[1]), dtype=torch.promote_types(q_THD.dtype, torch.float32))
+        outputs = Outputs(q_THD.new_empty((0, q_THD.shape[1], v_TKV.shape[2])), lse_TH)
+        home: Operands | Saved = grouped
+        results: Outputs | Grads = outputs
+        if call.backward:
+            home = Saved(torch.empty_like(outputs.o_THV), q_THD, *outputs, k_TKD, v_TKV)
+            results = Grads(*(torch.empty_like(tensor) for tensor in grouped))
+        return cls(call, home, results, call.send_queries_and_keys(call.route.waves[0], home))
+
+    def serve(self) -> None:
+        """Run the tasks of the call, and send their results back."""
+        call = self.call
+        call.hand_on(*call.run_waves(self.home, self.results, call.pass_on_keys(self.home, self.dispatch)))
+
+    def finish(self) -> None:
+        """Wait until the results have left."""
+        self.call.collect(self.call.route.waves[-1], *self.call.take(type(self.results)))
