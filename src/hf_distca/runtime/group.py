@@ -43,6 +43,9 @@ class Lead(Protocol):
     def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
         """Name the step that this rank takes next, with what servers must know of it."""
 
+    def without(self, leaving: Sequence[str]) -> Lead:
+        """Who tells the others, once servers of these names have left."""
+
     def forget(self, plan: int) -> None:
         """No step will be about the plan of this number any more. It may be called at any time, by any thread."""
 
@@ -157,8 +160,8 @@ class AttentionGroup:
         group = cls(seats.ranks, seats.rank, lead=lead, holds=seats.holds, timeout_seconds=timeout_seconds)
         return group._connected(
             lambda: (
-                group_in_store(seats.place, seats.store, seats.backend, timeout, "distca-data"),
-                group_in_store(seats.place, seats.store, "gloo", timeout, "distca-control"),
+                group_in_store(seats.place, seats.store, seats.backend, timeout, f"distca-data of {group.size}"),
+                group_in_store(seats.place, seats.store, "gloo", timeout, f"distca-control of {group.size}"),
             ),
             seats.names,
         )
