@@ -82,13 +82,13 @@ class Forks:
         """`hf-distca serve`, of another version if one is given."""
         return self.start(f"server{len(self.started)}", _serve, [f"--address=127.0.0.1:{port}", *options], version)
 
-    def trainers(self, world: int, ports: Sequence[int], *, fault: str = "", steps: int = 6, **options: Any) -> list[Started]:
-        """Ranks that train under `hf-distca run`, as a launcher would start them."""
+    def trainers(self, world: int, ports: Sequence[int], *train: Any, **options: Any) -> list[Started]:
+        """Ranks that train under `hf-distca run`, as a launcher would start them; `train` is for `trains_with_servers.main`."""
         (port,) = free_ports(1)
         shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         given = Options(summary=False, server_address=[f"127.0.0.1:{port}" for port in ports], **options)
         return [
-            self.start(f"rank{rank}", _train, given, steps, fault, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
+            self.start(f"rank{rank}", _train, given, train, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
             for rank in range(world)
         ]
 
@@ -121,10 +121,10 @@ def _serve(arguments: list[str], version: str | None) -> None:
     app(["serve", *arguments], prog_name="hf-distca")
 
 
-def _train(options: Options, steps: int, fault: str) -> None:
+def _train(options: Options, arguments: tuple[Any, ...]) -> None:
     begin(options)
     try:
-        trains_with_servers.main(steps, fault)
+        trains_with_servers.main(*arguments)
     except BaseException as error:
         if not isinstance(error, SystemExit):
             sys.last_value = error  # as the interpreter does

@@ -15,15 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_distca
 from tiny_runs import documents, settings, tiny_llama
 
-TIMEOUT = 4.0  # seconds that ranks wait for each other
 FAULT_STEP = 3
 
 
-def main(steps: int, fault: str = "", waits: float = TIMEOUT) -> None:
-    """Train, and print the loss of each step."""
+def main(steps: int, fault: str = "", waits: float = 40.0) -> None:
+    """Train, and print the loss of each step. Ranks wait for each other for so many seconds."""
     torch.set_num_threads(1)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=waits))
     rank = dist.get_rank() if dist.is_initialized() else 0
     hf_distca.configure(settings(timeout_seconds=waits))
     model: torch.nn.Module = tiny_llama("distca")

@@ -55,6 +55,7 @@ class Pool:
     wait_seconds: float = 300.0
     spare: bool = False
     _joined: tuple[object, AttentionGroup, Seats] | None = field(default=None, init=False)
+    _lead: Lead | None = field(default=None, init=False)  # on rank 0
 
     def group(self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None) -> AttentionGroup:
         """The group of the ranks of the world and the servers. All ranks ask at the same point.
@@ -72,36 +73,34 @@ class Pool:
         else:
             seconds, rank, ranks = timeout_seconds or timeout_of(world).total_seconds(), dist.get_rank(), dist.get_world_size()
             backend, store = dist.get_backend(members if isinstance(members, dist.ProcessGroup) else None), store_of_world()
-        lead = None
         if rank == 0:
-            lead = Lead(seconds)
+            self._lead = Lead(seconds)
             try:
-                invitation = self._invite(lead, store, ranks, backend)
+                invitation = self._invite(self._lead, store, ranks, backend)
             except DistCAError as error:
                 store.set(_INVITATION, json.dumps({"error": str(error)}))
                 raise
             store.set(_INVITATION, json.dumps(invitation))
         else:
             invitation = _invited(store, self.wait_seconds + seconds)
-        return self._join(world, seats(invitation, store, rank), seconds, lead)
+        return self._join(world, seats(invitation, store, rank), seconds)
 
     def without(self, leaving: Sequence[int]) -> AttentionGroup:
         """The group of the others, once servers of these indices in it have left. All ranks ask at the same point."""
         if self._joined is None:
             raise RuntimeError("servers leave a group that nobody has made")
         world, group, before = self._joined
-        lead = None
-        if group.lead is not None:
+        if self._lead is not None:
             names = [before.names[before.ranks[index]] for index in leaving]
             _log.warning("%s was told to end: training goes on without it", ", ".join(names))
-            lead = group.lead.without(names)
-            lead.tell("regroup", {"leaving": leaving})
-        return self._join(world, before.without(leaving), group.timeout_seconds, lead)
+            self._lead = self._lead.without(names)
+            self._lead.tell("regroup", {"leaving": leaving})
+        return self._join(world, before.without(leaving), group.timeout_seconds)
 
-    def _join(self, world: object, all_seats: Seats, seconds: float, lead: Lead | None) -> AttentionGroup:
-        group = AttentionGroup.with_servers(all_seats, seconds, lead)
-        if lead is not None:
-            lead.group = group
+    def _join(self, world: object, all_seats: Seats, seconds: float) -> AttentionGroup:
+        group = AttentionGroup.with_servers(all_seats, seconds, self._lead)
+        if self._lead is not None:
+            self._lead.group = group
         self._joined = world, group, all_seats
         return group
 
@@ -188,14 +187,14 @@ class Lead:
                 time.sleep(_ASK_SECONDS)
         try:
             words.send({"version": version("hf-distca"), "device": device})
-            error = words.receive(_ANSWER_SECONDS)["error"]
+            why_not = words.receive(_ANSWER_SECONDS)["error"]
         except (EOFError, OSError, ValueError, TypeError, LookupError) as error:
             raise ConfigError(
                 f"what listens at {address} is no server of hf-distca, or has ended ({type(error).__name__}). Start one with "
                 f"{start}, or name another address."
             ) from error
-        if error is not None:
-            raise ConfigError(f"the server at {address} cannot take part: {error}")
+        if why_not is not None:
+            raise ConfigError(f"the server at {address} cannot take part: {why_not}")
         return words
 
     def tell(self, step: str, arguments: Mapping[str, Any]) -> None:

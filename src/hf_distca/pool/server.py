@@ -135,7 +135,7 @@ class Server:
                 self.end(**word[1])
             raise
         except (EndedError, EOFError, OSError) as end:
-            if self._group.watch is not None and getattr(end, "status", 1):
+            if self._group.watch is not None and not (isinstance(end, EndedError) and end.status == 0):
                 self._group.watch.leave(f"ended: {end}")
             raise
 
@@ -272,7 +272,7 @@ def _greet(listening: socket.socket, why_not: Callable[[Any], str | None]) -> Wo
     try:
         error = why_not(words.receive(_HELLO_SECONDS))
         words.send({"error": error})
-    except (EOFError, OSError, ValueError, TypeError, AttributeError):
+    except (EOFError, OSError, ValueError, RecursionError, TypeError, AttributeError):
         error = "a stranger"
     if error is None:
         return words

@@ -43,9 +43,6 @@ class Lead(Protocol):
     def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
         """Name the step that this rank takes next, with what servers must know of it."""
 
-    def without(self, leaving: Sequence[str]) -> Lead:
-        """Who tells the others, once servers of these names have left."""
-
     def forget(self, plan: int) -> None:
         """No step will be about the plan of this number any more. It may be called at any time, by any thread."""
 
