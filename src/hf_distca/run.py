@@ -129,9 +129,14 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
 
 def begin(options: Options) -> None:
     """Set up this process; one that a launcher has started to be a server becomes that, and does not return."""
-    if options.servers and (place := Place.of(os.environ)) is not None:
-        options = _take_place(options, place)
-    if options.launched is not None or options.server_address:
+    if options.servers:
+        try:
+            options = _take_place(options)
+        except ConfigError as error:  # where Python sets itself up, an exception would be no more than a line
+            sys.stderr.write(f"hf-distca: {error}\n")
+            sys.stderr.flush()
+            os._exit(2)
+    if options.launched is not None or options.servers or options.server_address:
         when_models_load(partial(_join_pool, options))
     if options.settings is not None or options.instead_of is not None:
         when_models_load(partial(_configure, options))
@@ -145,8 +150,14 @@ def begin(options: Options) -> None:
         atexit.register(_sum_up)
 
 
-def _take_place(options: Options, place: Place) -> Options:
-    """Become a server, or a rank of the world that is left without servers. Returns the options of that."""
+def _take_place(options: Options) -> Options:
+    """Become a server, or a rank of the world that is left without servers. Returns the options of that.
+
+    A process that no launcher started, which may be the launcher, stays what it is.
+    """
+    place = Place.of(os.environ)
+    if place is None:
+        return options
     place.check(options.servers)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     names = os.environ.get(_PYTHONPATH, "").split(os.pathsep)
@@ -167,9 +178,8 @@ def _join_pool(options: Options) -> None:
     from hf_distca.integration.session import Session
     from hf_distca.pool.lead import Pool
 
-    nodes, each_node, attempt = options.launched or (0, 0, "0")
-    launch = nodes, each_node, attempt
-    Session.pool = Pool(tuple(options.server_address), *launch, options.server_wait, options.spare_servers)
+    nodes, each_node, attempt = options.launched or (0, options.servers, "0")
+    Session.pool = Pool(tuple(options.server_address), nodes, each_node, attempt, options.server_wait, options.spare_servers)
 
 
 def find_command(command: str) -> Path:

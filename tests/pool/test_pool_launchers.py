@@ -1,0 +1,176 @@
+"""Pools of servers under real launchers and in real interpreters: who becomes what, and that nothing is left when one ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from pool_forks import free_ports, killed_in_the_end
+
+from pages import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(590)]
+
+LIMIT = 280.0  # seconds; real interpreters import for long
+TESTS = Path(__file__).parents[1]
+STEPS = 6
+
+
+class Shell:
+    """Runs commands in a folder; whatever has that as its current folder in the end is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._started = folder, list[subprocess.Popen[bytes]]()
+        shutil.copy(Path(__file__).with_name("trains_with_servers.py"), folder / "train.py")
+
+    def start(self, command: str) -> tuple[subprocess.Popen[bytes], Path]:
+        """A command, and the file of what it writes."""
+        file = self.folder / f"output-{len(self._started)}.txt"
+        variables = {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))),
+            "OMP_NUM_THREADS": "1",
+        }
+        words = ["bash", "-c", f"exec {command}"]
+        with file.open("wb") as output:
+            process = subprocess.Popen(
+                words,
+                cwd=self.folder,
+                env=os.environ | variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._started.append(process)
+        return process, file
+
+    def run(self, command: str) -> tuple[int, str]:
+        process, file = self.start(command)
+        return process.wait(LIMIT), file.read_text(errors="replace")
+
+    @property
+    def left(self) -> list[int]:
+        """Processes that still run."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdecimal() and (entry / "cwd").readlink() == self.folder:
+                    found.append(int(entry.name))
+        return [pid for pid in found if pid != os.getpid()]
+
+    def clear(self) -> None:
+        for pid in self.left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self._started:
+            process.wait()
+
+
+def wait_for(text: str, file: Path) -> None:
+    deadline = time.monotonic() + LIMIT
+    while text not in file.read_text(errors="replace"):
+        assert time.monotonic() < deadline, file.read_text(errors="replace")
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    started = Shell(tmp_path.resolve())
+    yield started
+    started.clear()
+
+
+@pytest.fixture(scope="module")
+def losses_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[float]]:
+    """Of rank 0, by how many ranks train."""
+    losses = {}
+    with killed_in_the_end(tmp_path_factory.mktemp("alone")) as running:
+        for ranks in (1, 2):
+            trainers = running.trainers(ranks, [], STEPS)
+            assert [trainer.status() for trainer in trainers] == [0] * ranks
+            losses[ranks] = losses_in(trainers[0].output)
+    return losses
+
+
+def losses_in(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"rank 0 step \d+ loss (\S+)", output)]
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "hf-distca run --servers 1 torchrun --nproc_per_node 3 train.py",
+        "torchrun --nproc_per_node 3 -m hf_distca.run --servers 1 train.py",
+        "hf-distca run --servers 1 accelerate launch --config_file cpu.yaml --num_processes 3 train.py",
+    ],
+    ids=["torchrun", "module", "accelerate"],
+)
+def test_the_last_process_of_a_launch_serves(launch: str, shell: Shell, losses_alone: dict[int, list[float]]) -> None:
+    shutil.copy(ROOT / "configs/accelerate/cpu_2_processes.yaml", shell.folder / "cpu.yaml")
+    (port,) = free_ports(1)
+    launch = launch.replace("launch ", f"launch --main_process_port {port} ").replace("_node 3", f"_node 3 --master_port {port}")
+    status, output = shell.run(f"{launch} {STEPS}")
+    assert status == 0, output
+    assert losses_in(output) == pytest.approx(losses_alone[2], rel=1e-6)
+    assert f"served 24 calls of attention in {STEPS} micro-batches" in output
+    assert "rank 2 step" not in output
+    assert not shell.left
+
+
+def test_one_process_and_servers_on_their_own(shell: Shell, losses_alone: dict[int, list[float]]) -> None:
+    ports = free_ports(2)
+    servers = [shell.start(f"hf-distca serve --address 127.0.0.1:{port} --wait {LIMIT:g}") for port in ports]
+    named = " ".join(f"--server-address 127.0.0.1:{port}" for port in ports)
+    status, output = shell.run(f"hf-distca run {named} python train.py {STEPS}")
+    assert status == 0, output
+    assert losses_in(output) == pytest.approx(losses_alone[1], rel=1e-6)
+    for (server, file), number in zip(servers, (1, 2), strict=True):
+        assert server.wait(LIMIT) == 0
+        assert f"is rank {number} of 3, and serves the 1 that train\n" in file.read_text()
+        assert file.read_text().endswith("; ended: the run is over\n")
+    assert not shell.left
+
+
+@pytest.mark.parametrize(
+    ("launch", "text"),
+    [
+        (
+            "hf-distca run --servers 3 torchrun --nproc_per_node 3 train.py 6",
+            "servers=3 of 3 processes of a node: nobody would train",
+        ),
+        ("hf-distca run --servers 1 python train.py 6", "servers=1, and no launcher has started this process"),
+    ],
+)
+def test_servers_that_nobody_could_be(launch: str, text: str, shell: Shell) -> None:
+    status, output = shell.run(launch)
+    assert status != 0
+    assert text in output
+    assert "step 0" not in output
+    assert not shell.left
+
+
+@pytest.mark.parametrize("fault", ["server", "launcher", "raises:1"])
+def test_a_launch_that_ends_early_leaves_nothing(fault: str, shell: Shell) -> None:
+    (port,) = free_ports(1)
+    launch = f"hf-distca run --servers 1 torchrun --nproc_per_node 3 --master_port {port} train.py 1000000 "
+    process, file = shell.start(launch + (fault if ":" in fault else ""))
+    wait_for("fault" if ":" in fault else "step 3", file)
+    if fault == "server":
+        (server,) = [pid for pid in shell.left if b"serve_launched" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(server, signal.SIGKILL)
+    elif fault == "launcher":
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT) != 0
+    assert not shell.left
+    output = file.read_text(errors="replace")
+    if fault != "server":
+        assert re.search(r"hf-distca: server at \S+ served \d+ calls .*; ended: ", output), output
