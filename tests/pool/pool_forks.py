@@ -75,12 +75,12 @@ class Forks:
         self.folder, self.started = folder, list[Started]()
 
     def start(self, name: str, function: Callable[..., object], *args: Any, **changes: str) -> Started:
-        self.started.append(Started(self.folder, name, function, *args, **changes))
+        self.started.append(Started(self.folder, f"{name} (process {len(self.started)})", function, *args, **changes))
         return self.started[-1]
 
     def server(self, port: int, *options: str, version: str | None = None) -> Started:
         """`hf-distca serve`, of another version if one is given."""
-        return self.start(f"server{len(self.started)}", _serve, [f"--address=127.0.0.1:{port}", *options], version)
+        return self.start("server", _serve, [f"--address=127.0.0.1:{port}", *options], version)
 
     def trainers(self, world: int, ports: Sequence[int], *train: Any, **options: Any) -> list[Started]:
         """Ranks that train under `hf-distca run`, as a launcher would start them; `train` is for `trains_with_servers.main`."""

@@ -66,8 +66,9 @@ class Pool:
         """
         if self.each_node and not self.nodes:
             raise ConfigError(
-                f"servers={self.each_node}, and no launcher has started this process. Start it with torchrun or accelerate launch: "
-                "the last processes are servers then. Or start servers with `hf-distca serve`, and name them by --server-address."
+                f"servers={self.each_node}, and no launcher has started this process. Start it with torchrun or accelerate "
+                "launch: the last processes are servers then. Or start servers with `hf-distca serve`, and name them by "
+                "--server-address."
             )
         world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._joined is not None and self._joined[0] is world and not self._joined[1].left:

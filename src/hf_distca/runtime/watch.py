@@ -202,11 +202,10 @@ class Watch:
 
     @property
     def first_word(self) -> str:
-        """What another rank said as the first that left, with its name; empty if none has, or all ended as they should."""
-        try:
-            rank, word = self._read(1) or (0, "")
-        except RuntimeError:
-            return "the store of the ranks that train does not answer"
+        """What the first rank said that left, with its name; empty if none has, all ended as they should, or it is not known."""
+        said: list[tuple[int, str] | None] = []
+        _ask(lambda: said.append(self._read(1)), self.deadline())
+        rank, word = next(iter(said), None) or (0, "")
         return f"{self._names[rank]} {word}" if word else ""
 
     def look(self) -> bool:
