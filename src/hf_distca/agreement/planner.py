@@ -110,7 +110,8 @@ class Planner:
             taken = (time.perf_counter() - started) * 1e3 / max(len(plans), 1)
             asked = zip(requests, plans, strict=True)
             return [
-                Planned(key, plan, config, documents.rows, taken, per_node=group.per_node) for (documents, key), plan in asked
+                Planned(key, plan, config, documents.rows, taken, per_node=group.per_node, holds=group.holds)
+                for (documents, key), plan in asked
             ]
 
         planning = Planning(place, Future())
@@ -155,7 +156,7 @@ class Planner:
         taken = (time.perf_counter() - started) * 1e3 / len(plans)
         per_node = shares[0].per_node if self._pooled is None else group.per_node
         planned = [
-            Planned(key, plan, self.config, documents.rows, taken, str(dealt), per_node, dealt.take_planned_here())
+            Planned(key, plan, self.config, documents.rows, taken, str(dealt), per_node, group.holds, dealt.take_planned_here())
             for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
         ]
         return self._numbered(planned)

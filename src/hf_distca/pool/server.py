@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.planner import Planning
+from hf_distca.doctor.exchange import exchange, versions
 from hf_distca.errors import DistCADesyncError
 from hf_distca.integration.handle import Work
 from hf_distca.integration.session import Session
@@ -83,7 +84,6 @@ def serve(listening: socket.socket, device: torch.device, wait_seconds: float | 
     except (DistCADesyncError, EOFError, OSError, TimeoutError) as error:
         say(f"{server.done if server else 'served nothing'}; ended: {_why(error)}")
         return 1
-    return 0
 
 
 @dataclass
@@ -183,6 +183,10 @@ class Server:
     def gather(self) -> None:
         """Ranks gather what they measured."""
         self._state.session.planner.progress.gather(self._group)
+
+    def try_exchange(self) -> None:
+        """`hf-distca doctor` tries an exchange."""
+        exchange(versions(), self._device, self._group)
 
     def begin(self, call: int, plan: int, place: str, backward: bool, **layer: Any) -> None:
         """A layer sends its queries, keys and values."""

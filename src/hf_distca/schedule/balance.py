@@ -15,8 +15,10 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from hf_distca.config import DistCAConfig
-from hf_distca.schedule.cost import CostModel, Price
+from hf_distca.schedule.cost import CostModel, FloatArray, Price
 from hf_distca.schedule.greedy import Bound, Greedy, Levels
 from hf_distca.schedule.heads import WHOLE, Heads
 from hf_distca.schedule.layout import Layout
@@ -50,10 +52,10 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
         layout: documents and where they lie; the same on every rank.
         cost: seconds of tasks and of exchanges; the same on every rank. The plan is for layers with its window, or for layers
             without one if no document is longer than the window.
-        config: `balance`, `tolerance`, `min_gain`, `tile`, `head_groups`, `max_transient_bytes` and `ping_pong` are read. A
-            tolerance below 0.002 counts as 0.002. With head groups, the layout of the plan is `layout` with some documents split
-            by heads. With a bound, only slices of which a tile fits it are moved. With `ping_pong` the layout is
-            that of a nano-batch, whose exchange costs only what is longer than the compute beside it.
+        config: `balance`, `tolerance`, `min_gain`, `tile`, `head_groups`, `max_transient_bytes`, `ping_pong` and
+            `serve_in_place` are read. A tolerance below 0.002 counts as 0.002. With head groups, the layout of the plan is
+            `layout` with some documents split by heads. With a bound, only slices of which a tile fits it are moved. With
+            `ping_pong` the layout is that of a nano-batch, whose exchange costs only what is longer than the compute beside it.
         ranks: what ranks are like; the same on every rank. A slower one gets less, so that all end together.
         relayed: whether servers may pass keys on.
 
@@ -113,8 +115,8 @@ class _Tries:
         free = math.isinf(cost.exchange_bytes_per_second)
         if cost.window is None and not free:
             heads = Heads.of(self.layout, price, cost, seconds, config.head_groups)
-        same = Prices(price, price)
-        levels = Levels.of(seconds.tolist(), self.ranks, max(config.tolerance, _FINEST))
+        same, compute = Prices(price, price), self._movable(seconds)
+        levels = Levels.of(compute.tolist(), self.ranks, max(config.tolerance, _FINEST))
         bound = Bound.of(config.max_transient_bytes, TransientBytes.of(cost.shape))
         two_rates = self.ranks.in_nodes(cost)
         in_nodes = two_rates and cost.near < 1 and self.ranks.per_node != 1
@@ -122,14 +124,14 @@ class _Tries:
         loads = []
         for ranks in (self.ranks, alone) if in_nodes else (alone,):
             greedy = Greedy(self.layout, heads, ranks, bound, cost.window)
-            load = self.weighed(greedy.even_out(same, seconds, levels))
+            load = self.weighed(greedy.even_out(same, compute, levels))
             loads.append(load)
             hidden = config.ping_pong and load.exchange_seconds.max() <= load.compute_seconds.max()
             if not free and not hidden:
                 # Only where nodes have a rate of their own does it matter whether the ranks know of them.
                 unmoved = replace(self.unmoved, ranks=ranks) if two_rates and ranks != self.ranks else self.unmoved
                 for part in _HIDDEN if config.ping_pong else (1.0,):
-                    both = seconds + part * unmoved.exchange_seconds
+                    both = self._movable(seconds + part * unmoved.exchange_seconds)
                     exchanged = Prices(price.with_exchange(cost.exchange_bytes_per_second / part), price)
                     levels_of_both = Levels.of(both.tolist(), self.ranks, max(config.tolerance, _FINEST_OF_BOTH))
                     loads.append(self.weighed(greedy.even_out(exchanged, both, levels_of_both)))
@@ -140,6 +142,23 @@ class _Tries:
                 loads.append(self.weighed(greedy.even_out(same, seconds, Levels(0.0, 0.95 * cap, cap, 0.97 * cap, cap))))
                 cap /= 1.4
         return loads
+
+    def _movable(self, seconds: FloatArray) -> FloatArray:
+        """Seconds of ranks as moves go by them.
+
+        Where ranks that hold tokens are to serve nobody, those below the mean of the others count as if they were at it, so
+        that no slices go there.
+        """
+        if self.config.serve_in_place:
+            return seconds
+        holds, speeds = self.layout.query_tokens > 0, np.array(self.ranks.each(len(seconds)))
+        rest = np.zeros(len(seconds), dtype=np.bool_)
+        while True:
+            mean = float((seconds * speeds)[~rest].sum() / speeds[~rest].sum())
+            below = holds & (seconds < mean)
+            if not (below & ~rest).any():
+                return np.where(rest, mean, seconds)
+            rest |= below
 
     def weighed(self, plan: Plan, least: float = 0.0) -> PlanLoad:
         """The load of a plan, with keys passed on if that gains so much."""
