@@ -21,7 +21,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel, FloatArray, Price
 from hf_distca.schedule.greedy import Bound, Greedy, Levels
 from hf_distca.schedule.heads import WHOLE, Heads
-from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.layout import BoolArray, Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.moves import Prices
 from hf_distca.schedule.plan import Plan
@@ -93,6 +93,12 @@ class _Tries:
         """Nothing moves, but keys are passed on if that alone gains enough."""
         return self.weighed(Plan.local(self.layout, self.cost.window), self.config.min_gain)
 
+    @cached_property
+    def serves(self) -> BoolArray:
+        """Of each rank whether it may compute slices of others."""
+        every = np.ones(self.layout.world_size, dtype=np.bool_)
+        return every if self.config.serve_in_place else self.layout.query_tokens == 0
+
     @property
     def hopeless(self) -> bool:
         """Whether no plan can gain enough: common in narrow bands, and where documents were dealt."""
@@ -115,26 +121,24 @@ class _Tries:
         free = math.isinf(cost.exchange_bytes_per_second)
         if cost.window is None and not free:
             heads = Heads.of(self.layout, price, cost, seconds, config.head_groups)
-        same, compute = Prices(price, price), self._movable(seconds)
-        levels = Levels.of(compute.tolist(), self.ranks, max(config.tolerance, _FINEST))
+        same, levels = Prices(price, price), self._levels(seconds, _FINEST)
         bound = Bound.of(config.max_transient_bytes, TransientBytes.of(cost.shape))
         two_rates = self.ranks.in_nodes(cost)
         in_nodes = two_rates and cost.near < 1 and self.ranks.per_node != 1
         alone = replace(self.ranks, per_node=None)
         loads = []
         for ranks in (self.ranks, alone) if in_nodes else (alone,):
-            greedy = Greedy(self.layout, heads, ranks, bound, cost.window)
-            load = self.weighed(greedy.even_out(same, compute, levels))
+            greedy = Greedy(self.layout, heads, ranks, bound, cost.window, self.serves)
+            load = self.weighed(greedy.even_out(same, seconds, levels))
             loads.append(load)
             hidden = config.ping_pong and load.exchange_seconds.max() <= load.compute_seconds.max()
             if not free and not hidden:
                 # Only where nodes have a rate of their own does it matter whether the ranks know of them.
                 unmoved = replace(self.unmoved, ranks=ranks) if two_rates and ranks != self.ranks else self.unmoved
                 for part in _HIDDEN if config.ping_pong else (1.0,):
-                    both = self._movable(seconds + part * unmoved.exchange_seconds)
+                    both = seconds + part * unmoved.exchange_seconds
                     exchanged = Prices(price.with_exchange(cost.exchange_bytes_per_second / part), price)
-                    levels_of_both = Levels.of(both.tolist(), self.ranks, max(config.tolerance, _FINEST_OF_BOTH))
-                    loads.append(self.weighed(greedy.even_out(exchanged, both, levels_of_both)))
+                    loads.append(self.weighed(greedy.even_out(exchanged, both, self._levels(both, _FINEST_OF_BOTH))))
             # One document that outweighs all others, and no relays: the fewer servers, the less its home has to send.
             cap, mean = float(seconds.max()) / 2, self.ranks.level(seconds.tolist())
             extreme = not self.relayed and 2 * cap >= _EXTREME * mean
@@ -143,22 +147,17 @@ class _Tries:
                 cap /= 1.4
         return loads
 
-    def _movable(self, seconds: FloatArray) -> FloatArray:
-        """Seconds of ranks as moves go by them.
-
-        Where ranks that hold tokens are to serve nobody, those below the mean of the others count as if they were at it, so
-        that no slices go there.
-        """
-        if self.config.serve_in_place:
-            return seconds
-        holds, speeds = self.layout.query_tokens > 0, np.array(self.ranks.each(len(seconds)))
-        rest = np.zeros(len(seconds), dtype=np.bool_)
-        while True:
-            mean = float((seconds * speeds)[~rest].sum() / speeds[~rest].sum())
-            below = holds & (seconds < mean)
-            if not (below & ~rest).any():
-                return np.where(rest, mean, seconds)
-            rest |= below
+    def _levels(self, seconds: FloatArray, tolerance: float) -> Levels:
+        """Levels for ranks that take so long. Who neither serves nor is above the mean stays as it is, and does not count."""
+        evened, speeds = np.ones(len(seconds), dtype=np.bool_), np.array(self.ranks.each(len(seconds)))
+        while not self.config.serve_in_place:
+            mean = (seconds * speeds)[evened].sum() / speeds[evened].sum()
+            below = evened & ~self.serves & (seconds < mean)
+            if not below.any():
+                break
+            evened &= ~below
+        ranks = self.ranks if self.ranks.speeds is None else Ranks.of(speeds[evened])
+        return Levels.of(seconds[evened].tolist(), ranks, max(self.config.tolerance, tolerance))
 
     def weighed(self, plan: Plan, least: float = 0.0) -> PlanLoad:
         """The load of a plan, with keys passed on if that gains so much."""
