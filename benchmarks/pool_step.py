@@ -42,7 +42,7 @@ ALONE = "one process"
 def start_server() -> str:
     """Start a server, which ends with this process; returns its address."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = "127.0.0.1:{}".format(taken.getsockname()[1])
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
     command = [sys.executable, "-m", "hf_distca.cli", "serve", "--address", address, "--device", "cpu", "--wait", "120"]
     subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     return address

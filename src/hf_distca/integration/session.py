@@ -58,7 +58,7 @@ class Elsewhere(Protocol):
         """As `Session.work_for`."""
 
 
-class Pool(Protocol):
+class ServerPool(Protocol):
     """Servers that take part in the attention of all ranks."""
 
     def group(self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None) -> AttentionGroup:
@@ -79,7 +79,7 @@ class Session:
         elsewhere: who answers in its place while a schedule of pipeline stages runs forwards.
     """
 
-    pool: ClassVar[Pool | None] = None  # servers that take part, for all sessions of the process
+    pool: ClassVar[ServerPool | None] = None  # servers that take part, for all sessions of the process
 
     def __init__(self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None) -> None:
         self.meter = Meter()

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from hf_distca.borrowed import store_of_world, timeout_of
+from hf_distca.borrowed import PrefixStore, Store, TCPStore, store_of_world, timeout_of
 from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError
 from hf_distca.pool.launch import parse_address, published
 from hf_distca.pool.words import Words

@@ -20,11 +20,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch._C._distributed_c10d import Store, TCPStore
 
 from hf_distca.agreement.documents import Documents
 from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.planner import Planning
+from hf_distca.borrowed import Store, TCPStore
 from hf_distca.doctor.exchange import exchange, versions
 from hf_distca.errors import DistCADesyncError
 from hf_distca.integration.handle import Work

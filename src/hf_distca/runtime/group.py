@@ -22,7 +22,7 @@ from hf_distca.runtime.members import Members, Seats, communicator, least, node_
 from hf_distca.runtime.watch import NO_NAMES, Watch, listen, patience
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["AttentionGroup", "Lead", "Members"]
+__all__ = ["AttentionGroup", "Members", "StepLead"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -37,7 +37,7 @@ _UNEQUAL_NODES = (
 )
 
 
-class Lead(Protocol):
+class StepLead(Protocol):
     """Tells servers what to take part in."""
 
     def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
@@ -73,7 +73,7 @@ class AttentionGroup:
     data: Channel | None = None
     control: dist.ProcessGroup | None = None
     watch: Watch | None = None
-    lead: Lead | None = None
+    lead: StepLead | None = None
     holds: tuple[bool, ...] | None = None
     timeout_seconds: float = math.inf
     per_node: int | None = None
@@ -148,7 +148,7 @@ class AttentionGroup:
         )
 
     @classmethod
-    def with_servers(cls, seats: Seats, timeout_seconds: float, lead: Lead | None = None) -> AttentionGroup:
+    def with_servers(cls, seats: Seats, timeout_seconds: float, lead: StepLead | None = None) -> AttentionGroup:
         """Build the group of ranks that train and servers, which are in no world of torch.distributed together.
 
         Every one of them must call it; for arguments and errors see `create`.
