@@ -69,7 +69,7 @@ class Outcome:
 def train(rank: int, case: Exact) -> Outcome:
     """Train on this rank; every rank of the world must call it."""
     hf_distca.configure(settings(**case.changes))
-    model = _model(case.model)
+    model = model_for(case.model)
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
@@ -82,7 +82,7 @@ def train(rank: int, case: Exact) -> Outcome:
         elif case.documents == "shared":
             drawn = hf_distca.share_tokens(drawn)
         for batch in drawn:
-            loss = _loss(model, batch)
+            loss = loss_of(model, batch)
             loss.backward()
             losses.append(loss.detach())
         for parameter in model.parameters():
@@ -92,14 +92,14 @@ def train(rank: int, case: Exact) -> Outcome:
         if case.evaluated == "together" or (case.evaluated == "alone" and rank == 1):
             model.eval()
             with torch.no_grad():
-                evaluated.append(float(_loss(model, _drawn(rank, 1000))))
+                evaluated.append(float(loss_of(model, drawn(rank, 1000))))
             model.train()
     total = torch.stack(losses)
     dist.all_reduce(total)
     return Outcome(total.tolist(), evaluated, {name: weight.detach().clone() for name, weight in model.named_parameters()})
 
 
-def _model(kind: str) -> Any:
+def model_for(kind: str) -> Any:
     torch.manual_seed(0)
     shape = {
         "hidden_size": 64,
@@ -121,7 +121,7 @@ def _model(kind: str) -> Any:
     return LlamaForCausalLM._from_config(LlamaConfig(**shape)).train()
 
 
-def _loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """In float64, which the losses of transformers are not; in tokens of a rank, so that sums over ranks are means."""
     known = {name: batch[name] for name in ("input_ids", "position_ids", "distca_documents") if name in batch}
     targets = batch.get("shift_labels")
@@ -136,7 +136,7 @@ def _batches(rank: int, case: Exact, model: Any) -> Iterator[dict[str, Any]]:
     if case.documents == "spanning":
         return (_spanning(rank, number) for number in range(case.micro_batches))
     if case.documents != "dealt":
-        return (_drawn(rank, number) for number in range(case.micro_batches))
+        return (drawn(rank, number) for number in range(case.micro_batches))
     lengths = chain.from_iterable([150, 7, 1, 33, 90, 64, 12, 250, 5, 80] for _ in range(2 * case.micro_batches))
     rows = datasets.Dataset.from_dict({"input_ids": documents(*lengths)})
     config = settings(**case.changes)
@@ -145,7 +145,7 @@ def _batches(rank: int, case: Exact, model: Any) -> Iterator[dict[str, Any]]:
     return (hf_distca.PackingCollator()([shares[number * ranks + rank]]) for number in range(case.micro_batches))
 
 
-def _drawn(rank: int, number: int) -> dict[str, Any]:
+def drawn(rank: int, number: int) -> dict[str, Any]:
     lengths = LENGTHS[(rank + number) % len(LENGTHS)]
     return hf_distca.PackingCollator()([{"documents": documents(*lengths, seed=10 * number + rank)}])
 

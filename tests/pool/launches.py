@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -34,12 +34,12 @@ from ranks import RankPool
 
 @dataclass(frozen=True)
 class Served:
-    """What a server did: steps that it was told, calls of a kernel and bytes sent, since the settings were made."""
+    """What a server did since it was asked: steps that it was told, calls of a kernel, bytes sent; and what it keeps, by kind."""
 
     steps: Counter[str]
     kernel_calls: int
     sent_bytes: int
-    kept: int
+    kept: Counter[str]
 
 
 @dataclass(frozen=True)
@@ -189,14 +189,19 @@ def _be_server(rank: int, join: Callable[[int], None], asked: Connection, output
 
 
 def _answer(server: pool_server.Server, words: Words, asked: Connection, steps: dict[str, Any]) -> None:
+    before = Served(Counter(), 0, 0, Counter())
     while True:
         asked.recv()
         idle = 0
         while idle < 3:
             idle = idle + 1 if steps["waits"] and not words._connection.poll(0) else 0
             time.sleep(0.01)
-        plans = server._plans
-        meter = None if plans is None else plans.session.meter
-        kept = 0 if plans is None else len(plans.making) + len(plans.planned) + len(plans.works) + len(server._calls)
         told, steps["told"] = steps["told"], Counter()
-        asked.send(Served(told, meter.kernel_calls if meter else 0, meter.sent_bytes if meter else 0, kept))
+        meter, kept = server._meter, [type(known).__name__ for known in (*server._known.values(), *server._calls.values())]
+        counts = Served(told, meter.kernel_calls, meter.sent_bytes, Counter(kept))
+        asked.send(
+            replace(
+                counts, kernel_calls=meter.kernel_calls - before.kernel_calls, sent_bytes=meter.sent_bytes - before.sent_bytes
+            )
+        )
+        before = counts

@@ -18,6 +18,28 @@ DEFAULT = [
 ]
 
 
+SLOW = [
+    Exact("windows", changes={"ping_pong": True}),
+    Exact("windows", "dealt"),
+    Exact("windows", checkpointing=True),
+    Exact("sinks", changes={"ping_pong": True}),
+    Exact(documents="ahead", accumulation=3, steps=3),
+    Exact(documents="ahead", checkpointing=True, accumulation=3, steps=3, changes={"ping_pong": True}),
+    Exact(documents="dealt", checkpointing=True),
+    Exact("windows", "dealt", checkpointing=True, changes={"ping_pong": True}),
+    Exact(documents="shared"),
+    Exact(documents="shared", checkpointing=True, changes={"ping_pong": True}),
+    Exact(documents="spanning", changes={"documents_span_ranks": True}),
+    Exact(documents="spanning", changes={"documents_span_ranks": True, "max_transient_bytes": 150_000}),
+    Exact(documents="dealt", changes={"max_transient_bytes": 150_000, "ping_pong": True}),
+    Exact(changes={"head_groups": 1}),
+    Exact(evaluated="together"),
+    Exact(evaluated="together", changes={"balance_evaluation": True, "ping_pong": True}),
+    Exact(evaluated="alone"),
+]
+WORLDS = [(2, 1), (3, 1), (2, 2)]
+
+
 def compare(launch: Launch, case: Exact) -> tuple[list[Trained], list[Served]]:
     """Train a case with servers and without. Returns what was seen with servers."""
     theirs = launch(unpooled, train, case)
@@ -38,7 +60,19 @@ def compare(launch: Launch, case: Exact) -> tuple[list[Trained], list[Served]]:
 
 @pytest.mark.parametrize("case", DEFAULT, ids=str)
 def test_losses_and_weights_are_those_without_servers(launch: Callable[[int, int], Launch], case: Exact) -> None:
-    ours, _ = compare(launch(2, 1), case)
-    told = ours[0].told
-    calls = 2 * LAYERS * case.halves * case.micro_batches  # forward and backward, whatever is recomputed
-    assert [told[step] for step in ("begin", "serve", "finish")] == [calls] * 3
+    check(launch(2, 1), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*DEFAULT, *SLOW], ids=str)
+@pytest.mark.parametrize(("trainers", "servers"), WORLDS)
+def test_every_way_of_training(launch: Callable[[int, int], Launch], trainers: int, servers: int, case: Exact) -> None:
+    check(launch(trainers, servers), case)
+
+
+def check(launch: Launch, case: Exact) -> None:
+    """Compare, and count that servers are told no more than they need to know."""
+    ours, _ = compare(launch, case)
+    evaluated = case.steps * (case.evaluated == "together" and case.changes.get("balance_evaluation", False))
+    calls = LAYERS * case.halves * (2 * case.micro_batches + evaluated)  # forward and backward, whatever is recomputed
+    assert [ours[0].told[step] for step in ("begin", "serve", "finish")] == [calls] * 3
