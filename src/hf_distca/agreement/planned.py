@@ -39,7 +39,7 @@ class Planned:
         per_node: ranks of a node, as the plan counts on; None if nodes were not told apart.
         holds: of each rank whether it holds tokens, where a pool of servers takes part; else None.
         planned_here: plans of its share that this process made since the last one, instead of the loader.
-        serial: number of the plan, counted from 1 in the order in which all ranks have plans.
+        serial: number by which the servers of a pool know it.
         number: of the micro-batch that uses it; 0 until one does.
         seconds: (tasks,) estimated, forward and backward, on a rank of speed 1; none until it is used.
         ranks: what ranks are like, as estimated then.

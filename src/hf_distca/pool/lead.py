@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
+from itertools import count
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -137,7 +139,7 @@ class Lead:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.servers = seconds, dict[str, Words]()
         self.group: AttentionGroup | None = None
-        self._forgotten: deque[int] = deque()
+        self._numbers, self._forgotten = count(1), deque[int]()
         atexit.register(self.end)
 
     def connect(self, address: str, device: str, deadline: float) -> None:
@@ -170,7 +172,7 @@ class Lead:
         self.servers[address] = words
 
     def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
-        """Name a step to all servers, and the plans that are no longer needed."""
+        """Name a step to all servers, and the numbers of what is gone."""
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         for address, words in self.servers.items():
             try:
@@ -178,9 +180,11 @@ class Lead:
             except OSError as error:
                 raise self._lost(address, error) from error
 
-    def forget(self, plan: int) -> None:
+    def number(self, known: object) -> int:
         """As in `runtime.group.Lead`."""
-        self._forgotten.append(plan)
+        number = next(self._numbers)
+        finalize(known, self._forgotten.append, number)  # at any time, in any thread
+        return number
 
     def end(self) -> None:
         """Let the servers end: this process does. They are told whether it left its group, as one that failed."""

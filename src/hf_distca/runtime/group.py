@@ -43,8 +43,8 @@ class StepLead(Protocol):
     def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
         """Name the step that this rank takes next, with what servers must know of it."""
 
-    def forget(self, plan: int) -> None:
-        """No step will be about the plan of this number any more. It may be called at any time, by any thread."""
+    def number(self, known: object) -> int:
+        """A number that tells something from all else; servers forget what they know by it when `known` is gone here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,7 @@ class AttentionGroup:
         control: gloo communicator on which layouts travel, None in a group of one.
         watch: tells the others when this rank gives up, None in a group of one.
         lead: on rank 0 of a group with a pool of servers, what tells these each step that they take part in; else None.
+        session: number of the session that uses it, for the servers of a pool.
         holds: of each rank whether it trains, and so holds tokens; the others are servers of a pool. None if all do.
         timeout_seconds: how long a rank waits for the others, where there are any.
         per_node: ranks [0, n), [n, 2n), ... of the group are nodes; None if they are not in such order, or not told apart.
@@ -74,6 +75,7 @@ class AttentionGroup:
     control: dist.ProcessGroup | None = None
     watch: Watch | None = None
     lead: StepLead | None = None
+    session: int = 0
     holds: tuple[bool, ...] | None = None
     timeout_seconds: float = math.inf
     per_node: int | None = None
@@ -193,7 +195,11 @@ class AttentionGroup:
     def tell(self, step: str, **arguments: Any) -> None:
         """Let the servers of a pool, if there are any, take part in what this rank does next; only rank 0 tells them."""
         if self.lead is not None:
-            self.lead.tell(step, arguments)
+            self.lead.tell(step, {"session": self.session, **arguments})
+
+    def number(self, known: object) -> int:
+        """As `Lead.number`; 0 where this rank tells servers nothing."""
+        return 0 if self.lead is None else self.lead.number(known)
 
     def at(self, where: str, forward_exchanges: int) -> AttentionGroup:
         """The group in a call, as `Channel.at`."""
