@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from urllib.parse import quote, unquote
 
 from hf_distca.errors import ConfigError, DistCAError
-from hf_distca.pool.launch import Place, parse_address
+from hf_distca.pool.launch import QUIET, Place, parse_address
 from hf_distca.register import check_stand_in, when_imported, when_models_load
 
 __all__ = ["Options", "begin", "find_command", "find_module", "read_options", "run_command", "run_module"]
@@ -41,6 +41,7 @@ class Options(NamedTuple):
         servers: how many of the processes that a launcher starts on each node are attention servers, its last ones.
         server_address: ``HOST:PORT`` of servers that were started by themselves.
         server_wait: seconds that servers may take to come, and on servers that ranks which train may take.
+        spare_servers: whether training goes on without a server that is told to end.
         launched: what a process that trains knows of the servers of its launch: nodes, servers of each, attempt.
     """
 
@@ -52,6 +53,7 @@ class Options(NamedTuple):
     servers: int = 0
     server_address: Sequence[str] = ()
     server_wait: float = 300.0
+    spare_servers: bool = False
     launched: tuple[int, int, str] | None = None
 
     def search_path(self) -> list[str]:
@@ -76,8 +78,9 @@ class Options(NamedTuple):
         """
         if self.attn_implementation not in (None, "distca"):
             raise ConfigError(f"attn_implementation={self.attn_implementation!r} must be 'distca'.")
-        if not isinstance(self.summary, bool):
-            raise ConfigError(f"summary={self.summary!r} must be True or False.")
+        for name in ("summary", "spare_servers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
         if self.instead_of is not None:
             check_stand_in(self.instead_of)
         for name, least in (("servers", 0), ("server_wait", 1)):
@@ -152,7 +155,7 @@ def _take_place(options: Options, place: Place) -> Options:
         number = place.node * options.servers + place.local - (place.per_node - options.servers)
         arguments = f"{number}, {attempt!r}, {options.server_wait}, {place.local}"
         code = f"from hf_distca.pool.launch import serve_launched; serve_launched({arguments})"
-        os.execve(sys.executable, [sys.executable, "-c", code], os.environ | {_PYTHONPATH: os.pathsep.join(others)})
+        os.execve(sys.executable, [sys.executable, "-c", code], os.environ | QUIET | {_PYTHONPATH: os.pathsep.join(others)})
     world = place.world_of_trainers(options.servers)
     options = options._replace(servers=0, launched=(place.nodes, options.servers, attempt))
     # What this process starts is of the smaller world, too.
@@ -165,7 +168,8 @@ def _join_pool(options: Options) -> None:
     from hf_distca.pool.lead import Pool
 
     nodes, each_node, attempt = options.launched or (0, 0, "0")
-    Session.pool = Pool(tuple(options.server_address), nodes, each_node, attempt, options.server_wait)
+    launch = nodes, each_node, attempt
+    Session.pool = Pool(tuple(options.server_address), *launch, options.server_wait, options.spare_servers)
 
 
 def find_command(command: str) -> Path:

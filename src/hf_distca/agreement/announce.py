@@ -46,8 +46,8 @@ __all__ = [
 # A row holds these numbers, the figures of each measured plan, and then each plan that is asked for: (spans, nano-batch,
 # whether there is context, documents) and its documents. A document is its length, or its row where documents span ranks. Of
 # shares of dealt batches, only what tells whether they belong together: numbers of the batch, and digests of its plans.
-_COUNT, _SETTINGS, _EXCHANGES, _CHECKSUM, _REQUESTS, _MEASURED, _DEALT = range(7)
-HEADER = 7
+_COUNT, _SETTINGS, _EXCHANGES, _CHECKSUM, _REQUESTS, _MEASURED, _DEALT, _LEAVES = range(8)
+HEADER = 8
 _REQUEST = 4
 # What a rank measured of a plan: kernel nanoseconds, sent bytes, nanoseconds of exchanging, calls; `Measured.figures` says more.
 Figures = tuple[int, int, int, int]
@@ -88,6 +88,7 @@ class Announcement:
         exchanges, checksum: dispatches and returns so far, and a checksum of the layers that they were for.
         figures, requests: of measured plans, and which plans are asked for.
         dealt: of a share: epoch and number of the global batch, and digests of its documents and of each plan.
+        leaves: whether it is a server that others are to go on without.
     """
 
     count: int
@@ -97,11 +98,12 @@ class Announcement:
     figures: Sequence[Figures]
     requests: Sequence[Request] = ()
     dealt: Sequence[int] = ()
+    leaves: bool = False
 
     def row(self) -> IntArray:
         """The announcement as int64 numbers."""
         counts = [len(self.requests), len(self.figures), len(self.dealt)]
-        header = [self.count, self.settings, self.exchanges, self.checksum, *counts]
+        header = [self.count, self.settings, self.exchanges, self.checksum, *counts, self.leaves]
         parts: list[object] = [header, np.reshape(self.figures, -1), self.dealt]
         for documents, key in self.requests:
             parts.append([documents.spans, key.nano, documents.context > 0, len(documents.rows)])
@@ -137,7 +139,7 @@ class Announcements:
     """What all ranks announce, in rank order.
 
     Attributes:
-        header: (ranks, 7) int64.
+        header: (ranks, 8) int64.
         numbers: all rows one after another.
         offsets: (ranks,) where the row of each rank begins.
     """
@@ -161,6 +163,12 @@ class Announcements:
         columns = self.offsets[:, None] + np.arange(HEADER, HEADER + FIGURES * plans)
         measured: IntArray = self.numbers[columns].reshape(len(self.offsets), plans, FIGURES)
         return measured
+
+    @property
+    def leaving(self) -> list[int]:
+        """The ranks that leave."""
+        leaving: list[int] = np.flatnonzero(self.header[:, _LEAVES]).tolist()
+        return leaving
 
     @property
     def dealt(self) -> IntArray:

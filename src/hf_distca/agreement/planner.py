@@ -38,11 +38,13 @@ class Planning:
 
     Attributes:
         place: what is planned, for errors.
+        group: the ranks that plan it.
         plans: in the order in which they were asked for.
         serial: number by which the servers of a pool know it.
     """
 
     place: str
+    group: AttentionGroup
     plans: Future[list[Planned]] = field(default_factory=Future)
     serial: int = 0
 
@@ -71,10 +73,14 @@ class Planner:
         world = current_world()
         if world is not None and world is not self._world:
             if self._world is not None:
-                self.history.begin_anew()
-                self._progress = Progress(self._meter, self.history)
+                self.begin_anew()
             self._world = world
         return self._progress
+
+    def begin_anew(self) -> None:
+        """The ranks are others from now on. Plans that were made before may still be used by those that made them."""
+        self.history.begin_anew()
+        self._progress = Progress(self._meter, self.history)
 
     def plan(self, requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
         """Plan this rank's documents together with those of the other ranks, which must ask for the same plans.
@@ -89,12 +95,13 @@ class Planner:
         """
         plans: list[Planned | None] = [documents.ahead.pop(key, None) for documents, key in requests]
         ahead = [planned for planned in plans if planned is not None and planned.config == self.config]
+        ahead = [planned for planned in ahead if planned.plan.layout.world_size == group.size]  # a server may have left since
         if len(ahead) == len(requests):
             return ahead
         shares = [documents.dealt for documents, _ in requests if documents.dealt is not None]
         if len(shares) == len(requests):
             return self._of_shares(shares, requests, group)
-        return self.finish(self.begin(requests, group), group)
+        return self.finish(self.begin(requests, group))
 
     def begin(
         self, requests: Sequence[Request], group: AttentionGroup, place: str | None = None, *, beside: bool = False
@@ -102,7 +109,7 @@ class Planner:
         """Announce documents, with one collective, and plan them: before this thread goes on, or `beside` it."""
         started, config, keys = time.perf_counter(), self.config, [key for _, key in requests]
         place = place or f"micro-batch {self.progress.number_of(keys)}"
-        planning = Planning(place)
+        planning = Planning(place, group)
         planning.serial = group.number(planning)
         group.tell("begin_plans", planning=planning.serial, requests=requests, place=place, beside=beside)
         layouts = [layout_of(stated) for stated in self.progress.announce(requests, group, place, config)]
@@ -123,9 +130,9 @@ class Planner:
             _fulfil(planning.plans, make)
         return planning
 
-    def finish(self, planning: Planning, group: AttentionGroup) -> list[Planned]:
+    def finish(self, planning: Planning) -> list[Planned]:
         """The plans, in the order of their requests, once they are made and all ranks have the same: one collective."""
-        plans, place, started = planning.plans.result(), planning.place, time.perf_counter()
+        plans, group, place, started = planning.plans.result(), planning.group, planning.place, time.perf_counter()
         group.tell("finish_plans", planning=planning.serial, plans=_serials(plans, group))
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
         digests, doing = np.array([_number(planned.plan) for planned in plans], dtype=np.int64), f"comparing plans of {place}"

@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -55,12 +56,17 @@ class Progress:
         history: what is planned and measured is added to it.
 
     Attributes:
+        leaves: whether this process is a server that others are to go on without, as soon as they know.
+        leaving: servers that said so, as all ranks know by now: indices in the group.
         costs: the cost models that plans are made with.
         number: of the micro-batch that was planned last, from 1.
         kinds_of_shares: plans of shares so far.
     """
 
+    leaves: ClassVar[bool] = False
+
     def __init__(self, meter: Meter, history: History) -> None:
+        self.leaving: list[int] = []
         self.costs = Costs()
         self.number = 0
         self.kinds_of_shares: dict[PlanKey, None] = {}
@@ -71,7 +77,8 @@ class Progress:
         self._used: set[PlanKey] = set()  # in this micro-batch
         self._over = True  # whether the next plan begins another one
         self._unannounced: list[Planned] = []  # in the order of use; the same plans on all ranks
-        self._measured: deque[tuple[int, Sequence[Planned]]] = deque()  # with the numbers of the announcements that told figures
+        # With the numbers of the announcements that told figures, and the ranks that left then.
+        self._measured: deque[tuple[int, Sequence[Planned], list[int]]] = deque()
         self._meetings: deque[tuple[Meeting, list[Planned]]] = deque()  # with the plans whose measurements they tell
 
     @property
@@ -120,7 +127,7 @@ class Progress:
         announced = Announcements.read(group.gather(row, doing=f"planning {place}"))
         stated = agree(announced, facts, group, place)
         self._unannounced[:0] = self._take_figures(plans, announced.measured)
-        self._measured.append((self._met, plans))
+        self._measured.append((self._met, plans, announced.leaving))
         self._learn(self._met + 1, config)
         return stated
 
@@ -149,8 +156,9 @@ class Progress:
                 self._meetings.appendleft((meeting, plans))
                 return
             # Ranks are here at different times, so they cannot announce those again together whose kernels still run.
-            self._take_figures(plans, Announcements.read(meeting.rows).measured)
-            self._measured.append((self._met - len(self._meetings) - 1, plans))
+            announced = Announcements.read(meeting.rows)
+            self._take_figures(plans, announced.measured)
+            self._measured.append((self._met - len(self._meetings) - 1, plans, announced.leaving))
 
     def gather(self, group: AttentionGroup) -> None:
         """Gather what ranks measured up to here, with one collective that all of them call, once the device is done with it."""
@@ -167,7 +175,7 @@ class Progress:
         rows = group.gather(row, doing=f"gathering what ranks measured up to micro-batch {self.number}")
         if all(len(other) == len(row) for other in rows):
             self._take_figures(plans, np.stack(rows).reshape(len(rows), -1, FIGURES))
-            self._measured.append((self._met, [planned for planned in self._unannounced if planned.is_measured]))
+            self._measured.append((self._met, [planned for planned in self._unannounced if planned.is_measured], []))
         self._unannounced = []
 
     def _announcement(
@@ -189,7 +197,8 @@ class Progress:
         exchanges = self._meter.dispatches + self._meter.returns - self._exchanges_before
         exchanged = 0 if group.data is None else group.data.checksum
         figures = [planned.own_figures for planned in plans]
-        return facts, plans, Announcement(self._announced, fingerprint(facts), exchanges, exchanged, figures, dealt=dealt)
+        announced = Announcement(self._announced, fingerprint(facts), exchanges, exchanged, figures)
+        return facts, plans, replace(announced, dealt=dealt, leaves=self.leaves)
 
     def _take_figures(self, plans: Sequence[Planned], figures: IntArray) -> list[Planned]:
         """Take in the (ranks, plans, 4) figures of all ranks. Returns the plans with a kernel that still runs on some rank."""
@@ -204,6 +213,8 @@ class Progress:
         A rank may know of later ones that others do not know of yet; all must correct at one micro-batch.
         """
         while self._measured and self._measured[0][0] < before:
-            for change in self.costs.learn(self._measured.popleft()[1], config):
+            _, plans, leaving = self._measured.popleft()
+            self.leaving += [rank for rank in leaving if rank not in self.leaving]
+            for change in self.costs.learn(plans, config):
                 if self._rank == 0:
                     _log.info("measured up to micro-batch %d: %s; plans are made accordingly", self.number, change)

@@ -35,6 +35,7 @@ def run(
     server_wait: Annotated[
         float | None, _option(min=1.0, help="Seconds that servers may take to come.", show_default="300")
     ] = None,
+    spare_servers: Annotated[bool | None, _option(help="Go on without a server that is told to end.")] = None,
     summary: Annotated[bool | None, typer.Option(help="Print the balance at the end.", show_default="summary")] = None,
 ) -> None:
     """Run a training script or command that does not import hf_distca, with "distca" registered.
@@ -47,7 +48,7 @@ def run(
     from hf_distca.run import find_command, find_module, read_options, run_command, run_module
 
     path, given = None, {"attn_implementation": attn_implementation, "instead_of": instead_of}
-    pool = {"servers": servers, "server_address": server_address, "server_wait": server_wait}
+    pool = {"servers": servers, "server_address": server_address, "server_wait": server_wait, "spare_servers": spare_servers}
     try:
         options = read_options(config, changes or [], **given, **pool, tokens_per_rank=tokens_per_rank, summary=summary)
         if module:
@@ -62,5 +63,6 @@ def run(
         else:
             run_command(path, arguments or [], options)
     except (EOFError, KeyboardInterrupt, OSError) as error:  # of the script: typer ends in silence at some of them
+        sys.last_value = error  # as the interpreter does
         sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(128 + SIGINT if isinstance(error, KeyboardInterrupt) else 1) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -28,12 +29,13 @@ def serve(
     Ends with the ranks that it served, and says what it did.
     """
     from hf_distca.errors import DistCAError
-    from hf_distca.pool.launch import listen_at, parse_address
+    from hf_distca.pool.launch import QUIET, listen_at, parse_address
 
     try:
         listening = listen_at(*parse_address(address))
     except DistCAError as error:
         fail(str(error))
+    os.environ |= QUIET
     import torch
 
     from hf_distca.pool.server import serve as serve_ranks

@@ -61,8 +61,8 @@ class Announced:
     def planned(self) -> list[Any]:
         """Copies of the batches, with their plans, once these are made and all ranks have the same."""
         session, batches = current_session(), [copy(batch) for batch in self.batches]
-        with session.group.reporting(f"planning {self.planning.place}"):
-            plans = iter(session.planner.finish(self.planning, session.group))
+        with self.planning.group.reporting(f"planning {self.planning.place}"):
+            plans = iter(session.planner.finish(self.planning))
         for batch in batches:
             batch["distca_documents"] = packed = copy(batch["distca_documents"])
             packed.ahead = {key: next(plans) for key in self.keys}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -62,6 +62,9 @@ class ServerPool(Protocol):
 
     def group(self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None) -> AttentionGroup:
         """The group of these ranks, all of which ask at the same point, and the servers."""
+
+    def without(self, leaving: Sequence[int]) -> AttentionGroup:
+        """The group of the others, once servers of these indices in it have left."""
 
 
 class Session:
@@ -131,8 +134,9 @@ class Session:
         return self.group if self.group.holds is None else AttentionGroup.of(timeout_seconds=self.config.timeout_seconds)
 
     def take_group(self, group: AttentionGroup) -> None:
-        """Take part in a group that was made elsewhere, as a server of a pool does."""
+        """Take part in a group that was made elsewhere, and begin to count anew."""
         self._group, self._world = group, current_world()
+        self.planner.begin_anew()
 
     @property
     def ranks(self) -> int:
@@ -170,6 +174,9 @@ class Session:
         if handle.group is None:
             # Making the group needs all ranks: a rank that evaluates or generates alone must not ask for it.
             together = not handle.alone and (training or self.config.balance_evaluation)
+            if together and self.pool is not None and (leaving := self.planner.progress.leaving):
+                self.gather()
+                self.take_group(replace(self.pool.without(leaving), session=self.group.session))
             handle.group = self.group if together else _ALONE
         return handle.group
 

@@ -11,7 +11,10 @@ from typing import NamedTuple, NoReturn
 
 from hf_distca.errors import ConfigError
 
-__all__ = ["Place", "listen_at", "parse_address", "published", "serve_launched"]
+__all__ = ["QUIET", "Place", "listen_at", "parse_address", "published", "serve_launched"]
+
+# What keeps torch from writing frames of C++ where a connection ends, as all do with rank 0.
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 class Place(NamedTuple):
@@ -95,7 +98,7 @@ def listen_at(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=16)
     except OSError as error:
         raise ConfigError(
-            f"a server cannot listen at {host}:{port}: {error.strerror or error}. Another one may be there: give each "
+            f"a server cannot listen at {host}:{port}: {os.strerror(error.errno or 0)}. Another one may be there: give each "
             "an address of its own."
         ) from error
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import socket
+import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
@@ -23,10 +25,12 @@ from hf_distca.borrowed import PrefixStore, Store, TCPStore, store_of_world, tim
 from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError
 from hf_distca.pool.launch import parse_address, published
 from hf_distca.pool.words import Words
-from hf_distca.runtime.group import AttentionGroup, Members
+from hf_distca.runtime.group import AttentionGroup, Members, StepLead
 from hf_distca.runtime.members import Seats
 
 __all__ = ["Lead", "Pool", "seats"]
+
+_log = logging.getLogger("hf_distca")
 
 _ALONE_SECONDS = 1800.0  # that ranks wait for each other, where torch.distributed does not say so
 _ASK_SECONDS = 0.2  # between two attempts to reach a server
@@ -42,6 +46,7 @@ class Pool:
         nodes, each_node: nodes of the launch, and how many processes of each are servers.
         attempt: of the launch, as its launcher counts.
         wait_seconds: how long they may take to come.
+        spare: whether training goes on without a server that is told to end.
     """
 
     addresses: tuple[str, ...] = ()
@@ -49,7 +54,8 @@ class Pool:
     each_node: int = 0
     attempt: str = "0"
     wait_seconds: float = 300.0
-    _joined: tuple[object, AttentionGroup] | None = field(default=None, init=False)
+    spare: bool = False
+    _joined: tuple[object, AttentionGroup, Seats] | None = field(default=None, init=False)
 
     def group(self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None) -> AttentionGroup:
         """The group of the ranks of the world and the servers. All ranks ask at the same point.
@@ -78,10 +84,26 @@ class Pool:
             store.set(_INVITATION, json.dumps(invitation))
         else:
             invitation = _invited(store, self.wait_seconds + seconds)
-        group = AttentionGroup.with_servers(seats(invitation, store, rank), seconds, lead)
-        if lead is not None:
+        return self._join(world, seats(invitation, store, rank), seconds, lead)
+
+    def without(self, leaving: Sequence[int]) -> AttentionGroup:
+        """The group of the others, once servers of these indices in it have left. All ranks ask at the same point."""
+        if self._joined is None:
+            raise RuntimeError("servers leave a group that nobody has made")
+        world, group, before = self._joined
+        lead = None
+        if group.lead is not None:
+            names = [before.names[before.ranks[index]] for index in leaving]
+            _log.warning("%s was told to end: training goes on without it", ", ".join(names))
+            lead = group.lead.without(names)
+            lead.tell("regroup", {"leaving": leaving})
+        return self._join(world, before.without(leaving), group.timeout_seconds, lead)
+
+    def _join(self, world: object, all_seats: Seats, seconds: float, lead: StepLead | None) -> AttentionGroup:
+        group = AttentionGroup.with_servers(all_seats, seconds, lead)
+        if isinstance(lead, Lead):
             lead.group = group
-        self._joined = world, group
+        self._joined = world, group, all_seats
         return group
 
     def _invite(self, lead: Lead, store: Store, ranks: int, backend: str) -> dict[str, Any]:
@@ -94,10 +116,10 @@ class Pool:
                 f"server {', '.join(sorted(doubled))} is named more than once: give each server an address of its own."
             )
         device = "cuda" if "nccl" in backend else "cpu"
-        for address in addresses:
-            lead.connect(address, device, deadline)
+        names = {number: f"rank {number} (server at {address})" for number, address in enumerate(addresses, start=ranks)}
+        for name, address in zip(names.values(), addresses, strict=True):
+            lead.servers[name] = lead.connect(address, device, deadline)
         placed = _placed(ranks, self.nodes, self.each_node, len(addresses))
-        names = {ranks + number: f"rank {ranks + number} (server at {address})" for number, address in enumerate(addresses)}
         invitation = {
             "ranks": placed,
             "holds": [rank < ranks for rank in placed],
@@ -105,6 +127,7 @@ class Pool:
             "backend": backend,
             "meeting": f"distca pool {uuid.uuid4().hex}",
             "seconds": lead.seconds,
+            "spare": self.spare,
         }
         host, port = _tcp(store)
         for number, words in enumerate(lead.servers.values(), start=ranks):
@@ -114,6 +137,8 @@ class Pool:
 
 
 _INVITATION = "distca pool"
+# Steps that begin something under a number: as long as it is known, the group that it is of is needed.
+_UNDER_WAY = {"use_plan": "work", "begin_plans": "planning"}
 _ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")  # a store that listens on the host of rank 0
 
 
@@ -126,13 +151,13 @@ def seats(invitation: Mapping[str, Any], store: Store, rank: int) -> Seats:
 
 
 class Lead:
-    """Tells all servers what rank 0 does next.
+    """Tells all servers of a group what rank 0 does next.
 
     Args:
         seconds: how long a server may take to read a word.
 
     Attributes:
-        servers: the connection to each server, by its address.
+        servers: the connection to each server, by its name.
         group: the attention group, once it is made.
     """
 
@@ -140,15 +165,18 @@ class Lead:
         self.seconds, self.servers = seconds, dict[str, Words]()
         self.group: AttentionGroup | None = None
         self._numbers, self._forgotten = count(1), deque[int]()
+        self.under_way = set[int]()
+        self._before: Lead | None = None  # of the group that servers are leaving
         atexit.register(self.end)
 
-    def connect(self, address: str, device: str, deadline: float) -> None:
+    def connect(self, address: str, device: str, deadline: float) -> Words:
         """Connect to a server that computes on a device of this type.
 
         Raises:
             ConfigError: if it does not answer until the deadline, is of another version or device, or serves somebody else.
         """
         host, port = parse_address(address)
+        start = f"`hf-distca serve --address {address}`"
         while True:
             try:
                 words = Words(socket.create_connection((host, port), max(deadline - time.monotonic(), 1.0)), self.seconds)
@@ -156,29 +184,41 @@ class Lead:
             except OSError as error:
                 if time.monotonic() >= deadline:
                     raise ConfigError(
-                        f"no server answers at {address} ({error}). Start it with `hf-distca serve --address {address}`, and "
-                        "give trainers an address that they can reach."
+                        f"no server answers at {address} ({error.strerror or error}). Start it with {start}, and give trainers "
+                        "an address that they can reach."
                     ) from error
                 time.sleep(_ASK_SECONDS)
         try:
             words.send({"version": version("hf-distca"), "device": device})
-            answer = words.receive(_ANSWER_SECONDS)
-        except (EOFError, OSError, TimeoutError, ValueError) as error:
+            refusal = words.receive(_ANSWER_SECONDS)["error"]
+        except (EOFError, OSError, ValueError, TypeError, LookupError) as error:
             raise ConfigError(
-                f"what listens at {address} is no server of hf-distca, or has ended ({type(error).__name__})."
+                f"what listens at {address} is no server of hf-distca, or has ended ({type(error).__name__}). Start one with "
+                f"{start}, or name another address."
             ) from error
-        if answer.get("error"):
-            raise ConfigError(f"the server at {address} cannot take part: {answer['error']}")
-        self.servers[address] = words
+        if refusal is not None:
+            raise ConfigError(f"the server at {address} cannot take part: {refusal}")
+        return words
 
     def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
         """Name a step to all servers, and the numbers of what is gone."""
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-        for address, words in self.servers.items():
+        if step in _UNDER_WAY:
+            self.under_way.add(arguments[_UNDER_WAY[step]])
+        elif step == "finish_plans":
+            self.under_way.discard(arguments["planning"])
+        self.under_way.difference_update(forgotten)
+        if self._before is not None:
+            self._before.under_way.difference_update(forgotten)
+            if not self._before.under_way:
+                self._before.servers = {name: words for name, words in self._before.servers.items() if name not in self.servers}
+                self._before.end("training goes on without it")
+                self._before = None
+        for name, words in self.servers.items():
             try:
                 words.send([step, arguments, forgotten])
             except OSError as error:
-                raise self._lost(address, error) from error
+                raise self._lost(name, error) from error
 
     def number(self, known: object) -> int:
         """As in `runtime.group.Lead`."""
@@ -186,22 +226,32 @@ class Lead:
         finalize(known, self._forgotten.append, number)  # at any time, in any thread
         return number
 
-    def end(self) -> None:
-        """Let the servers end: this process does. They are told whether it left its group, as one that failed."""
-        failed = self.group is None or self.group.left
+    def without(self, leaving: Sequence[str]) -> Lead:
+        """Who tells the other servers, once those of these names have left.
+
+        This one goes on to tell all of them of what has begun; those that leave end when nothing of it is left.
+        """
+        after = Lead(self.seconds)
+        after.servers = {name: words for name, words in self.servers.items() if name not in leaving}
+        after._numbers, after._forgotten, after._before = self._numbers, self._forgotten, self
+        return after
+
+    def end(self, why: str = "the run is over") -> None:
+        """Let the servers end, and tell them why; or that this process failed."""
+        failed = self.group is None or self.group.left or hasattr(sys, "last_value")  # an exception that nobody caught
+        why = "the run failed, see the log of rank 0" if failed else why
         for words in self.servers.values():
             try:
-                words.send(["end", {"failed": failed}, []])
+                words.send(["end", {"why": why, "status": int(failed)}, []])
                 words.close()
             except OSError:
                 continue  # it has ended already
         self.servers.clear()
 
-    def _lost(self, address: str, error: OSError) -> DistCAError:
-        doing = f"telling the server at {address} what comes next"
+    def _lost(self, name: str, error: OSError) -> DistCAError:
         if self.group is None or self.group.watch is None:
-            return DistCADesyncError(f"the server at {address} has ended ({error}).")
-        return self.group.watch.give_up(doing, error)
+            return DistCADesyncError(f"{name} has ended ({error}): look at its log, and start it again.")
+        return self.group.watch.give_up(f"telling {name} what comes next", error)
 
 
 def _invited(store: Store, seconds: float) -> dict[str, Any]:

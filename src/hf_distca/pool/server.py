@@ -6,11 +6,13 @@ keeps what ranks keep between micro-batches (settings, cost models, plans that m
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -22,6 +24,7 @@ import torch
 
 from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents
+from hf_distca.agreement.world_progress import Progress
 from hf_distca.borrowed import Store, TCPStore
 from hf_distca.doctor.exchange import exchange, versions
 from hf_distca.errors import DistCADesyncError
@@ -32,17 +35,19 @@ from hf_distca.pool.lead import seats
 from hf_distca.pool.words import Words, read_config, read_dtype, read_key, read_requests, read_shares
 from hf_distca.runtime.call import AttentionServer, Call
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.members import Seats
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.serving import Serving, no_rows
 
 __all__ = ["EndedError", "serve"]
 
-_LOOK_SECONDS = 1.0  # between two looks whether a signal has come, in Python
-_HELLO_SECONDS = 10.0  # that whoever connects has to say what it wants
+_LOOK_SECONDS = 1.0  # between two looks whether another rank has left
+_END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
+_HELLO_SECONDS = 5.0  # that whoever connects has to say what it wants
 
 
-class EndedError(Exception):
-    """Why a server ends, and with which status."""
+class EndedError(BaseException):
+    """Why a server ends, and with which status. Like `KeyboardInterrupt`, nothing else is to take it for a failure."""
 
     def __init__(self, why: str, status: int = 1) -> None:
         super().__init__(why)
@@ -69,19 +74,20 @@ def serve(listening: socket.socket, device: torch.device, wait_seconds: float | 
     server: Server | None = None
     try:
         say(f"waits on {device} for the ranks that train")
-        words = _accept(listening, device, wait_seconds, say)
-        invitation = words.receive(wait_seconds)
-        number, store = invitation["number"], _store(invitation, words.there)
-        group = AttentionGroup.with_servers(seats(invitation, store, number), invitation["seconds"])
-        say(f"is rank {number} of {group.size}, and serves ranks 0 to {group.holds.count(True) - 1 if group.holds else 0}")
-        server = Server(group, device)
-        _refuse_others(listening)
+        words = _accept(listening, partial(_why_not, device, say), wait_seconds)
+        invitation = _invitation(words, wait_seconds)
+        server = Server(seats(invitation, _store(invitation, words.there), invitation["number"]), invitation["seconds"], device)
+        say(server.role)
+        Thread(target=_refuse, args=[listening], name="distca refusals", daemon=True).start()
+        if invitation["spare"]:
+            signal.signal(signal.SIGTERM, partial(_leave_by_signal, say))
         server.run(words)
     except EndedError as end:
         say(f"{server.done if server else 'served nothing'}; ended: {end}")
         return end.status
-    except (DistCADesyncError, EOFError, OSError, TimeoutError) as error:
-        say(f"{server.done if server else 'served nothing'}; ended: {_why(error)}")
+    except (DistCADesyncError, EOFError, OSError) as error:
+        why = error if isinstance(error, DistCADesyncError) else f"rank 0 has ended without a word, see its log ({error})"
+        say(f"{server.done if server else 'served nothing'}; ended: {why}")
         return 1
 
 
@@ -99,8 +105,9 @@ class Server:
     Sessions, plannings, plans and works have numbers, under which they are known until rank 0 has forgotten them.
     """
 
-    def __init__(self, group: AttentionGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+    def __init__(self, all_seats: Seats, seconds: float, device: torch.device) -> None:
+        self._seats, self._device = all_seats, device
+        self._group = AttentionGroup.with_servers(all_seats, seconds)
         self._calls: dict[int, Serving] = {}
         self._known: dict[int, Any] = {}
         self._meter = Meter()
@@ -115,16 +122,29 @@ class Server:
             DistCADesyncError: if ranks do not do the same, or do not come.
             EOFError, OSError: if rank 0 has ended without a word.
         """
-        while True:
-            with self._group.reporting("waiting for what comes next"):
-                step, arguments, forgotten = _next(words)
-            if step == "end":
-                failed = arguments["failed"]
-                raise EndedError("the run failed, see the log of rank 0" if failed else "the run is over", int(failed))
-            with self._group.reporting(f"taking the step {step!r}"), torch.no_grad():
-                for number in forgotten:
-                    self._known.pop(number, None)
-                getattr(self, step)(**arguments)
+        try:
+            while True:
+                step, arguments, forgotten = self._next(words)
+                with self._group.reporting(f"taking the step {step!r}"), torch.no_grad():
+                    for number in forgotten:
+                        self._known.pop(number, None)
+                    getattr(self, step)(**arguments)
+        except DistCADesyncError:
+            with suppress(TimeoutError):
+                while (word := words.receive(_END_SECONDS))[0] != "end":
+                    pass
+                self.end(**word[1])
+            raise
+        except (EndedError, EOFError, OSError) as end:
+            if self._group.watch is not None and getattr(end, "status", True):
+                self._group.watch.leave(f"ended: {end}")
+            raise
+
+    @property
+    def role(self) -> str:
+        """What it is in its group, in words."""
+        number, train = self._seats.ranks[self._seats.rank], sum(self._seats.holds)
+        return f"is rank {number} of {self._group.size}, and serves the {train} that train"
 
     @property
     def done(self) -> str:
@@ -134,6 +154,18 @@ class Server:
             f"served {self._served} calls of attention in {self._micro_batches} micro-batches: {seconds:.1f} s in kernels of "
             f"{lasted:.1f} s ({seconds / lasted:.0%}), {sent:.2f} GB sent"
         )
+
+    def end(self, why: str, status: int) -> NoReturn:
+        """Rank 0 ends, or goes on without this server."""
+        raise EndedError(why, status)
+
+    def regroup(self, leaving: Sequence[int]) -> None:
+        """Ranks go on in a group of their own once servers, of which this is none, have left."""
+        self._seats = self._seats.without(leaving)
+        self._group = AttentionGroup.with_servers(self._seats, self._group.timeout_seconds)
+        for known in self._known.values():
+            if isinstance(known, Session):
+                known.take_group(self._group)
 
     def begin_session(self, session: int, config: Mapping[str, Any]) -> None:
         """Ranks have new settings, and begin to count anew."""
@@ -157,7 +189,7 @@ class Server:
 
     def finish_plans(self, session: int, planning: int, plans: Sequence[int]) -> None:
         """Ranks compare the plans."""
-        made = self._known[session].planner.finish(self._known.pop(planning), self._group)
+        made = self._known[session].planner.finish(self._known.pop(planning))
         self._known.update(zip(plans, made, strict=True))
 
     def plan_shares(
@@ -189,8 +221,8 @@ class Server:
         operands = no_rows(key.shape, read_dtype(layer["dtype"]), self._device)
         scores = Scores(layer["scale"], used.window, layer["softcap"])
         kernel = session.kernel(operands.q_THD, (key.shape.head_dim, key.shape.value_head_dim), scores, key.shape.ratio)
-        server = AttentionServer(kernel, scores, used.meter, partial(self._group.reporting, f"computing {place}"))
-        taken = Call(used.route, self._group.at(place, used.route.forward_exchanges), server)
+        server = AttentionServer(kernel, scores, used.meter, partial(used.group.reporting, f"computing {place}"))
+        taken = Call(used.route, used.group.at(place, used.route.forward_exchanges), server)
         if backward:
             taken.begin_backward()
         else:
@@ -206,71 +238,70 @@ class Server:
         """The results of a layer arrive."""
         self._calls.pop(call).finish()
 
+    def _next(self, words: Words) -> Any:
+        """The next word of rank 0, unless another rank leaves the group before: rank 0 may hear of that late, or never."""
+        while True:
+            with suppress(TimeoutError):
+                return words.receive(_LOOK_SECONDS)
+            if self._group.watch is not None and (word := self._group.watch.first_word):
+                raise EndedError(word)
 
-def _next(words: Words) -> Any:
-    """The next word; signals are looked at meanwhile."""
-    while True:
-        try:
-            return words.receive(_LOOK_SECONDS)
-        except TimeoutError:
-            continue
 
-
-def _accept(listening: socket.socket, device: torch.device, wait_seconds: float | None, say: Callable[[str], None]) -> Words:
+def _accept(listening: socket.socket, why_not: Callable[[Any], str | None], wait_seconds: float | None) -> Words:
     """The connection of a rank 0 that this server can serve.
 
     Raises:
         EndedError: if none comes in time.
     """
-    deadline = None if wait_seconds is None else time.monotonic() + wait_seconds
-    listening.settimeout(_LOOK_SECONDS)
-    while deadline is None or time.monotonic() < deadline:
-        try:
-            connected, _ = listening.accept()
-        except TimeoutError:
-            continue
-        words = Words(connected)
-        try:
-            asked = words.receive(_HELLO_SECONDS)
-            error = _why_not(asked, device)
-            words.send({"error": error})
-        except (EOFError, OSError, TimeoutError, ValueError, TypeError, AttributeError):
-            continue  # a stranger
-        if error is None:
-            return words
-        say(f"turned ranks at {words.there} away: {error}")
-        words.close()
+    deadline = math.inf if wait_seconds is None else time.monotonic() + wait_seconds
+    while (left := deadline - time.monotonic()) > 0:
+        listening.settimeout(None if wait_seconds is None else left)
+        with suppress(TimeoutError):
+            if (words := _greet(listening, why_not)) is not None:
+                return words
     raise EndedError(f"no ranks came within {wait_seconds:g} s")
 
 
-def _why_not(asked: Mapping[str, Any], device: torch.device) -> str | None:
-    """Why this server cannot serve whoever asks so; None if it can."""
-    here = version("hf-distca")
-    if asked.get("version") != here:
-        return f"it runs hf-distca {here}, and rank 0 {asked.get('version')}. Install one version everywhere."
-    if asked.get("device") != device.type:
-        return f"it computes on {device.type}, and rank 0 on {asked.get('device')}. Start it with --device {asked.get('device')}."
+def _greet(listening: socket.socket, why_not: Callable[[Any], str | None]) -> Words | None:
+    """The next connection, unless it is a stranger's or of ranks to which `why_not` says why they are turned away."""
+    words = Words(listening.accept()[0], _HELLO_SECONDS)
+    try:
+        error = why_not(words.receive(_HELLO_SECONDS))
+        words.send({"error": error})
+    except (EOFError, OSError, ValueError, TypeError, AttributeError):
+        error = "a stranger"
+    if error is None:
+        return words
+    words.close()
     return None
 
 
-def _refuse_others(listening: socket.socket) -> None:
-    """From now on tell whoever connects that this server is taken."""
+def _why_not(device: torch.device, say: Callable[[str], None], asked: Mapping[str, Any]) -> str | None:
+    """Why this server cannot serve whoever asks so; None if it can."""
+    here, there, wanted = version("hf-distca"), asked.get("version"), asked.get("device")
+    why = None
+    if there != here:
+        why = f"it runs hf-distca {here}, and rank 0 {there}. Install one version everywhere."
+    elif wanted != device.type:
+        why = f"it computes on {device.type}, and rank 0 on {wanted}. Start it with --device {wanted}."
+    if why is not None:
+        say(f"turned ranks away: {why}")
+    return why
 
-    def refuse() -> None:
-        while True:
-            try:
-                connected, _ = listening.accept()
-                words = Words(connected)
-                words.receive(_HELLO_SECONDS)
-                words.send({"error": "it serves the ranks of another run. Start a server of its own for each run."})
-                words.close()
-            except TimeoutError:
-                continue
-            except (EOFError, OSError, ValueError):
-                if listening.fileno() < 0:
-                    return
 
-    Thread(target=refuse, name="distca refusals", daemon=True).start()
+def _refuse(listening: socket.socket) -> None:
+    """Tell whoever connects from now on that this server is taken."""
+    listening.settimeout(None)
+    while True:
+        _greet(listening, lambda _: "it serves the ranks of another run. Start a server of its own for each run.")
+
+
+def _invitation(words: Words, seconds: float | None) -> Mapping[str, Any]:
+    """Where to meet, once rank 0 has found all servers."""
+    invitation = words.receive(seconds)
+    if not isinstance(invitation, dict):
+        raise EndedError("the run failed before it began, see the log of rank 0")
+    return invitation
 
 
 def _store(invitation: Mapping[str, Any], there: str) -> Store:
@@ -289,10 +320,10 @@ def _end_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
     raise EndedError(f"told to by {signal.Signals(number).name}", 128 + number)
 
 
-def _why(error: Exception) -> str:
-    if isinstance(error, DistCADesyncError):
-        return str(error)
-    return f"rank 0 has gone without a word ({type(error).__name__})"
+def _leave_by_signal(say: Callable[[str], None], number: int, _frame: FrameType | None) -> None:
+    Progress.leaves = True
+    signal.signal(number, _end_by_signal)
+    say(f"was told to end by {signal.Signals(number).name}, and serves until the others go on without it; again to end at once")
 
 
 def _say(who: str, text: str) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -28,42 +26,52 @@ from hf_distca.schedule.profiles import Profile
 
 __all__ = ["Words", "read_config", "read_dtype", "read_key", "read_requests", "read_shares"]
 
+_ALIVE_SECONDS, _ALIVE_TIMES = 10, 6  # how often TCP asks whether the other side's host is there, and how often in vain
+_PART_BYTES = 1 << 16
+
 
 class Words:
-    """A connection over which words go both ways.
+    """A connection over which words go both ways, a line each.
 
     Args:
         connected: the socket, which is taken over.
-        seconds: how long it may take to send a word; None for as long as it takes.
+        seconds: how long the other side may take to read a word.
     """
 
-    def __init__(self, connected: socket.socket, seconds: float | None = None) -> None:
-        connected.settimeout(None)
+    def __init__(self, connected: socket.socket, seconds: float) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if seconds is not None:
-            whole = int(seconds)
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a node that is lost says nothing
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            connected.setsockopt(socket.IPPROTO_TCP, option, _ALIVE_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ALIVE_TIMES)
         self.here, self.there = connected.getsockname()[0], connected.getpeername()[0]
-        self._connection = Connection(connected.detach())
+        self._socket, self._seconds, self._came = connected, seconds, b""
 
     def send(self, word: Any) -> None:
         """Send a word. Raises `OSError` if the other side has ended, or does not read."""
-        self._connection.send_bytes(json.dumps(word, default=_plain).encode())
+        self._socket.settimeout(self._seconds)
+        self._socket.sendall(json.dumps(word, default=_plain).encode() + b"\n")
 
-    def receive(self, seconds: float | None = None) -> Any:
+    def receive(self, seconds: float | None) -> Any:
         """The next word; waits so long.
 
         Raises:
             TimeoutError: if there is none in time.
             EOFError, OSError: if the other side has ended.
+            ValueError: if it is no word.
         """
-        if not self._connection.poll(seconds):
-            raise TimeoutError
-        return json.loads(self._connection.recv_bytes())
+        self._socket.settimeout(seconds)
+        while b"\n" not in self._came:
+            part = self._socket.recv(_PART_BYTES)
+            if not part:
+                raise EOFError("the other side has ended")
+            self._came += part
+        line, _, self._came = self._came.partition(b"\n")
+        return json.loads(line)
 
     def close(self) -> None:
         """Nothing more will be said."""
-        self._connection.close()
+        self._socket.close()
 
 
 def _plain(value: Any) -> Any:

@@ -46,6 +46,9 @@ class StepLead(Protocol):
     def number(self, known: object) -> int:
         """A number that tells something from all else; servers forget what they know by it when `known` is gone here."""
 
+    def without(self, leaving: Sequence[str]) -> StepLead:
+        """Who tells the others, once servers of these names have left."""
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionGroup:
@@ -159,8 +162,8 @@ class AttentionGroup:
         group = cls(seats.ranks, seats.rank, lead=lead, holds=seats.holds, timeout_seconds=timeout_seconds)
         return group._connected(
             lambda: (
-                group_in_store(seats.place, seats.store, seats.backend, timeout, "distca-data"),
-                group_in_store(seats.place, seats.store, "gloo", timeout, "distca-control"),
+                group_in_store(seats.place, seats.store, seats.backend, timeout, f"distca-data of {group.size}"),
+                group_in_store(seats.place, seats.store, "gloo", timeout, f"distca-control of {group.size}"),
             ),
             seats.names,
         )

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_distca.borrowed import Store, group_of_members, names_of_groups
+from hf_distca.borrowed import PrefixStore, Store, group_of_members, names_of_groups
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import IntArray
 
@@ -88,6 +88,13 @@ class Seats:
     def place(self) -> tuple[tuple[int, ...], int]:
         """All ranks, and the index of this one."""
         return self.ranks, self.rank
+
+    def without(self, leaving: Sequence[int]) -> Seats:
+        """The seats of the others, once those of these indices, of which this process is none, have left."""
+        stay = [index for index in range(len(self.ranks)) if index not in leaving]
+        ranks, holds = tuple(self.ranks[index] for index in stay), tuple(self.holds[index] for index in stay)
+        meeting = PrefixStore(f"distca pool of {len(stay)}", self.store)
+        return Seats(ranks, holds, self.names, stay.index(self.rank), self.backend, meeting)
 
 
 def communicator(ranks: tuple[int, ...], backend: str, timeout: datetime.timedelta, purpose: str) -> dist.ProcessGroup:

@@ -48,6 +48,8 @@ _WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
 _ANSWER_SECONDS = 0.5  # that a store has to answer, however late it is asked
 _BREAK_TAG = 2**31 - 1  # no message has it
 _ALL_CLOSED = ("Timed out", "Application timeout")  # in gloo's errors: now, or before; other errors are of one connection
+_SILENT = "is silent (dead, stuck, or running something else)"
+_SERVER_SILENT = "is silent (dead or stuck: look at its log, and start it again before training goes on)"
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -85,7 +87,7 @@ class Watch:
         self.met = "making the attention group"
         self.under_way: WeakSet[Message] = WeakSet()
         self.ranks, self._rank, self._timeout_seconds, self._links = ranks, rank, timeout_seconds, links
-        self._names = {rank: names.get(rank, f"rank {rank}") for rank in ranks}
+        self._names, self._servers = {rank: names.get(rank, f"rank {rank}") for rank in ranks}, frozenset(names)
         self._store = links[-1].get_group_store()
         self._word: str | None = None
         self._found: DistCADesyncError | None = None
@@ -124,6 +126,10 @@ class Watch:
         """Whether this rank has left the group."""
         return self._word is not None
 
+    def leave(self, word: str) -> None:
+        """Leave the group for a reason that the others are told: "was told to end"; unless this rank has left."""
+        self._leave(word, self.deadline())
+
     def follow(self) -> bool:
         """Leave the group if another rank has left it, as far as is known now. Returns whether that is so."""
         counts: list[int] = []
@@ -151,7 +157,7 @@ class Watch:
         said = dict(tuple(words.values()))
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         others = "; ".join(
-            f"{self._names[rank]} {said.get(rank, 'is silent (dead, stuck, or running something else)')}"
+            f"{self._names[rank]} {said.get(rank, _SERVER_SILENT if rank in self._servers else _SILENT)}"
             for rank in self.ranks
             if rank != rank_here
         )
@@ -193,6 +199,15 @@ class Watch:
                 if self._store.check([key]):
                     said[rank] = self._store.get(key).decode(errors="replace")
         return said
+
+    @property
+    def first_word(self) -> str:
+        """What another rank said as the first that left, with its name; empty if none has, or all ended as they should."""
+        try:
+            rank, word = self._read(1) or (0, "")
+        except RuntimeError:
+            return "the store of the ranks that train does not answer"
+        return f"{self._names[rank]} {word}" if word else ""
 
     def look(self) -> bool:
         """Show the first word of another rank, once it is there. Returns whether there may be one later."""

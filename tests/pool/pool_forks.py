@@ -1,0 +1,131 @@
+"""Ranks that train and servers that are started by themselves, each as a fork in a process group of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from socket import create_server
+from typing import Any
+from unittest.mock import patch
+
+import trains_with_servers
+
+import forks
+from hf_distca.run import Options, begin
+
+LIMIT = 60.0  # seconds; what lasts longer hangs
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this host that nobody listens at."""
+    sockets = [create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listening.getsockname()[1] for listening in sockets]
+    for listening in sockets:
+        listening.close()
+    return ports
+
+
+class Started:
+    """A process, what it writes, and when it ended."""
+
+    def __init__(self, folder: Path, name: str, function: Callable[..., object], *args: Any, **changes: str) -> None:
+        self.name, self._file = name, folder / f"{name}.txt"
+        self._file.touch()
+        self._process: ForkServerProcess = forks.start(_in_a_group, self._file, function, args, daemon=False, **changes)
+
+    @property
+    def output(self) -> str:
+        return self._file.read_text(errors="replace")
+
+    def wait_for(self, text: str, seconds: float = LIMIT) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.output:
+            assert self._process.is_alive(), f"{self.name} ended without {text!r}:\n{self.output}"
+            assert time.monotonic() < deadline, f"{self.name} has no {text!r} after {seconds:g} s:\n{self.output}"
+            time.sleep(0.02)
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def status(self, seconds: float = LIMIT) -> int:
+        """Its exit status, once it has ended."""
+        self._process.join(seconds)
+        assert self._process.exitcode is not None, f"{self.name} still runs after {seconds:g} s:\n{self.output}"
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        assert self._process.pid is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+
+
+class Forks:
+    """Starts forks, all of which are killed in the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.started = folder, list[Started]()
+
+    def start(self, name: str, function: Callable[..., object], *args: Any, **changes: str) -> Started:
+        self.started.append(Started(self.folder, name, function, *args, **changes))
+        return self.started[-1]
+
+    def server(self, port: int, *options: str, version: str | None = None) -> Started:
+        """`hf-distca serve`, of another version if one is given."""
+        return self.start(f"server{len(self.started)}", _serve, [f"--address=127.0.0.1:{port}", *options], version)
+
+    def trainers(self, world: int, ports: Sequence[int], *, fault: str = "", steps: int = 6, **options: Any) -> list[Started]:
+        """Ranks that train under `hf-distca run`, as a launcher would start them."""
+        (port,) = free_ports(1)
+        shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        given = Options(summary=False, server_address=[f"127.0.0.1:{port}" for port in ports], **options)
+        return [
+            self.start(f"rank{rank}", _train, given, steps, fault, RANK=str(rank), LOCAL_RANK=str(rank), **shared)
+            for rank in range(world)
+        ]
+
+
+@contextmanager
+def killed_in_the_end(folder: Path) -> Iterator[Forks]:
+    """Forks whose output is in a folder."""
+    running = Forks(folder)
+    try:
+        yield running
+    finally:
+        for process in running.started:
+            process.kill()
+
+
+def _in_a_group(output: Path, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+    os.setpgid(0, 0)
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    function(*args)
+
+
+def _serve(arguments: list[str], version: str | None) -> None:
+    from hf_distca.cli import app
+    from hf_distca.pool import server
+
+    if version is not None:
+        patch.object(server, "version", lambda _: version).start()
+    app(["serve", *arguments], prog_name="hf-distca")
+
+
+def _train(options: Options, steps: int, fault: str) -> None:
+    begin(options)
+    try:
+        trains_with_servers.main(steps, fault)
+    except BaseException as error:
+        if not isinstance(error, SystemExit):
+            sys.last_value = error  # as the interpreter does
+        raise
