@@ -211,8 +211,8 @@ class Server:
         """Ranks gather what they measured."""
         self._known[session].planner.progress.gather(self._group)
 
-    def try_exchange(self) -> None:
-        """`hf-distca doctor` tries an exchange."""
+    def try_exchange(self, session: int) -> None:  # noqa: ARG002
+        """`hf-distca doctor` tries an exchange, in no session."""
         exchange(versions(), self._device, self._group)
 
     def begin(self, call: int, work: int, place: str, backward: bool, **layer: Any) -> None:
