@@ -7,6 +7,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -18,16 +19,20 @@ import forks
 
 
 class RankPool:
-    """`world_size` processes in one gloo world. Call it with a module-level function and arguments."""
+    """`world_size` processes in one gloo world. Call it with a module-level function and arguments.
 
-    def __init__(self, world_size: int, *, daemon: bool = True) -> None:
+    `join` makes a process the rank of a number; by default of a world that meets in a file.
+    """
+
+    def __init__(self, world_size: int, *, daemon: bool = True, join: Callable[[int], None] | None = None) -> None:
         self.world_size, self.calls = world_size, 0
         self._folder = tempfile.TemporaryDirectory()
+        join = join or partial(join_world, world_size=world_size, store=Path(self._folder.name, "store"))
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = Pipe()
-            self._processes.append(forks.start(_serve, rank, world_size, Path(self._folder.name, "store"), theirs, daemon=daemon))
+            self._processes.append(forks.start(_serve, rank, join, theirs, daemon=daemon))
             theirs.close()  # else a rank that dies would leave a connection that never ends
             self._pipes.append(ours)
 
@@ -76,8 +81,8 @@ class RankPool:
         self._folder.cleanup()
 
 
-def _serve(rank: int, world_size: int, store: Path, pipe: Connection) -> None:
-    join_world(rank, world_size, store)
+def _serve(rank: int, join: Callable[[int], None], pipe: Connection) -> None:
+    join(rank)
     while True:
         try:
             function, args = pipe.recv()

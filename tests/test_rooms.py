@@ -42,9 +42,10 @@ ARROWS = {
     "pipeline": {"borrowed", "integration", "agreement", "runtime", "kernels", "schedule"},
     "plugins": {"integration"},
     "doctor": {"integration", "kernels", "runtime"},
+    "pool": {"agreement", "borrowed", "doctor.exchange", "integration", "kernels", "runtime", "schedule"},
     "simulate": {"schedule"},
-    "cli": {"schedule", "measure", "simulate", "run", "register", "run_report", "doctor"},
-    "run": {"register", "integration", "cli"},
+    "cli": {"schedule", "measure", "simulate", "run", "register", "run_report", "doctor", "pool"},
+    "run": {"register", "integration", "cli", "pool"},
     "register": {"integration"},
 }
 FREE_OF = {

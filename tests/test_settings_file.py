@@ -32,6 +32,7 @@ OTHERS: dict[str, Any] = {
     "measured_rates": False,
     "documents_span_ranks": True,
     "balance_evaluation": True,
+    "serve_in_place": False,
     "ping_pong": True,
     "max_transient_bytes": 1000000,
     "group_size": 4,

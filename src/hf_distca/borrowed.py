@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch._C import _autograd
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -35,6 +35,9 @@ __all__ = [
     "MASK_BLOCKS",
     "MASK_CHUNKS",
     "MASK_UNION",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
     "TorchDispatchMode",
     "allow_saved_tensor_hooks",
     "changed_flash_attention",
@@ -50,6 +53,7 @@ __all__ = [
     "efficient_attention",
     "efficient_attention_backward",
     "forbid_saved_tensor_hooks",
+    "group_in_store",
     "group_of_members",
     "has_partial_state",
     "in_backward",
@@ -64,6 +68,7 @@ __all__ = [
     "push_dispatch_mode",
     "push_saved_tensor_hooks",
     "set_batch_size",
+    "store_of_world",
     "timeout_of",
     "top_saved_tensor_hooks",
     "why_saved_tensor_hooks_are_forbidden",
@@ -153,8 +158,8 @@ def group_of_members(
 ) -> dist.ProcessGroup:
     """A process group of that name, made by its members alone and bound to no device; `dist.new_group` waits for all ranks."""
     world = c10d._get_default_group()
-    place = ranks, ranks.index(world.rank())
-    return _new_group(place, list(ranks), c10d._world.pg_map[world][1], (backend, timeout), (name, purpose))
+    store = c10d._world.pg_map[world][1]
+    return _new_group(world, (ranks, ranks.index(world.rank())), list(ranks), (store, backend, timeout), (name, purpose))
 
 
 def group_in_store(
@@ -168,19 +173,18 @@ def group_in_store(
         name: which no other group of this process has.
     """
     # Without global ranks, torch does not look for them in the world of this process.
-    return _new_group(place, [], store, (backend, timeout), (name, name))
+    return _new_group(c10d.GroupMember.WORLD, place, [], (store, backend, timeout), (name, name))
 
 
 def _new_group(
+    world: dist.ProcessGroup | None,
     place: tuple[tuple[int, ...], int],
     global_ranks: list[int],
-    store: Store,
-    over: tuple[str, datetime.timedelta],
+    over: tuple[Store, str, datetime.timedelta],
     names: tuple[str, str],
 ) -> dist.ProcessGroup:
-    ranks, rank = place
-    backend, timeout = over
-    world = c10d.GroupMember.WORLD
+    """A process group that is not bound to the device to which the world of this process is, if there is one."""
+    (ranks, rank), (store, backend, timeout) = place, over
     device = None if world is None else world.bound_device_id
     if world is not None:
         world.bound_device_id = None

@@ -78,6 +78,7 @@ class DistCAConfig:
             run of positions is a document of its own, as it is for transformers.
         balance_evaluation: let ranks share attention also while the model is in evaluation mode. Only where every rank
             evaluates the same number of batches.
+        serve_in_place: let ranks that hold tokens compute slices of others. Off, only servers of a pool do.
         ping_pong: run every decoder layer as two nano-batches in turns, so that one computes while the messages of the other
             travel. It pays where exchanges take long; where nothing is exchanged, layers run whole.
         max_transient_bytes: bound of what one call of core attention holds on a rank for the sake of other ranks, the larger of
@@ -107,13 +108,14 @@ class DistCAConfig:
     measured_rates: bool = True
     documents_span_ranks: bool = False
     balance_evaluation: bool = False
+    serve_in_place: bool = True
     ping_pong: bool = False
     max_transient_bytes: int | None = None
     group_size: int | None = None
     timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("balance", "measured_rates", "documents_span_ranks", "balance_evaluation", "ping_pong"):
+        for name in ("balance", "measured_rates", "documents_span_ranks", "balance_evaluation", "serve_in_place", "ping_pong"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False.")
         for name, numbers in _NUMBERS.items():

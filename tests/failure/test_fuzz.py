@@ -86,7 +86,7 @@ def collator(draw: Random) -> None:
 
 
 def config(draw: Random) -> None:
-    flags = ("balance", "documents_span_ranks", "balance_evaluation", "ping_pong")
+    flags = ("balance", "documents_span_ranks", "balance_evaluation", "serve_in_place", "ping_pong")
     settings: dict[str, Callable[[], Any]] = {
         **dict.fromkeys(flags, lambda: draw.random() < 0.5),
         "tolerance": lambda: draw.uniform(-0.1, 1.1),

@@ -27,6 +27,8 @@ class Tally:
     moved, `planned_here` plans of shares of dealt batches that this process made since those of the loader were for other
     rates or settings. `busiest_bytes` is what the rank sent that sent most, `layers` layers of attention; `own_seconds` is this
     rank's time in attention kernels, `elapsed_seconds` the time from the beginning of each micro-batch to that of the next.
+    `served_seconds` are measured seconds of all servers of a pool together, `server_seconds` those of their mean, and
+    `all_seconds` those of all ranks together.
     """
 
     micro_batches: int = 0
@@ -45,6 +47,9 @@ class Tally:
     own_seconds: float = 0.0
     elapsed_seconds: float = 0.0
     planned_here: int = 0
+    served_seconds: float = 0.0
+    server_seconds: float = 0.0
+    all_seconds: float = 0.0
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -68,6 +73,9 @@ class Tally:
             figures["distca/planning_ms"] = self.planning_ms / self.micro_batches
             figures["distca/server_time_share"] = self.own_seconds / max(self.elapsed_seconds, 1e-9)
             figures["distca/micro_batches"] = self.micro_batches
+        if self.served_seconds:
+            figures["distca/servers_share"] = self.served_seconds / self.all_seconds
+            figures["distca/servers_idle"] = 1 - self.server_seconds / max(self.elapsed_seconds, 1e-9)
         return figures
 
 
@@ -85,10 +93,10 @@ class PlannedMicroBatch:
 def _tally_of(plan: Planned) -> Tally:
     """What one of the plans of a micro-batch adds to its tally."""
     tokens, before, after = plan.plan.layout.query_tokens, plan.estimated_before, plan.estimated_after
-    measured, calls = plan.measured_after, plan.meter.calls
+    measured, calls, servers = plan.measured_after, plan.meter.calls, plan.servers
     return Tally(
         largest_tokens=float(tokens.max()),
-        mean_tokens=float(tokens.mean()),
+        mean_tokens=float(tokens[~servers].mean()),
         planning_ms=plan.planning_ms,
         estimated_before=float(before.max()),
         estimated_after=float(after.max()),
@@ -100,6 +108,9 @@ def _tally_of(plan: Planned) -> Tally:
         layers=0 if plan.key.nano == 2 else calls,  # both nano-batches go through each layer: one of them counts it
         own_seconds=plan.meter.seconds,
         planned_here=plan.planned_here,
+        served_seconds=float(measured[servers].sum()),
+        server_seconds=float(measured[servers].sum() / max(servers.sum(), 1)),
+        all_seconds=float(measured.sum()),
     )
 
 

@@ -14,7 +14,7 @@ from hf_distca.agreement.announce import FIGURES, Figures, PlanKey
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.meter import Meter
 from hf_distca.schedule.cost import CostModel, FloatArray
-from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.layout import BoolArray, IntArray
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
@@ -37,8 +37,9 @@ class Planned:
         planning_ms: milliseconds of planning, exchange of documents included.
         source: of a share, which global batch.
         per_node: ranks of a node, as the plan counts on; None if nodes were not told apart.
+        holds: of each rank whether it holds tokens, where a pool of servers takes part; else None.
         planned_here: plans of its share that this process made since the last one, instead of the loader.
-        serial: number of the plan, counted from 1 in the order in which all ranks have plans.
+        serial: number by which the servers of a pool know it.
         number: of the micro-batch that uses it; 0 until one does.
         seconds: (tasks,) estimated, forward and backward, on a rank of speed 1; none until it is used.
         ranks: what ranks are like, as estimated then.
@@ -53,6 +54,7 @@ class Planned:
     planning_ms: float
     source: str = ""
     per_node: int | None = None
+    holds: tuple[bool, ...] | None = None
     planned_here: int = 0
     serial: int = 0
     number: int = 0
@@ -103,6 +105,11 @@ class Planned:
     def measured_after(self) -> FloatArray:
         """(ranks,) measured seconds in attention kernels."""
         return self.figures[:, 0] / 1e9
+
+    @property
+    def servers(self) -> BoolArray:
+        """(ranks,) whether each is a server of a pool."""
+        return ~np.array(self.holds or [True] * len(self.figures))
 
     @property
     def sent_bytes(self) -> IntArray:

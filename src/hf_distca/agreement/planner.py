@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Thread
 
 import numpy as np
@@ -32,7 +32,7 @@ __all__ = ["Planner", "Planning", "current_world"]
 _log = logging.getLogger("hf_distca")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Planning:
     """Plans that are being made.
 
@@ -40,11 +40,13 @@ class Planning:
         place: what is planned, for errors.
         group: the ranks that plan it.
         plans: in the order in which they were asked for.
+        serial: number by which the servers of a pool know it.
     """
 
     place: str
     group: AttentionGroup
-    plans: Future[list[Planned]]
+    plans: Future[list[Planned]] = field(default_factory=Future)
+    serial: int = 0
 
 
 class Planner:
@@ -63,7 +65,6 @@ class Planner:
         self._meter = meter
         self._world = current_world()
         self._progress = Progress(meter, self.history)
-        self._plans = 0
         self._pooled: AttentionGroup | None = None  # a group with servers, once shares were planned for it
 
     @property
@@ -108,7 +109,9 @@ class Planner:
         """Announce documents, with one collective, and plan them: before this thread goes on, or `beside` it."""
         started, config, keys = time.perf_counter(), self.config, [key for _, key in requests]
         place = place or f"micro-batch {self.progress.number_of(keys)}"
-        group.tell("begin_plans", requests=requests, place=place, beside=beside)
+        planning = Planning(place, group)
+        planning.serial = group.number(planning)
+        group.tell("begin_plans", planning=planning.serial, requests=requests, place=place, beside=beside)
         layouts = [layout_of(stated) for stated in self.progress.announce(requests, group, place, config)]
         jobs = self._jobs(keys, group.size, group.per_node)
 
@@ -117,10 +120,10 @@ class Planner:
             taken = (time.perf_counter() - started) * 1e3 / max(len(plans), 1)
             asked = zip(requests, plans, strict=True)
             return [
-                Planned(key, plan, config, documents.rows, taken, per_node=group.per_node) for (documents, key), plan in asked
+                Planned(key, plan, config, documents.rows, taken, per_node=group.per_node, holds=group.holds)
+                for (documents, key), plan in asked
             ]
 
-        planning = Planning(place, group, Future())
         if beside:
             Thread(target=_fulfil, args=(planning.plans, make), name="distca plans", daemon=True).start()
         else:
@@ -129,9 +132,8 @@ class Planner:
 
     def finish(self, planning: Planning) -> list[Planned]:
         """The plans, in the order of their requests, once they are made and all ranks have the same: one collective."""
-        group, place = planning.group, planning.place
-        group.tell("finish_plans", place=place)
-        plans, started = planning.plans.result(), time.perf_counter()
+        plans, group, place, started = planning.plans.result(), planning.group, planning.place, time.perf_counter()
+        group.tell("finish_plans", planning=planning.serial, plans=_serials(plans, group))
         # Plans come from equal inputs, but an exchange with unequal plans would hang.
         digests, doing = np.array([_number(planned.plan) for planned in plans], dtype=np.int64), f"comparing plans of {place}"
         if not group.all_equal(digests, doing=doing):
@@ -139,12 +141,6 @@ class Planner:
                 check_equal(group, column, "plans for the same documents", place, "use one version of hf_distca and numpy")
         for planned in plans:
             planned.planning_ms += (time.perf_counter() - started) * 1e3 / len(plans)
-        return self._numbered(plans)
-
-    def _numbered(self, plans: list[Planned]) -> list[Planned]:
-        for planned in plans:
-            self._plans += 1
-            planned.serial = self._plans
         return plans
 
     def _of_shares(self, shares: Sequence[Dealt], requests: Sequence[Request], group: AttentionGroup) -> list[Planned]:
@@ -154,19 +150,19 @@ class Planner:
         for dealt, key in zip(shares, keys, strict=True):
             dealt.check_is_for(group)
             self._meet_kind(dealt, key, group)
-        group.tell("plan_shares", shares=shares, requests=requests)
         jobs = self._jobs_of_shares(keys, shares[0])
         plans = [dealt.plan(job) for dealt, job in zip(shares, jobs, strict=True)]
-        place = f"micro-batch {self.progress.number_of(keys)} ({shares[0]})"
-        dealt_numbers = [*shares[0].batch, shares[0].documents, *map(_number, plans)]
-        self.progress.announce_async(dealt_numbers, keys, group, place, self.config)
         taken = (time.perf_counter() - started) * 1e3 / len(plans)
         per_node = shares[0].per_node if self._pooled is None else group.per_node
         planned = [
-            Planned(key, plan, self.config, documents.rows, taken, str(dealt), per_node, dealt.take_planned_here())
+            Planned(key, plan, self.config, documents.rows, taken, str(dealt), per_node, group.holds, dealt.take_planned_here())
             for (documents, key), plan, dealt in zip(requests, plans, shares, strict=True)
         ]
-        return self._numbered(planned)
+        group.tell("plan_shares", plans=_serials(planned, group), shares=shares, requests=requests)
+        place = f"micro-batch {self.progress.number_of(keys)} ({shares[0]})"
+        dealt_numbers = [*shares[0].batch, shares[0].documents, *map(_number, plans)]
+        self.progress.announce_async(dealt_numbers, keys, group, place, self.config)
+        return planned
 
     def _meet_kind(self, dealt: Dealt, key: PlanKey, group: AttentionGroup) -> None:
         """Plan shares for a kind of layer when they are fetched, from its first one on, and say if their loader cannot."""
@@ -207,6 +203,15 @@ class Planner:
 def current_world() -> object:
     """The world of torch.distributed, None before it starts and after it has ended."""
     return dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _serials(plans: Iterable[Planned], group: AttentionGroup) -> list[int]:
+    """Give plans numbers by which the servers of a pool know them."""
+    serials = []
+    for planned in plans:
+        planned.serial = group.number(planned)
+        serials.append(planned.serial)
+    return serials
 
 
 def _number(plan: Plan) -> int:

@@ -197,8 +197,8 @@ class Progress:
         exchanges = self._meter.dispatches + self._meter.returns - self._exchanges_before
         exchanged = 0 if group.data is None else group.data.checksum
         figures = [planned.own_figures for planned in plans]
-        counts = self._announced, fingerprint(facts), exchanges, exchanged
-        return facts, plans, Announcement(*counts, figures, dealt=dealt, leaves=self.leaves)
+        announced = Announcement(self._announced, fingerprint(facts), exchanges, exchanged, figures)
+        return facts, plans, replace(announced, dealt=dealt, leaves=self.leaves)
 
     def _take_figures(self, plans: Sequence[Planned], figures: IntArray) -> list[Planned]:
         """Take in the (ranks, plans, 4) figures of all ranks. Returns the plans with a kernel that still runs on some rank."""

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from hf_distca.doctor import Finding, State
+from hf_distca.integration.session import Session
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import node_number
 
-__all__ = ["Tried", "launched", "tried", "try_launched", "versions"]
+__all__ = ["Tried", "exchange", "launched", "tried", "try_launched", "versions"]
 
 _BYTES = 2**22  # of a message
 _ROUNDS = 5
@@ -37,12 +38,14 @@ class Tried:
         backend: that messages travelled over.
         seconds: of the fastest exchange in which every rank sent `_BYTES` to every other.
         versions: that differ between ranks: what each rank has, by package.
+        servers: how many of the ranks are servers of a pool.
     """
 
     nodes: tuple[int, ...]
     backend: str
     seconds: float
     versions: Mapping[str, tuple[str, ...]]
+    servers: int = 0
 
 
 def launched() -> bool:
@@ -79,15 +82,17 @@ def try_launched(has: Mapping[str, str], timeout_seconds: float) -> Tried:
         except ValueError as error:  # the environment lacks what a launcher says
             raise RuntimeError(str(error)) from error
     try:
-        return _exchange(has, torch.device("cuda" if cuda else "cpu"), timeout_seconds)
+        pool = Session.pool
+        group = AttentionGroup.create(timeout_seconds=timeout_seconds) if pool is None else pool.group(None, timeout_seconds)
+        group.tell("try_exchange")
+        return exchange(has, torch.device("cuda" if cuda else "cpu"), group)
     finally:
         if started:
             dist.destroy_process_group()
 
 
-def _exchange(has: Mapping[str, str], device: torch.device, timeout_seconds: float) -> Tried:
+def exchange(has: Mapping[str, str], device: torch.device, group: AttentionGroup) -> Tried:
     """Through the communicators that training uses: every rank sends each other one a message that names them both."""
-    group = AttentionGroup.create(timeout_seconds=timeout_seconds)
     # As JSON and not as objects, which would be unpickled: whoever sends a pickle runs code in the process that reads it.
     text = json.dumps([node_number(), dict(has)]).encode()
     rows = group.gather(np.frombuffer(text, dtype=np.uint8).astype(np.int64), doing="telling node and versions")
@@ -110,7 +115,8 @@ def _exchange(has: Mapping[str, str], device: torch.device, timeout_seconds: flo
     names = sorted({name for _, theirs in said for name in theirs})
     by_package = {name: tuple(str(theirs.get(name, "missing")) for _, theirs in said) for name in names}
     differing = {name: by_rank for name, by_rank in by_package.items() if len(set(by_rank)) > 1}
-    return Tried(tuple(int(node) for node, _ in said), dist.get_backend(), seconds, differing)
+    servers = 0 if group.holds is None else group.holds.count(False)
+    return Tried(tuple(int(node) for node, _ in said), data.process_group.name(), seconds, differing, servers)
 
 
 def _mark(source: int, destination: int) -> int:
@@ -122,7 +128,8 @@ def tried(outcome: Tried) -> Iterator[Finding]:
     ranks, nodes = len(outcome.nodes), len(set(outcome.nodes))
     sizes = sorted(set(Counter(outcome.nodes).values()))
     where = f"{nodes} node{'s' if nodes > 1 else ''}, {' or '.join(map(str, sizes))} on each"
-    yield Finding("ranks", "attention group", f"{ranks} ranks on {where}")
+    serving = f", {outcome.servers} of them servers" if outcome.servers else ""
+    yield Finding("ranks", "attention group", f"{ranks} ranks on {where}{serving}")
     for package, by_rank in outcome.versions.items():
         value = ", ".join(f"{has} on rank {by_rank.index(has)}" for has in dict.fromkeys(by_rank))
         todo = f"install one version of {package} on all nodes: ranks must make the same plans"

@@ -46,7 +46,7 @@ class Work:
         nano: 0 if the batch is whole, 1 and 2 for its nano-batches.
         outputs: outputs of the layers, for activation checkpointing; None where no recompute can follow.
         name: of the micro-batch, for errors.
-        plan: serial number of the plan, for the servers of a pool.
+        serial: number by which the servers of a pool know it.
         numbers: counts the calls of attention, those of recomputes among them.
         attend: what computes attention in the session's place, from module, inputs and scores; for stages of a pipeline.
     """
@@ -59,7 +59,7 @@ class Work:
     nano: int = 0
     outputs: OutputStore | None = None
     name: str = "a micro-batch"
-    plan: int = 0
+    serial: int = 0
     numbers: Iterator[int] = field(default_factory=itertools.count)
     attend: Callable[[torch.nn.Module, Inputs, Scores], torch.Tensor] | None = None
 

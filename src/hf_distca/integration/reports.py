@@ -99,6 +99,10 @@ def summary(done: Tally, session: Session) -> str | None:
         "planning": f"{figures['distca/planning_ms']:.1f} ms per micro-batch",
         "attention": f"{figures['distca/server_time_share']:.0%} of this rank's time, in kernel {', '.join(session.kernels)}",
     }
+    if "distca/servers_share" in figures:
+        parts["servers"] = (
+            f"{figures['distca/servers_share']:.0%} of attention, idle {figures['distca/servers_idle']:.0%} of the time"
+        )
     return "\n".join([*lines, *(f"  {name:<12}{value}" for name, value in parts.items())])
 
 

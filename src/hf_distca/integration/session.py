@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, get_args
-from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -58,7 +57,7 @@ class Elsewhere(Protocol):
         """As `Session.work_for`."""
 
 
-class Pool(Protocol):
+class ServerPool(Protocol):
     """Servers that take part in the attention of all ranks."""
 
     def group(self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None) -> AttentionGroup:
@@ -82,7 +81,7 @@ class Session:
         elsewhere: who answers in its place while a schedule of pipeline stages runs forwards.
     """
 
-    pool: ClassVar[Pool | None] = None  # servers that take part, for all sessions of the process
+    pool: ClassVar[ServerPool | None] = None  # servers that take part, for all sessions of the process
 
     def __init__(self, config: DistCAConfig, members: dist.ProcessGroup | DeviceMesh | None = None) -> None:
         self.meter = Meter()
@@ -123,7 +122,8 @@ class Session:
                     self._group = AttentionGroup.of(members, timeout_seconds=self.config.timeout_seconds, size=size)
                 else:
                     check_pool(members, size)
-                    self._group = self.pool.group(members, self.config.timeout_seconds)
+                    group = self.pool.group(members, self.config.timeout_seconds)
+                    self._group = replace(group, session=group.number(self))
             self._group.tell("begin_session", config=self.config)
             self._world = world
         return self._group
@@ -176,7 +176,7 @@ class Session:
             together = not handle.alone and (training or self.config.balance_evaluation)
             if together and self.pool is not None and (leaving := self.planner.progress.leaving):
                 self.gather()
-                self.take_group(self.pool.without(leaving))
+                self.take_group(replace(self.pool.without(leaving), session=self.group.session))
             handle.group = self.group if together else _ALONE
         return handle.group
 
@@ -252,7 +252,6 @@ class Session:
 
     def use_plan(self, documents: Documents, planned: Planned, group: AttentionGroup, device: torch.device) -> Work:
         """Take up a plan for the micro-batch at hand, which has these documents on this rank."""
-        group.tell("use_plan", plan=planned.serial)
         meter, nano = self.planner.progress.use(planned, documents), planned.key.nano
         plan, config = planned.plan, self.config
         waves = Waves.of(plan, planned.key.shape, config.tile, config.max_transient_bytes, config.head_groups)
@@ -260,9 +259,9 @@ class Session:
         route = Route.build(plan, group.rank, waves)
         name = f"micro-batch {self.planner.progress.number}" + (f", nano-batch {nano}" if nano else "")
         name += f" ({planned.source}, plan {plan.digest[:8]})" if planned.source else ""
-        if group.lead is not None:
-            finalize(route, group.lead.forget, planned.serial)
-        return Work(group, route, _keep(documents, device), plan.window, meter, nano, OutputStore(), name, planned.serial)
+        serial = group.number(route)
+        group.tell("use_plan", plan=planned.serial, work=serial)
+        return Work(group, route, _keep(documents, device), plan.window, meter, nano, OutputStore(), name, serial)
 
     def attend(self, work: Work, module: torch.nn.Module, inputs: Inputs, scores: Scores) -> torch.Tensor:
         """Core attention of one layer for this rank's tokens."""
@@ -282,7 +281,7 @@ class Session:
             layer = None
             if group.lead is not None:
                 layer = {
-                    "plan": work.plan,
+                    "work": work.serial,
                     "place": place,
                     "dtype": q_THD.dtype,
                     "scale": scores.scale,

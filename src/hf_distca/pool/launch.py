@@ -106,8 +106,8 @@ def listen_at(host: str, port: int) -> socket.socket:
 def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -> NoReturn:
     """Be the server of this number in a launch, in the place of its `local`-th process of a node."""
     import torch
-    from torch._C._distributed_c10d import TCPStore
 
+    from hf_distca.borrowed import TCPStore
     from hf_distca.pool.server import serve
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -14,17 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
+from itertools import count
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from hf_distca.borrowed import store_of_world, timeout_of
+from hf_distca.borrowed import PrefixStore, Store, TCPStore, store_of_world, timeout_of
 from hf_distca.errors import ConfigError, DistCADesyncError, DistCAError
 from hf_distca.pool.launch import parse_address, published
 from hf_distca.pool.words import Words
-from hf_distca.runtime.group import AttentionGroup, Members
+from hf_distca.runtime.group import AttentionGroup, Members, StepLead
 from hf_distca.runtime.members import Seats
 
 __all__ = ["Lead", "Pool", "seats"]
@@ -55,7 +56,6 @@ class Pool:
     wait_seconds: float = 300.0
     spare: bool = False
     _joined: tuple[object, AttentionGroup, Seats] | None = field(default=None, init=False)
-    _lead: Lead | None = field(default=None, init=False)  # on rank 0
 
     def group(self, members: dist.ProcessGroup | Members | None, timeout_seconds: float | None) -> AttentionGroup:
         """The group of the ranks of the world and the servers. All ranks ask at the same point.
@@ -79,34 +79,36 @@ class Pool:
         else:
             seconds, rank, ranks = timeout_seconds or timeout_of(world).total_seconds(), dist.get_rank(), dist.get_world_size()
             backend, store = dist.get_backend(members if isinstance(members, dist.ProcessGroup) else None), store_of_world()
+        lead = None
         if rank == 0:
-            self._lead = Lead(seconds)
+            lead = Lead(seconds)
             try:
-                invitation = self._invite(self._lead, store, ranks, backend)
+                invitation = self._invite(lead, store, ranks, backend)
             except DistCAError as error:
                 store.set(_INVITATION, json.dumps({"error": str(error)}))
                 raise
             store.set(_INVITATION, json.dumps(invitation))
         else:
             invitation = _invited(store, self.wait_seconds + seconds)
-        return self._join(world, seats(invitation, store, rank), seconds)
+        return self._join(world, seats(invitation, store, rank), seconds, lead)
 
     def without(self, leaving: Sequence[int]) -> AttentionGroup:
         """The group of the others, once servers of these indices in it have left. All ranks ask at the same point."""
         if self._joined is None:
             raise RuntimeError("servers leave a group that nobody has made")
         world, group, before = self._joined
-        if self._lead is not None:
+        lead = None
+        if group.lead is not None:
             names = [before.names[before.ranks[index]] for index in leaving]
             _log.warning("%s was told to end: training goes on without it", ", ".join(names))
-            self._lead = self._lead.without(names)
-            self._lead.tell("regroup", {"leaving": leaving})
-        return self._join(world, before.without(leaving), group.timeout_seconds)
+            lead = group.lead.without(names)
+            lead.tell("regroup", {"leaving": leaving})
+        return self._join(world, before.without(leaving), group.timeout_seconds, lead)
 
-    def _join(self, world: object, all_seats: Seats, seconds: float) -> AttentionGroup:
-        group = AttentionGroup.with_servers(all_seats, seconds, self._lead)
-        if self._lead is not None:
-            self._lead.group = group
+    def _join(self, world: object, all_seats: Seats, seconds: float, lead: StepLead | None) -> AttentionGroup:
+        group = AttentionGroup.with_servers(all_seats, seconds, lead)
+        if isinstance(lead, Lead):
+            lead.group = group
         self._joined = world, group, all_seats
         return group
 
@@ -141,6 +143,8 @@ class Pool:
 
 
 _INVITATION = "distca pool"
+# Steps that begin something under a number: as long as it is known, the group that it is of is needed.
+_UNDER_WAY = {"use_plan": "work", "begin_plans": "planning"}
 _ANYWHERE = ("0.0.0.0", "127.0.0.1", "localhost", "::", "::1")  # a store that listens on the host of rank 0
 
 
@@ -161,14 +165,13 @@ class Lead:
     Attributes:
         servers: the connection to each server, by its name.
         group: the attention group, once it is made.
-        under_way: plans that calls may still be of, and places for which plans are being made.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.servers = seconds, dict[str, Words]()
         self.group: AttentionGroup | None = None
-        self._forgotten: deque[int] = deque()
-        self.under_way = set[int | str]()
+        self._numbers, self._forgotten = count(1), deque[int]()
+        self.under_way = set[int]()
         self._before: Lead | None = None  # of the group that servers are leaving
         atexit.register(self.end)
 
@@ -193,37 +196,41 @@ class Lead:
                 time.sleep(_ASK_SECONDS)
         try:
             words.send({"version": version("hf-distca"), "device": device})
-            why_not = words.receive(_ANSWER_SECONDS)["error"]
+            refusal = words.receive(_ANSWER_SECONDS)["error"]
         except (EOFError, OSError, ValueError, TypeError, LookupError) as error:
             raise ConfigError(
                 f"what listens at {address} is no server of hf-distca, or has ended ({type(error).__name__}). Start one with "
                 f"{start}, or name another address."
             ) from error
-        if why_not is not None:
-            raise ConfigError(f"the server at {address} cannot take part: {why_not}")
+        if refusal is not None:
+            raise ConfigError(f"the server at {address} cannot take part: {refusal}")
         return words
 
     def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
-        """Name a step to all servers, and the plans that are no longer needed."""
-        if step in ("use_plan", "begin_plans"):
-            self.under_way.add(arguments["plan" if step == "use_plan" else "place"])
-        elif step == "finish_plans":
-            self.under_way.discard(arguments["place"])
-        if self._before is not None and not self._before.under_way:
-            self._before.servers = {name: words for name, words in self._before.servers.items() if name not in self.servers}
-            self._before.end("training goes on without it")
-            self._before = None
+        """Name a step to all servers, and the numbers of what is gone."""
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        if step in _UNDER_WAY:
+            self.under_way.add(arguments[_UNDER_WAY[step]])
+        elif step == "finish_plans":
+            self.under_way.discard(arguments["planning"])
+        self.under_way.difference_update(forgotten)
+        if self._before is not None:
+            self._before.under_way.difference_update(forgotten)
+            if not self._before.under_way:
+                self._before.servers = {name: words for name, words in self._before.servers.items() if name not in self.servers}
+                self._before.end("training goes on without it")
+                self._before = None
         for name, words in self.servers.items():
             try:
                 words.send([step, arguments, forgotten])
             except OSError as error:
                 raise self._lost(name, error) from error
 
-    def forget(self, plan: int) -> None:
+    def number(self, known: object) -> int:
         """As in `runtime.group.Lead`."""
-        self.under_way.discard(plan)
-        self._forgotten.append(plan)
+        number = next(self._numbers)
+        finalize(known, self._forgotten.append, number)  # at any time, in any thread
+        return number
 
     def without(self, leaving: Sequence[str]) -> Lead:
         """Who tells the other servers, once those of these names have left.
@@ -232,7 +239,7 @@ class Lead:
         """
         after = Lead(self.seconds)
         after.servers = {name: words for name, words in self.servers.items() if name not in leaving}
-        after._forgotten, after._before = self._forgotten, self
+        after._numbers, after._forgotten, after._before = self._numbers, self._forgotten, self
         return after
 
     def end(self, why: str = "the run is over") -> None:

@@ -13,21 +13,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from threading import Thread
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch._C._distributed_c10d import Store, TCPStore
 
+from hf_distca.agreement.announce import PlanKey
 from hf_distca.agreement.documents import Documents
-from hf_distca.agreement.planned import Planned
-from hf_distca.agreement.planner import Planning
 from hf_distca.agreement.world_progress import Progress
+from hf_distca.borrowed import Store, TCPStore
+from hf_distca.doctor.exchange import exchange, versions
 from hf_distca.errors import DistCADesyncError
 from hf_distca.integration.handle import Work
 from hf_distca.integration.session import Session
@@ -37,6 +36,7 @@ from hf_distca.pool.words import Words, read_config, read_dtype, read_key, read_
 from hf_distca.runtime.call import AttentionServer, Call
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.members import Seats
+from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.serving import Serving, no_rows
 
 __all__ = ["EndedError", "serve"]
@@ -91,26 +91,27 @@ def serve(listening: socket.socket, device: torch.device, wait_seconds: float | 
         return 1
 
 
-@dataclass
-class _Plans:
-    """What a server knows of one session of the ranks that train."""
+class _Used(NamedTuple):
+    """A plan that a micro-batch has taken up."""
 
     session: Session
-    making: dict[str, Planning]
-    planned: dict[int, Planned]
-    works: dict[int, tuple[Planned, Work]]
+    key: PlanKey
+    work: Work
 
 
 class Server:
-    """Takes part in the steps that rank 0 names. Each public method is one of them, and gets what was said with it."""
+    """Takes part in the steps that rank 0 names. Each public method is one of them, and gets what was said with it.
+
+    Sessions, plannings, plans and works have numbers, under which they are known until rank 0 has forgotten them.
+    """
 
     def __init__(self, all_seats: Seats, seconds: float, device: torch.device) -> None:
         self._seats, self._device = all_seats, device
         self._group = AttentionGroup.with_servers(all_seats, seconds)
         self._calls: dict[int, Serving] = {}
-        self._plans: _Plans | None = None
+        self._known: dict[int, Any] = {}
+        self._meter = Meter()
         self._micro_batches = self._served = 0
-        self._seconds = 0.0  # in kernels, of sessions before this one
         self._began = time.perf_counter()
 
     def run(self, words: Words) -> NoReturn:
@@ -125,8 +126,8 @@ class Server:
             while True:
                 step, arguments, forgotten = self._next(words)
                 with self._group.reporting(f"taking the step {step!r}"), torch.no_grad():
-                    for plan in forgotten:
-                        self._state.works.pop(plan, None)
+                    for number in forgotten:
+                        self._known.pop(number, None)
                     getattr(self, step)(**arguments)
         except DistCADesyncError:
             with suppress(TimeoutError):
@@ -135,7 +136,7 @@ class Server:
                 self.end(**word[1])
             raise
         except (EndedError, EOFError, OSError) as end:
-            if self._group.watch is not None and not (isinstance(end, EndedError) and end.status == 0):
+            if self._group.watch is not None and getattr(end, "status", True):
                 self._group.watch.leave(f"ended: {end}")
             raise
 
@@ -148,19 +149,11 @@ class Server:
     @property
     def done(self) -> str:
         """What it did, in words."""
-        plans, lasted = self._plans, max(time.perf_counter() - self._began, 1e-9)
-        seconds = self._seconds + (plans.session.meter.seconds if plans else 0.0)
-        sent = plans.session.meter.sent_bytes / 1e9 if plans else 0.0
+        lasted, seconds, sent = max(time.perf_counter() - self._began, 1e-9), self._meter.seconds, self._meter.sent_bytes / 1e9
         return (
             f"served {self._served} calls of attention in {self._micro_batches} micro-batches: {seconds:.1f} s in kernels of "
             f"{lasted:.1f} s ({seconds / lasted:.0%}), {sent:.2f} GB sent"
         )
-
-    @property
-    def _state(self) -> _Plans:
-        if self._plans is None:
-            raise RuntimeError("rank 0 named a step before it began a session")
-        return self._plans
 
     def end(self, why: str, status: int) -> NoReturn:
         """Rank 0 ends, or goes on without this server."""
@@ -170,64 +163,70 @@ class Server:
         """Ranks go on in a group of their own once servers, of which this is none, have left."""
         self._seats = self._seats.without(leaving)
         self._group = AttentionGroup.with_servers(self._seats, self._group.timeout_seconds)
-        self._state.session.take_group(self._group)
+        for known in self._known.values():
+            if isinstance(known, Session):
+                known.take_group(self._group)
 
-    def begin_session(self, config: Mapping[str, Any]) -> None:
+    def begin_session(self, session: int, config: Mapping[str, Any]) -> None:
         """Ranks have new settings, and begin to count anew."""
-        if self._plans is not None:
-            self._seconds += self._plans.session.meter.seconds
-        session = Session(read_config(config))
-        session.take_group(self._group)
-        self._plans = _Plans(session, {}, {}, {})
+        self._known[session] = begun = Session(read_config(config))
+        begun.meter.whole = self._meter
+        begun.take_group(self._group)
 
-    def configure(self, config: Mapping[str, Any]) -> None:
+    def configure(self, session: int, config: Mapping[str, Any]) -> None:
         """Settings change."""
-        self._state.session.config = read_config(config)
+        self._known[session].config = read_config(config)
 
-    def learn_cost(self, key: Sequence[Any], dtype: str) -> None:
+    def learn_cost(self, session: int, key: Sequence[Any], dtype: str) -> None:
         """Ranks make the cost model of a kind of layer."""
         which = read_key(key)
-        self._state.session.learn_cost(which, no_rows(which.shape, read_dtype(dtype), self._device).q_THD, self._group)
+        self._known[session].learn_cost(which, no_rows(which.shape, read_dtype(dtype), self._device).q_THD, self._group)
 
-    def begin_plans(self, requests: Sequence[Any], place: str, beside: bool) -> None:
+    def begin_plans(self, session: int, planning: int, requests: Sequence[Any], place: str, beside: bool) -> None:
         """Ranks announce documents and begin to plan them."""
         asked = read_requests(requests, [None] * len(requests))
-        self._state.making[place] = self._state.session.planner.begin(asked, self._group, place, beside=beside)
+        self._known[planning] = self._known[session].planner.begin(asked, self._group, place, beside=beside)
 
-    def finish_plans(self, place: str) -> None:
+    def finish_plans(self, session: int, planning: int, plans: Sequence[int]) -> None:
         """Ranks compare the plans."""
-        self._take(self._state.session.planner.finish(self._state.making.pop(place)))
+        made = self._known[session].planner.finish(self._known.pop(planning))
+        self._known.update(zip(plans, made, strict=True))
 
-    def plan_shares(self, shares: Sequence[Mapping[str, Any]], requests: Sequence[Any]) -> None:
+    def plan_shares(
+        self, session: int, plans: Sequence[int], shares: Sequence[Mapping[str, Any]], requests: Sequence[Any]
+    ) -> None:
         """Ranks plan a dealt batch, each by itself."""
-        self._take(self._state.session.planner.plan(read_requests(requests, read_shares(shares)), self._group))
+        made = self._known[session].planner.plan(read_requests(requests, read_shares(shares)), self._group)
+        self._known.update(zip(plans, made, strict=True))
 
-    def use_plan(self, plan: int) -> None:
+    def use_plan(self, session: int, plan: int, work: int) -> None:
         """A micro-batch takes up a plan."""
-        planned = self._state.planned.pop(plan)
-        progress = self._state.session.planner.progress
-        before = progress.number
-        work = self._state.session.use_plan(Documents(planned.rows), planned, self._group, self._device)
-        self._state.works[plan] = planned, work
-        self._micro_batches += progress.number - before
+        planned, user = self._known.pop(plan), self._known[session]
+        before = user.planner.progress.number
+        taken = user.use_plan(Documents(planned.rows), planned, self._group, self._device)
+        self._known[work] = _Used(user, planned.key, taken)
+        self._micro_batches += user.planner.progress.number - before
 
-    def gather(self) -> None:
+    def gather(self, session: int) -> None:
         """Ranks gather what they measured."""
-        self._state.session.planner.progress.gather(self._group)
+        self._known[session].planner.progress.gather(self._group)
 
-    def begin(self, call: int, plan: int, place: str, backward: bool, **layer: Any) -> None:
+    def try_exchange(self, session: int) -> None:  # noqa: ARG002
+        """`hf-distca doctor` tries an exchange, in no session."""
+        exchange(versions(), self._device, self._group)
+
+    def begin(self, call: int, work: int, place: str, backward: bool, **layer: Any) -> None:
         """A layer sends its queries, keys and values."""
-        planned, work = self._state.works[plan]
-        shape = planned.key.shape
-        operands = no_rows(shape, read_dtype(layer["dtype"]), self._device)
-        scores = Scores(layer["scale"], work.window, layer["softcap"])
-        kernel = self._state.session.kernel(operands.q_THD, (shape.head_dim, shape.value_head_dim), scores, shape.ratio)
-        server = AttentionServer(kernel, scores, work.meter, partial(work.group.reporting, f"computing {place}"))
-        taken = Call(work.route, work.group.at(place, work.route.forward_exchanges), server)
+        session, key, used = self._known[work]
+        operands = no_rows(key.shape, read_dtype(layer["dtype"]), self._device)
+        scores = Scores(layer["scale"], used.window, layer["softcap"])
+        kernel = session.kernel(operands.q_THD, (key.shape.head_dim, key.shape.value_head_dim), scores, key.shape.ratio)
+        server = AttentionServer(kernel, scores, used.meter, partial(used.group.reporting, f"computing {place}"))
+        taken = Call(used.route, used.group.at(place, used.route.forward_exchanges), server)
         if backward:
             taken.begin_backward()
         else:
-            work.meter.count(calls=1)
+            used.meter.count(calls=1)
         self._served += 1
         self._calls[call] = Serving.begin(taken, operands)
 
@@ -246,9 +245,6 @@ class Server:
                 return words.receive(_LOOK_SECONDS)
             if self._group.watch is not None and (word := self._group.watch.first_word):
                 raise EndedError(word)
-
-    def _take(self, plans: Sequence[Planned]) -> None:
-        self._state.planned.update((planned.serial, planned) for planned in plans)
 
 
 def _accept(listening: socket.socket, why_not: Callable[[Any], str | None], wait_seconds: float | None) -> Words:

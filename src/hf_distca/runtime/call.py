@@ -148,9 +148,9 @@ class Call:
 
     def tell(self, step: str) -> None:
         """Let the servers of a pool take a step of this call, or of its backward once that has begun."""
-        if self.layer is not None:
+        if self.layer is not None and self.group.lead is not None:
             layer = {**self.layer, "backward": self.backward} if step == "begin" else {}
-            self.group.tell(step, call=id(self), **layer)
+            self.group.lead.tell(step, {"call": id(self), **layer})
 
     def hand_on(self, tensors: Operands | Outputs | Saved | Grads, pending: Pending | None) -> None:
         """Hold this rank's own tensors and the exchange under way for the next autograd function."""

@@ -22,7 +22,7 @@ from hf_distca.runtime.members import Members, Seats, communicator, least, node_
 from hf_distca.runtime.watch import NO_NAMES, Watch, listen, patience
 from hf_distca.schedule.layout import IntArray
 
-__all__ = ["AttentionGroup", "Lead", "Members"]
+__all__ = ["AttentionGroup", "Members", "StepLead"]
 
 _log = logging.getLogger("hf_distca")
 
@@ -37,14 +37,17 @@ _UNEQUAL_NODES = (
 )
 
 
-class Lead(Protocol):
+class StepLead(Protocol):
     """Tells servers what to take part in."""
 
     def tell(self, step: str, arguments: Mapping[str, Any]) -> None:
         """Name the step that this rank takes next, with what servers must know of it."""
 
-    def forget(self, plan: int) -> None:
-        """No step will be about the plan of this number any more. It may be called at any time, by any thread."""
+    def number(self, known: object) -> int:
+        """A number that tells something from all else; servers forget what they know by it when `known` is gone here."""
+
+    def without(self, leaving: Sequence[str]) -> StepLead:
+        """Who tells the others, once servers of these names have left."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +65,7 @@ class AttentionGroup:
         control: gloo communicator on which layouts travel, None in a group of one.
         watch: tells the others when this rank gives up, None in a group of one.
         lead: on rank 0 of a group with a pool of servers, what tells these each step that they take part in; else None.
+        session: number of the session that uses it, for the servers of a pool.
         holds: of each rank whether it trains, and so holds tokens; the others are servers of a pool. None if all do.
         timeout_seconds: how long a rank waits for the others, where there are any.
         per_node: ranks [0, n), [n, 2n), ... of the group are nodes; None if they are not in such order, or not told apart.
@@ -73,7 +77,8 @@ class AttentionGroup:
     data: Channel | None = None
     control: dist.ProcessGroup | None = None
     watch: Watch | None = None
-    lead: Lead | None = None
+    lead: StepLead | None = None
+    session: int = 0
     holds: tuple[bool, ...] | None = None
     timeout_seconds: float = math.inf
     per_node: int | None = None
@@ -148,7 +153,7 @@ class AttentionGroup:
         )
 
     @classmethod
-    def with_servers(cls, seats: Seats, timeout_seconds: float, lead: Lead | None = None) -> AttentionGroup:
+    def with_servers(cls, seats: Seats, timeout_seconds: float, lead: StepLead | None = None) -> AttentionGroup:
         """Build the group of ranks that train and servers, which are in no world of torch.distributed together.
 
         Every one of them must call it; for arguments and errors see `create`.
@@ -193,7 +198,11 @@ class AttentionGroup:
     def tell(self, step: str, **arguments: Any) -> None:
         """Let the servers of a pool, if there are any, take part in what this rank does next; only rank 0 tells them."""
         if self.lead is not None:
-            self.lead.tell(step, arguments)
+            self.lead.tell(step, {"session": self.session, **arguments})
+
+    def number(self, known: object) -> int:
+        """As `Lead.number`; 0 where this rank tells servers nothing."""
+        return 0 if self.lead is None else self.lead.number(known)
 
     def at(self, where: str, forward_exchanges: int) -> AttentionGroup:
         """The group in a call, as `Channel.at`."""

@@ -19,9 +19,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
-from hf_distca.borrowed import group_of_members, names_of_groups
+from hf_distca.borrowed import PrefixStore, Store, group_of_members, names_of_groups
 from hf_distca.errors import ConfigError
 from hf_distca.schedule.layout import IntArray
 

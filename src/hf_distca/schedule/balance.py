@@ -15,11 +15,13 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from hf_distca.config import DistCAConfig
-from hf_distca.schedule.cost import CostModel, Price
+from hf_distca.schedule.cost import CostModel, FloatArray, Price
 from hf_distca.schedule.greedy import Bound, Greedy, Levels
 from hf_distca.schedule.heads import WHOLE, Heads
-from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.layout import BoolArray, Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.moves import Prices
 from hf_distca.schedule.plan import Plan
@@ -50,10 +52,10 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
         layout: documents and where they lie; the same on every rank.
         cost: seconds of tasks and of exchanges; the same on every rank. The plan is for layers with its window, or for layers
             without one if no document is longer than the window.
-        config: `balance`, `tolerance`, `min_gain`, `tile`, `head_groups`, `max_transient_bytes` and `ping_pong` are read. A
-            tolerance below 0.002 counts as 0.002. With head groups, the layout of the plan is `layout` with some documents split
-            by heads. With a bound, only slices of which a tile fits it are moved. With `ping_pong` the layout is
-            that of a nano-batch, whose exchange costs only what is longer than the compute beside it.
+        config: `balance`, `tolerance`, `min_gain`, `tile`, `head_groups`, `max_transient_bytes`, `ping_pong` and
+            `serve_in_place` are read. A tolerance below 0.002 counts as 0.002. With head groups, the layout of the plan is
+            `layout` with some documents split by heads. With a bound, only slices of which a tile fits it are moved. With
+            `ping_pong` the layout is that of a nano-batch, whose exchange costs only what is longer than the compute beside it.
         ranks: what ranks are like; the same on every rank. A slower one gets less, so that all end together.
         relayed: whether servers may pass keys on.
 
@@ -91,6 +93,12 @@ class _Tries:
         """Nothing moves, but keys are passed on if that alone gains enough."""
         return self.weighed(Plan.local(self.layout, self.cost.window), self.config.min_gain)
 
+    @cached_property
+    def serves(self) -> BoolArray:
+        """Of each rank whether it may compute slices of others."""
+        every = np.ones(self.layout.world_size, dtype=np.bool_)
+        return every if self.config.serve_in_place else self.layout.query_tokens == 0
+
     @property
     def hopeless(self) -> bool:
         """Whether no plan can gain enough: common in narrow bands, and where documents were dealt."""
@@ -113,15 +121,14 @@ class _Tries:
         free = math.isinf(cost.exchange_bytes_per_second)
         if cost.window is None and not free:
             heads = Heads.of(self.layout, price, cost, seconds, config.head_groups)
-        same = Prices(price, price)
-        levels = Levels.of(seconds.tolist(), self.ranks, max(config.tolerance, _FINEST))
+        same, levels = Prices(price, price), self._levels(seconds, _FINEST)
         bound = Bound.of(config.max_transient_bytes, TransientBytes.of(cost.shape))
         two_rates = self.ranks.in_nodes(cost)
         in_nodes = two_rates and cost.near < 1 and self.ranks.per_node != 1
         alone = replace(self.ranks, per_node=None)
         loads = []
         for ranks in (self.ranks, alone) if in_nodes else (alone,):
-            greedy = Greedy(self.layout, heads, ranks, bound, cost.window)
+            greedy = Greedy(self.layout, heads, ranks, bound, cost.window, self.serves)
             load = self.weighed(greedy.even_out(same, seconds, levels))
             loads.append(load)
             hidden = config.ping_pong and load.exchange_seconds.max() <= load.compute_seconds.max()
@@ -131,8 +138,7 @@ class _Tries:
                 for part in _HIDDEN if config.ping_pong else (1.0,):
                     both = seconds + part * unmoved.exchange_seconds
                     exchanged = Prices(price.with_exchange(cost.exchange_bytes_per_second / part), price)
-                    levels_of_both = Levels.of(both.tolist(), self.ranks, max(config.tolerance, _FINEST_OF_BOTH))
-                    loads.append(self.weighed(greedy.even_out(exchanged, both, levels_of_both)))
+                    loads.append(self.weighed(greedy.even_out(exchanged, both, self._levels(both, _FINEST_OF_BOTH))))
             # One document that outweighs all others, and no relays: the fewer servers, the less its home has to send.
             cap, mean = float(seconds.max()) / 2, self.ranks.level(seconds.tolist())
             extreme = not self.relayed and 2 * cap >= _EXTREME * mean
@@ -140,6 +146,18 @@ class _Tries:
                 loads.append(self.weighed(greedy.even_out(same, seconds, Levels(0.0, 0.95 * cap, cap, 0.97 * cap, cap))))
                 cap /= 1.4
         return loads
+
+    def _levels(self, seconds: FloatArray, tolerance: float) -> Levels:
+        """Levels for ranks that take so long. Who neither serves nor is above the mean stays as it is, and does not count."""
+        evened, speeds = np.ones(len(seconds), dtype=np.bool_), np.array(self.ranks.each(len(seconds)))
+        while not self.config.serve_in_place:
+            mean = (seconds * speeds)[evened].sum() / speeds[evened].sum()
+            below = evened & ~self.serves & (seconds < mean)
+            if not below.any():
+                break
+            evened &= ~below
+        ranks = self.ranks if self.ranks.speeds is None else Ranks.of(speeds[evened])
+        return Levels.of(seconds[evened].tolist(), ranks, max(self.config.tolerance, tolerance))
 
     def weighed(self, plan: Plan, least: float = 0.0) -> PlanLoad:
         """The load of a plan, with keys passed on if that gains so much."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from hf_distca.schedule.cost import ALL_KEYS, FloatArray, Price
 from hf_distca.schedule.heads import Heads
-from hf_distca.schedule.layout import IntArray, Layout, repeated
+from hf_distca.schedule.layout import BoolArray, IntArray, Layout, repeated
 from hf_distca.schedule.moves import END, PIECE, SERVER, START, Ledger, Loads, Prices, QueryPieces, make_moves
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
@@ -106,6 +106,7 @@ class Greedy:
         ranks: what they are like, with nodes only if these make a difference.
         bound: on transient bytes.
         window: of the plans.
+        serves: (ranks,) whether each may get slices of others.
     """
 
     layout: Layout
@@ -113,6 +114,7 @@ class Greedy:
     ranks: Ranks
     bound: Bound
     window: int | None
+    serves: BoolArray
 
     def even_out(self, prices: Prices, seconds: FloatArray, levels: Levels) -> Plan:
         """The plan that evens out what ranks take.
@@ -132,7 +134,7 @@ class Greedy:
         while True:
             pieces = before._replace(start=before.start.copy(), end=movable.copy())
             level = np.array(levels)
-            loads = Loads(seconds.copy(), speeds, level, level.copy(), surplus, work, ranks.per_node or world_size)
+            loads = Loads(seconds.copy(), speeds, self.serves, level, level.copy(), surplus, work, ranks.per_node or world_size)
             ledger = _ledger(self.layout, segment, before, room)
             count = make_moves(pieces, prices, loads, ledger, order)
             if count >= 0:

@@ -90,6 +90,7 @@ class Loads(NamedTuple):
 
     Attributes:
         seconds, speed: what each rank takes, and how fast it is.
+        serves: whether each may get slices.
         begin, levels: seconds at places `FLOOR` to `CAP`, before the first move and now.
         surplus, work: seconds of work to be moved, and of all work.
         per_node: ranks of a node; all of them where nodes make no difference.
@@ -97,6 +98,7 @@ class Loads(NamedTuple):
 
     seconds: FloatArray
     speed: FloatArray
+    serves: npt.NDArray[np.bool_]
     begin: FloatArray
     levels: FloatArray
     surplus: float
@@ -260,7 +262,7 @@ def _emptiest(loads: Loads, source: int, per_node: int, surplus: float, most: fl
     first = source // per_node * per_node
     emptiest, fits = -1, -1
     for rank in range(first, first + per_node):
-        if work[rank] < most:
+        if work[rank] < most and loads.serves[rank]:
             if emptiest < 0 or work[rank] < work[emptiest]:
                 emptiest = rank
             after = work[rank] + surplus / speed[rank]
@@ -360,7 +362,8 @@ def _best_move(
             while row >= 0 and server < 0:
                 rank, held, row = holders[row, RANK], holders[row, KEYS], holders[row, BEFORE]
                 lack = (level[LOW] - work[rank]) * speed[rank]
-                if rank != asked_server and rank != source and work[rank] < level[FLOOR] and lack >= least:
+                fits = rank != asked_server and rank != source and work[rank] < level[FLOOR] and lack >= least
+                if fits and loads.serves[rank]:
                     server = rank
             if server < 0 or tried == _HOLDERS:
                 break

@@ -1,0 +1,207 @@
+"""Launches with servers, whose ranks stay up and run one function after another: with the servers, and without them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Thread
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+import forks
+import hf_distca
+from hf_distca.agreement.history import History
+from hf_distca.agreement.planned import Planned
+from hf_distca.integration.session import Session, current_session
+from hf_distca.pool import server as pool_server
+from hf_distca.pool.lead import Lead
+from hf_distca.pool.words import Words
+from hf_distca.run import Options, begin
+from ranks import RankPool
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server did since it was asked: steps that it was told, calls of a kernel, bytes sent; and what it keeps, by kind."""
+
+    steps: Counter[str]
+    kernel_calls: int
+    sent_bytes: int
+    kept: Counter[str]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a function returned on a rank that trains, and what it had to do with servers.
+
+    Attributes:
+        told: steps that rank 0 named to each server.
+        share: of the estimated seconds of attention, how much servers computed.
+    """
+
+    value: Any
+    told: Counter[str] = field(default_factory=Counter)
+    share: float = 0.0
+
+
+class Launch(RankPool):
+    """So many ranks that train and so many servers, of one launch as by torchrun; servers take part in what `pooled` runs."""
+
+    def __init__(self, trainers: int, servers: int, *, daemon: bool = True) -> None:
+        self.trainers, self._written = trainers, tempfile.TemporaryDirectory()
+        self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        join = partial(_join, trainers + servers, servers, self._store.port)
+        self._asked: list[Connection] = []
+        self._servers = []
+        for number in range(servers):
+            ours, theirs = Pipe()
+            output = Path(self._written.name, f"server_{number}.txt")
+            self._servers.append(forks.start(_be_server, trainers + number, join, theirs, output, daemon=daemon))
+            theirs.close()
+            self._asked.append(ours)
+        super().__init__(trainers, daemon=daemon, join=join)
+
+    def served(self) -> list[Served]:
+        """What each server did since this was asked."""
+        for asked in self._asked:
+            asked.send(None)
+        if not all(asked.poll(20.0) for asked in self._asked):
+            raise AssertionError(f"a server does not answer: {self.said()}")
+        return [asked.recv() for asked in self._asked]
+
+    def said(self) -> list[str]:
+        """What each server wrote."""
+        return [path.read_text() for path in sorted(Path(self._written.name).glob("*.txt"))]
+
+    def end(self) -> list[int | None]:
+        """Let the ranks end as programs do. Returns the exit statuses of the servers."""
+        for pipe in self._pipes:
+            pipe.send((_end, ()))
+        for process in (*self._processes, *self._servers):
+            process.join(20.0)
+        return [process.exitcode for process in self._servers]
+
+    @property
+    def alive(self) -> bool:
+        return super().alive and all(process.is_alive() for process in self._servers)
+
+    def close(self) -> None:
+        """Kill what was started."""
+        super().close()
+        for process in self._servers:
+            process.kill()
+            process.join()
+        for asked in self._asked:
+            asked.close()
+        self._servers, self._asked = [], []
+        self._written.cleanup()
+
+
+def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
+    """Run a function on a rank that trains, with servers."""
+    told: Counter[str] = Counter()
+    computed: list[tuple[float, float]] = []
+    tell, planned = Lead.tell, History.planned
+
+    def count(self: Lead, step: str, arguments: Mapping[str, Any]) -> None:
+        told[step] += 1
+        tell(self, step, arguments)
+
+    def note(self: History, plan: Planned) -> None:
+        seconds = plan.estimated_after
+        computed.append((seconds[dist.get_world_size() :].sum(), seconds.sum()))  # of one node: servers come last
+        planned(self, plan)
+
+    with patch.object(Lead, "tell", count), patch.object(History, "planned", note):
+        hf_distca.configure()
+        value = function(rank, *args)
+    parts, wholes = zip(*computed, strict=True) if computed else ((0.0,), (1.0,))
+    return Trained(value, told, float(sum(parts) / sum(wholes)))
+
+
+def unpooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
+    """Run a function on the same rank, without servers."""
+    with patch.object(Session, "pool", None):
+        hf_distca.configure()
+        return Trained(function(rank, *args))
+
+
+def _join(size: int, servers: int, port: int, rank: int) -> None:
+    """Be a process of a launch of one node, as torchrun starts it: a rank that trains, or a server, which does not return."""
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update(sizes | ranks | store, TORCHELASTIC_RESTART_COUNT="0")
+    begin(Options(servers=servers, summary=False, server_wait=60.0))
+    dist.init_process_group("gloo")
+
+
+def _end(_rank: int) -> NoReturn:
+    group = current_session().group
+    if group.lead is not None:
+        group.lead.end()
+    os._exit(0)
+
+
+def _be_server(rank: int, join: Callable[[int], None], asked: Connection, output: Path) -> None:
+    log = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+    def here(_program: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)
+        exec(arguments[-1], {})
+
+    class Answering(pool_server.Server):
+        """A server that says what it did, when it has nothing to do."""
+
+        def run(self, words: Words) -> NoReturn:
+            Thread(target=_answer, args=(self, words, asked, steps), daemon=True).start()
+            super().run(words)
+
+    steps: dict[str, Any] = {"told": Counter(), "waits": False}
+    following = pool_server._next
+
+    def count(words: Words) -> Any:
+        steps["waits"] = True
+        word = following(words)
+        steps["waits"] = False
+        steps["told"][word[0]] += 1
+        return word
+
+    with ExitStack() as stack:  # an import of torch takes seconds, which a fork does not pay
+        stack.enter_context(patch.object(os, "execve", here))
+        stack.enter_context(patch.object(pool_server, "Server", Answering))
+        stack.enter_context(patch.object(pool_server, "_next", count))
+        join(rank)
+
+
+def _answer(server: pool_server.Server, words: Words, asked: Connection, steps: dict[str, Any]) -> None:
+    before = Served(Counter(), 0, 0, Counter())
+    while True:
+        asked.recv()
+        idle = 0
+        while idle < 3:
+            idle = idle + 1 if steps["waits"] and not words._connection.poll(0) else 0
+            time.sleep(0.01)
+        told, steps["told"] = steps["told"], Counter()
+        meter, kept = server._meter, [type(known).__name__ for known in (*server._known.values(), *server._calls.values())]
+        counts = Served(told, meter.kernel_calls, meter.sent_bytes, Counter(kept))
+        asked.send(
+            replace(
+                counts, kernel_calls=meter.kernel_calls - before.kernel_calls, sent_bytes=meter.sent_bytes - before.sent_bytes
+            )
+        )
+        before = counts

@@ -1,0 +1,141 @@
+"""What servers are told and what they keep: nothing of what does not concern them, and nothing of what is over."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from exact_training import LAYERS, drawn, loss_of, model_for
+from launches import Launch, pooled, unpooled
+
+import hf_distca
+from hf_distca.integration.mixin import announce, plan_ahead
+from hf_distca.integration.session import balancing, current_session, use_session
+from hf_distca.pool.lead import Lead
+from tiny_runs import settings
+
+ATTENTION = ("begin", "serve", "finish")
+
+
+def step(model: Any, rank: int, number: int = 0) -> float:
+    loss = loss_of(model, drawn(rank, number))
+    loss.backward()
+    return loss.item()
+
+
+def nothing_to_serve(rank: int, what: str) -> None:
+    hf_distca.configure(settings())
+    model = model_for("full")
+    step(model, rank)
+    with patch.object(Lead, "tell", side_effect=AssertionError("servers are told")):
+        if what == "evaluation" and rank == 0:
+            with torch.no_grad():
+                loss_of(model.eval(), drawn(rank, 1))
+        elif what == "generate" and rank == 0:
+            model.generate(torch.tensor([[1, 5, 9, 3, 11, 4]]), max_new_tokens=3, do_sample=False)
+    step(model.train(), rank)
+
+
+@pytest.mark.parametrize("what", ["evaluation", "generate"])
+def test_what_rank_0_does_alone_is_not_told(launch: Callable[[int, int], Launch], what: str) -> None:
+    ours = launch(2, 1)(pooled, nothing_to_serve, what)
+    assert ours[0].told["begin"] == 2 * 2 * LAYERS
+
+
+def nothing_moves(rank: int, how: str) -> None:
+    hf_distca.configure(settings(min_gain=0.9 if how == "too little gain" else 0.0))
+    model = model_for("full")
+    with balancing(how != "not balanced"):
+        step(model, rank)
+
+
+@pytest.mark.parametrize("how", ["too little gain", "not balanced"])
+def test_layers_tell_nothing_where_nothing_moves(launch: Callable[[int, int], Launch], how: str) -> None:
+    told = launch(2, 1)(pooled, nothing_moves, how)[0].told
+    assert told["use_plan"] == 1
+    assert not any(told[step] for step in ATTENTION)
+
+
+def drop_plans(rank: int) -> None:
+    """Plans of steps that never run, and of documents that are announced and never planned."""
+    hf_distca.configure(settings())
+    model = model_for("full")
+    for number in range(3):
+        batches = [drawn(rank, 2 * number), drawn(rank, 2 * number + 1)]
+        step(model, rank, number)
+        plan_ahead(batches)
+        announce(batches, current_session().planner.progress.recent_keys(), beside=True)
+    del batches
+    gc.collect()
+    step(model, rank)
+    gc.collect()
+    step(model, rank)  # the word with which the last ones are forgotten
+
+
+def test_servers_keep_nothing_of_plans_that_are_dropped(launch: Callable[[int, int], Launch]) -> None:
+    started = launch(2, 1)
+    started(pooled, drop_plans)
+    (server,) = started.served()
+    assert server.kept == {"Session": 1, "_Used": 1}
+
+
+def sessions_in_turn(rank: int) -> list[float]:
+    """Settings of a callback in place of those of the process, and back, while something of both is still there."""
+    model, losses, kept = model_for("full"), list[float](), list[torch.Tensor]()
+    hf_distca.configure(settings())
+    for number, config in enumerate((None, settings(ping_pong=True), None, settings(ping_pong=True, tile=16), None)):
+        use_session(config)
+        for micro_batch in range(2):
+            loss = loss_of(model, drawn(rank, 2 * number + micro_batch))
+            loss.backward(retain_graph=True)
+            losses.append(loss.item())
+            kept.append(loss)
+        del kept[:2]  # of the session before
+        gc.collect()
+    return losses
+
+
+def test_sessions_in_turn(launch: Callable[[int, int], Launch]) -> None:
+    started = launch(2, 1)
+    theirs, ours = started(unpooled, sessions_in_turn), started(pooled, sessions_in_turn)
+    for here, there in zip(ours, theirs, strict=True):
+        assert here.value == pytest.approx(there.value, rel=1e-12)
+    assert ours[0].told["begin"] == 2 * LAYERS * (3 * 2 + 2 * 2 * 2)
+
+
+def backward_in_another_session(rank: int) -> list[torch.Tensor]:
+    hf_distca.configure(settings())
+    model = model_for("full")
+    loss = loss_of(model, drawn(rank, 0))
+    hf_distca.configure(settings(tile=16))
+    step(model, rank, 1)
+    loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_a_backward_after_new_settings(launch: Callable[[int, int], Launch]) -> None:
+    started = launch(2, 1)
+    theirs, ours = started(unpooled, backward_in_another_session), started(pooled, backward_in_another_session)
+    for here, there in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(here.value, there.value, rtol=1e-12, atol=1e-14)
+
+
+def traced(rank: int, folder: str) -> tuple[float, set[tuple[str, bool]]]:
+    hf_distca.configure(settings(ping_pong=True))
+    model = model_for("full")
+    with hf_distca.trace(folder) as trace:
+        loss = step(model, rank)
+    return loss, {(span.name, span.backward) for span in trace.spans}
+
+
+def test_a_timeline_is_recorded(launch: Callable[[int, int], Launch], tmp_path: Any) -> None:
+    started = launch(2, 1)
+    theirs, ours = started(unpooled, traced, str(tmp_path / "without")), started(pooled, traced, str(tmp_path / "with"))
+    for here, there in zip(ours, theirs, strict=True):
+        assert here.value[0] == pytest.approx(there.value[0], rel=1e-12)
+        assert here.value[1] == there.value[1]
+    assert len({path.name for path in (tmp_path / "with").iterdir()}) == 2

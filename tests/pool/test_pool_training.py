@@ -1,0 +1,78 @@
+"""Training with servers computes what the ranks that train compute alone, and servers do a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from exact_training import LAYERS, Exact, train
+from launches import Launch, Served, Trained, pooled, unpooled
+
+DEFAULT = [
+    Exact(),
+    Exact(changes={"ping_pong": True}),
+    Exact(checkpointing=True, changes={"ping_pong": True}),
+    Exact("windows", "ahead", changes={"ping_pong": True}),
+    Exact(documents="dealt", changes={"ping_pong": True}),
+]
+
+
+SLOW = [
+    Exact("windows", changes={"ping_pong": True}),
+    Exact("windows", "dealt"),
+    Exact("windows", checkpointing=True),
+    Exact("sinks", changes={"ping_pong": True}),
+    Exact(documents="ahead", accumulation=3, steps=3),
+    Exact(documents="ahead", checkpointing=True, accumulation=3, steps=3, changes={"ping_pong": True}),
+    Exact(documents="dealt", checkpointing=True),
+    Exact("windows", "dealt", checkpointing=True, changes={"ping_pong": True}),
+    Exact(documents="shared"),
+    Exact(documents="shared", checkpointing=True, changes={"ping_pong": True}),
+    Exact(documents="spanning", changes={"documents_span_ranks": True}),
+    Exact(documents="spanning", changes={"documents_span_ranks": True, "max_transient_bytes": 150_000}),
+    Exact(documents="dealt", changes={"max_transient_bytes": 150_000, "ping_pong": True}),
+    Exact(changes={"head_groups": 1}),
+    Exact(evaluated="together"),
+    Exact(evaluated="together", changes={"balance_evaluation": True, "ping_pong": True}),
+    Exact(evaluated="alone"),
+]
+WORLDS = [(2, 1), (3, 1), (2, 2)]
+
+
+def compare(launch: Launch, case: Exact) -> tuple[list[Trained], list[Served]]:
+    """Train a case with servers and without. Returns what was seen with servers."""
+    theirs = launch(unpooled, train, case)
+    ours, served = launch(pooled, train, case), launch.served()
+    close = {"rtol": 1e-12, "atol": 1e-14}
+    for here, there in zip(ours, theirs, strict=True):
+        assert here.value.losses == pytest.approx(there.value.losses, rel=1e-12)
+        assert here.value.evaluated == pytest.approx(there.value.evaluated, rel=1e-12)
+        for name, weight in there.value.weights.items():
+            torch.testing.assert_close(here.value.weights[name], weight, **close, msg=lambda text, name=name: f"{name}: {text}")
+    assert ours[0].share > 0.05
+    for server in served:
+        assert server.steps == ours[0].told
+        assert server.kernel_calls > 0
+        assert server.sent_bytes > 0
+    return ours, served
+
+
+@pytest.mark.parametrize("case", DEFAULT, ids=str)
+def test_losses_and_weights_are_those_without_servers(launch: Callable[[int, int], Launch], case: Exact) -> None:
+    check(launch(2, 1), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*DEFAULT, *SLOW], ids=str)
+@pytest.mark.parametrize(("trainers", "servers"), WORLDS)
+def test_every_way_of_training(launch: Callable[[int, int], Launch], trainers: int, servers: int, case: Exact) -> None:
+    check(launch(trainers, servers), case)
+
+
+def check(launch: Launch, case: Exact) -> None:
+    """Compare, and count that servers are told no more than they need to know."""
+    ours, _ = compare(launch, case)
+    evaluated = case.steps * (case.evaluated == "together" and case.changes.get("balance_evaluation", False))
+    calls = LAYERS * case.halves * (2 * case.micro_batches + evaluated)  # forward and backward, whatever is recomputed
+    assert [ours[0].told[step] for step in ("begin", "serve", "finish")] == [calls] * 3

@@ -1,0 +1,57 @@
+"""Plans with ranks that hold no tokens: the servers of a pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_distca import DistCAConfig
+from hf_distca.schedule.balance import balance
+from hf_distca.schedule.cost import AttentionShape, CostModel
+from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.ranks import Ranks
+
+COST = CostModel.pairs(AttentionShape(8, 4, 64, 64, 2))
+LENGTHS = st.lists(st.integers(1, 4000), min_size=1, max_size=6)
+RANKS = st.lists(st.one_of(LENGTHS, st.just([])), min_size=2, max_size=8).filter(lambda ranks: any(ranks))
+
+
+@given(RANKS, st.lists(st.floats(0.5, 2.0), min_size=8, max_size=8))
+def test_without_serving_in_place_only_ranks_without_tokens_get_slices(ranks: list[list[int]], speeds: list[float]) -> None:
+    layout = Layout.from_lengths(ranks)
+    config = DistCAConfig(serve_in_place=False, min_gain=0.0)
+    plan = balance(layout, COST, config, Ranks.of(speeds[: len(ranks)]))
+    moved = plan.home != plan.server
+    assert not any(ranks[server] for server in plan.server[moved].tolist())
+
+
+def test_servers_take_what_ranks_have_above_the_mean() -> None:
+    plan = balance(Layout.from_lengths([[16384], [16384], [16384], []]), COST, DistCAConfig(serve_in_place=False))
+    seconds = np.bincount(plan.server, weights=COST.seconds(plan.end - plan.start, plan.end, plan.heads), minlength=4)
+    assert seconds.max() <= 1.03 * seconds.mean()
+
+
+def test_without_servers_nothing_moves_if_nobody_serves_in_place() -> None:
+    assert not balance(Layout.from_lengths([[16384], [64] * 8]), COST, DistCAConfig(serve_in_place=False)).moved
+
+
+@given(RANKS, st.data())
+def test_a_layout_among_more_ranks_has_the_same_tokens(ranks: list[list[int]], data: st.DataObject) -> None:
+    holds = data.draw(st.permutations([True] * len(ranks) + [False] * 3))
+    layout, among = Layout.from_lengths(ranks), Layout.from_lengths(ranks).among(holds)
+    holders = np.flatnonzero(holds)
+    assert among.world_size == len(holds)
+    for rank, holder in enumerate(holders.tolist()):
+        assert among.segments(holder) == layout.segments(rank)
+    assert among.query_tokens[~np.array(holds)].sum() == 0
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_context_stays_with_its_rank_among_more(place: int) -> None:
+    layout = Layout.from_segments([[(0, 0, 100), (0, 100, 50)], [(1, 0, 10)]], context=[0, 0])
+    two = Layout(layout.document, layout.start, layout.length, layout.offsets, np.array([0, 1]))
+    holds = [True] * 4
+    holds[place] = holds[1] = False
+    assert two.among(holds).context[holds].tolist() == [0, 1]
