@@ -13,6 +13,7 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from select import select
 from threading import Thread
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -171,20 +172,18 @@ def _be_server(rank: int, join: Callable[[int], None], asked: Connection, output
             Thread(target=_answer, args=(self, words, asked, steps), daemon=True).start()
             super().run(words)
 
-    steps: dict[str, Any] = {"told": Counter(), "waits": False}
-    following = pool_server._next
+        def _next(self, words: Words) -> Any:
+            steps["waits"] = True
+            word = super()._next(words)
+            steps["waits"] = False
+            steps["told"][word[0]] += 1
+            return word
 
-    def count(words: Words) -> Any:
-        steps["waits"] = True
-        word = following(words)
-        steps["waits"] = False
-        steps["told"][word[0]] += 1
-        return word
+    steps: dict[str, Any] = {"told": Counter(), "waits": False}
 
     with ExitStack() as stack:  # an import of torch takes seconds, which a fork does not pay
         stack.enter_context(patch.object(os, "execve", here))
         stack.enter_context(patch.object(pool_server, "Server", Answering))
-        stack.enter_context(patch.object(pool_server, "_next", count))
         join(rank)
 
 
@@ -194,7 +193,8 @@ def _answer(server: pool_server.Server, words: Words, asked: Connection, steps: 
         asked.recv()
         idle = 0
         while idle < 3:
-            idle = idle + 1 if steps["waits"] and not words._connection.poll(0) else 0
+            coming = words._came or select([words._socket], [], [], 0)[0]
+            idle = idle + 1 if steps["waits"] and not coming else 0
             time.sleep(0.01)
         told, steps["told"] = steps["told"], Counter()
         meter, kept = server._meter, [type(known).__name__ for known in (*server._known.values(), *server._calls.values())]

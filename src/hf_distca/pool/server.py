@@ -211,7 +211,7 @@ class Server:
         """Ranks gather what they measured."""
         self._known[session].planner.progress.gather(self._group)
 
-    def try_exchange(self, session: int) -> None:  # noqa: ARG002
+    def try_exchange(self, session: int) -> None:
         """`hf-distca doctor` tries an exchange, in no session."""
         exchange(versions(), self._device, self._group)
 
