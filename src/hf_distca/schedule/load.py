@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
-from hf_distca.schedule.layout import IntArray, KeyTransfers
-from hf_distca.schedule.plan import Plan, Relays
+from hf_distca.schedule.layout import IntArray
+from hf_distca.schedule.plan import KeyTransfers, Plan, Relays
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.relays import senders
 from hf_distca.schedule.waves import Waves
@@ -133,14 +133,10 @@ class PlanLoad:
     def needed_keys(self) -> KeyTransfers:
         """The keys that each server needs, once in each wave; of documents that nobody exchanges, none."""
         if self.waves is None or self.waves.bytes is None:
-            return self.plan.key_transfers(among=self.plan.exchanged)
+            return self.plan.key_transfers(np.flatnonzero(self.plan.exchanged))
         plan, number = self.waves.plan, self.waves.number
         tasks = np.flatnonzero(number >= 0)
-        server = number[tasks] * plan.layout.world_size + plan.server[tasks]
-        order = np.argsort(server, kind="stable")
-        tasks = tasks[order]
-        columns = plan.document[tasks], plan.start[tasks], plan.end[tasks]
-        keys = plan.layout.needed_keys(server[order], *columns, window=plan.window)
+        keys = plan.key_transfers(tasks, number[tasks] * plan.layout.world_size + plan.server[tasks])
         return keys._replace(server=keys.server % plan.layout.world_size)
 
     @cached_property
