@@ -17,7 +17,7 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
 from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
-from hf_distca.schedule.load import PlanLoad, summarize
+from hf_distca.schedule.load import PlanLoad, summarize, summary_table
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.schedule.waves import Waves
@@ -145,11 +145,11 @@ def test_one_node_has_but_fast_links() -> None:
 def test_the_summary_tells_bytes_inside_from_bytes_between() -> None:
     layout, ranks = long_and_short(2, 4), Ranks(per_node=4)
     one, two = (summarize(balance(layout, CUDA, DistCAConfig(), on), CUDA, on) for on in (Ranks(), ranks))
-    assert one.bytes_inside_nodes == 0 < one.bytes_between_nodes
-    assert two.bytes_inside_nodes > 0
-    assert two.max_bytes_between_nodes <= two.bytes_between_nodes < one.bytes_between_nodes
-    assert "between nodes" in two.table()
-    assert "between nodes" not in one.table()
+    assert one["bytes_inside_nodes"] == 0 < one["bytes_between_nodes"]
+    assert two["bytes_inside_nodes"] > 0
+    assert two["max_bytes_between_nodes"] <= two["bytes_between_nodes"] < one["bytes_between_nodes"]
+    assert "between nodes" in summary_table(two)
+    assert "between nodes" not in summary_table(one)
 
 
 def test_a_model_with_two_rates_as_json() -> None:
