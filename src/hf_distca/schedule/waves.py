@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
@@ -99,17 +99,17 @@ class Waves:
             )
         if not plan.moved:
             return cls(plan, np.zeros_like(plan.start))
-        plan = _by_heads(plan, transient, possible_groups(shape.key_value_heads, head_groups), bound)
-        transients = transient.of_group(plan.layout.groups), transient
-        task, start, end, unit = np.array(_units(plan, transients, tile, bound), dtype=np.int64).reshape(-1, 4).T
-        # Units are numbered from 0 in their order. Tasks that do not travel are in none.
+        groups = plan.layout.groups
+        possible = [groups] if groups > 1 else possible_groups(shape.key_value_heads, head_groups)
+        plan = _by_heads(plan, transient, possible, bound)
+        # Tasks that do not travel are in no unit, which is number -1.
         stay = np.flatnonzero(~plan.travels)
-        unit = np.append(np.full(len(stay), -1), np.unique(unit, return_inverse=True)[1])
-        task, start, end = (np.append(*pair) for pair in ((stay, task), (plan.start[stay], start), (plan.end[stay], end)))
-        order = np.lexsort((start, plan.document[task]))  # as a plan orders its tasks
-        task, start, end, unit = (column[order] for column in (task, start, end, unit))
+        rows = np.stack([stay, plan.start[stay], plan.end[stay], np.full(len(stay), -1)], axis=1)
+        rows = np.concatenate([rows, np.array(_units(plan, transient, tile, bound), dtype=np.int64).reshape(-1, 4)])
+        task, start, end, unit = rows[np.lexsort((rows[:, 1], plan.document[rows[:, 0]]))].T  # as a plan orders its tasks
+        unit = np.unique(np.append(-1, unit), return_inverse=True)[1][1:] - 1
         cut = Plan(plan.layout, plan.document[task], start, end, plan.home[task], plan.server[task], plan.window)
-        wave, loads = _first_fit(_Needs.of(cut, unit, transients), plan.layout.world_size, bound)
+        wave, loads = _first_fit(_needs(cut, unit, transient), plan.layout.world_size, bound)
         # The rest of a task that was cut may see no further than its home's own tokens, if there is a window.
         number = np.where(cut.travels, np.append(wave, -1)[unit], -1)
         return cls(cut, number, max(len(loads), 1), loads.max(axis=0, initial=0))
@@ -118,20 +118,17 @@ class Waves:
 def _by_heads(plan: Plan, transient: TransientBytes, possible: list[int], bound: int) -> Plan:
     """The plan with documents split by heads of which a server would need more than the bound."""
     layout = plan.layout
-    tasks = np.flatnonzero(plan.travels & (plan.heads == 1))
-    if plan.window is not None or layout.context.any() or not len(tasks):
+    if plan.window is not None or layout.context.any() or possible == [1]:
         return plan
     # Of a document, a server needs all keys before its last row.
-    key = plan.place[tasks] * layout.world_size + plan.server[tasks]
-    unit, of = np.unique(key, return_inverse=True)
+    tasks = np.flatnonzero(plan.travels & (plan.heads == 1))
+    unit, index = np.unique(plan.place[tasks] * layout.world_size + plan.server[tasks], return_inverse=True)
     last = np.zeros(len(unit), dtype=np.int64)
-    np.maximum.at(last, of, plan.end[tasks])
-    rows = np.bincount(of, weights=plan.end[tasks] - plan.start[tasks])
+    np.maximum.at(last, index, plan.end[tasks])
+    rows = np.bincount(index, weights=plan.end[tasks] - plan.start[tasks])
     most = transient.query * rows + transient.key * last
     large = most > bound
-    if layout.groups > 1:
-        possible = [layout.groups]
-    if not large.any() or possible == [1]:
+    if not large.any():
         return plan
     groups = next((count for count in possible if most.max() / count <= bound), possible[-1])
     apart = np.zeros(len(layout.documents), dtype=np.bool_)
@@ -139,21 +136,20 @@ def _by_heads(plan: Plan, transient: TransientBytes, possible: list[int], bound:
     return plan.split(apart, groups)
 
 
-def _units(plan: Plan, transients: Sequence[TransientBytes], tile: int, bound: int) -> list[tuple[int, int, int, int]]:
+def _units(plan: Plan, transient: TransientBytes, tile: int, bound: int) -> list[tuple[int, int, int, int]]:
     """Slices of the tasks that travel, each of which lies in one unit: the task, where it starts and ends, the unit.
 
-    Units are numbered in their order: servers take turns, and each begins with the first of its own.
-
-    Args:
-        transients: of a head group, and of all heads.
+    Units are numbered in their order, with gaps: servers take turns, and each begins with the first of its own.
     """
-    tasks, ranks, window = np.flatnonzero(plan.travels), plan.layout.world_size, ALL_KEYS if plan.window is None else plan.window
+    groups, ranks, window = plan.layout.groups, plan.layout.world_size, ALL_KEYS if plan.window is None else plan.window
+    tasks = np.flatnonzero(plan.travels)
     tasks = tasks[np.argsort(plan.server[tasks], kind="stable")]
     columns = (column[tasks] for column in (plan.server, plan.place, plan.heads == 1, plan.start, plan.end))
     rows = zip(*(column.tolist() for column in columns), tasks.tolist(), strict=True)
     units, turns = list[tuple[int, int, int, int]](), Counter[int]()
     for (server, _, whole), slices in itertools.groupby(rows, key=itemgetter(0, 1, 2)):
-        fitted = list(_fitting([row[3:] for row in slices], transients[whole], window, tile, bound))
+        bytes_of_token = transient if whole else transient.of_group(groups)
+        fitted = list(_fitting([row[3:] for row in slices], bytes_of_token, window, tile, bound))
         units += [(task, start, end, (turns[server] + unit) * ranks + server) for task, start, end, unit in fitted]
         turns[server] += fitted[-1][-1] + 1
     return units
@@ -188,53 +184,47 @@ def _fitting(
                 unit, used, seen = unit + 1, 0, 0
 
 
-class _Needs(NamedTuple):
-    """Transient bytes of units: one row for each unit and rank that holds or sends anything for it, in order of units."""
+def _needs(plan: Plan, unit: IntArray, transient: TransientBytes) -> IntArray:
+    """Transient bytes of units: unit, rank, bytes of each rank that holds or sends anything for it, in order of units.
 
-    unit: IntArray
-    rank: IntArray
-    bytes: IntArray
+    Servers hold rows and keys; homes hold the rows that they send, holders the keys.
 
-    @classmethod
-    def of(cls, plan: Plan, unit: IntArray, transients: Sequence[TransientBytes]) -> Self:
-        """Servers hold rows and keys; homes hold the rows that they send, holders the keys.
-
-        Args:
-            plan: of which each task lies in one unit.
-            unit: the number of it, -1 if the task does not travel.
-            transients: of a head group, and of all heads.
-        """
-        tasks, ranks, figures = np.flatnonzero(unit >= 0), plan.layout.world_size, np.array(transients)
-        keys = plan.key_transfers(tasks, unit[tasks])
-        rows, tokens, unit = (plan.end - plan.start)[tasks], keys.end - keys.start, unit[tasks]
-        query, _, sent_query, _ = figures[(plan.heads[tasks] == 1).astype(np.int64)].T
-        _, key, _, sent_key = figures[(plan.layout.heads_of(keys.document) == 1).astype(np.int64)].T
-        server = np.zeros(int(unit.max(initial=-1)) + 1, dtype=np.int64)
-        server[unit] = plan.server[tasks]
-        held_by, away = server[keys.server], plan.home[tasks] != plan.server[tasks]
-        sent = keys.source != held_by
-        units = np.concatenate([unit, keys.server, unit[away], keys.server[sent]])
-        rank = np.concatenate([plan.server[tasks], held_by, plan.home[tasks][away], keys.source[sent]])
-        amount = np.concatenate([query * rows, key * tokens, (sent_query * rows)[away], (sent_key * tokens)[sent]])
-        index, inverse = np.unique(units * ranks + rank, return_inverse=True)
-        total = np.zeros(len(index), dtype=np.int64)
-        np.add.at(total, inverse, amount)
-        return cls(index // ranks, index % ranks, total)
+    Args:
+        plan: of which each task lies in one unit.
+        unit: the number of it, -1 if the task does not travel.
+        transient: bytes of a token, of all heads.
+    """
+    tasks, ranks, groups = np.flatnonzero(unit >= 0), plan.layout.world_size, plan.layout.groups
+    unit, rows, home, server = (column[tasks] for column in (unit, plan.end - plan.start, plan.home, plan.server))
+    keys = plan.key_transfers(tasks, unit)
+    split, split_keys = (np.where(heads == 1, 1, groups) for heads in (plan.heads[tasks], plan.layout.heads_of(keys.document)))
+    tokens, held_by = keys.end - keys.start, np.zeros(int(unit.max(initial=-1)) + 1, dtype=np.int64)
+    held_by[unit] = server
+    receiver, away = held_by[keys.server], home != server
+    sent = keys.source != receiver
+    units = np.concatenate([unit, keys.server, unit[away], keys.server[sent]])
+    rank = np.concatenate([server, receiver, home[away], keys.source[sent]])
+    sent_rows, sent_tokens = transient.sent_query // split * rows, transient.sent_key // split_keys * tokens
+    amount = [transient.query // split * rows, transient.key // split_keys * tokens, sent_rows[away], sent_tokens[sent]]
+    index, inverse = np.unique(units * ranks + rank, return_inverse=True)
+    total = np.bincount(inverse, weights=np.concatenate(amount)).astype(np.int64)
+    return np.stack([index // ranks, index % ranks, total])
 
 
-def _first_fit(needs: _Needs, ranks: int, bound: int) -> tuple[IntArray, IntArray]:
+def _first_fit(needs: IntArray, ranks: int, bound: int) -> tuple[IntArray, IntArray]:
     """The wave of each unit, and bytes of each rank in each wave: shape (waves, ranks)."""
+    units, holder, bytes_ = needs
     # What a single unit needs cannot be avoided; a rank that passes the bound for one may use as much for others.
     limit, least = np.full(ranks, bound), np.full(ranks, np.iinfo(np.int64).max)
-    np.maximum.at(limit, needs.rank, needs.bytes)
-    np.minimum.at(least, needs.rank, needs.bytes)
+    np.maximum.at(limit, holder, bytes_)
+    np.minimum.at(least, holder, bytes_)
     loads = np.zeros((16, ranks), dtype=np.int64)
     # Waves before this have no room for anything on a rank.
     begin = [0] * ranks
-    bounds = np.flatnonzero(np.diff(needs.unit, prepend=-1, append=-1)).tolist()
+    bounds = np.flatnonzero(np.diff(units, prepend=-1, append=-1)).tolist()
     wave, count = np.zeros(max(len(bounds) - 1, 0), dtype=np.int64), 0
     for unit, (first, last) in enumerate(itertools.pairwise(bounds)):
-        rank, amount = needs.rank[first:last], needs.bytes[first:last]
+        rank, amount = holder[first:last], bytes_[first:last]
         low = max(count - _OPEN, *[begin[r] for r in rank.tolist()])
         fits = (loads[low:count, rank] + amount <= limit[rank]).all(axis=1)
         number = low + int(fits.argmax()) if fits.any() else count
