@@ -180,7 +180,8 @@ def _relay(passing: Passing) -> KeyRelay:
 
 
 def _rows(message: RankMessage, step: int = 1) -> Rows:
-    return Rows(_runs(message.runs, step), dict(zip(*message.receive, strict=True)))
+    runs, receive = message
+    return Rows(_runs(runs, step), dict(zip(*receive, strict=True)))
 
 
 def _runs(columns: Columns, step: int) -> tuple[Run, ...]:

@@ -254,13 +254,11 @@ class Plan:
         layout = self.layout
         columns = [layout.document, layout.start, layout.length, layout.offsets, layout.context]
         columns += [getattr(self, column) for column in CATask._fields]
-        text = hashlib.sha256()
-        for column in columns:
-            text.update(np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes())
+        parts = [np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes() for column in columns]
         if self.window is not None:
-            text.update(b"window" + np.int64(self.window).tobytes())
+            parts.append(b"window" + np.int64(self.window).tobytes())
         if layout.groups > 1:
-            text.update(b"groups" + np.int64(layout.groups).tobytes())
+            parts.append(b"groups" + np.int64(layout.groups).tobytes())
         for column in self.relays or ():
-            text.update(b"relays" + np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes())
-        return text.hexdigest()
+            parts.append(b"relays" + np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes())
+        return hashlib.sha256(b"".join(parts)).hexdigest()

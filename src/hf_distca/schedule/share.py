@@ -18,13 +18,8 @@ from hf_distca.schedule.relays import routed
 __all__ = ["Columns", "RankMessage", "Passing", "WaveShare", "share_of"]
 
 Columns = tuple[list[int], ...]
-
-
-class RankMessage(NamedTuple):
-    """Runs that are sent: rank, first row, rows. And who sends something: rank, rows."""
-
-    runs: Columns
-    receive: Columns
+# Runs that are sent: rank, first row, rows. And what comes: rank, rows.
+RankMessage = tuple[Columns, Columns]
 
 
 class Passing(NamedTuple):
@@ -209,8 +204,8 @@ def _batch(rows: _TokenRows, place: IntArray, query: IntArray) -> Columns:
 
 def _exchange(sent: _TokenRows, comes: _TokenRows, step: int = 1) -> tuple[RankMessage, RankMessage]:
     """The message of what is sent, rows so far apart, and of what comes; and that of the way back."""
-    there = RankMessage(_runs_to(sent.server, sent, step), _totals(comes.source, comes.rows))
-    return there, RankMessage(_runs_to(comes.source, comes, 1), _totals(sent.server, sent.rows))
+    there = _runs_to(sent.server, sent, step), _totals(comes.source, comes.rows)
+    return there, (_runs_to(comes.source, comes, 1), _totals(sent.server, sent.rows))
 
 
 def _runs_to(rank: IntArray, rows: _TokenRows, step: int) -> Columns:
