@@ -12,7 +12,7 @@ relay.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -94,65 +94,52 @@ def _relays(load: PlanLoad, beside: FloatArray, unchanged: float) -> Relays | No
     if not late.any():
         return None
     keys = _only(keys, late[place])
-    reaches = _KeyReaches.of(keys)
+    # What a server needs of a document ends with its last row.
+    last = np.append(changes(keys.server, keys.document), True)[1:]
+    document, server, reach = keys.document[last], keys.server[last], keys.end[last]
+    order = np.lexsort((server, reach, document))
+    document, server, reach = document[order], server[order], reach[order]
     # Seconds that each rank has left to pass keys on, once its own leave it but once; shared by all documents it may do it for.
     key_seconds = float(load.cost.transfer_seconds(0, 1))
     left = unchanged - seconds + key_seconds * _again(_only(keys, keys.source != keys.server), layout)
-    candidates = np.bincount(reaches.server, minlength=layout.world_size)
-    weight = np.maximum(left, 0.0)[reaches.server] / candidates[reaches.server]
-    total = np.bincount(reaches.place, weights=weight)[reaches.place]
-    weight = np.where(np.bincount(reaches.place)[reaches.place] > 1, np.where(total > 0, weight, 1.0), 0.0)
-    return reaches.relays(weight)
+    weight, place = np.maximum(left, 0.0)[server] / np.bincount(server)[server], np.cumsum(changes(document)) - 1
+    total = np.bincount(place, weights=weight)[place]
+    weight = np.where(np.bincount(place)[place] > 1, np.where(total > 0, weight, 1.0), 0.0)
+    return _in_proportion(document, server, reach, weight)
 
 
-class _KeyReaches(NamedTuple):
-    """Servers and the keys [0, reach) of documents that they need, in order of document and reach.
+def _in_proportion(document: IntArray, server: IntArray, reach: IntArray, weight: FloatArray) -> Relays | None:
+    """Relays that pass on in proportion to weights, as far as each has the keys; those of weight 0 nothing.
 
-    Attributes:
-        document, server, reach: one row for each document and server.
-        place: of the document among those that there are.
+    Args:
+        document, server, reach: which server needs which keys [0, reach), in order of document and reach.
+        weight: of each.
     """
-
-    document: IntArray
-    server: IntArray
-    reach: IntArray
-    place: IntArray
-
-    @classmethod
-    def of(cls, keys: KeyTransfers) -> Self:
-        """From the keys that servers need, in order of server, document and start."""
-        # What a server needs of a document ends with its last row.
-        last = np.append(changes(keys.server, keys.document), True)[1:]
-        document, server, reach = keys.document[last], keys.server[last], keys.end[last]
-        order = np.lexsort((server, reach, document))
-        return cls(document[order], server[order], reach[order], np.cumsum(changes(document[order])) - 1)
-
-    def relays(self, weight: FloatArray) -> Relays | None:
-        """Relays that pass on in proportion to these weights, as far as each has the keys; those of weight 0 nothing."""
-        able = np.flatnonzero(weight > 0)
-        if not len(able):
-            return None
-        # How often the keys before each reach are sent beyond the first time: it grows evenly from one reach to the next.
-        times = np.searchsorted(self.place, self.place, side="right") - 1 - np.arange(len(self.place))
-        passed = _summed(self.place, times * (self.reach - _before(self.place, self.reach)))
-        # The positions before which so much is passed on: both grow from 0 in each document.
-        width, most = int(self.reach.max()) + 1, float(passed.max()) + 1
-        documents = np.arange(self.place[-1] + 1)
-        rows = np.argsort(np.concatenate([documents, self.place]), kind="stable")
-        positions = np.concatenate([documents * width, self.place * width + self.reach])[rows]
-        amounts = np.concatenate([documents * most, self.place * most + passed])[rows]
-        place, reach = self.place[able], self.reach[able]
-        parts = _summed(place, weight[able])
-        last = np.searchsorted(place, place, side="right") - 1
-        # Where the last keys end that two servers need and one of these has.
-        end = np.minimum(self.reach[np.searchsorted(self.place, place, side="right") - 2], reach[last])
-        wanted = (np.interp(place * width + end, positions, amounts) - place * most) * (parts / parts[last])
-        stop = (np.interp(place * most + wanted, amounts, positions) - place * width + 0.5).astype(np.int64)
-        stop = np.where(last == np.arange(len(place)), end, np.minimum(np.minimum(stop, reach), end))
-        stop = np.maximum(stop, _before(place, stop))
-        begin = _before(place, stop)
-        runs = stop > begin
-        return Relays(self.document[able][runs], begin[runs], stop[runs], self.server[able][runs]) if runs.any() else None
+    able = np.flatnonzero(weight > 0)
+    if not len(able):
+        return None
+    # How often the keys before each reach are sent beyond the first time: it grows evenly from one reach to the next.
+    place = np.cumsum(changes(document)) - 1
+    times = np.searchsorted(place, place, side="right") - 1 - np.arange(len(place))
+    passed = _summed(place, times * (reach - _before(place, reach)))
+    # The positions before which so much is passed on: both grow from 0 in each document.
+    width, most = int(reach.max()) + 1, float(passed.max()) + 1
+    documents = np.arange(place[-1] + 1)
+    rows = np.argsort(np.append(documents, place), kind="stable")
+    positions = np.append(documents * width, place * width + reach)[rows]
+    amounts = np.append(documents * most, place * most + passed)[rows]
+    # Where the last keys end that two servers need and one of these has.
+    second = reach[np.searchsorted(place, place, side="right") - 2][able]
+    document, server, reach, place = document[able], server[able], reach[able], place[able]
+    parts, last = _summed(place, weight[able]), np.searchsorted(place, place, side="right") - 1
+    end = np.minimum(second, reach[last])
+    wanted = (np.interp(place * width + end, positions, amounts) - place * most) * (parts / parts[last])
+    stop = (np.interp(place * most + wanted, amounts, positions) - place * width + 0.5).astype(np.int64)
+    stop = np.where(last == np.arange(len(place)), end, np.minimum(np.minimum(stop, reach), end))
+    stop = np.maximum(stop, _before(place, stop))
+    begin = _before(place, stop)
+    runs = stop > begin
+    return Relays(document[runs], begin[runs], stop[runs], server[runs]) if runs.any() else None
 
 
 def _before(place: IntArray, values: IntArray) -> IntArray:
