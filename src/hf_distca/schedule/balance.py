@@ -18,7 +18,7 @@ from functools import cached_property
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel, Price
 from hf_distca.schedule.greedy import Bound, Greedy, Levels
-from hf_distca.schedule.heads import WHOLE, Heads
+from hf_distca.schedule.heads import Heads
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.moves import Prices
@@ -110,10 +110,8 @@ class _Tries:
     def loads(self) -> list[PlanLoad]:
         """Plans that even out compute, and compute and exchange together; where nodes matter, also as if they did not."""
         cost, config, seconds = self.cost, self.config, self.unmoved.compute_seconds
-        heads, price = WHOLE, Price.of(cost, config.tile)
-        free = math.isinf(cost.exchange_bytes_per_second)
-        if cost.window is None and not free:
-            heads = Heads.of(self.layout, price, cost, seconds, config.head_groups)
+        price, free = Price.of(cost, config.tile), math.isinf(cost.exchange_bytes_per_second)
+        heads = Heads.of(self.layout, price, cost, seconds, config.head_groups)
         same = Prices(price, price)
         levels = Levels.of(seconds.tolist(), self.ranks, max(config.tolerance, _FINEST))
         bound = Bound.of(config.max_transient_bytes, TransientBytes.of(cost.shape))

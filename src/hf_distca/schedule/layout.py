@@ -166,9 +166,9 @@ class Layout:
     @classmethod
     def from_lengths(cls, ranks: Sequence[Sequence[int]]) -> Layout:
         """Build from the document lengths of each rank, where no document crosses ranks. Documents are numbered in order."""
-        counts = [len(rank) for rank in ranks]
         length = as_integers([n for rank in ranks for n in rank], "document lengths")
-        return cls(np.arange(len(length)), np.zeros_like(length), length, np.cumsum([0, *counts], dtype=np.int64))
+        offsets = np.cumsum([0, *(len(rank) for rank in ranks)], dtype=np.int64)
+        return cls(np.arange(len(length)), np.zeros_like(length), length, offsets)
 
     @classmethod
     def from_runs(cls, ranks: Sequence[Sequence[tuple[int, int]]]) -> Layout:
@@ -184,12 +184,12 @@ class Layout:
     @classmethod
     def joined(cls, first: Layout, second: Layout) -> Layout:
         """On each rank the tokens of the first layout and then those of the second, with which it shares no document."""
-        order = np.argsort(np.concatenate([first.rank, second.rank]), kind="stable")
-        document = np.concatenate([first.document, second.document])[order]
-        start, length = (np.concatenate(pair)[order] for pair in ((first.start, second.start), (first.length, second.length)))
+        order = np.argsort(np.append(first.rank, second.rank), kind="stable")
+        pairs = (first.document, second.document), (first.start, second.start), (first.length, second.length)
+        document, start, length = (np.append(*pair)[order] for pair in pairs)
         return cls(document, start, length, first.offsets + second.offsets)
 
-    def split(self, apart: npt.NDArray[np.bool_], groups: int) -> Layout:
+    def split(self, apart: BoolArray, groups: int) -> Layout:
         """The same tokens with some documents split by heads: each counts as `groups` documents, one for each group of heads.
 
         Document d is then number ``d * (groups + 1)``, and group g of one that is split ``d * (groups + 1) + 1 + g``. A group
@@ -279,7 +279,7 @@ def expanded(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
     return index, np.arange(len(index)) + np.repeat(begin - (np.cumsum(count) - count), count)
 
 
-def repeated(apart: npt.NDArray[np.bool_], groups: int) -> tuple[IntArray, IntArray]:
+def repeated(apart: BoolArray, groups: int) -> tuple[IntArray, IntArray]:
     """Rows of what is split by heads: of each that is `apart` one for each group, of each other one.
 
     Returns:

@@ -47,7 +47,7 @@ class NodeBytes(NamedTuple):
         return np.maximum(self.inside / (cost.node_bytes_per_second or cost.exchange_bytes_per_second), between)
 
 
-class Messages(NamedTuple):
+class Traffic(NamedTuple):
     """Query rows and keys that travel, from which rank to which other; tokens of some of the heads count in part."""
 
     source: IntArray
@@ -94,7 +94,7 @@ class PlanLoad:
 
     def _both(self, weights: FloatArray) -> FloatArray:
         """Sums of what travels, by the rank that sends it and by the one that receives it."""
-        return np.array([self._sum(self.messages.source, weights), self._sum(self.messages.server, weights)])
+        return np.array([self._sum(self.traffic.source, weights), self._sum(self.traffic.server, weights)])
 
     @cached_property
     def pairs(self) -> FloatArray:
@@ -112,36 +112,34 @@ class PlanLoad:
     def needed_keys(self) -> KeyTransfers:
         """The keys that each server needs, once in each wave; of documents that nobody exchanges, none."""
         if self.waves is None or self.waves.bytes is None:
-            return self.plan.key_transfers(np.flatnonzero(self.plan.exchanged))
+            plan, exchanged = self.plan, self.plan.layout.spans.copy()
+            exchanged[plan.place[plan.home != plan.server]] = True
+            return plan.key_transfers(np.flatnonzero(exchanged[plan.place]))
         plan, number = self.waves.plan, self.waves.number
         tasks = np.flatnonzero(number >= 0)
         keys = plan.key_transfers(tasks, number[tasks] * plan.layout.world_size + plan.server[tasks])
         return keys._replace(server=keys.server % plan.layout.world_size)
 
     @cached_property
-    def sent_keys(self) -> KeyTransfers:
-        """The keys that travel, with the rank that sends them as `source`, in the first hop or in the second."""
-        return senders(self.needed_keys, self.plan.relays)
-
-    @cached_property
-    def messages(self) -> Messages:
-        """All that travels: query rows, then keys."""
-        plan, sent, layout = self.plan, self.sent_keys, (self.waves or self).plan.layout
+    def traffic(self) -> Traffic:
+        """All that travels: query rows, then keys, in the first hop or in the second."""
+        plan, layout = self.plan, (self.waves or self).plan.layout
+        sent = senders(self.needed_keys, plan.relays)
         away = np.flatnonzero(plan.home != plan.server)
         rows = ((plan.end - plan.start) * plan.heads)[away]
         keys = (sent.end - sent.start) * layout.heads_of(sent.document)
         source, server = np.append(plan.home[away], sent.source), np.append(plan.server[away], sent.server)
-        return Messages(source, server, np.append(rows, np.zeros(len(keys))), np.append(np.zeros(len(rows)), keys))
+        return Traffic(source, server, np.append(rows, np.zeros(len(keys))), np.append(np.zeros(len(rows)), keys))
 
     @cached_property
     def query_tokens(self) -> FloatArray:
         """Query tokens that each rank sends and receives, shape (2, ranks); of some of the heads they count in part."""
-        return self._both(self.messages.query_tokens)
+        return self._both(self.traffic.query_tokens)
 
     @cached_property
     def key_tokens(self) -> FloatArray:
         """K/V tokens that each rank sends and receives, each token once per destination: shape (2, ranks)."""
-        return self._both(self.messages.key_tokens)
+        return self._both(self.traffic.key_tokens)
 
     @cached_property
     def exchange_bytes(self) -> FloatArray:
@@ -156,9 +154,9 @@ class PlanLoad:
 
     def bytes_of(self, query: int, key: int) -> NodeBytes:
         """Those of exchanges in which a query row and a key are so many bytes."""
-        messages, per_node = self.messages, self.ranks.per_node or 1
-        amount = messages.query_tokens * query + messages.key_tokens * key
-        near = messages.source // per_node == messages.server // per_node
+        traffic, per_node = self.traffic, self.ranks.per_node or 1
+        amount = traffic.query_tokens * query + traffic.key_tokens * key
+        near = traffic.source // per_node == traffic.server // per_node
         return NodeBytes(self._both(amount * near), self._both(amount * ~near))
 
     @cached_property
@@ -184,7 +182,7 @@ class PlanLoad:
         ranks = self.plan.layout.world_size
         if not (self.cost.peer_seconds and self.plan.moved):
             return np.zeros(ranks)
-        pairs = np.unique(self.messages.source * ranks + self.messages.server)
+        pairs = np.unique(self.traffic.source * ranks + self.traffic.server)
         return np.maximum(np.bincount(pairs // ranks, minlength=ranks), np.bincount(pairs % ranks, minlength=ranks))
 
     @cached_property

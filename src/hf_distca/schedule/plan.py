@@ -127,9 +127,7 @@ class Plan:
     @classmethod
     def local(cls, layout: Layout, window: int | None = None) -> Plan:
         """The plan that moves nothing: every rank computes its own segments."""
-        rows = layout.by_document
-        if layout.context.any():
-            rows = rows[layout.queries[rows]]
+        rows = layout.by_document[layout.queries[layout.by_document]]
         rank = layout.rank[rows]
         return cls(layout, layout.document[rows], layout.start[rows], layout.end[rows], rank, rank, window)
 
@@ -183,13 +181,6 @@ class Plan:
     def travels(self) -> BoolArray:
         """Of each task, whether another rank than its home runs it, or its keys do not lie in one run of its home's tokens."""
         return np.asarray((self.home != self.server) | (self.first_key < self.layout.run[self.segment]))
-
-    @cached_property
-    def exchanged(self) -> BoolArray:
-        """Of each task, whether its document lies on several ranks, or is moved in part: the keys of all others stay at home."""
-        documents = self.layout.spans.copy()
-        documents[self.place[self.home != self.server]] = True
-        return documents[self.place]
 
     def key_transfers(self, tasks: IntArray | None = None, server: IntArray | None = None) -> KeyTransfers:
         """K/V runs each server needs, each token once, cut where segments end. Runs the server holds itself included.
