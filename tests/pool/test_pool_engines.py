@@ -12,7 +12,6 @@ from tiny_llama import LAYERS
 
 from engines import train
 
-FAST = Case("DDP, Trainer", "non-reentrant", ping_pong=True)
 ENGINES = ("DDP, Trainer", "FSDP2, fully_shard", "FSDP2, transformers", "FSDP2, accelerate", "ZeRO-2")
 WAYS = [
     {},
@@ -29,6 +28,8 @@ HALVED = [  # of bfloat16
 ]
 WORLDS = [(2, 1), (3, 1), (2, 2)]
 TIMEOUT = 240.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Launches:
@@ -79,13 +80,6 @@ def check(launches: Launches, case: Case, servers: int) -> None:
     assert calls == case.steps * case.accumulation * LAYERS * 2 * (2 if case.ping_pong else 1)
 
 
-@pytest.mark.timeout(600)
-def test_the_trainer_with_a_server(launches: Launches) -> None:
-    check(launches, FAST, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(f"{name}={value}" for name, value in way.items()) or "plain")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("trainers", "servers"), WORLDS)
@@ -93,8 +87,6 @@ def test_engines_with_servers(launches: Launches, trainers: int, servers: int, e
     check(launches, replace(Case(engine, ranks=trainers), **way), servers)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", HALVED, ids=str)
 def test_bfloat16_with_servers(launches: Launches, case: Case) -> None:
     check(launches, case, 1)
