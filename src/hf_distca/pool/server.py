@@ -189,15 +189,15 @@ class Server:
 
     def finish_plans(self, session: int, planning: int, plans: Sequence[int]) -> None:
         """Ranks compare the plans."""
-        made = self._known[session].planner.finish(self._known.pop(planning))
-        self._known.update(zip(plans, made, strict=True))
+        planned = self._known[session].planner.finish(self._known.pop(planning))
+        self._known.update(zip(plans, planned, strict=True))
 
     def plan_shares(
         self, session: int, plans: Sequence[int], shares: Sequence[Mapping[str, Any]], requests: Sequence[Any]
     ) -> None:
         """Ranks plan a dealt batch, each by itself."""
-        made = self._known[session].planner.plan(read_requests(requests, read_shares(shares)), self._group)
-        self._known.update(zip(plans, made, strict=True))
+        planned = self._known[session].planner.plan(read_requests(requests, read_shares(shares)), self._group)
+        self._known.update(zip(plans, planned, strict=True))
 
     def use_plan(self, session: int, plan: int, work: int) -> None:
         """A micro-batch takes up a plan."""
