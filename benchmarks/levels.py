@@ -48,9 +48,9 @@ def figures(plan: Plan, ranks: Ranks, *, overlapped: bool) -> dict[str, float]:
     return {
         "slowest": load.slowest_seconds / float(load.compute_seconds.mean()),
         "compute": float(load.compute_seconds.max() / load.compute_seconds.mean()),
-        "gigabytes_between": float(moved.sent_between.sum() / 1e9),
-        "gigabytes_inside": float(moved.sent_inside.sum() / 1e9),
-        "busiest_gigabytes_between": float(max(moved.sent_between.max(), moved.received_between.max()) / 1e9),
+        "gigabytes_between": float(moved.between[0].sum() / 1e9),
+        "gigabytes_inside": float(moved.inside[0].sum() / 1e9),
+        "busiest_gigabytes_between": float(moved.between.max() / 1e9),
     }
 
 

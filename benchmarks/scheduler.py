@@ -83,8 +83,8 @@ def measure(path: Path, config: DistCAConfig, repeats: int, window: int | None) 
         "placement": path.stem,
         "segments": len(layout.document),
         "planning_seconds": seconds,
-        **summary.to_dict(),
-        "analytic_cuda": {"planning_seconds": cuda_seconds, **summarize(cuda_plan, cuda).to_dict()},
+        **summary,
+        "analytic_cuda": {"planning_seconds": cuda_seconds, **summarize(cuda_plan, cuda)},
     }
 
 

@@ -90,7 +90,7 @@ def simulated(setting: Setting, model: CostModel) -> list[dict[str, Any]]:
             if not setting.time_for(f"plan of {name} for {label}", 0.5):
                 continue
             cost = replace(model, shape=shape)
-            figures = summarize(balance(layout, cost, DistCAConfig()), cost).to_dict()
+            figures = summarize(balance(layout, cost, DistCAConfig()), cost)
             found.append({"placement": name, "model": label, **figures})
     return found
 

@@ -76,12 +76,12 @@ def train(rank: int, case: Exact) -> Outcome:
     losses, evaluated = [], list[float]()
     batches = _batches(rank, case, model)
     for _ in range(case.steps):
-        drawn = [next(batches) for _ in range(case.accumulation)]
+        micro_batches = [next(batches) for _ in range(case.accumulation)]
         if case.documents == "ahead":
-            drawn = plan_ahead(drawn)
+            micro_batches = plan_ahead(micro_batches)
         elif case.documents == "shared":
-            drawn = hf_distca.share_tokens(drawn)
-        for batch in drawn:
+            micro_batches = hf_distca.share_tokens(micro_batches)
+        for batch in micro_batches:
             loss = loss_of(model, batch)
             loss.backward()
             losses.append(loss.detach())

@@ -145,7 +145,7 @@ def _join(size: int, servers: int, port: int, rank: int) -> None:
     ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update(sizes | ranks | store, TORCHELASTIC_RESTART_COUNT="0")
-    begin(Options(servers=servers, summary=False, server_wait=60.0, spare_servers=True))
+    begin(Options(servers=servers, summary=False, server_wait=300.0, spare_servers=True))
     dist.init_process_group("gloo")
 
 

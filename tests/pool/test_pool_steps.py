@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import datasets
 import pytest
 import torch
 from exact_training import LAYERS, drawn, loss_of, model_for
 from launches import Launch, pooled, unpooled
+from tiny import build
 
 import hf_distca
 from hf_distca.integration.mixin import announce, plan_ahead
 from hf_distca.integration.session import balancing, current_session, use_session
 from hf_distca.pool.lead import Lead
-from tiny_runs import settings
+from hf_distca.runtime.group import AttentionGroup
+from tiny_runs import documents, settings
 
 ATTENTION = ("begin", "serve", "finish")
 
@@ -139,3 +143,57 @@ def test_a_timeline_is_recorded(launch: Callable[[int, int], Launch], tmp_path: 
         assert here.value[0] == pytest.approx(there.value[0], rel=1e-12)
         assert here.value[1] == there.value[1]
     assert len({path.name for path in (tmp_path / "with").iterdir()}) == 2
+
+
+def calibrated(rank: int) -> tuple[list[float], bool]:
+    """Kernels are timed on rank 0, and rates corrected by what all ranks measure."""
+    hf_distca.configure(settings(cost_model="calibrated"))
+    model = model_for("full")
+    losses = [step(model, rank, number) for number in range(4)]
+    return losses, bool(hf_distca.metrics(gather=True).figures()["distca/imbalance_measured_after"])
+
+
+def test_costs_are_calibrated_and_corrected(launch: Callable[[int, int], Launch]) -> None:
+    started = launch(2, 1)
+    theirs, ours = started(unpooled, calibrated), started(pooled, calibrated)
+    for here, there in zip(ours, theirs, strict=True):
+        assert here.value[0] == pytest.approx(there.value[0], rel=1e-12)
+        assert here.value[1]
+    (server,) = started.served()
+    assert server.steps == ours[0].told
+    assert server.steps["gather"] == 1
+
+
+def run_states(rank: int) -> list[int]:
+    """How often the group of those that train was looked for, in each micro-batch of a hybrid model."""
+    hf_distca.configure(settings())
+    model = build("nemotron_h", "distca", torch.float64)
+    data = datasets.Dataset.from_dict({"input_ids": documents(150, 20, 90, 33, 60, 31)})
+    shares, counts = hf_distca.document_shares(data, 64, model=model, ranks=2, dtype=torch.float64), []
+    for number in range(3):
+        batch = hf_distca.PackingCollator()([shares[2 * number + rank]])
+        with patch.object(AttentionGroup, "of", side_effect=AttentionGroup.of) as made:
+            loss_of(model, batch).backward()
+        counts.append(made.call_count)
+    return counts
+
+
+def test_ranks_that_train_look_for_their_group_once(launch: Callable[[int, int], Launch]) -> None:
+    for trained in launch(2, 1)(pooled, run_states):
+        assert trained.value == [1, 0, 0]
+
+
+def test_servers_end_with_the_ranks_that_train_and_say_what_they_did() -> None:
+    started = Launch(2, 1)
+    try:
+        (told, *_) = (trained.told for trained in started(pooled, sessions_in_turn))
+        assert started.end() == [0]
+        (said,) = started.said()
+    finally:
+        started.close()
+    assert "is rank 2 of 3, and serves ranks 0 to 1" in said
+    done = re.search(
+        r"served (\d+) calls of attention in (\d+) micro-batches: .* s in kernels of .* ended: the run is over", said
+    )
+    assert done is not None, said
+    assert [int(number) for number in done.groups()] == [told["begin"], 10]

@@ -46,13 +46,13 @@ def test_one_long_document_is_not_sent_to_everyone(ranks: int, longest: int, slo
     plan = balance(layout, CUDA, DistCAConfig(max_transient_bytes=2**50, head_groups=1))
     summary = summarize(plan, CUDA)
     # Sent to all ranks, its keys take longer than the attention that is saved; to a few, home and servers end early.
-    assert summary.slowest_seconds_after < slowest * summary.slowest_seconds_before
-    assert summary.moved_tasks < 32
+    assert summary["slowest_seconds_after"] < slowest * summary["slowest_seconds_before"]
+    assert summary["moved_tasks"] < 32
     # With relays nobody sends its keys much more than once, and they may go to more.
     relayed = summarize(balance(layout, CUDA, DistCAConfig()), CUDA)
-    assert relayed.slowest_seconds_after < 0.8 * summary.slowest_seconds_after
-    assert relayed.moved_tasks >= 2 * summary.moved_tasks
-    assert relayed.max_sent_key_tokens < 2 * longest
+    assert relayed["slowest_seconds_after"] < 0.8 * summary["slowest_seconds_after"]
+    assert relayed["moved_tasks"] >= 2 * summary["moved_tasks"]
+    assert relayed["max_sent_key_tokens"] < 2 * longest
 
 
 @pytest.mark.parametrize("window", [None, 4096])
@@ -69,7 +69,7 @@ def test_moved_slices_fit_the_bound(window: int | None) -> None:
     assert waves.bytes.max() <= bound
     assert waves.count == Waves.of(plan, SHAPE, config.tile, bound).count
     before, after = (summarize(p, cost) for p in (balance(layout, cost, DistCAConfig(balance=False)), plan))
-    assert after.seconds_imbalance_after < before.seconds_imbalance_after
+    assert after["seconds_imbalance_after"] < before["seconds_imbalance_after"]
 
 
 def test_documents_that_do_not_fit_are_split_by_heads_first() -> None:

@@ -100,7 +100,7 @@ def test_what_ping_pong_hides_is_moved_for_less() -> None:
 
 def test_a_wider_tolerance_moves_less() -> None:
     moved = [
-        summarize(balance(Layout.from_lengths(LONG), PAIRS, DistCAConfig(tolerance=tolerance)), PAIRS).query_tokens_moved
+        summarize(balance(Layout.from_lengths(LONG), PAIRS, DistCAConfig(tolerance=tolerance)), PAIRS)["query_tokens_moved"]
         for tolerance in (0.01, 0.3)
     ]
     assert moved[1] < moved[0]
@@ -110,7 +110,7 @@ def test_servers_that_hold_the_keys_are_preferred() -> None:
     # Rank 1 holds the first half of the document that makes rank 0 heavy; rank 2 is emptier, but holds nothing of it.
     layout = Layout.from_segments([[(0, 32768, 32768)], [(0, 0, 32768)], [(1, 0, 31000)]])
     plan = balance(layout, PAIRS, DistCAConfig())
-    assert summarize(plan, PAIRS).pairs_imbalance_after <= 1.01
+    assert summarize(plan, PAIRS)["pairs_imbalance_after"] <= 1.01
     deepest = plan.server[(plan.document == 0) & (plan.end == 65536)]
     assert deepest.tolist() == [1], "the slice that needs the most keys"
 
@@ -129,7 +129,7 @@ def test_a_whole_tail_takes_its_keys_along() -> None:
     assert keys_of_document_0(plan) == [[8192, 9216, 0, 1]]
     received = [PlanLoad(one, PAIRS).key_tokens[1, 0] for one in (local, plan)]
     assert received == [8192, 0], "as it is counted"
-    assert summarize(plan, PAIRS).pairs_imbalance_after <= 1.02
+    assert summarize(plan, PAIRS)["pairs_imbalance_after"] <= 1.02
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_small_worlds(ranks: list[list[int]], cost: CostModel) -> None:
 def test_ranks_without_tokens_serve() -> None:
     plan = balance(Layout.from_lengths([[], [65536], [], []]), PAIRS, DistCAConfig())
     assert set(plan.server.tolist()) == {0, 1, 2, 3}
-    assert summarize(plan, PAIRS).pairs_imbalance_after <= 1.02
+    assert summarize(plan, PAIRS)["pairs_imbalance_after"] <= 1.02
 
 
 def test_balanced_layouts_stay() -> None:
@@ -182,7 +182,7 @@ def test_a_coarser_plan_where_the_fine_one_does_not_pay() -> None:
     for bytes_per_second in (1e9, 3e9, 5e9, 1e10):
         cost = CostModel(SHAPE, MODELS[2].forward, MODELS[2].backward, bytes_per_second, 1e-4)
         summary = summarize(balance(layout, cost, DistCAConfig()), cost)
-        assert summary.slowest_seconds_after <= summary.slowest_seconds_before
+        assert summary["slowest_seconds_after"] <= summary["slowest_seconds_before"]
 
 
 def test_no_cost_per_pair_is_nothing_to_balance() -> None:
@@ -205,7 +205,7 @@ def test_real_placements(path: Path) -> None:
     plan = balance(layout, PAIRS, DistCAConfig())
     seconds = time.perf_counter() - begin
     summary = summarize(plan, PAIRS)
-    assert summary.pairs_imbalance_after <= 1.02
+    assert summary["pairs_imbalance_after"] <= 1.02
     assert seconds < 2, "about 0.05 s on a free core"
 
 

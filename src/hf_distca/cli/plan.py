@@ -49,7 +49,7 @@ def plan(
     """
     from hf_distca.config import DistCAConfig
     from hf_distca.schedule.balance import balance
-    from hf_distca.schedule.load import summarize
+    from hf_distca.schedule.load import summarize, summary_table
     from hf_distca.schedule.placement import parse_placement
     from hf_distca.schedule.ranks import Ranks
 
@@ -67,7 +67,7 @@ def plan(
         if layer.window is not None:
             # Without, the plan is for layers that see all: no document is longer than the window.
             lines.append(f"{'sliding window':<26} {layer.window} keys{'' if result.window else ', as long as any document'}")
-        lines.append(summarize(result, model, ranks).table(seconds=layer.measured is not None or cost != "pairs"))
+        lines.append(summary_table(summarize(result, model, ranks), seconds=layer.measured is not None or cost != "pairs"))
         write(result.to_json(), "\n".join(lines), output)
 
 
@@ -120,7 +120,7 @@ def deal(
 def _dealt(layout: Layout, model: CostModel, config: DistCAConfig, ranks: Ranks) -> list[str]:
     """What there is to say about a layout, and about its plan."""
     from hf_distca.schedule.balance import balance
-    from hf_distca.schedule.load import summarize
+    from hf_distca.schedule.load import summarize, summary_table
 
     tokens = layout.query_tokens
     equal = f"{tokens.max()} on each rank" if tokens.min() == tokens.max() else f"{tokens.min()} or {tokens.max()} on a rank"
@@ -128,7 +128,7 @@ def _dealt(layout: Layout, model: CostModel, config: DistCAConfig, ranks: Ranks)
     return [
         f"{'tokens':<26} {equal}",
         f"{'documents':<26} {documents}, {len(layout.spanning)} of them on several ranks",
-        str(summarize(balance(layout, model, config, ranks), model, ranks)),
+        summary_table(summarize(balance(layout, model, config, ranks), model, ranks)),
     ]
 
 

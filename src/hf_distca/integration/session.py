@@ -95,6 +95,7 @@ class Session:
         self.elsewhere: Elsewhere | None = None
         self._members = members
         self._group: AttentionGroup | None = None
+        self._trainers: AttentionGroup | None = None  # once they were asked for
         self._world: object = None
 
     @property
@@ -125,13 +126,18 @@ class Session:
                     group = self.pool.group(members, self.config.timeout_seconds)
                     self._group = replace(group, session=group.number(self))
             self._group.tell("begin_session", config=self.config)
-            self._world = world
+            self._trainers, self._world = None, world
         return self._group
 
     @property
     def trainers(self) -> AttentionGroup:
         """The ranks of the attention group that hold tokens: all but the servers of a pool."""
-        return self.group if self.group.holds is None else AttentionGroup.of(timeout_seconds=self.config.timeout_seconds)
+        group = self.group
+        if group.holds is None:
+            return group
+        if self._trainers is None:
+            self._trainers = AttentionGroup.of(timeout_seconds=self.config.timeout_seconds)
+        return self._trainers
 
     def take_group(self, group: AttentionGroup) -> None:
         """Take part in a group that was made elsewhere, and begin to count anew."""

@@ -18,7 +18,7 @@ import torch
 from hf_distca.kernels.base import TaskBatch
 from hf_distca.runtime.messages import Formats, PoolRun, Rows, Run, add_rows, joined, pieces, rows_of
 from hf_distca.schedule.plan import Plan
-from hf_distca.schedule.share import share_of
+from hf_distca.schedule.share import Columns, Passing, RankMessage, WaveShare, share_of
 from hf_distca.schedule.waves import Waves
 
 __all__ = ["KeyPool", "KeyRelay", "Route", "Wave"]
@@ -153,58 +153,40 @@ class Route:
         """Derive the route of `rank`. `waves` are those of the plan."""
         if waves is not None:
             plan = waves.plan
-        groups, relayed = plan.layout.groups, plan.relays is not None
         number, count = (None, 1) if waves is None else (waves.number, waves.count)
-        built, local_wave = [], None
-        for wave in range(count):
-            numbers = _Numbers(share_of(plan, rank, number, wave), groups)
-            local_tasks = numbers.batch()  # the same for every wave
-            built.append(numbers.wave(relayed))
-            if numbers.left and not wave:
-                numbers.batch()  # none
-                local_wave = numbers.wave(relayed=False)
-        return cls(local_tasks, tuple(built), plan.moved, groups, local_wave)
+        local_tasks, shares, local = share_of(plan, rank, number, count)
+        groups = plan.layout.groups
+        built, local_wave = (_wave(share, groups) for share in shares), None if local is None else _wave(local, groups)
+        return cls(_batch(local_tasks), tuple(built), plan.moved, groups, local_wave)
 
 
-class _Numbers:
-    """What `schedule.share` wrote down, read from its beginning."""
+def _wave(share: WaveShare, groups: int) -> Wave:
+    sections, starts, rows = share.pool
+    pool = map(PoolRun, (None if s < 0 else s for s in sections), starts, rows, (groups if s < 0 else 1 for s in sections))
+    return Wave(
+        _rows(share.queries, groups),
+        _rows(share.keys, groups),
+        _runs(share.own_queries, groups),
+        KeyPool(tuple(pool), _rows(share.way_back)),
+        _batch(share.arrived),
+        None if share.passing is None else _relay(share.passing),
+    )
 
-    def __init__(self, numbers: list[int], groups: int) -> None:
-        self.numbers, self.groups, self.read = numbers, groups, 0
 
-    @property
-    def left(self) -> bool:
-        return self.read < len(self.numbers)
+def _relay(passing: Passing) -> KeyRelay:
+    sections, starts, rows, places = passing.pieces
+    pieces, in_pool = map(PoolRun, sections, starts, rows), map(PoolRun, repeat(None), places, rows)
+    return KeyRelay(tuple(pieces), tuple(in_pool), _rows(passing.keys), _rows(passing.way_back))
 
-    def columns(self, width: int) -> list[list[int]]:
-        """The columns of the next section."""
-        first = self.read + 1
-        self.read = last = first + width * self.numbers[self.read]
-        return [self.numbers[column:last:width] for column in range(first, first + width)]
 
-    def batch(self) -> TaskBatch:
-        return TaskBatch(*map(tuple, self.columns(4)))
+def _rows(message: RankMessage, step: int = 1) -> Rows:
+    runs, receive = message
+    return Rows(_runs(runs, step), dict(zip(*receive, strict=True)))
 
-    def wave(self, relayed: bool) -> Wave:
-        """A wave, with a second hop if the plan has relays."""
-        queries, own_runs = self.rows(self.groups), self.runs(self.groups)
-        keys, pool, back, arrived = self.rows(self.groups), self.pool(), self.rows(), self.batch()
-        return Wave(queries, keys, own_runs, KeyPool(pool, back), arrived, self.relay() if relayed else None)
 
-    def runs(self, step: int = 1) -> tuple[Run, ...]:
-        """Runs with rows so far apart."""
-        return tuple(map(Run, *self.columns(3), repeat(step)))
+def _runs(columns: Columns, step: int) -> tuple[Run, ...]:
+    return tuple(map(Run, *columns, repeat(step)))
 
-    def rows(self, step: int = 1) -> Rows:
-        """Runs, and how many rows come from whom."""
-        return Rows(self.runs(step), dict(zip(*self.columns(2), strict=True)))
 
-    def pool(self) -> tuple[PoolRun, ...]:
-        sections, starts, rows = self.columns(3)
-        steps = [self.groups if section < 0 else 1 for section in sections]
-        return tuple(map(PoolRun, (None if s < 0 else s for s in sections), starts, rows, steps))
-
-    def relay(self) -> KeyRelay:
-        sections, starts, rows, places = self.columns(4)
-        passed = tuple(map(PoolRun, sections, starts, rows))
-        return KeyRelay(passed, tuple(map(PoolRun, repeat(None), places, rows)), self.rows(), self.rows())
+def _batch(columns: Columns) -> TaskBatch:
+    return TaskBatch(*map(tuple, columns))

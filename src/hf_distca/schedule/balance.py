@@ -20,7 +20,7 @@ import numpy as np
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.cost import CostModel, FloatArray, Price
 from hf_distca.schedule.greedy import Bound, Greedy, Levels
-from hf_distca.schedule.heads import WHOLE, Heads
+from hf_distca.schedule.heads import Heads
 from hf_distca.schedule.layout import BoolArray, Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.moves import Prices
@@ -65,6 +65,7 @@ def balance(layout: Layout, cost: CostModel, config: DistCAConfig, ranks: Ranks 
     ranks.check(layout.world_size)
     if ranks.per_node == layout.world_size and cost.node_bytes_per_second is not None:  # all links are those inside a node
         cost, ranks = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second), replace(ranks, per_node=None)
+    ranks = ranks.seen_by(cost)
     if cost.window is not None and cost.window >= layout.longest:
         cost = replace(cost, window=None)
     tries = _Tries(layout, cost, config, ranks, relayed and cost.window is None and config.max_transient_bytes is None)
@@ -117,24 +118,19 @@ class _Tries:
     def loads(self) -> list[PlanLoad]:
         """Plans that even out compute, and compute and exchange together; where nodes matter, also as if they did not."""
         cost, config, seconds = self.cost, self.config, self.unmoved.compute_seconds
-        heads, price = WHOLE, Price.of(cost, config.tile)
-        free = math.isinf(cost.exchange_bytes_per_second)
-        if cost.window is None and not free:
-            heads = Heads.of(self.layout, price, cost, seconds, config.head_groups)
+        price, free = Price.of(cost, config.tile), math.isinf(cost.exchange_bytes_per_second)
+        heads = Heads.of(self.layout, price, cost, seconds, config.head_groups)
         same, levels = Prices(price, price), self._levels(seconds, _FINEST)
         bound = Bound.of(config.max_transient_bytes, TransientBytes.of(cost.shape))
-        two_rates = self.ranks.in_nodes(cost)
-        in_nodes = two_rates and cost.near < 1 and self.ranks.per_node != 1
         alone = replace(self.ranks, per_node=None)
         loads = []
-        for ranks in (self.ranks, alone) if in_nodes else (alone,):
+        for ranks in (self.ranks, alone) if alone != self.ranks and cost.near < 1 else (alone,):
             greedy = Greedy(self.layout, heads, ranks, bound, cost.window, self.serves)
             load = self.weighed(greedy.even_out(same, seconds, levels))
             loads.append(load)
             hidden = config.ping_pong and load.exchange_seconds.max() <= load.compute_seconds.max()
             if not free and not hidden:
-                # Only where nodes have a rate of their own does it matter whether the ranks know of them.
-                unmoved = replace(self.unmoved, ranks=ranks) if two_rates and ranks != self.ranks else self.unmoved
+                unmoved = self.unmoved if ranks == self.ranks else replace(self.unmoved, ranks=ranks)
                 for part in _HIDDEN if config.ping_pong else (1.0,):
                     both = seconds + part * unmoved.exchange_seconds
                     exchanged = Prices(price.with_exchange(cost.exchange_bytes_per_second / part), price)

@@ -50,9 +50,10 @@ class Heads(NamedTuple):
             most: groups at most; 1 to split nothing.
         """
         possible = possible_groups(cost.shape.key_value_heads, most)
-        if possible == [1] or layout.groups > 1 or layout.context.any() or not price.pair or not len(layout.document):
+        if possible == [1] or cost.window is not None or math.isinf(cost.exchange_bytes_per_second) or not price.pair:
             return WHOLE
-        if max(layout.documents[-1], -layout.documents[0]) > _LARGEST:
+        numbers = np.abs(layout.documents)
+        if layout.groups > 1 or layout.context.any() or not len(numbers) or numbers.max() > _LARGEST:
             return WHOLE
         # A slice of F seconds at position y has F / (p * y) rows. Its bytes of queries are as many as those of keys if
         # q * F / (p * y) = kv * y.

@@ -7,6 +7,7 @@ document that lies on one rank. A *layout* holds the segments of all ranks for o
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,10 +21,10 @@ from hf_distca.errors import DistCAError, LayoutError
 __all__ = [
     "BoolArray",
     "IntArray",
-    "KeyTransfers",
     "Layout",
     "Segment",
     "as_integers",
+    "changes",
     "expanded",
     "lengths_from_cu_seqlens",
     "repeated",
@@ -47,16 +48,6 @@ class Segment(NamedTuple):
     def end(self) -> int:
         """Document position after the last token."""
         return self.start + self.length
-
-
-class KeyTransfers(NamedTuple):
-    """K/V tokens that servers need: tokens [start, end) of a document, held by `source`. One row per run and server."""
-
-    document: IntArray
-    start: IntArray
-    end: IntArray
-    source: IntArray
-    server: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,58 +111,45 @@ class Layout:
                 f"context of {self.context.tolist()} segments for ranks with {counts.tolist()}: "
                 "give one number a rank, at most as many as it has segments."
             )
-        self._check_segments()
-        for name, column in self._index(counts).items():
-            object.__setattr__(self, name, column)
-
-    def _check_segments(self) -> None:
-        start, length = self.start, self.length
-        wrong = np.flatnonzero((start < 0) | (start > LARGEST) | (length < 1) | (length > LARGEST))
-        if not len(wrong):
-            return
-        row = int(wrong[0])
-        segment = f"segment {row} is (document {self.document[row]}, start {start[row]}, length {length[row]})"
-        if length[row] < 1 or start[row] < 0:
-            raise LayoutError(f"{segment}: start must be >= 0 and length >= 1. Leave empty documents out.")
-        raise LayoutError(f"{segment}, which ends at {start[row] + length[row]}: the limit is 2**48 tokens.")
+        wrong = (self.start < 0) | (self.start > LARGEST) | (self.length < 1) | (self.length > LARGEST)
+        if wrong.any():
+            row = wrong.argmax()
+            segment = f"segment {row} is (document {self.document[row]}, start {self.start[row]}, length {self.length[row]})"
+            raise LayoutError(f"{segment}: start must be >= 0 and length >= 1 (leave empty documents out), none above 2**48.")
+        vars(self).update(self._index(counts))
 
     def _index(self, counts: IntArray) -> dict[str, Any]:
         """What follows from the columns; `counts` are the segments of each rank."""
-        document, start, length = self.document, self.start, self.length
-        end, rank = start + length, np.repeat(np.arange(len(counts)), counts)
+        length, end, rank = self.length, self.start + self.length, np.repeat(np.arange(len(counts)), counts)
         # Head groups of a document follow each other and are the same tokens.
-        again = self._group(document) > 1
+        again = self._group(self.document) > 1
         tokens = np.append(0, np.cumsum(np.where(again, 0, length)))
         token = tokens[:-1] - np.where(again, length, 0) - tokens[self.offsets[:-1]][rank]
-        queries = np.arange(len(document)) - self.offsets[:-1][rank] >= self.context[rank]
-        order = np.lexsort((start, document))
-        sorted_document, sorted_rank, sorted_token = document[order], rank[order], token[order]
-        fresh = np.append(True, sorted_document[1:] != sorted_document[:-1])[: len(order)]
-        expected = np.where(fresh, 0, np.append(0, end[order][:-1])[: len(order)])
-        gap = np.flatnonzero(start[order] != expected)
-        if len(gap):
-            row = order[gap[0]]
+        order = np.lexsort((self.start, self.document))
+        document, start = self.document[order], self.start[order]
+        fresh = changes(document)
+        expected = np.where(fresh, 0, np.append(0, end[order])[:-1])
+        gap = start != expected
+        if gap.any():
+            row = gap.argmax()
             raise LayoutError(
-                f"document {document[row]} has a segment that starts at {start[row]} where position {expected[gap[0]]} is next: "
+                f"document {document[row]} has a segment that starts at {start[row]} where position {expected[row]} is next: "
                 "the segments of a document must cover it from 0 to its end without gap or overlap."
             )
-        elsewhere = np.append(False, sorted_rank[1:] != sorted_rank[:-1])[: len(order)] & ~fresh
-        behind = np.append(False, sorted_token[1:] == sorted_token[:-1] + length[order][:-1])[: len(order)]
-        apart = fresh | elsewhere | ~behind
-        sorted_place = np.cumsum(fresh) - 1
+        apart = changes(document, rank[order], token[order] - start)
         place, run = np.empty_like(order), np.empty_like(order)
-        place[order], run[order] = sorted_place, start[order][np.flatnonzero(apart)[np.cumsum(apart) - 1]]
+        place[order], run[order] = np.cumsum(fresh) - 1, start[apart][np.cumsum(apart) - 1]
         return {
             "longest": int(end.max(initial=0)),
             "scattered": bool((apart & ~fresh).any()),
             "rank": rank,
             "end": end,
             "token": token,
-            "queries": queries,
+            "queries": np.arange(len(length)) - self.offsets[:-1][rank] >= self.context[rank],
             "by_document": order,
-            "documents": sorted_document[fresh],
+            "documents": document[fresh],
             "place": place,
-            "spans": np.bincount(sorted_place, weights=elsewhere) > 0,
+            "spans": np.bincount(place[order], weights=changes(rank[order]) & ~fresh) > 0,
             "run": run,
         }
 
@@ -188,9 +166,9 @@ class Layout:
     @classmethod
     def from_lengths(cls, ranks: Sequence[Sequence[int]]) -> Layout:
         """Build from the document lengths of each rank, where no document crosses ranks. Documents are numbered in order."""
-        counts = [len(rank) for rank in ranks]
         length = as_integers([n for rank in ranks for n in rank], "document lengths")
-        return cls(np.arange(len(length)), np.zeros_like(length), length, np.cumsum([0, *counts], dtype=np.int64))
+        offsets = np.cumsum([0, *(len(rank) for rank in ranks)], dtype=np.int64)
+        return cls(np.arange(len(length)), np.zeros_like(length), length, offsets)
 
     @classmethod
     def from_runs(cls, ranks: Sequence[Sequence[tuple[int, int]]]) -> Layout:
@@ -206,18 +184,18 @@ class Layout:
     @classmethod
     def joined(cls, first: Layout, second: Layout) -> Layout:
         """On each rank the tokens of the first layout and then those of the second, with which it shares no document."""
-        order = np.argsort(np.concatenate([first.rank, second.rank]), kind="stable")
-        document = np.concatenate([first.document, second.document])[order]
-        start, length = (np.concatenate(pair)[order] for pair in ((first.start, second.start), (first.length, second.length)))
+        order = np.argsort(np.append(first.rank, second.rank), kind="stable")
+        pairs = (first.document, second.document), (first.start, second.start), (first.length, second.length)
+        document, start, length = (np.append(*pair)[order] for pair in pairs)
         return cls(document, start, length, first.offsets + second.offsets)
 
     def among(self, holds: Sequence[bool]) -> Layout:
         """The same tokens among more ranks: those of rank r here are on the r-th rank that holds any, as `holds` says of each."""
         holders = np.cumsum(holds)
         context = np.where(holds, self.context[holders - 1], 0)
-        return Layout(self.document, self.start, self.length, self.offsets[np.concatenate([[0], holders])], context)
+        return Layout(self.document, self.start, self.length, self.offsets[np.append(0, holders)], context)
 
-    def split(self, apart: npt.NDArray[np.bool_], groups: int) -> Layout:
+    def split(self, apart: BoolArray, groups: int) -> Layout:
         """The same tokens with some documents split by heads: each counts as `groups` documents, one for each group of heads.
 
         Document d is then number ``d * (groups + 1)``, and group g of one that is split ``d * (groups + 1) + 1 + g``. A group
@@ -279,28 +257,6 @@ class Layout:
         """The places of documents among `documents`. Numbers that are not there get that of another."""
         return np.minimum(np.searchsorted(self.documents, document), max(len(self.documents) - 1, 0))
 
-    def needed_keys(
-        self, server: IntArray, document: IntArray, start: IntArray, end: IntArray, window: int | None
-    ) -> KeyTransfers:
-        """The keys that query rows need: each key once for each server and document, in runs that end where segments end.
-
-        Args:
-            server, document, start, end: who computes which rows; in order of server, document and start, without overlaps.
-            window: keys that a row sees, its own included; None if it sees all before it.
-        """
-        first = np.zeros_like(start) if window is None else np.maximum(start - (window - 1), 0)
-        place = self.place_of(document)
-        # Rows that follow each other share a run if the second needs a key that the first needs, or the next one.
-        fresh = np.append(True, (server[1:] != server[:-1]) | (place[1:] != place[:-1]) | (first[1:] > end[:-1]))[: len(server)]
-        begin = np.flatnonzero(fresh)
-        last = np.append(begin[1:], len(server))[: len(begin)] - 1
-        server, place, first, end = server[begin], place[begin], first[begin], end[last]
-        low, high = self.segment_of(place, first), self.segment_of(place, end - 1)
-        index, segment = expanded(low, high + 1)
-        row, first, end = self.by_document[segment], first[index], end[index]
-        first, end = np.maximum(self.start[row], first), np.minimum(self.end[row], end)
-        return KeyTransfers(self.document[row], first, end, self.rank[row], server[index])
-
     @property
     def spanning(self) -> frozenset[int]:
         """Documents that lie on more than one rank."""
@@ -313,6 +269,15 @@ class Layout:
         return [Segment(*row) for row in zip(*columns, strict=True)]
 
 
+def changes(*columns: npt.NDArray[Any]) -> BoolArray:
+    """Of each row, whether it differs from the one before in any of these columns; the first row does."""
+    fresh = np.zeros(len(columns[0]), dtype=np.bool_)
+    fresh[:1] = True
+    for column in columns:
+        fresh[1:] |= column[1:] != column[:-1]
+    return fresh
+
+
 def expanded(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
     """The numbers of all ranges [begin, end), none of which falls, one after another: which range each is of, and the numbers."""
     count = end - begin
@@ -320,7 +285,7 @@ def expanded(begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
     return index, np.arange(len(index)) + np.repeat(begin - (np.cumsum(count) - count), count)
 
 
-def repeated(apart: npt.NDArray[np.bool_], groups: int) -> tuple[IntArray, IntArray]:
+def repeated(apart: BoolArray, groups: int) -> tuple[IntArray, IntArray]:
     """Rows of what is split by heads: of each that is `apart` one for each group, of each other one.
 
     Returns:
@@ -368,25 +333,22 @@ def lengths_from_cu_seqlens(cu_seqlens: Iterable[int]) -> list[int]:
 
 
 def _chain(runs: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, int, int]]]:
-    """Give runs document numbers by linking each run that starts above 0 to the one run that ends there."""
-    ends: dict[int, list[tuple[int, int]]] = {}
-    for rank, rank_runs in enumerate(runs):
-        for row, (start, length) in enumerate(rank_runs):
-            ends.setdefault(start + length, []).append((rank, row))
-    wanted = [start for rank_runs in runs for start, _ in rank_runs if start]
-    open_questions = sorted({p for p in wanted if len(ends.get(p, [])) != 1 or wanted.count(p) != 1})
-    if open_questions:
-        position = open_questions[0]
-        starting = [rank for rank, rank_runs in enumerate(runs) for start, _ in rank_runs if start == position]
-        ending = [rank for rank, _ in ends.get(position, [])]
-        raise LayoutError(
-            f"{len(starting)} run(s) start at position {position} and {len(ending)} end there, on ranks {starting} and {ending}: "
-            "which belong together is not in the position ids. Give document numbers instead (PackedDocuments in the batch)."
-        )
-    # Each run comes after the one that it continues, unless it has no tokens: then the layout is refused.
+    """Give runs document numbers: one that starts above 0 has that of the run that ends there."""
+    rows = [(start, rank, row, start + length) for rank, some in enumerate(runs) for row, (start, length) in enumerate(some)]
+    starting, ending = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    for start, rank, _, end in sorted(rows):
+        starting[start].append(rank)
+        ending[end].append(rank)
+    for position, ranks in starting.items():
+        if position and not len(ranks) == len(ending[position]) == 1:
+            raise LayoutError(
+                f"{len(ranks)} run(s) start at position {position} and {len(ending[position])} end there, on ranks {ranks} and "
+                f"{ending[position]}: which belong together is not in the position ids. Give document numbers instead "
+                "(PackedDocuments in the batch)."
+            )
+    # By the position that a run ends at, and by the run. A run without tokens may find none: the layout is refused.
+    goes_on: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
-    for start, rank, row in sorted(
-        (run[0], rank, row) for rank, rank_runs in enumerate(runs) for row, run in enumerate(rank_runs)
-    ):
-        numbers[rank, row] = numbers.get(ends[start][0], len(numbers)) if start else len(numbers)
-    return [[(numbers[rank, row], *run) for row, run in enumerate(rank_runs)] for rank, rank_runs in enumerate(runs)]
+    for number, (start, rank, row, end) in enumerate(sorted(rows)):
+        goes_on[end] = numbers[rank, row] = goes_on.get(start, number) if start else number
+    return [[(numbers[rank, row], *run) for row, run in enumerate(some)] for rank, some in enumerate(runs)]

@@ -10,7 +10,7 @@ from typing import Any
 from hf_distca.errors import LayoutError
 from hf_distca.schedule.layout import Layout
 
-__all__ = ["parse_placement", "read_placement", "whole_number"]
+__all__ = ["layout_of", "parse_placement", "read_placement", "whole_number"]
 
 
 def read_placement(path: Path) -> Layout:
@@ -37,6 +37,11 @@ def parse_placement(text: bytes, name: str) -> Layout:
         data = json.loads(text.decode("utf-8"))
     except ValueError as error:
         raise LayoutError(f"{name} is not JSON: {error}.") from error
+    return layout_of(data, name)
+
+
+def layout_of(data: Any, name: str) -> Layout:
+    """The layout of a placement that was read from JSON; `name` and errors as in `parse_placement`."""
     keys = [key for key in ("rank_segments", "lengths") if isinstance(data, dict) and key in data]
     if len(keys) != 1:
         raise LayoutError(f"{name} must be a JSON object with either 'rank_segments' or 'lengths', it has {keys or 'neither'}.")

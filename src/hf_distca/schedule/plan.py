@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import PlanError
-from hf_distca.schedule.layout import IntArray, KeyTransfers, Layout, as_integers, repeated
+from hf_distca.schedule.layout import BoolArray, IntArray, Layout, as_integers, changes, expanded, repeated
+from hf_distca.schedule.placement import layout_of
 
 __all__ = ["CATask", "KeyTransfers", "Plan", "Relays"]
 
@@ -29,6 +30,16 @@ class CATask(NamedTuple):
     end: int
     home: int
     server: int
+
+
+class KeyTransfers(NamedTuple):
+    """K/V tokens that servers need: tokens [start, end) of a document, held by `source`. One row per run and server."""
+
+    document: IntArray
+    start: IntArray
+    end: IntArray
+    source: IntArray
+    server: IntArray
 
 
 class Relays(NamedTuple):
@@ -56,7 +67,7 @@ class Plan:
         window: keys that a query position sees, its own included, in the layers that the plan is for; None if it sees all.
         relays: keys that are passed on; None if every server gets all from the ranks that hold them. Not in the JSON, for they
             follow from the rest and from a cost model (`schedule.relays`).
-        place: of each task, the place of its document among those of the layout.
+        segment: of each task, the row of the layout that it lies in.
         moved: whether anything is exchanged: a query is moved, or the keys of a document do not lie in one run. A window that
             ends at every border between runs would need no exchange, and is not looked for.
     """
@@ -69,7 +80,7 @@ class Plan:
     server: IntArray
     window: int | None = None
     relays: Relays | None = None
-    place: IntArray = field(init=False, repr=False)
+    segment: IntArray = field(init=False, repr=False)
     moved: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -82,13 +93,11 @@ class Plan:
         if ((document[1:] < document[:-1]) | ((document[1:] == document[:-1]) & (start[1:] < start[:-1]))).any():
             order = np.lexsort((start, document))
             columns = [column[order] for column in columns]
-        for name, column in zip(CATask._fields, columns, strict=True):
-            object.__setattr__(self, name, column)
-        object.__setattr__(self, "place", self._check())
-        object.__setattr__(self, "moved", self.layout.scattered or bool((self.home != self.server).any()))
+        vars(self).update(zip(CATask._fields, columns, strict=True))
+        vars(self).update(segment=self._segment(), moved=self.layout.scattered or bool((self.home != self.server).any()))
 
-    def _check(self) -> IntArray:
-        """Refuse tasks that do not compute every query token once; of each the place of its document."""
+    def _segment(self) -> IntArray:
+        """The row of the layout that each task lies in. Refuses tasks that do not compute every query token once."""
         layout = self.layout
         self._refuse(
             (self.server < 0) | (self.server >= layout.world_size),
@@ -98,25 +107,19 @@ class Plan:
         if not held and len(self.document):
             raise PlanError(f"{len(self.document)} task(s) for a layout without tokens, the first is {self.tasks[0]}.")
         self._refuse(self.end > layout.longest, f"ends behind the longest document, which has {layout.longest} tokens")
-        place = layout.place_of(self.document)
-        segment = layout.segment_of(place, self.start)
-        row = layout.by_document[np.maximum(segment, 0)]
-        outside = (self.start < 0) | (layout.document[row] != self.document) | (self.start >= self.end)
-        outside |= (self.end > layout.end[row]) | (self.home != layout.rank[row]) | ~layout.queries[row]
+        segment = layout.by_document[np.maximum(layout.segment_of(layout.place_of(self.document), self.start), 0)]
+        outside = (self.start < 0) | (layout.document[segment] != self.document) | (self.start >= self.end)
+        outside |= (self.end > layout.end[segment]) | (self.home != layout.rank[segment]) | ~layout.queries[segment]
         self._refuse(outside, "does not lie in one segment of its home rank")
-        expected = layout.start[row]
-        expected[1:] = np.where(row[1:] == row[:-1], self.end[:-1], expected[1:])
-        wrong = np.flatnonzero(self.start != expected)
-        if len(wrong):
-            self._refuse(
-                self.start != expected,
-                f"starts where position {expected[wrong[0]]} is next: every query token must be computed once",
-            )
+        expected = np.where(changes(segment), layout.start[segment], np.append(0, self.end)[:-1])
+        wrong = self.start != expected
+        following = expected[wrong.argmax()] if len(wrong) else 0
+        self._refuse(wrong, f"starts where position {following} is next: every query token must be computed once")
         if computed != held:
             raise PlanError(f"the tasks compute {computed} query tokens, the layout holds {held}.")
-        return place
+        return segment
 
-    def _refuse(self, wrong: npt.NDArray[np.bool_], what: str) -> None:
+    def _refuse(self, wrong: BoolArray, what: str) -> None:
         """Say what is wrong with the first of some tasks."""
         if wrong.any():
             raise PlanError(f"{self.tasks[int(wrong.argmax())]} {what}.")
@@ -124,9 +127,7 @@ class Plan:
     @classmethod
     def local(cls, layout: Layout, window: int | None = None) -> Plan:
         """The plan that moves nothing: every rank computes its own segments."""
-        rows = layout.by_document
-        if layout.context.any():
-            rows = rows[layout.queries[rows]]
+        rows = layout.by_document[layout.queries[layout.by_document]]
         rank = layout.rank[rows]
         return cls(layout, layout.document[rows], layout.start[rows], layout.end[rows], rank, rank, window)
 
@@ -141,7 +142,7 @@ class Plan:
         document, start, end, home, server = rows.T
         return cls(layout, document, start, end, home, server, window)
 
-    def split(self, apart: npt.NDArray[np.bool_], groups: int) -> Plan:
+    def split(self, apart: BoolArray, groups: int) -> Plan:
         """The same tasks on a layout in which some documents with all heads are split; see `Layout.split`."""
         numbers = self.document if self.layout.groups == groups else self.document * (groups + 1)
         row, part = repeated(apart[self.place], groups)
@@ -162,28 +163,49 @@ class Plan:
         return [CATask(*row) for row in zip(*columns, strict=True)]
 
     @cached_property
+    def place(self) -> IntArray:
+        """Of each task, the place of its document among those of the layout."""
+        return self.layout.place[self.segment]
+
+    @cached_property
     def heads(self) -> npt.NDArray[np.float64]:
         """What part of the heads each task computes: 1, or that of a head group."""
         return self.layout.heads_of(self.document)
 
     @cached_property
-    def exchanged(self) -> npt.NDArray[np.bool_]:
-        """Of each task, whether its document lies on several ranks, or is moved in part: the keys of all others stay at home."""
-        documents = self.layout.spans.copy()
-        documents[self.place[self.home != self.server]] = True
-        return documents[self.place]
+    def first_key(self) -> IntArray:
+        """The first key that each task needs."""
+        return np.zeros_like(self.start) if self.window is None else np.maximum(self.start - (self.window - 1), 0)
 
-    def key_transfers(self, among: npt.NDArray[np.bool_] | None = None) -> KeyTransfers:
+    @cached_property
+    def travels(self) -> BoolArray:
+        """Of each task, whether another rank than its home runs it, or its keys do not lie in one run of its home's tokens."""
+        return np.asarray((self.home != self.server) | (self.first_key < self.layout.run[self.segment]))
+
+    def key_transfers(self, tasks: IntArray | None = None, server: IntArray | None = None) -> KeyTransfers:
         """K/V runs each server needs, each token once, cut where segments end. Runs the server holds itself included.
 
         Of a document, that is its longest prefix or, in a plan with a window, the union of what its tasks need. Rows of one
-        server are in order of document and start. With `among`, only what the tasks need that it is true for.
+        server are in order of document and start.
+
+        Args:
+            tasks: rows of the plan, in order, that keys are for; all if not given.
+            server: what counts as the server of each of them, so that keys are told apart by wave as well, for example.
         """
-        tasks = np.arange(len(self.document)) if among is None else np.flatnonzero(among)
+        tasks = np.arange(len(self.document)) if tasks is None else tasks
+        server = self.server[tasks] if server is None else server
         # Tasks are in order of document and position, and never overlap: those of one server are in order of their ends.
-        tasks = tasks[np.argsort(self.server[tasks], kind="stable")]
-        columns = self.server[tasks], self.document[tasks], self.start[tasks], self.end[tasks]
-        return self.layout.needed_keys(*columns, window=self.window)
+        order = np.argsort(server, kind="stable")
+        tasks, server = tasks[order], server[order]
+        layout, place, first, end = self.layout, self.place[tasks], self.first_key[tasks], self.end[tasks]
+        # Rows that follow each other share a run if the second needs a key that the first needs, or the next one.
+        fresh = changes(server, place)
+        fresh[1:] |= first[1:] > end[:-1]
+        server, place, first, end = server[fresh], place[fresh], first[fresh], end[np.append(fresh, True)[1:]]
+        run, segment = expanded(layout.segment_of(place, first), layout.segment_of(place, end - 1) + 1)
+        row = layout.by_document[segment]
+        first, end = np.maximum(layout.start[row], first[run]), np.minimum(layout.end[row], end[run])
+        return KeyTransfers(layout.document[row], first, end, layout.rank[row], server[run])
 
     def to_json(self) -> str:
         """The plan and its layout as JSON: ``{"tasks": [[document, start, end, home, server], ...], "rank_segments": ...}``.
@@ -210,18 +232,12 @@ class Plan:
         if not isinstance(data, dict) or (missing := {"tasks", "rank_segments"} - data.keys()):
             problem = f"missing: {sorted(missing)}" if isinstance(data, dict) else f"found: {type(data).__name__}"
             raise PlanError(f"a plan in JSON is an object with the keys 'tasks' and 'rank_segments', {problem}.")
-        window = data.get("window")
-        if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
-            raise PlanError(f"the window of a plan in JSON is a whole number or null, found: {window!r}.")
-        if not (isinstance(ranks := data["rank_segments"], list) and all(isinstance(rank, list) for rank in ranks)):
-            raise PlanError(f"'rank_segments' is a list of segments for each rank, found: {str(ranks)[:100]}.")
-        rows = [as_integers(rank, "segments as [document, start, end]", (-1, 3), PlanError).tolist() for rank in ranks]
-        layout = Layout.from_segments([[(d, a, b - a) for d, a, b in rank] for rank in rows], data.get("context", ()))
         groups = data.get("groups", 1)
         if type(groups) is not int or groups < 1:
             raise PlanError(f"the head groups of a plan in JSON are a whole number of at least 1, found: {groups!r}.")
-        layout = replace(layout, groups=groups)
-        return cls.from_tasks(layout, data["tasks"], window)
+        context = as_integers(data.get("context", ()), "context")
+        layout = replace(layout_of(data, "a plan in JSON"), context=context, groups=groups)
+        return cls.from_tasks(layout, data["tasks"], data.get("window"))
 
     @cached_property
     def digest(self) -> str:
@@ -229,13 +245,11 @@ class Plan:
         layout = self.layout
         columns = [layout.document, layout.start, layout.length, layout.offsets, layout.context]
         columns += [getattr(self, column) for column in CATask._fields]
-        text = hashlib.sha256()
-        for column in columns:
-            text.update(np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes())
+        parts = [np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes() for column in columns]
         if self.window is not None:
-            text.update(b"window" + np.int64(self.window).tobytes())
+            parts.append(b"window" + np.int64(self.window).tobytes())
         if layout.groups > 1:
-            text.update(b"groups" + np.int64(layout.groups).tobytes())
+            parts.append(b"groups" + np.int64(layout.groups).tobytes())
         for column in self.relays or ():
-            text.update(b"relays" + np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes())
-        return text.hexdigest()
+            parts.append(b"relays" + np.int64(len(column)).tobytes() + np.ascontiguousarray(column).tobytes())
+        return hashlib.sha256(b"".join(parts)).hexdigest()

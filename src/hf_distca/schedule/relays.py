@@ -12,14 +12,13 @@ relay.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_distca.schedule.cost import FloatArray
-from hf_distca.schedule.layout import IntArray, KeyTransfers, Layout, expanded
-from hf_distca.schedule.plan import Relays
+from hf_distca.schedule.layout import BoolArray, IntArray, Layout, changes, expanded
+from hf_distca.schedule.plan import KeyTransfers, Relays
 
 if TYPE_CHECKING:
     from hf_distca.schedule.load import PlanLoad
@@ -31,10 +30,7 @@ Array = TypeVar("Array", IntArray, FloatArray)
 
 def senders(keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:
     """What servers need from other ranks, with the rank that sends it as `source`: a relay, or one that holds it."""
-    away = _only(keys, keys.source != keys.server)
-    if relays is None:
-        return away
-    rows, relay = routed(away, relays)
+    rows, relay = routed(_only(keys, keys.source != keys.server), relays)
     return rows._replace(source=np.where((relay < 0) | (relay == rows.server), rows.source, relay))
 
 
@@ -42,49 +38,23 @@ def routed(keys: KeyTransfers, relays: Relays | None) -> tuple[KeyTransfers, Int
     """Rows cut where the runs of relays begin and end, and the relay of each; -1 for keys without one."""
     if relays is None:
         return keys, np.full(len(keys.document), -1)
-    spread = _among(keys.document, relays.document)
-    cut, relay = _cut(_only(keys, spread), relays)
-    return _joined([_only(keys, ~spread), cut]), np.concatenate([np.full(int((~spread).sum()), -1), relay])
+    # The keys of a document that have no relay are its last run. Positions count on from one document to the next.
+    documents, width = np.union1d(keys.document, relays.document), int(max(relays.end.max(), keys.end.max(initial=0))) + 1
+    base, relayed = (np.searchsorted(documents, document) * width for document in (keys.document, relays.document))
+    end = np.append(relayed + relays.end, np.arange(1, len(documents) + 1) * width - 1)
+    order = np.argsort(end, kind="stable")
+    end, relay = end[order], np.append(relays.relay, np.full(len(documents), -1))[order]
+    row, run = expanded(np.searchsorted(end, base + keys.start, side="right"), np.searchsorted(end, base + keys.end) + 1)
+    cut, base = KeyTransfers(*(column[row] for column in keys)), base[row]
+    start, end = np.maximum(cut.start, np.append(0, end)[run] - base), np.minimum(cut.end, end[run] - base)
+    return cut._replace(start=start, end=end), relay[run]
 
 
-def _among(values: IntArray, ordered: IntArray) -> npt.NDArray[np.bool_]:
-    """Which values occur in an array that is in order; `numpy.isin` would sort both first."""
-    if not len(ordered):
-        return np.zeros(len(values), dtype=np.bool_)
-    return np.asarray(ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values)
-
-
-def _only(rows: KeyTransfers, which: npt.NDArray[np.bool_]) -> KeyTransfers:
+def _only(rows: KeyTransfers, which: BoolArray) -> KeyTransfers:
     """Some of the rows."""
     # Five times faster than five masks.
     index = np.flatnonzero(which)
     return KeyTransfers(*(column[index] for column in rows))
-
-
-def _joined(rows: list[KeyTransfers]) -> KeyTransfers:
-    return KeyTransfers(*(np.concatenate(columns) for columns in zip(*rows, strict=True)))
-
-
-def _cut(rows: KeyTransfers, relays: Relays) -> tuple[KeyTransfers, IntArray]:
-    """Rows cut where runs begin and end, and the relay of each; -1 for keys without one."""
-    width = int(max(relays.end.max(), rows.end.max(initial=0))) + 1
-    documents = np.unique(relays.document)
-    of_run = np.searchsorted(documents, relays.document) * width
-    base = np.searchsorted(documents, rows.document) * width
-    first = np.searchsorted(of_run + relays.end, base + rows.start, side="right")
-    count = np.maximum(np.searchsorted(of_run + relays.start, base + rows.end) - first, 0)
-    row, run = expanded(first, first + count)
-    cut = KeyTransfers(*(column[row] for column in rows))
-    cut = cut._replace(start=np.maximum(cut.start, relays.start[run]), end=np.minimum(cut.end, relays.end[run]))
-    rest = _without_relay(rows, relays)
-    return _joined([cut, rest]), np.concatenate([relays.relay[run], np.full(len(rest.document), -1)])
-
-
-def _without_relay(rows: KeyTransfers, relays: Relays) -> KeyTransfers:
-    """The part of each row behind the last run of its document."""
-    last = np.flatnonzero(np.concatenate([relays.document[1:] != relays.document[:-1], [True]]))
-    start = np.maximum(rows.start, relays.end[last][np.searchsorted(relays.document[last], rows.document)])
-    return _only(rows._replace(start=start), start < rows.end)
 
 
 def relieve(load: PlanLoad, least: float = 0.0) -> PlanLoad:
@@ -119,87 +89,62 @@ def _relays(load: PlanLoad, beside: FloatArray, unchanged: float) -> Relays | No
     Each passes on in proportion to the seconds that it has left before `unchanged`.
     """
     layout, keys = load.plan.layout, load.needed_keys
-    away = _only(keys, keys.source != keys.server)
-    seconds = beside + load.wire_seconds[0]
-    late = np.unique(away.document[seconds[away.source] > unchanged])
-    away, keys = (_only(rows, _among(rows.document, late)) for rows in (away, keys))
-    if not len(away.document):
+    seconds, place, late = beside + load.wire_seconds[0], layout.place_of(keys.document), np.zeros_like(layout.spans)
+    late[place[(keys.source != keys.server) & (seconds[keys.source] > unchanged)]] = True
+    if not late.any():
         return None
-    needs = _KeyReaches.of(keys)
+    keys = _only(keys, late[place])
+    # What a server needs of a document ends with its last row.
+    last = np.append(changes(keys.server, keys.document), True)[1:]
+    document, server, reach = keys.document[last], keys.server[last], keys.end[last]
+    order = np.lexsort((server, reach, document))
+    document, server, reach = document[order], server[order], reach[order]
     # Seconds that each rank has left to pass keys on, once its own leave it but once; shared by all documents it may do it for.
     key_seconds = float(load.cost.transfer_seconds(0, 1))
-    left = unchanged - seconds + key_seconds * _again(away, layout)
-    candidates = np.bincount(needs.server, minlength=layout.world_size)
-    weight = np.maximum(left, 0.0)[needs.server] / candidates[needs.server]
-    total = np.bincount(needs.place, weights=weight)[needs.place]
-    weight = np.where(needs.servers > 1, np.where(total > 0, weight, 1.0), 0.0)
-    return needs.relays(weight)
+    left = unchanged - seconds + key_seconds * _again(_only(keys, keys.source != keys.server), layout)
+    weight, place = np.maximum(left, 0.0)[server] / np.bincount(server)[server], np.cumsum(changes(document)) - 1
+    total = np.bincount(place, weights=weight)[place]
+    weight = np.where(np.bincount(place)[place] > 1, np.where(total > 0, weight, 1.0), 0.0)
+    return _in_proportion(document, server, reach, weight)
 
 
-class _KeyReaches(NamedTuple):
-    """Servers and the keys [0, reach) of documents that they need, in order of document and reach.
+def _in_proportion(document: IntArray, server: IntArray, reach: IntArray, weight: FloatArray) -> Relays | None:
+    """Relays that pass on in proportion to weights, as far as each has the keys; those of weight 0 nothing.
 
-    Attributes:
-        document, server, reach: one row for each document and server.
-        place: of the document among those that there are.
-        servers: how many the document has.
-        passed: how often the keys before `reach` are sent beyond the first time; which grows evenly from one reach to the next.
+    Args:
+        document, server, reach: which server needs which keys [0, reach), in order of document and reach.
+        weight: of each.
     """
-
-    document: IntArray
-    server: IntArray
-    reach: IntArray
-    place: IntArray
-    servers: IntArray
-    passed: IntArray
-
-    @classmethod
-    def of(cls, keys: KeyTransfers) -> Self:
-        """From the keys that servers need, in order of server, document and start."""
-        # What a server needs of a document ends with its last row.
-        ends = np.append((keys.server[1:] != keys.server[:-1]) | (keys.document[1:] != keys.document[:-1]), True)
-        document, server, reach = keys.document[ends], keys.server[ends], keys.end[ends]
-        order = np.lexsort((server, reach, document))
-        document, server, reach = document[order], server[order], reach[order]
-        place = np.unique(document, return_inverse=True)[1]
-        last = np.searchsorted(place, place, side="right") - 1
-        count = np.bincount(place)[place]
-        times = np.maximum(last - np.arange(len(place)), 0)
-        passed = _summed(place, times * (reach - _before(place, reach)))
-        return cls(document, server, reach, place, count, passed)
-
-    def relays(self, weight: FloatArray) -> Relays | None:
-        """Relays that pass on in proportion to these weights, as far as each has the keys; those of weight 0 nothing."""
-        able = np.flatnonzero(weight > 0)
-        if not len(able):
-            return None
-        place, reach = self.place[able], self.reach[able]
-        parts = _summed(place, weight[able])
-        last = np.searchsorted(place, place, side="right") - 1
-        # Where the last keys end that two servers need and one of these has.
-        second = self.reach[np.searchsorted(self.place, place, side="right") - 2]
-        end = np.minimum(second, reach[last])
-        # The positions before which so much is passed on: both grow from 0 in each document.
-        width, most = int(self.reach.max()) + 1, float(self.passed.max()) + 1
-        start = np.unique(self.place)
-        rows = np.argsort(np.concatenate([start, self.place]), kind="stable")
-        position = np.concatenate([start * width, self.place * width + self.reach])[rows]
-        passed = np.concatenate([start * most, self.place * most + self.passed])[rows]
-        wanted = (np.interp(place * width + end, position, passed) - place * most) * (parts / parts[last])
-        position_of_wanted = np.interp(place * most + wanted, passed, position) - place * width
-        stop = np.where(
-            last == np.arange(len(place)), end, np.minimum(np.minimum((position_of_wanted + 0.5).astype(np.int64), reach), end)
-        )
-        stop = np.maximum(stop, _before(place, stop))
-        begin = _before(place, stop)
-        runs = stop > begin
-        return Relays(self.document[able][runs], begin[runs], stop[runs], self.server[able][runs]) if runs.any() else None
+    able = np.flatnonzero(weight > 0)
+    if not len(able):
+        return None
+    # How often the keys before each reach are sent beyond the first time: it grows evenly from one reach to the next.
+    place = np.cumsum(changes(document)) - 1
+    times = np.searchsorted(place, place, side="right") - 1 - np.arange(len(place))
+    passed = _summed(place, times * (reach - _before(place, reach)))
+    # The positions before which so much is passed on: both grow from 0 in each document.
+    width, most = int(reach.max()) + 1, float(passed.max()) + 1
+    documents = np.arange(place[-1] + 1)
+    rows = np.argsort(np.append(documents, place), kind="stable")
+    positions = np.append(documents * width, place * width + reach)[rows]
+    amounts = np.append(documents * most, place * most + passed)[rows]
+    # Where the last keys end that two servers need and one of these has.
+    second = reach[np.searchsorted(place, place, side="right") - 2][able]
+    document, server, reach, place = document[able], server[able], reach[able], place[able]
+    parts, last = _summed(place, weight[able]), np.searchsorted(place, place, side="right") - 1
+    end = np.minimum(second, reach[last])
+    wanted = (np.interp(place * width + end, positions, amounts) - place * most) * (parts / parts[last])
+    stop = (np.interp(place * most + wanted, amounts, positions) - place * width + 0.5).astype(np.int64)
+    stop = np.where(last == np.arange(len(place)), end, np.minimum(np.minimum(stop, reach), end))
+    stop = np.maximum(stop, _before(place, stop))
+    begin = _before(place, stop)
+    runs = stop > begin
+    return Relays(document[runs], begin[runs], stop[runs], server[runs]) if runs.any() else None
 
 
 def _before(place: IntArray, values: IntArray) -> IntArray:
     """The value of the row before, 0 in the first row of a document."""
-    same = np.append(False, place[1:] == place[:-1])
-    return np.where(same, np.append(0, values[:-1]), 0)
+    return np.where(changes(place), 0, np.append(0, values)[:-1])
 
 
 def _summed(place: IntArray, values: Array) -> Array:
@@ -210,10 +155,9 @@ def _summed(place: IntArray, values: Array) -> Array:
 
 def _again(away: KeyTransfers, layout: Layout) -> FloatArray:
     """K/V tokens that each rank sends beyond the first time; those of some of the heads count in part."""
-    tokens, sent = away.end - away.start, len(away.document)
+    tokens = away.end - away.start
     order = np.lexsort((-tokens, away.start, away.document))
-    first = np.append(True, (np.diff(away.document[order]) != 0) | (np.diff(away.start[order]) != 0))[:sent]
-    again = np.ones(sent, dtype=np.bool_)
-    again[order[first]] = False
+    again = order[~changes(away.document[order], away.start[order])]
+    again.sort()
     weights = (tokens * layout.heads_of(away.document))[again]
     return np.bincount(away.source[again], weights=weights, minlength=layout.world_size).astype(np.float64)

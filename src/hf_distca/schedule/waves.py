@@ -11,17 +11,19 @@ Every rank computes the same waves from the same plan, so all take part in each.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import AttentionShape
+from hf_distca.schedule.cost import ALL_KEYS, AttentionShape
 from hf_distca.schedule.heads import possible_groups
 from hf_distca.schedule.layout import IntArray
-from hf_distca.schedule.plan import CATask, Plan
+from hf_distca.schedule.plan import Plan
 
 __all__ = ["TransientBytes", "Waves"]
 
@@ -97,37 +99,36 @@ class Waves:
             )
         if not plan.moved:
             return cls(plan, np.zeros_like(plan.start))
-        plan = _by_heads(plan, transient, possible_groups(shape.key_value_heads, head_groups), bound)
-        fitting = Fitting(transient, transient.of_group(plan.layout.groups), plan.window, tile, bound)
-        travels = _travels(plan)
-        units = _Units.of(plan, travels, fitting)
-        wave, loads = _first_fit(_Needs.of(plan, units, fitting), plan.layout.world_size, bound)
-        columns = [np.concatenate([getattr(plan, name)[~travels], getattr(units, name)]) for name in CATask._fields]
-        order = np.lexsort((columns[1], columns[0]))  # as a plan orders its tasks
-        document, start, end, home, server = (column[order] for column in columns)
-        cut = Plan(plan.layout, document, start, end, home, server, plan.window)
-        number = np.concatenate([np.full(int((~travels).sum()), -1), wave[units.unit]])[order]
+        groups = plan.layout.groups
+        possible = [groups] if groups > 1 else possible_groups(shape.key_value_heads, head_groups)
+        plan = _by_heads(plan, transient, possible, bound)
+        # Tasks that do not travel are in no unit, which is number -1.
+        stay = np.flatnonzero(~plan.travels)
+        rows = np.stack([stay, plan.start[stay], plan.end[stay], np.full(len(stay), -1)], axis=1)
+        rows = np.concatenate([rows, np.array(_units(plan, transient, tile, bound), dtype=np.int64).reshape(-1, 4)])
+        task, start, end, unit = rows[np.lexsort((rows[:, 1], plan.document[rows[:, 0]]))].T  # as a plan orders its tasks
+        unit = np.unique(np.append(-1, unit), return_inverse=True)[1][1:] - 1
+        cut = Plan(plan.layout, plan.document[task], start, end, plan.home[task], plan.server[task], plan.window)
+        wave, loads = _first_fit(_needs(cut, unit, transient), plan.layout.world_size, bound)
         # The rest of a task that was cut may see no further than its home's own tokens, if there is a window.
-        return cls(cut, np.where(_travels(cut), number, -1), max(len(loads), 1), loads.max(axis=0, initial=0))
+        number = np.where(cut.travels, np.append(wave, -1)[unit], -1)
+        return cls(cut, number, max(len(loads), 1), loads.max(axis=0, initial=0))
 
 
 def _by_heads(plan: Plan, transient: TransientBytes, possible: list[int], bound: int) -> Plan:
     """The plan with documents split by heads of which a server would need more than the bound."""
     layout = plan.layout
-    tasks = np.flatnonzero(_travels(plan) & (plan.heads == 1))
-    if plan.window is not None or layout.context.any() or not len(tasks):
+    if plan.window is not None or layout.context.any() or possible == [1]:
         return plan
     # Of a document, a server needs all keys before its last row.
-    key = plan.place[tasks] * layout.world_size + plan.server[tasks]
-    unit, of = np.unique(key, return_inverse=True)
+    tasks = np.flatnonzero(plan.travels & (plan.heads == 1))
+    unit, index = np.unique(plan.place[tasks] * layout.world_size + plan.server[tasks], return_inverse=True)
     last = np.zeros(len(unit), dtype=np.int64)
-    np.maximum.at(last, of, plan.end[tasks])
-    rows = np.bincount(of, weights=plan.end[tasks] - plan.start[tasks])
+    np.maximum.at(last, index, plan.end[tasks])
+    rows = np.bincount(index, weights=plan.end[tasks] - plan.start[tasks])
     most = transient.query * rows + transient.key * last
     large = most > bound
-    if layout.groups > 1:
-        possible = [layout.groups]
-    if not large.any() or possible == [1]:
+    if not large.any():
         return plan
     groups = next((count for count in possible if most.max() / count <= bound), possible[-1])
     apart = np.zeros(len(layout.documents), dtype=np.bool_)
@@ -135,144 +136,95 @@ def _by_heads(plan: Plan, transient: TransientBytes, possible: list[int], bound:
     return plan.split(apart, groups)
 
 
-class _Units(NamedTuple):
-    """Tasks that travel, cut so that each lies in one unit: rows as in a plan, with the unit of each."""
+def _units(plan: Plan, transient: TransientBytes, tile: int, bound: int) -> list[tuple[int, int, int, int]]:
+    """Slices of the tasks that travel, each of which lies in one unit: the task, where it starts and ends, the unit.
 
-    document: IntArray
-    start: IntArray
-    end: IntArray
-    home: IntArray
-    server: IntArray
-    unit: IntArray
-
-    @classmethod
-    def of(cls, plan: Plan, travels: npt.NDArray[np.bool_], fitting: Fitting) -> Self:
-        """Slices of a document on a server follow each other in a unit until it is full."""
-        order = np.flatnonzero(travels)
-        order = order[np.lexsort((plan.start[order], plan.document[order], plan.server[order]))]
-        columns = [getattr(plan, name)[order] for name in CATask._fields]
-        document, *_, server = columns
-        fresh = np.append(True, (document[1:] != document[:-1]) | (server[1:] != server[:-1]))[: len(order)]
-        # Of each task, the end of the last one of its document on its server.
-        last = columns[2][np.append(np.flatnonzero(fresh)[1:], len(order))[: len(order)] - 1][np.cumsum(fresh) - 1].tolist()
-        heads = plan.layout.heads_of(document).tolist()
-        rows: list[tuple[int, int, int, int]] = []  # index in `order`, start, end, unit
-        unit, filled = -1, Filled()
-        for row, (start, end) in enumerate(zip(columns[1].tolist(), columns[2].tolist(), strict=True)):
-            if fresh[row]:
-                unit, filled = unit + 1, Filled()
-            while start < end:
-                stop = fitting.stop(filled, (start, end, last[row]), heads[row])
-                if stop > start:
-                    rows.append((row, start, stop, unit))
-                    filled = filled.with_rows(start, stop, fitting.first_key(start))
-                    start = stop
-                if start < end:
-                    unit, filled = unit + 1, Filled()
-        index, start_, end_, units = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        # In turns: the first unit of every server, then the second ones.
-        first = np.flatnonzero(np.append(True, units[1:] != units[:-1])[: len(units)])
-        server_of_unit = server[index[first]]
-        place = np.arange(len(first)) - np.searchsorted(server_of_unit, server_of_unit)
-        turn = np.empty_like(place)
-        turn[np.lexsort((server_of_unit, place))] = np.arange(len(first))
-        return cls(document[index], start_, end_, columns[3][index], server[index], turn[units])
+    Units are numbered in their order, with gaps: servers take turns, and each begins with the first of its own.
+    """
+    groups, ranks, window = plan.layout.groups, plan.layout.world_size, ALL_KEYS if plan.window is None else plan.window
+    tasks = np.flatnonzero(plan.travels)
+    tasks = tasks[np.argsort(plan.server[tasks], kind="stable")]
+    columns = (column[tasks] for column in (plan.server, plan.place, plan.heads == 1, plan.start, plan.end))
+    rows = zip(*(column.tolist() for column in columns), tasks.tolist(), strict=True)
+    units, turns = list[tuple[int, int, int, int]](), Counter[int]()
+    for (server, _, whole), slices in itertools.groupby(rows, key=itemgetter(0, 1, 2)):
+        bytes_of_token = transient if whole else transient.of_group(groups)
+        fitted = list(_fitting([row[3:] for row in slices], bytes_of_token, window, tile, bound))
+        units += [(task, start, end, (turns[server] + unit) * ranks + server) for task, start, end, unit in fitted]
+        turns[server] += fitted[-1][-1] + 1
+    return units
 
 
-class Filled(NamedTuple):
-    """Rows and keys that a unit has so far, and the end of those keys."""
+def _fitting(
+    slices: Sequence[tuple[int, int, int]], transient: TransientBytes, window: int, tile: int, bound: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Slices of a document on a server follow each other in a unit until it is full: task, start, end, number of the unit.
 
-    rows: int = 0
-    keys: int = 0
-    end: int = 0
-
-    def with_rows(self, start: int, end: int, first_key: int) -> Filled:
-        """After rows [start, end), which need keys from `first_key` on."""
-        return Filled(self.rows + end - start, self.keys + end - max(first_key, self.end), end)
-
-
-class Fitting(NamedTuple):
-    """What fits a unit: bytes of all heads and of a head group, the window, the tile of cuts, and the bound."""
-
-    all_heads: TransientBytes
-    group: TransientBytes
-    window: int | None
-    tile: int
-    bound: int
-
-    def first_key(self, start: int) -> int:
-        """The first key that a row at `start` sees."""
-        return 0 if self.window is None else max(0, start - self.window + 1)
-
-    def stop(self, filled: Filled, rows: tuple[int, int, int], heads: float) -> int:
-        """Where rows have to end for a unit to fit; at their start if none of them fits beside what is there.
-
-        Args:
-            filled: the unit so far.
-            rows: start and end of the rows, and the last row of the document on the server.
-            heads: part of the heads.
-        """
-        start, end, last = rows
-        (query, key, *_), tile, bound = self.all_heads if heads == 1 else self.group, self.tile, self.bound
-        keys = last if self.window is None else min(last, self.window + tile)
-        if key * keys + query * min(tile, last) > bound:
-            # A tile of rows with its keys is more than the bound: that many bytes again for rows, or each tile would be a wave.
-            bound = max(bound, 2 * key * keys)
-        # New keys are those after the last there are: for rows up to y, y - first.
-        first = max(self.first_key(start), filled.end)
-        room = bound - query * filled.rows - key * filled.keys
-        stop = (room + query * start + key * first) // (query + key)
-        if stop >= end:
-            return end
-        stop = stop // tile * tile
-        if stop > start:
-            return stop
-        return start if filled.rows else min(start // tile * tile + tile, end)
+    Slices are given as start, end and task, in order.
+    """
+    last, query, key = slices[-1][1], transient.query, transient.key
+    keys = min(last, window + tile)
+    if key * keys + query * min(tile, last) > bound:
+        # A tile of rows with its keys is more than the bound: that many bytes again for rows, or each tile would be a wave.
+        bound = max(bound, 2 * key * keys)
+    unit, used, seen = 0, 0, 0  # its number, its bytes, and where its keys end so far
+    for start, end, task in slices:
+        while start < end:
+            # New keys are those after the last there are: for rows up to y, y - first.
+            first = max(0, start - window + 1, seen)
+            stop = min((bound - used + query * start + key * first) // (query + key), end)
+            stop = stop if stop == end else stop // tile * tile
+            if stop <= start and not used:
+                stop = min(start // tile * tile + tile, end)
+            if stop > start:
+                yield task, start, stop, unit
+                used += query * (stop - start) + key * (stop - first)
+                start = seen = stop
+            if start < end:
+                unit, used, seen = unit + 1, 0, 0
 
 
-class _Needs(NamedTuple):
-    """Transient bytes of units: one row for each unit and rank that holds or sends anything for it, in order of units."""
+def _needs(plan: Plan, unit: IntArray, transient: TransientBytes) -> IntArray:
+    """Transient bytes of units: unit, rank, bytes of each rank that holds or sends anything for it, in order of units.
 
-    unit: IntArray
-    rank: IntArray
-    bytes: IntArray
+    Servers hold rows and keys; homes hold the rows that they send, holders the keys.
 
-    @classmethod
-    def of(cls, plan: Plan, units: _Units, fitting: Fitting) -> Self:
-        """Servers hold rows and keys; homes hold the rows that they send, holders the keys."""
-        ranks = plan.layout.world_size
-        transient = np.array([fitting.group, fitting.all_heads])
-        rows = units.end - units.start
-        query, _, sent_query, _ = transient[(plan.layout.heads_of(units.document) == 1).astype(np.int64)].T
-        keys = plan.layout.needed_keys(units.unit, units.document, units.start, units.end, plan.window)
-        _, key, _, sent_key = transient[(plan.layout.heads_of(keys.document) == 1).astype(np.int64)].T
-        tokens = keys.end - keys.start
-        server = np.zeros(int(units.unit.max(initial=-1)) + 1, dtype=np.int64)
-        server[units.unit] = units.server
-        held_by, away = server[keys.server], units.home != units.server
-        sent = keys.source != held_by
-        unit = np.concatenate([units.unit, keys.server, units.unit[away], keys.server[sent]])
-        rank = np.concatenate([units.server, held_by, units.home[away], keys.source[sent]])
-        amount = np.concatenate([query * rows, key * tokens, (sent_query * rows)[away], (sent_key * tokens)[sent]])
-        index, inverse = np.unique(unit * ranks + rank, return_inverse=True)
-        total = np.zeros(len(index), dtype=np.int64)
-        np.add.at(total, inverse, amount)
-        return cls(index // ranks, index % ranks, total)
+    Args:
+        plan: of which each task lies in one unit.
+        unit: the number of it, -1 if the task does not travel.
+        transient: bytes of a token, of all heads.
+    """
+    tasks, ranks, groups = np.flatnonzero(unit >= 0), plan.layout.world_size, plan.layout.groups
+    unit, rows, home, server = (column[tasks] for column in (unit, plan.end - plan.start, plan.home, plan.server))
+    keys = plan.key_transfers(tasks, unit)
+    split, split_keys = (np.where(heads == 1, 1, groups) for heads in (plan.heads[tasks], plan.layout.heads_of(keys.document)))
+    tokens, held_by = keys.end - keys.start, np.zeros(int(unit.max(initial=-1)) + 1, dtype=np.int64)
+    held_by[unit] = server
+    receiver, away = held_by[keys.server], home != server
+    sent = keys.source != receiver
+    units = np.concatenate([unit, keys.server, unit[away], keys.server[sent]])
+    rank = np.concatenate([server, receiver, home[away], keys.source[sent]])
+    sent_rows, sent_tokens = transient.sent_query // split * rows, transient.sent_key // split_keys * tokens
+    amount = [transient.query // split * rows, transient.key // split_keys * tokens, sent_rows[away], sent_tokens[sent]]
+    index, inverse = np.unique(units * ranks + rank, return_inverse=True)
+    total = np.bincount(inverse, weights=np.concatenate(amount)).astype(np.int64)
+    return np.stack([index // ranks, index % ranks, total])
 
 
-def _first_fit(needs: _Needs, ranks: int, bound: int) -> tuple[IntArray, IntArray]:
+def _first_fit(needs: IntArray, ranks: int, bound: int) -> tuple[IntArray, IntArray]:
     """The wave of each unit, and bytes of each rank in each wave: shape (waves, ranks)."""
+    units, holder, bytes_ = needs
     # What a single unit needs cannot be avoided; a rank that passes the bound for one may use as much for others.
     limit, least = np.full(ranks, bound), np.full(ranks, np.iinfo(np.int64).max)
-    np.maximum.at(limit, needs.rank, needs.bytes)
-    np.minimum.at(least, needs.rank, needs.bytes)
+    np.maximum.at(limit, holder, bytes_)
+    np.minimum.at(least, holder, bytes_)
     loads = np.zeros((16, ranks), dtype=np.int64)
     # Waves before this have no room for anything on a rank.
     begin = [0] * ranks
-    bounds = np.flatnonzero(np.diff(needs.unit, prepend=-1, append=-1)).tolist()
+    bounds = np.flatnonzero(np.diff(units, prepend=-1, append=-1)).tolist()
     wave, count = np.zeros(max(len(bounds) - 1, 0), dtype=np.int64), 0
     for unit, (first, last) in enumerate(itertools.pairwise(bounds)):
-        rank, amount = needs.rank[first:last], needs.bytes[first:last]
+        rank, amount = holder[first:last], bytes_[first:last]
         low = max(count - _OPEN, *[begin[r] for r in rank.tolist()])
         fits = (loads[low:count, rank] + amount <= limit[rank]).all(axis=1)
         number = low + int(fits.argmax()) if fits.any() else count
@@ -285,11 +237,3 @@ def _first_fit(needs: _Needs, ranks: int, bound: int) -> tuple[IntArray, IntArra
             while begin[r] < count and loads[begin[r], r] + least[r] > limit[r]:
                 begin[r] += 1
     return wave, loads[:count]
-
-
-def _travels(plan: Plan) -> npt.NDArray[np.bool_]:
-    """Tasks that another rank than their home runs, or whose keys do not lie in one run of their home's tokens."""
-    layout = plan.layout
-    segment = layout.by_document[layout.segment_of(plan.place, plan.start)]
-    first = np.zeros_like(plan.start) if plan.window is None else np.maximum(plan.start - plan.window + 1, 0)
-    return np.asarray((plan.home != plan.server) | (first < layout.run[segment]))

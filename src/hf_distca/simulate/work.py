@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hf_distca.schedule.cost import CostModel, FloatArray, causal_pairs
 from hf_distca.schedule.layout import IntArray
-from hf_distca.schedule.load import NodeBytes, PlanLoad, wire_seconds
+from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import ALIKE, Ranks
 from hf_distca.schedule.waves import TransientBytes
@@ -174,23 +174,20 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
     pairs = float(load.pairs.sum())
     if not plan.moved:
         return Moves(attention, attention, nothing, nothing, nothing[0], pairs)
-    queries, keys, transfers, sent = load.query_tokens, load.key_tokens, load.needed_keys, load.sent_keys
+    queries, keys, transfers = load.query_tokens, load.key_tokens, load.needed_keys
     away = plan.home != plan.server
     # Where rows are given away, others no longer lie one after another: a call takes copies of them, and puts results back.
     left = sums(rows * plan.heads * ~away, plan.server, ranks) * (queries[0] > 0)
     taken = np.outer([1, 2], copy_seconds(setting, left * (shape.row_bytes + shape.key_value_bytes)))
-    source, server = (np.concatenate(pair) for pair in ((plan.home[away], sent.source), (plan.server[away], sent.server)))
-    query_tokens = (rows * plan.heads)[away]
 
     def seconds(query_bytes: int, key_bytes: int) -> FloatArray:
         # The way back takes as long as the way there: what counts is the busier of a rank's two roles.
-        messages = source, server, np.concatenate([query_tokens * query_bytes, load.key_messages * key_bytes])
-        moved = NodeBytes.of(messages, ranks, load.ranks.per_node or 1)
-        copied = copy_seconds(setting, sum(moved))  # packed where they leave, and put in place where they come
+        moved = load.bytes_of(query_bytes, key_bytes)
+        copied = copy_seconds(setting, np.sum(moved, axis=(0, 1)))  # packed where they leave, and put in place where they come
         # Relays pass keys on, and get their gradients, in an exchange of their own.
         exchanges = 2 if plan.relays is not None and key_bytes else 1
         fixed = exchanges * (cost.exchange_seconds + cost.peer_seconds * load.peers)
-        return np.asarray(np.maximum(*wire_seconds(moved, cost, load.ranks)) + copied + fixed)
+        return np.asarray(moved.seconds(cost, load.ranks).max(axis=0) + copied + fixed)
 
     saved_bytes = shape.query_bytes + 2 * shape.output_bytes + shape.lse_bytes
     dispatch = np.stack([seconds(shape.query_bytes, shape.key_value_bytes), seconds(saved_bytes, shape.key_value_bytes)])
@@ -205,7 +202,7 @@ def moves_of(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Mov
     received = (row_bytes.query + kernel.row) * queries[1] + (row_bytes.key + kernel.key) * keys[1]
     received = received + row_bytes.sent_query * queries[0] + row_bytes.sent_key * keys[0]
     received = received + (row_bytes.query // 2 + shape.query_bytes + row_bytes.key) * waiting
-    between = float(load.node_bytes.sent_between.sum())
+    between = float(load.node_bytes.between[0].sum())
     return Moves(attention + taken, unblocked, dispatch, back, received, pairs, between)
 
 

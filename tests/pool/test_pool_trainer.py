@@ -1,0 +1,238 @@
+"""With servers a Trainer has the world, data, checkpoints and losses that it has without them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from dealt_hybrids import Case as Hybrid
+from dealt_hybrids import train as train_hybrid
+from launches import Launch, Trained, pooled, unpooled
+from safetensors.torch import load_file
+from transformers import Trainer, TrainerCallback
+
+import hf_distca
+from hf_distca.run_report.rows import RECORD_NAME
+from tiny_runs import documents, losses, rows, settings
+from tiny_runs import make_trainer as tiny_trainer
+
+WORLDS = [(2, 1), *(pytest.param(*world, marks=pytest.mark.slow) for world in ((3, 1), (2, 2)))]
+
+
+class Noted(torch.utils.data.Dataset):
+    """Rows, and which of them were read on this rank."""
+
+    def __init__(self, count: int) -> None:
+        self.rows, self.read = rows(count), list[int]()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        self.read.append(number)
+        return self.rows[number]
+
+
+class GenerateOnRankZero(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if args.process_index == 0:
+            model.generate(torch.tensor([[1, 5, 9, 3]]), max_new_tokens=3, do_sample=False)
+            model.train()
+
+
+class Ahead(hf_distca.DistCATrainerMixin, Trainer):
+    pass
+
+
+class Sharing(hf_distca.DistCATrainerMixin, Trainer):
+    shares_tokens = True
+
+
+def make_trainer(*args: Any, **changes: Any) -> Trainer:
+    """With so large an epsilon, Adam does not make large steps of small gradients, and of their rounding."""
+    return tiny_trainer("distca", *args, adam_epsilon=1e-2, **changes)
+
+
+def same(ours: list[Trained], theirs: list[Trained]) -> None:
+    """Losses and norms of gradients are."""
+    for here, there in zip(ours, theirs, strict=True):
+        assert here.value["losses"] == pytest.approx(there.value["losses"], rel=1e-6)
+    assert ours[0].told["begin"] > 0
+    assert ours[0].share > 0.05
+
+
+def saved(rank: int, folder: str) -> dict[str, Any]:
+    data = Noted(12)
+    trainer = make_trainer(data, folder=folder, max_steps=4, save_strategy="steps", save_steps=2)
+    trainer.train()
+    args, accelerator = trainer.args, trainer.accelerator
+    world = (args.world_size, args.process_index, args.local_process_index, dist.get_world_size(), dist.get_rank())
+    world += (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index, args.train_batch_size)
+    return {"losses": losses(trainer), "world": world, "read": data.read}
+
+
+@pytest.mark.parametrize(("trainers", "servers"), WORLDS)
+def test_world_samplers_and_checkpoints_are_those_without_servers(
+    launch: Callable[[int, int], Launch], tmp_path: Path, trainers: int, servers: int
+) -> None:
+    started = launch(trainers, servers)
+    theirs = started(unpooled, saved, str(tmp_path / "without"))
+    ours = started(pooled, saved, str(tmp_path / "with"))
+    same(ours, theirs)
+    for rank, (here, there) in enumerate(zip(ours, theirs, strict=True)):
+        assert here.value["world"] == there.value["world"]
+        assert here.value["world"][:2] == (trainers, rank)
+        assert here.value["read"] == there.value["read"]
+    files = [{str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*.*")} for name in ("with", "without")]
+    assert files[0] == files[1]
+    assert f"checkpoint-4/rng_state_{trainers - 1}.pth" in files[0]
+    for name in files[0] - {RECORD_NAME}:
+        check_equal_files(tmp_path / "with" / name, tmp_path / "without" / name)
+
+
+def check_equal_files(ours: Path, theirs: Path) -> None:
+    match ours.suffix:
+        case ".safetensors":
+            torch.testing.assert_close(load_file(ours), load_file(theirs), rtol=1e-6, atol=1e-7)
+        case ".pt" | ".pth" if ours.name != "scheduler.pt":
+            pair = [_tensors(torch.load(path, weights_only=False)) for path in (ours, theirs)]
+            torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-7)
+        case ".json" if ours.name == "trainer_state.json":
+            states = [json.loads(path.read_text()) for path in (ours, theirs)]
+            assert states[0].keys() == states[1].keys()
+            assert states[0]["global_step"] == states[1]["global_step"]
+        case ".json":
+            assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
+        case "":  # a folder
+            assert ours.is_dir()
+
+
+def _tensors(value: Any) -> Any:
+    """What can be compared of a saved state."""
+    match value:
+        case dict():
+            return {str(name): _tensors(inner) for name, inner in value.items()}
+        case list() | tuple():
+            return [_tensors(inner) for inner in value]
+        case torch.Tensor() | np.ndarray():
+            return torch.as_tensor(np.asarray(value))
+        case bool() | int() | float():
+            return float(value)
+    return str(value) and 0.0
+
+
+def evaluated(rank: int, balance_evaluation: bool, ping_pong: bool) -> dict[str, Any]:
+    trainer = make_trainer(
+        rows(8),
+        eval_dataset=[*rows(4), {"documents": [[5, 6, 7], [8] * 30]}],  # 5 rows, of several lengths
+        callbacks=[GenerateOnRankZero()],
+        config=settings(ping_pong=ping_pong, balance_evaluation=balance_evaluation),
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    trainer.train()
+    return {"losses": losses(trainer)}
+
+
+@pytest.mark.parametrize("balance_evaluation", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_evaluation_between_steps(launch: Callable[[int, int], Launch], balance_evaluation: bool) -> None:
+    started = launch(2, 1)
+    theirs, ours = (started(run, evaluated, balance_evaluation, True) for run in (unpooled, pooled))
+    same(ours, theirs)
+    halves, layers, batches = 2, 2, 3 if balance_evaluation else 0
+    assert ours[0].told["begin"] == halves * layers * (2 * 4 + 2 * batches)
+
+
+def in_turn(rank: int, kind: type[Trainer]) -> dict[str, Any]:
+    """A Trainer that trains twice, one with other settings, and one with those of the process."""
+    hf_distca.configure(settings())
+    arguments: dict[str, Any] = {"kind": kind, "max_steps": 3, "gradient_accumulation_steps": 2}
+    first = make_trainer(rows(12), **arguments)
+    first.train()
+    first.train()
+    second = make_trainer(rows(12), config=settings(ping_pong=True), **arguments)
+    second.train()
+    third = make_trainer(rows(12), distca=hf_distca.DistCACallback(record=False), **arguments)
+    third.train()
+    return {"losses": [*losses(first), *losses(second), *losses(third)]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Trainer, Ahead, Sharing])
+@pytest.mark.parametrize(("trainers", "servers"), [(2, 1), (3, 1)])
+def test_trainers_one_after_another(
+    launch: Callable[[int, int], Launch], trainers: int, servers: int, kind: type[Trainer]
+) -> None:
+    started = launch(trainers, servers)
+    theirs, ours = started(unpooled, in_turn, kind), started(pooled, in_turn, kind)
+    same(ours, theirs)
+    (server, *_) = started.served()
+    assert server.kept["Serving"] == 0
+    assert server.kept["_Used"] + server.kept["Planned"] + server.kept["Planning"] <= 4 * 2
+
+
+def dealt(rank: int, ping_pong: bool, workers: int) -> dict[str, Any]:
+    data = datasets.Dataset.from_dict({"input_ids": documents(200, 7, 1, 33, 90, 64, 12, 150, 5, 80)})
+    config = settings(ping_pong=ping_pong, balance_evaluation=True)
+    trainer = make_trainer(
+        data, config=config, max_steps=4, remove_unused_columns=True, eval_dataset=data, dataloader_num_workers=workers
+    )
+    hf_distca.deal(trainer, 96, evaluation=True)
+    trainer.train()
+    trainer.evaluate()
+    return {"losses": losses(trainer)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize(("trainers", "servers"), [(2, 1), (3, 1), (2, 2)])
+def test_dealt_documents_of_a_trainer(launch: Callable[[int, int], Launch], trainers: int, servers: int, ping_pong: bool) -> None:
+    started = launch(trainers, servers)
+    theirs, ours = (started(run, dealt, ping_pong, 0) for run in (unpooled, pooled))
+    same(ours, theirs)
+    assert all(server.kernel_calls > 0 for server in started.served())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_dealt_documents_that_workers_plan() -> None:
+    started = Launch(2, 1, daemon=False)  # which have workers
+    try:
+        theirs, ours = (started(run, dealt, True, 1, timeout=250.0) for run in (unpooled, pooled))
+        same(ours, theirs)
+    finally:
+        started.close()
+
+
+def hybrid(rank: int, case: Hybrid) -> dict[str, Any]:
+    run = train_hybrid(rank, case)
+    return {"losses": run.losses, "weights": run.weights, "cut": (run.spanning, run.state_exchanges, run.halves)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "servers"),
+    [
+        (Hybrid("nemotron_h"), 1),
+        (Hybrid("qwen3_next", checkpointing=True), 1),
+        (Hybrid("qwen3_next", ping_pong=True), 2),
+        (Hybrid("nemotron_h", 3, checkpointing=False, sharded=True, ping_pong=True), 1),
+        (Hybrid("nemotron_h", evaluation=True), 1),
+    ],
+    ids=str,
+)
+def test_dealt_documents_of_a_hybrid_model(launch: Callable[[int, int], Launch], case: Hybrid, servers: int) -> None:
+    started = launch(case.ranks, servers)
+    theirs, ours = (started(run, hybrid, case, timeout=200.0) for run in (unpooled, pooled))
+    same(ours, theirs)
+    for here, there in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(here.value["weights"], there.value["weights"], rtol=1e-5, atol=1e-7)
+        assert here.value["cut"] == there.value["cut"]
