@@ -49,7 +49,7 @@ def test_training_with_a_server_that_comes_late_is_training_without(running: For
     alone = running.trainers(2, [], STEPS)
     assert ended(*alone) == [0, 0], alone[0].output
     trainers = running.trainers(2, [port], STEPS)
-    time.sleep(3)
+    time.sleep(2)
     server = running.server(port)
     assert ended(*trainers, server) == [0, 0, 0], trainers[0].output
     assert losses(trainers[0]) == pytest.approx(losses(alone[0]), rel=1e-6)
@@ -63,7 +63,12 @@ def test_training_with_a_server_that_comes_late_is_training_without(running: For
     [
         ("SIGKILL", -9, r"is silent \(dead or stuck: look at its log, and start it again before training goes on\)"),
         ("SIGTERM", 143, "ended: told to by SIGTERM"),
-        ("SIGSTOP", None, r"is silent \(dead or stuck: look at its log, and start it again before training goes on\)"),
+        pytest.param(
+            "SIGSTOP",
+            None,
+            r"is silent \(dead or stuck: look at its log, and start it again before training goes on\)",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_server_that_ends_while_others_train(name: str, status: int | None, what: str, running: Forks, port: int) -> None:
@@ -87,12 +92,12 @@ def test_a_server_that_ends_while_others_train(name: str, status: int | None, wh
 @pytest.mark.parametrize(
     ("fault", "statuses", "last"),
     [
-        ("raises:0", [1, 1], "the run failed, see the log of rank 0"),
+        pytest.param("raises:0", [1, 1], "the run failed, see the log of rank 0", marks=pytest.mark.slow),
         ("raises:1", [1, 1], "the run failed, see the log of rank 0"),
         ("dies:0", [-9, 1], r"rank 0 has ended without a word, see its log \(.*\)"),
-        ("dies:1", [1, -9], "the run failed, see the log of rank 0"),
-        ("exits:0", [0, 1], "the run is over"),
-        ("exits:1", [1, 0], "the run failed, see the log of rank 0"),
+        pytest.param("dies:1", [1, -9], "the run failed, see the log of rank 0", marks=pytest.mark.slow),
+        pytest.param("exits:0", [0, 1], "the run is over", marks=pytest.mark.slow),
+        pytest.param("exits:1", [1, 0], "the run failed, see the log of rank 0", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_trains_ends_before_the_others(fault: str, statuses: list[int], last: str, running: Forks, port: int) -> None:
@@ -103,7 +108,7 @@ def test_a_rank_that_trains_ends_before_the_others(fault: str, statuses: list[in
     check_server(server, port, last)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_ranks_that_train_are_told_to_end(name: str, running: Forks, port: int) -> None:
     server = running.server(port)
     trainers = running.trainers(2, [port], ENDLESS)
@@ -153,7 +158,7 @@ def test_ranks_of_which_none_finds_all_servers_say_so_on_all(running: Forks) -> 
 
 
 def test_two_servers_at_one_address(running: Forks, port: int) -> None:
-    first = running.server(port, "--wait=6")
+    first = running.server(port, "--wait=3")
     first.wait_for("waits on cpu")
     second = running.server(port)
     assert ended(second, first) == [2, 1]
@@ -161,7 +166,7 @@ def test_two_servers_at_one_address(running: Forks, port: int) -> None:
         f"hf-distca: a server cannot listen at 127.0.0.1:{port}: Address already in use. Another one may be there: give each an "
         "address of its own.\n"
     )
-    check_server(first, port, "no ranks came within 6 s")
+    check_server(first, port, "no ranks came within 3 s")
 
 
 def test_strangers_do_not_keep_a_server(running: Forks, port: int) -> None:
@@ -178,6 +183,7 @@ def test_strangers_do_not_keep_a_server(running: Forks, port: int) -> None:
     check_server(server, port, "the run is over")
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_a_spare_server_that_is_told_to_end(running: Forks) -> None:
     ports = free_ports(2)
     alone = running.trainers(2, [], 20)

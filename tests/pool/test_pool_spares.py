@@ -49,7 +49,7 @@ def launch() -> Iterator[Launch]:
                 Exact(steps=8, checkpointing=True),
                 Exact("windows", "dealt", steps=16),
                 Exact("windows", "dealt", steps=16, checkpointing=True, changes={"ping_pong": True}),
-                Exact("sinks", "shared", steps=8),
+                Exact("sinks", "shared", steps=4),
                 Exact(documents="spanning", steps=8, changes={"documents_span_ranks": True}),
             )
         ),
