@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import socket
 import sys
 import time
@@ -73,6 +74,8 @@ class Pool:
         world = dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._joined is not None and self._joined[0] is world and not self._joined[1].left:
             return self._joined[1]
+        if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return AttentionGroup()  # before ranks have met: this one is alone, as without servers
         if world is None:
             seconds, rank, ranks, backend = timeout_seconds or _ALONE_SECONDS, 0, 1, _backend_alone()
             store: Store = TCPStore("0.0.0.0", 0, None, True, timedelta(seconds=seconds), wait_for_workers=False)
