@@ -25,21 +25,22 @@ class Bounds(NamedTuple):
 
 
 BOUNDS = {
-    "agreement": Bounds(files=9, lines=1914, longest_file=312, longest_function=29, parameters=5, pronouns=0),
-    "cli": Bounds(files=13, lines=1203, longest_file=220, longest_function=51, parameters=9, pronouns=0),
+    "agreement": Bounds(files=9, lines=2008, longest_file=312, longest_function=29, parameters=5, pronouns=0),
+    "cli": Bounds(files=14, lines=1252, longest_file=220, longest_function=51, parameters=13, pronouns=0),
     "data": Bounds(files=6, lines=895, longest_file=250, longest_function=32, parameters=6, pronouns=0),
     "doctor": Bounds(files=4, lines=421, longest_file=195, longest_function=31, parameters=4, pronouns=0),
-    "integration": Bounds(files=21, lines=4261, longest_file=369, longest_function=86, parameters=16, pronouns=0),
+    "integration": Bounds(files=21, lines=4334, longest_file=421, longest_function=86, parameters=16, pronouns=0),
     "kernels": Bounds(files=9, lines=1565, longest_file=300, longest_function=35, parameters=5, pronouns=0),
     "measure": Bounds(files=5, lines=676, longest_file=298, longest_function=34, parameters=8, pronouns=0),
     "pipeline": Bounds(files=8, lines=2101, longest_file=423, longest_function=41, parameters=6, pronouns=0),
     "plugins": Bounds(files=2, lines=92, longest_file=91, longest_function=28, parameters=2, pronouns=0),
+    "pool": Bounds(files=5, lines=924, longest_file=331, longest_function=35, parameters=5, pronouns=0),
     "recurrent": Bounds(files=6, lines=931, longest_file=260, longest_function=37, parameters=5, pronouns=0),
     "run_report": Bounds(files=5, lines=807, longest_file=246, longest_function=27, parameters=4, pronouns=0),
-    "runtime": Bounds(files=14, lines=2397, longest_file=340, longest_function=43, parameters=5, pronouns=0),
+    "runtime": Bounds(files=15, lines=2594, longest_file=366, longest_function=36, parameters=5, pronouns=0),
     "schedule": Bounds(files=18, lines=3953, longest_file=425, longest_function=52, parameters=7, pronouns=0),
     "simulate": Bounds(files=17, lines=2921, longest_file=265, longest_function=43, parameters=6, pronouns=0),
-    "top": Bounds(files=7, lines=1087, longest_file=312, longest_function=30, parameters=5, pronouns=0),
+    "top": Bounds(files=7, lines=1193, longest_file=354, longest_function=30, parameters=5, pronouns=0),
 }
 # Names that may still occur more than once. Of each other name there is one.
 SHARED_FILE_NAMES: set[str] = set()

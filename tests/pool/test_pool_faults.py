@@ -169,6 +169,12 @@ def test_two_servers_at_one_address(running: Forks, port: int) -> None:
     check_server(first, port, "no ranks came within 3 s")
 
 
+def test_a_device_that_is_not_there(running: Forks, port: int) -> None:
+    server = running.server(port, "--device=gpu")
+    assert ended(server) == [2]
+    assert server.output.startswith("hf-distca: no server can compute on device 'gpu': ")
+
+
 def test_strangers_do_not_keep_a_server(running: Forks, port: int) -> None:
     server = running.server(port)
     server.wait_for("waits on cpu")
