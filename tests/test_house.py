@@ -26,7 +26,7 @@ class Bounds(NamedTuple):
 
 BOUNDS = {
     "agreement": Bounds(files=9, lines=2008, longest_file=312, longest_function=29, parameters=5, pronouns=0),
-    "cli": Bounds(files=14, lines=1259, longest_file=220, longest_function=51, parameters=13, pronouns=0),
+    "cli": Bounds(files=14, lines=1252, longest_file=220, longest_function=51, parameters=13, pronouns=0),
     "data": Bounds(files=6, lines=895, longest_file=250, longest_function=32, parameters=6, pronouns=0),
     "doctor": Bounds(files=4, lines=428, longest_file=195, longest_function=31, parameters=4, pronouns=0),
     "integration": Bounds(files=21, lines=4334, longest_file=421, longest_function=86, parameters=16, pronouns=0),
@@ -34,7 +34,7 @@ BOUNDS = {
     "measure": Bounds(files=5, lines=676, longest_file=298, longest_function=34, parameters=8, pronouns=0),
     "pipeline": Bounds(files=8, lines=2083, longest_file=423, longest_function=41, parameters=6, pronouns=0),
     "plugins": Bounds(files=2, lines=92, longest_file=91, longest_function=28, parameters=2, pronouns=0),
-    "pool": Bounds(files=5, lines=908, longest_file=331, longest_function=36, parameters=5, pronouns=0),
+    "pool": Bounds(files=5, lines=927, longest_file=331, longest_function=36, parameters=5, pronouns=0),
     "recurrent": Bounds(files=6, lines=931, longest_file=260, longest_function=37, parameters=5, pronouns=0),
     "run_report": Bounds(files=5, lines=809, longest_file=246, longest_function=27, parameters=4, pronouns=0),
     "runtime": Bounds(files=15, lines=2594, longest_file=366, longest_function=36, parameters=5, pronouns=0),

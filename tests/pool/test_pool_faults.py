@@ -73,7 +73,7 @@ def test_training_with_a_server_that_comes_late_is_training_without(running: For
 )
 def test_a_server_that_ends_while_others_train(name: str, status: int | None, what: str, running: Forks, port: int) -> None:
     server = running.server(port)
-    trainers = running.trainers(2, [port], ENDLESS, "", 5.0 if name == "SIGSTOP" else 40.0)
+    trainers = running.trainers(2, [port], ENDLESS, "", 5.0 if name == "SIGSTOP" else 15.0)
     trainers[0].wait_for("step 3")
     server.send(signal.Signals[name])
     assert ended(*trainers) == [1, 1]
@@ -167,6 +167,12 @@ def test_two_servers_at_one_address(running: Forks, port: int) -> None:
         "address of its own.\n"
     )
     check_server(first, port, "no ranks came within 3 s")
+
+
+def test_a_device_that_is_not_there(running: Forks, port: int) -> None:
+    server = running.server(port, "--device=gpu")
+    assert ended(server) == [2]
+    assert server.output.startswith("hf-distca: no server can compute on device 'gpu': ")
 
 
 def test_strangers_do_not_keep_a_server(running: Forks, port: int) -> None:

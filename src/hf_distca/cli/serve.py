@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
@@ -29,16 +28,10 @@ def serve(
     Ends with the ranks that it served, and says what it did.
     """
     from hf_distca.errors import DistCAError
-    from hf_distca.pool.launch import QUIET, listen_at, parse_address
+    from hf_distca.pool.launch import listen_at, parse_address, serve_alone
 
     try:
-        listening = listen_at(*parse_address(address))
+        status = serve_alone(listen_at(*parse_address(address)), device, wait)
     except DistCAError as error:
         fail(str(error))
-    os.environ |= QUIET
-    import torch
-
-    from hf_distca.pool.server import serve as serve_ranks
-
-    named = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
-    raise SystemExit(serve_ranks(listening, torch.device(named), wait))
+    raise SystemExit(status)

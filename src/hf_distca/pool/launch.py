@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 
 from hf_distca.errors import ConfigError
 
-__all__ = ["QUIET", "Place", "listen_at", "parse_address", "published", "serve_launched"]
+__all__ = ["QUIET", "Place", "listen_at", "parse_address", "published", "serve_alone", "serve_launched"]
 
 # What keeps torch from writing frames of C++ where a connection ends, as all do with rank 0.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -101,6 +101,25 @@ def listen_at(host: str, port: int) -> socket.socket:
             f"a server cannot listen at {host}:{port}: {os.strerror(error.errno or 0)}. Another one may be there: give each "
             "an address of its own."
         ) from error
+
+
+def serve_alone(listening: socket.socket, device: str | None, wait_seconds: float | None) -> int:
+    """Be a server that was started by itself, on the device of this name; for the rest see `serve`.
+
+    Raises:
+        ConfigError: if there is no such device.
+    """
+    os.environ |= QUIET
+    import torch
+
+    from hf_distca.pool.server import serve
+
+    try:
+        computing = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=computing)
+    except (AssertionError, RuntimeError) as error:
+        raise ConfigError(f"no server can compute on device {device!r}: {str(error).splitlines()[0]}") from error
+    return serve(listening, computing, wait_seconds)
 
 
 def serve_launched(number: int, attempt: str, wait_seconds: float, local: int) -> NoReturn:
