@@ -128,8 +128,9 @@ class PlanLoad:
         away = np.flatnonzero(plan.home != plan.server)
         rows = ((plan.end - plan.start) * plan.heads)[away]
         keys = (sent.end - sent.start) * layout.heads_of(sent.document)
-        source, server = np.append(plan.home[away], sent.source), np.append(plan.server[away], sent.server)
-        return Traffic(source, server, np.append(rows, np.zeros(len(keys))), np.append(np.zeros(len(rows)), keys))
+        source, server = np.concatenate([plan.home[away], sent.source]), np.concatenate([plan.server[away], sent.server])
+        tokens = np.concatenate([rows, np.zeros_like(keys)]), np.concatenate([np.zeros_like(rows), keys])
+        return Traffic(source, server, *tokens)
 
     @cached_property
     def query_tokens(self) -> FloatArray:

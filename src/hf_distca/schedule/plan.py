@@ -111,7 +111,8 @@ class Plan:
         outside = (self.start < 0) | (layout.document[segment] != self.document) | (self.start >= self.end)
         outside |= (self.end > layout.end[segment]) | (self.home != layout.rank[segment]) | ~layout.queries[segment]
         self._refuse(outside, "does not lie in one segment of its home rank")
-        expected = np.where(changes(segment), layout.start[segment], np.append(0, self.end)[:-1])
+        expected = layout.start[segment]
+        expected[1:] = np.where(segment[1:] == segment[:-1], self.end[:-1], expected[1:])
         wrong = self.start != expected
         following = expected[wrong.argmax()] if len(wrong) else 0
         self._refuse(wrong, f"starts where position {following} is next: every query token must be computed once")

@@ -56,8 +56,8 @@ class Ranks:
 
     def seen_by(self, cost: CostModel) -> Ranks:
         """These ranks without nodes, if they make no difference to a cost model."""
-        same = self.per_node in (None, 1) or cost.node_bytes_per_second is None
-        return replace(self, per_node=None) if same else self
+        same = self.per_node == 1 or cost.node_bytes_per_second is None
+        return replace(self, per_node=None) if same and self.per_node is not None else self
 
     def in_nodes(self, cost: CostModel) -> bool:
         """Whether exchanges inside nodes take another time than those between them."""

@@ -30,7 +30,10 @@ Array = TypeVar("Array", IntArray, FloatArray)
 
 def senders(keys: KeyTransfers, relays: Relays | None) -> KeyTransfers:
     """What servers need from other ranks, with the rank that sends it as `source`: a relay, or one that holds it."""
-    rows, relay = routed(_only(keys, keys.source != keys.server), relays)
+    away = _only(keys, keys.source != keys.server)
+    if relays is None:
+        return away
+    rows, relay = routed(away, relays)
     return rows._replace(source=np.where((relay < 0) | (relay == rows.server), rows.source, relay))
 
 
