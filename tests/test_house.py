@@ -32,7 +32,7 @@ BOUNDS = {
     "integration": Bounds(files=21, lines=4334, longest_file=421, longest_function=86, parameters=16, pronouns=0),
     "kernels": Bounds(files=9, lines=1565, longest_file=300, longest_function=35, parameters=5, pronouns=0),
     "measure": Bounds(files=5, lines=676, longest_file=298, longest_function=34, parameters=8, pronouns=0),
-    "pipeline": Bounds(files=8, lines=2083, longest_file=423, longest_function=41, parameters=6, pronouns=0),
+    "pipeline": Bounds(files=8, lines=2085, longest_file=423, longest_function=41, parameters=6, pronouns=0),
     "plugins": Bounds(files=2, lines=92, longest_file=91, longest_function=28, parameters=2, pronouns=0),
     "pool": Bounds(files=5, lines=927, longest_file=331, longest_function=36, parameters=5, pronouns=0),
     "recurrent": Bounds(files=6, lines=931, longest_file=260, longest_function=37, parameters=5, pronouns=0),

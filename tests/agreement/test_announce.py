@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stand_ins import MadeUpGroup
 
-from hf_distca.agreement.announce import Announcement, Announcements, PlanKey, agree, common_facts, fingerprint, layout_of
+from hf_distca.agreement.announce import (
+    HEADER,
+    Announcement,
+    Announcements,
+    PlanKey,
+    agree,
+    common_facts,
+    fingerprint,
+    layout_of,
+)
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
@@ -47,7 +56,7 @@ def test_documents_of_all_ranks_are_read_as_they_were_announced(first: list[list
 @given(LENGTHS)
 def test_a_document_on_one_rank_is_announced_as_one_number(ranks: list[list[int]]) -> None:
     sizes = {len(announcement(packed(lengths)).row()) - len(lengths) for lengths in ranks}
-    assert sizes == {7 + 4 + 4}
+    assert sizes == {HEADER + 4 + 4}
 
 
 def test_documents_over_ranks_are_announced_with_number_and_start() -> None:
@@ -111,7 +120,7 @@ def test_settings_and_costs_are_in_the_fingerprint() -> None:
 
 def test_one_rank_with_many_documents_makes_no_other_row_longer() -> None:
     many, few = announcement(packed([1] * 1024)).row(), announcement(packed([1024])).row()
-    assert (len(many), len(few)) == (15 + 1024, 15 + 1)
+    assert (len(many), len(few)) == (HEADER + 8 + 1024, HEADER + 8 + 1)
     (stated,) = Announcements.read([many, few]).stated()
     assert stated.counts.tolist() == [1024, 1]
     assert np.array_equal(layout_of(stated).offsets, [0, 1024, 1025])

@@ -15,7 +15,7 @@ from stand_ins import MadeUpGroup
 from device_events import Device
 from hf_distca.agreement import history as history_module
 from hf_distca.agreement import planner as planner_module
-from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.announce import HEADER, PlanKey
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planned import Planned
 from hf_distca.agreement.planner import Planner
@@ -147,8 +147,8 @@ def test_of_micro_batches_that_nobody_gathers_some_are_kept(monkeypatch: pytest.
 
     def others(row: np.ndarray) -> list[np.ndarray]:
         other = row.copy()
-        if running and len(row) > 9:
-            other[7 : 7 + 4 * row[5] : 4] = -1
+        if running and len(row) > HEADER + 2:
+            other[HEADER : HEADER + 4 * row[5] : 4] = -1
         return [row, other]
 
     ours, group = planner(), MadeUpGroup(2, others)
@@ -165,9 +165,9 @@ def test_a_measurement_with_kernels_that_still_run_is_left_out_on_all_ranks() ->
 
     def others(row: np.ndarray) -> list[np.ndarray]:
         other = row.copy()
-        if len(row) > 9 and row[5]:  # one measured plan: this rank is done, the other is not
-            other[7] = -1
-            unfinished.append(row[7])
+        if len(row) > HEADER + 2 and row[5]:  # one measured plan: this rank is done, the other is not
+            other[HEADER] = -1
+            unfinished.append(row[HEADER])
         return [row, other]
 
     ours, group = planner(), MadeUpGroup(2, others)

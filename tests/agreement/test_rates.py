@@ -14,7 +14,7 @@ import pytest
 from stand_ins import MadeUpGroup
 
 from hf_distca.agreement import dealt as dealt_module
-from hf_distca.agreement.announce import PlanKey
+from hf_distca.agreement.announce import HEADER, PlanKey
 from hf_distca.agreement.dealt import Dealing
 from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planned import Observation
@@ -80,11 +80,11 @@ class World:
     def _rows(self, row: np.ndarray) -> list[np.ndarray]:
         if len(row) == 4:
             return list(self.measured) if self.measured is not None else []
-        if len(row) < 7:
+        if len(row) < HEADER:
             return [row] * RANKS
         made = []
         for rank in range(RANKS):
-            header, lengths = row[:7].copy(), self.lengths[rank]
+            header, lengths = row[:HEADER].copy(), self.lengths[rank]
             figures = self.measured[rank] if row[5] and self.measured is not None else []
             made.append(np.concatenate([header, figures, [0, 0, 0, len(lengths)], lengths]).astype(np.int64))
         return made
@@ -335,7 +335,7 @@ class Slow(MadeUpGroup):
         theirs = row.copy()
         theirs[-2] = 1  # its rank
         if theirs[5]:
-            theirs[7] = row[7] * 2
+            theirs[HEADER] = row[HEADER] * 2
         return theirs
 
 

@@ -413,7 +413,7 @@ def test_what_children_begin_with_lies_in_the_package(tmp_path: Path) -> None:
     customized, begun = done.stdout.split(maxsplit=1)[0], done.stdout.partition(" ")[2]
     assert customized == "True", done.stderr
     assert begun.startswith(
-        "Options(attn_implementation='distca', summary=False, instead_of='sdpa', tokens_per_rank=64, settings={'tile': 64})"
+        "Options(attn_implementation='distca', summary=False, instead_of='sdpa', tokens_per_rank=64, settings={'tile': 64}, "
     )
     added = begun.split()[-1].removesuffix(before).rstrip(os.pathsep).split(os.pathsep)
     assert all(Path(path).is_relative_to(package) for path in added), added

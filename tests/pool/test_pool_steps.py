@@ -189,7 +189,7 @@ def test_servers_end_with_the_ranks_that_train_and_say_what_they_did() -> None:
         (said,) = started.said()
     finally:
         started.close()
-    assert "is rank 2 of 3, and serves ranks 0 to 1" in said
+    assert "is rank 2 of 3, and serves the 2 that train" in said
     done = re.search(
         r"served (\d+) calls of attention in (\d+) micro-batches: .* s in kernels of .* ended: the run is over", said
     )

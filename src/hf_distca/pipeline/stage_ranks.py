@@ -82,6 +82,7 @@ class StepRow(NamedTuple):
         plans: digest of the plans.
         batch, tokens: shape of a micro-batch, which the stages of a copy of the model must have in common.
         tied: `checksum` of this stage's copy of a tied weight, 0 if it has none.
+        leaves: 0, for no stage leaves.
     """
 
     way: int
@@ -91,6 +92,7 @@ class StepRow(NamedTuple):
     batch: int
     tokens: int
     tied: int
+    leaves: int = 0
 
 
 def find_ranks(stage: Stage, session: Session, facts: Facts) -> tuple[Pipeline, StageAttention]:
