@@ -63,7 +63,7 @@ def test_plans_are_made_beside_what_the_caller_does(monkeypatch: pytest.MonkeyPa
     assert group.gathered == ["planning micro-batch 1"]
     assert not planning.plans.done()
     waits.set()
-    (planned,) = ours.finish(planning, group)
+    (planned,) = ours.finish(planning)
     assert thread[0] is not threading.current_thread()
     assert len(group.gathered) == 2
     assert planned.plan.layout.world_size == 2
@@ -77,7 +77,7 @@ def test_what_goes_wrong_beside_is_raised_where_plans_are_taken(monkeypatch: pyt
     ours, group = planner(), MadeUpGroup(2)
     planning = ours.begin([(documents(96), KEY)], group, beside=True)
     with pytest.raises(ValueError, match="no plan today"):
-        ours.finish(planning, group)
+        ours.finish(planning)
 
 
 def test_plans_that_differ_are_named_by_rank() -> None:
