@@ -45,6 +45,7 @@ def check_server(server: Started, port: int, last: str) -> None:
     assert re.search(rf"; ended: {last}$", ours[-1]), server.output
 
 
+@pytest.mark.slow
 def test_training_with_a_server_that_comes_late_is_training_without(running: Forks, port: int) -> None:
     alone = running.trainers(2, [], STEPS)
     assert ended(*alone) == [0, 0], alone[0].output
@@ -108,7 +109,8 @@ def test_a_rank_that_trains_ends_before_the_others(fault: str, statuses: list[in
     check_server(server, port, last)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_ranks_that_train_are_told_to_end(name: str, running: Forks, port: int) -> None:
     server = running.server(port)
     trainers = running.trainers(2, [port], ENDLESS)
@@ -146,6 +148,7 @@ def test_servers_that_cannot_take_part(running: Forks) -> None:
     assert ended(serving) == [1]
 
 
+@pytest.mark.slow
 def test_ranks_of_which_none_finds_all_servers_say_so_on_all(running: Forks) -> None:
     here, nobody = free_ports(2)
     server = running.server(here)
@@ -175,6 +178,7 @@ def test_a_device_that_is_not_there(running: Forks, port: int) -> None:
     assert server.output.startswith("hf-distca: no server can compute on device 'gpu': ")
 
 
+@pytest.mark.slow
 def test_strangers_do_not_keep_a_server(running: Forks, port: int) -> None:
     server = running.server(port)
     server.wait_for("waits on cpu")
