@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
 from hf_distca.integration.session import Session, current_session
@@ -30,6 +29,7 @@ from hf_distca.pool.lead import Pool
 from machine import describe
 from output import add_json_option, put_out
 from processes import add_model_options, in_turns, rounds, setting_of
+from step_time import plain_model_of
 
 WAYS = {
     "one process": {"balance": False},
@@ -52,19 +52,7 @@ class Steps:
     """Times training steps on one document."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        torch.manual_seed(0)
-        hidden = arguments.heads * 64
-        config = LlamaConfig(
-            hidden_size=hidden,
-            intermediate_size=hidden * 172 // 64,
-            num_hidden_layers=arguments.layers,
-            num_attention_heads=arguments.heads,
-            num_key_value_heads=max(arguments.heads // 2, 1),
-            vocab_size=512,
-            max_position_embeddings=arguments.tokens,
-            attn_implementation="distca",
-        )
-        self.model = LlamaForCausalLM(config).train()
+        self.model = plain_model_of(arguments, "distca")
         self.ids = torch.randint(0, 512, (1, arguments.tokens))
 
     def step(self, way: str) -> tuple[float, float, float]:

@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from urllib.parse import quote, unquote
 
 from hf_distca.errors import ConfigError, DistCAError
-from hf_distca.pool.launch import QUIET, Place, parse_address
 from hf_distca.register import check_stand_in, when_imported, when_models_load
 
 __all__ = ["Options", "begin", "find_command", "find_module", "read_options", "run_command", "run_module"]
@@ -84,13 +83,12 @@ class Options(NamedTuple):
         if self.instead_of is not None:
             check_stand_in(self.instead_of)
         for name, least in (("servers", 0), ("server_wait", 1)):
-            if (
-                isinstance(getattr(self, name), bool)
-                or not isinstance(getattr(self, name), int | float)
-                or getattr(self, name) < least
-            ):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be at least {least}.")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
+                raise ConfigError(f"{name}={value!r} must be at least {least}.")
         for address in self.server_address:
+            from hf_distca.pool.launch import parse_address
+
             parse_address(address)
         return self
 
@@ -155,6 +153,8 @@ def _take_place(options: Options) -> Options:
 
     A process that no launcher started, which may be the launcher, stays what it is.
     """
+    from hf_distca.pool.launch import QUIET, Place
+
     place = Place.of(os.environ)
     if place is None:
         return options

@@ -230,7 +230,7 @@ class Lead:
                 raise self._lost(name, error) from error
 
     def number(self, known: object) -> int:
-        """As in `runtime.group.Lead`."""
+        """As in `StepLead`."""
         number = next(self._numbers)
         finalize(known, self._forgotten.append, number)  # at any time, in any thread
         return number

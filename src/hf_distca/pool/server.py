@@ -76,7 +76,7 @@ def serve(listening: socket.socket, device: torch.device, wait_seconds: float | 
         say(f"waits on {device} for the ranks that train")
         words = _accept(listening, partial(_why_not, device, say), wait_seconds)
         invitation = _invitation(words, wait_seconds)
-        server = Server(seats(invitation, _store(invitation, words.there), invitation["number"]), invitation["seconds"], device)
+        server = Server(seats(invitation, _store(invitation), invitation["number"]), invitation["seconds"], device)
         say(server.role)
         Thread(target=_refuse, args=[listening], name="distca refusals", daemon=True).start()
         if invitation["spare"]:
@@ -304,8 +304,8 @@ def _invitation(words: Words, seconds: float | None) -> Mapping[str, Any]:
     return invitation
 
 
-def _store(invitation: Mapping[str, Any], there: str) -> Store:
-    """The store in which all meet; it is on the host of rank 0 where its address means any host."""
+def _store(invitation: Mapping[str, Any]) -> Store:
+    """The store in which all meet."""
     seconds = timedelta(seconds=invitation["seconds"])
     try:
         return TCPStore(invitation["host"], invitation["port"], None, False, seconds, wait_for_workers=False)

@@ -44,7 +44,7 @@ class Words:
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             connected.setsockopt(socket.IPPROTO_TCP, option, _ALIVE_SECONDS)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _ALIVE_TIMES)
-        self.here, self.there = connected.getsockname()[0], connected.getpeername()[0]
+        self.here = connected.getsockname()[0]
         self._socket, self._seconds, self._came = connected, seconds, b""
 
     def send(self, word: Any) -> None:

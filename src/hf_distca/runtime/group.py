@@ -201,7 +201,7 @@ class AttentionGroup:
             self.lead.tell(step, {"session": self.session, **arguments})
 
     def number(self, known: object) -> int:
-        """As `Lead.number`; 0 where this rank tells servers nothing."""
+        """As `StepLead.number`; 0 where this rank tells servers nothing."""
         return 0 if self.lead is None else self.lead.number(known)
 
     def at(self, where: str, forward_exchanges: int) -> AttentionGroup:
