@@ -12,9 +12,9 @@ from ranks import RankPool
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
-# Of one pool. Calls leave communicators, and each of their threads wakes up a hundred times a second: after some hundred calls
-# that was half of what two cores did.
-_CALLS = 50
+# Of one pool, and of one that the next file may not need. Calls leave communicators, and each of their threads wakes up a hundred
+# times a second: after some hundred calls that was half of what two cores did.
+_CALLS, _CALLS_OF_OTHERS = 50, 10
 _POOLS: dict[int, RankPool] = {}
 
 
@@ -35,9 +35,11 @@ def rank_pool() -> Iterator[Callable[[int], RankPool]]:
         started.close()
 
 
-def pytest_runtest_setup() -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Not within a test: new ranks do what others have done before, which would make a difference between two calls."""
-    for size in [size for size, pool in _POOLS.items() if pool.calls >= _CALLS]:
+    calls = _CALLS if nextitem is not None and nextitem.path == item.path else _CALLS_OF_OTHERS
+    for size in [size for size, pool in _POOLS.items() if pool.calls >= calls]:
         _POOLS.pop(size).close()
 
 

@@ -19,6 +19,7 @@ import pytest
 import scripts
 from pages import ROOT, commands, on_a_page, words_of
 from test_example import LAUNCH, OTHERS, run_program
+from turns import in_turn
 
 # Needs rights that not every machine gives.
 PARTS_OF_CORES = "python benchmarks/pipeline.py --stages 4 --core-share 0.45 --tokens 16384"
@@ -53,7 +54,7 @@ SMALL = {
     "python tests/engines/matrix.py --quick": "--engine FSDP1 --json out.json",
     "python tests/engines/equal_training.py": '--only "Trainer, DDP, 2 ranks" --steps 2 --json out.json',
 }
-# Of those, the ones that take long however small they are.
+# Of those, the ones that take long however small they are; then those that take seconds, which take turns.
 LONG = {
     "python benchmarks/step_time.py",
     "python benchmarks/overlap.py",
@@ -66,6 +67,17 @@ LONG = {
     "python tests/engines/equal_training.py",
     "python benchmarks/rates.py",
     "python benchmarks/simulator_validation.py",
+}
+IN_TURN = {
+    "python benchmarks/memory.py",
+    "python benchmarks/host_time.py",
+    "python benchmarks/recurrent.py --placements benchmarks/placements",
+    "python benchmarks/timeline.py --record traces timeline.png",
+    "python benchmarks/pool.py",
+    "python benchmarks/dealt_step_time.py --hybrid --layers 4 --tokens 4096",
+    "python benchmarks/loss_curve.py",
+    "python benchmarks/paper_table.py",
+    "python benchmarks/simulator_picture.py simulated.png",
 }
 # One starts as users start it, in an interpreter of its own.
 AS_USERS_DO = "python benchmarks/scheduler.py --placements benchmarks/placements"
@@ -156,7 +168,13 @@ def test_extras_that_pages_install_exist() -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("command", [pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in SMALL])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(pytest.param(command, marks=pytest.mark.slow) for command in sorted(LONG)),
+        *in_turn([command for command in SMALL if command not in LONG], 8, SMALL.keys() - IN_TURN),
+    ],
+)
 def test_the_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if command == PARTS_OF_CORES:
         monkeypatch.syspath_prepend(ROOT / "benchmarks")

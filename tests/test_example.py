@@ -22,6 +22,7 @@ from datasets import Dataset
 
 import scripts
 from pages import PAGES, ROOT, words_of
+from turns import in_turn
 
 LAUNCH = "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/"
 BALANCE = ("distca/imbalance_estimated_after", "distca/imbalance_measured_after", "distca/server_time_share")
@@ -104,7 +105,7 @@ def train(name: str, folder: Path, *more: str) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.slow] * ("4bit" in one or "trl" in one)) for one in OTHERS]
+    "name", in_turn([pytest.param(name, marks=[pytest.mark.slow] * ("4bit" in name or "trl" in name)) for name in OTHERS], 3)
 )
 def test_the_other_examples_train_and_log_the_balance(name: str, tmp_path: Path) -> None:
     steps = 4 if "pretrain" in name else 2

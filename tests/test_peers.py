@@ -23,6 +23,7 @@ def run(folder: Path, *options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_data_parallel_ways_have_the_losses_of_one_process(tmp_path: Path) -> None:
     found = run(tmp_path, "--ways", "packed, sdpa", "padded", "hf-distca, ")
     rows = {row["way"]: row for row in found["rows"]}

@@ -9,6 +9,7 @@ from case import Case
 from matrix import Runs
 
 from engines import QUANTIZED, cases
+from turns import in_turn
 
 QUICK = [
     Case("DDP", ping_pong=True),
@@ -34,6 +35,13 @@ QUICK = [
     Case("ZeRO-2", precision="mixed"),
     Case("DDP, Trainer", ping_pong=True, ranks=4),
 ]
+ALWAYS = [
+    Case("DDP, Trainer", ping_pong=True, accumulation=2),
+    Case("FSDP2, fully_shard", "non-reentrant", accumulation=2, precision="mixed", ahead=True),
+    Case("FSDP2, transformers", "non-reentrant", ping_pong=True),
+    Case("ZeRO-2", ping_pong=True),
+    Case("ZeRO-3", "non-reentrant"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +65,7 @@ def check(runs: Runs, case: Case) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", QUICK, ids=str)
+@pytest.mark.parametrize("case", in_turn(QUICK, 4, ALWAYS), ids=str)
 def test_equal_to_sdpa(runs: Runs, case: Case) -> None:
     check(runs, case)
 

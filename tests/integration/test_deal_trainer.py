@@ -25,6 +25,7 @@ from checkpointed import ARGUMENT
 from pages import ROOT, words_of
 from ranks import RankPool
 from tiny_runs import COMMON, VOCABULARY, documents, losses, settings, tiny_llama
+from turns import in_turn
 
 LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
 TOKENS = 96  # of a global batch, on any number of ranks: two documents are longer
@@ -125,7 +126,7 @@ def one_process(name: str) -> list[float]:
     return train(0, 1, "sdpa", name)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_turn(CASES, 4, ["plain", "subclass, accumulation, whole documents", OFFLOADED]))
 def test_one_line_trains_as_one_process_does(rank_pool: Callable[[int], RankPool], name: str) -> None:
     skip_before_offloading(name)
     expected = one_process(name)
@@ -237,7 +238,7 @@ def train_trl(rank: int, ranks: int, implementation: str, name: str) -> list[flo
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
-@pytest.mark.parametrize("name", TRL)
+@pytest.mark.parametrize("name", in_turn(TRL, 4, ["packing"]))
 def test_trl(rank_pool: Callable[[int], RankPool], name: str) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     skip_before_offloading(name)

@@ -22,6 +22,7 @@ from hf_distca.integration.handle import AttentionHandle
 from hf_distca.integration.nano_batches import NanoBatches
 from hf_distca.integration.session import current_session
 from ranks import RankPool
+from turns import in_turn
 
 Rows = list[list[int]]  # the documents of each row of a batch
 
@@ -83,7 +84,9 @@ def step(rank: int, placement: str, reentrant: bool | None, use_cache: bool, **s
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize(("reentrant", "use_cache"), [(None, False), (None, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    ("reentrant", "use_cache"), in_turn([(None, False), (None, True), (True, False), (False, False)], 3, [(False, False)])
+)
 def test_halves_are_exact(rank_pool: Callable[[int], RankPool], placement: str, reentrant: bool | None, use_cache: bool) -> None:
     documents = tuple(sorted(d for rows in PLACEMENTS[placement] for row in rows for d in row))
     loss, logits, grads = oracle(documents, 2, torch.float64)

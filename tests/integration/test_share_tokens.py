@@ -19,6 +19,7 @@ from hf_distca.integration.checks import check_sharing
 from ranks import RankPool
 from recorded import counted_planning
 from tiny_runs import documents, losses, make_trainer
+from turns import in_turn
 
 # Of each rank's micro-batches; the first has a document longer than its share.
 LENGTHS: tuple[list[list[int]], ...] = ([[150, 3], [20, 30]], [[16, 1], [8] * 6], [[40], [21]], [[7, 7], [90, 1, 1]])
@@ -92,9 +93,17 @@ def train(rank: int, ranks: int, form: str, ping_pong: bool) -> tuple[float, dic
 
 
 @pytest.mark.parametrize(
-    ("form", "ping_pong"), [("packed", False), ("padded", False), ("filled up", False), ("flattened", False), ("packed", True)]
+    ("ranks", "form", "ping_pong"),
+    in_turn(
+        [
+            (ranks, *way)
+            for ranks in (2, 4)
+            for way in [("packed", False), ("padded", False), ("filled up", False), ("flattened", False), ("packed", True)]
+        ],
+        4,
+        [(2, "packed", True), (4, "padded", False)],
+    ),
 )
-@pytest.mark.parametrize("ranks", [2, 4])
 def test_shared_tokens_train_as_the_batches_that_were_drawn(
     rank_pool: Callable[[int], RankPool], ranks: int, form: str, ping_pong: bool
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import scripts
 from pages import ROOT, words_of
 from tiny_runs import VOCABULARY, documents, tiny_llama
+from turns import in_turn
 
 LENGTHS = (200, 7, 3, 33, 90, 64, 12, 150, 5, 80)
 LAUNCH = "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml examples/finetune_long_documents.py"
@@ -72,7 +73,7 @@ def script_of(page: str, tokens_per_rank: int, attention: str = "distca") -> str
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("page", ["README.md", "docs/long_documents.md"])
+@pytest.mark.parametrize("page", in_turn(["README.md", "docs/long_documents.md"], 2))
 def test_the_script_of_a_page_trains_as_one_process_does(page: str, tmp_path: Path) -> None:
     write_model_and_documents(tmp_path)
     script = tmp_path / "train.py"

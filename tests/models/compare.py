@@ -21,7 +21,6 @@ import torch
 import transformers
 from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, build
 from torch.nn.functional import cross_entropy
-from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 
 from hf_distca.integration import families, loading
@@ -91,23 +90,6 @@ def _variants(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, kwar
         "own scale": kwargs.get("scaling") is not None and abs(kwargs["scaling"] - q.shape[-1] ** -0.5) > 1e-9,
     }
     return {name for name, present in found.items() if present}
-
-
-class Float64Throughout(TorchFunctionMode):
-    """Tensors of float64 stay so where the code of a model converts them to float32 (rules of recurrent layers, norms, gates).
-
-    So a difference is not the rounding of float32, which hides those below 1e-5.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not args or not isinstance(args[0], torch.Tensor) or args[0].dtype != torch.float64:
-            return func(*args, **kwargs or {})
-        if func is torch.Tensor.float:
-            return args[0]
-        wide = {torch.float32: torch.float64}
-        kept = [wide.get(value, value) if isinstance(value, torch.dtype) else value for value in args]
-        named = {name: wide.get(value, value) if name == "dtype" else value for name, value in (kwargs or {}).items()}
-        return func(*kept, **named)
 
 
 @contextmanager

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from compare import TOLERANCE, Float64Throughout, Outcome, alone, difference, documents, quiet, run, takes, without_table
+from compare import TOLERANCE, Outcome, alone, difference, documents, quiet, run, takes, without_table
 from measure import WORKING, Result
 from mutations import mutated
 from tiny import build, with_long_memory
 from torch.nn.functional import cross_entropy
 
 import hf_distca
+from float64 import Float64Throughout
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.families import FAMILIES, WHOLE_REASONS
 from hf_distca.integration.session import current_session

@@ -12,6 +12,7 @@ from dealt_hybrids import BATCHES, Case, Run, draw_and_share, train, train_on_ot
 from tiny import build, with_long_memory
 
 from ranks import RankPool
+from turns import in_turn
 
 THREE = ("qwen3_next", "olmo_hybrid", "nemotron_h")
 
@@ -57,7 +58,7 @@ def test_cut_documents_train_as_whole_ones_on_one_process(case: Case, rank_pool:
         assert difference < 1e-4, name
 
 
-@pytest.mark.parametrize("model_type", ["nemotron_h", "olmo_hybrid"])
+@pytest.mark.parametrize("model_type", in_turn(["nemotron_h", "olmo_hybrid"], 2))
 def test_recomputes_exchange_no_states(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     """Two exchanges a recurrent layer, forward and backward, however it is checkpointed; none where no document is cut."""
     layers = sum("conv1d.weight" in name for name in one_process(model_type).weights)

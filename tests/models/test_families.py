@@ -1,15 +1,12 @@
 """Every causal-LM type of transformers: proven equal, or refused by name.
 
-A run takes one of each variant and an eighth of the others, another one each day, so that every type runs in eight days; with
-`-m "slow or not slow"` all run, also on two ranks.
+A run takes one of each variant, and a sixteenth of the others in turn; with `-m "slow or not slow"` all run, also on two ranks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from datetime import date
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,28 +22,15 @@ import hf_distca
 from hf_distca.integration import families
 from hf_distca.integration.families import EQUAL, FAMILIES, OVER_RANKS, PING_PONG, REASONS, check_family
 from ranks import RankPool
+from turns import in_turn
 
 WORKING = [name for name in MODEL_TYPES if FAMILIES.get(name) in EQUAL]
 # One of each variant: GQA, windows, softcap, sinks, chunks, unequal widths, no RoPE, hybrids, experts.
 FAST = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3", "smollm3")
 FAST += ("qwen3_next", "nemotron_h", "lfm2", "jamba", "qwen3_moe", "mixtral", "gpt2")
-DAYS = 8
+DAYS = 16
 HAND_ON_NOTHING = ("nemotron", "stablelm")  # of their keyword arguments, to attention
 LABELLED = ("gemma3n", "gemma4")  # their attention is called with the labels
-
-
-def turn(day: int) -> set[str]:
-    """The types whose turn it is on a day."""
-    return {*FAST, *MODEL_TYPES[day % DAYS :: DAYS]}
-
-
-def in_turn(names: Iterable[str], turn: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in turn else pytest.mark.slow) for name in names]
-
-
-def test_every_type_has_its_turn() -> None:
-    today = date.today().toordinal()
-    assert set().union(*(turn(today + n) for n in range(DAYS))) == set(MODEL_TYPES)
 
 
 def test_the_table_names_every_type_and_no_other() -> None:
@@ -54,7 +38,7 @@ def test_the_table_names_every_type_and_no_other() -> None:
     assert len(WORKING) >= 120
 
 
-@pytest.mark.parametrize("model_type", in_turn(MODEL_TYPES, turn(date.today().toordinal())))
+@pytest.mark.parametrize("model_type", in_turn(MODEL_TYPES, DAYS, FAST))
 def test_the_table_says_what_running_shows(model_type: str, census: dict[str, Result]) -> None:
     result = census[model_type] = measure(model_type)
     assert result.status != "wrong", result
@@ -81,7 +65,7 @@ def test_documents_over_ranks_are_proven_or_refused() -> None:
     assert not OVER_RANKS & set(families.WHOLE)
 
 
-@pytest.mark.parametrize("model_type", in_turn(WORKING, {*turn(date.today().toordinal()), *HAND_ON_NOTHING, *LABELLED}))
+@pytest.mark.parametrize("model_type", in_turn(WORKING, DAYS, FAST + HAND_ON_NOTHING + LABELLED))
 def test_the_table_says_what_documents_over_two_ranks_show(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     found = over_ranks(rank_pool(2), measure(model_type))
     assert found == families.WHOLE.get(model_type, "OVER_RANKS")
@@ -123,12 +107,12 @@ def start(model_type: str) -> None:
     check_family(model_type)  # asked by the Trainer's callback, for those that call nothing of ours
 
 
-@pytest.mark.parametrize("model_type", in_turn(WORKING, FAST))
+@pytest.mark.parametrize("model_type", in_turn(WORKING, DAYS, FAST))
 def test_two_ranks_equal_each_document_alone(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     check_two_ranks(rank_pool(2), model_type)
 
 
-@pytest.mark.parametrize("model_type", in_turn(sorted(PING_PONG), FAST))
+@pytest.mark.parametrize("model_type", in_turn(sorted(PING_PONG), DAYS, FAST))
 def test_halves_on_two_ranks_equal_each_document_alone(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     check_two_ranks(rank_pool(2), model_type, ping_pong=True)
 
@@ -185,7 +169,7 @@ def test_a_fault_on_two_ranks_is_noticed(mutation: str, rank_pool: Callable[[int
 
 
 @pytest.mark.parametrize(
-    ("mutation", "model_type"), [(name, one) for name, types in FAULTS_IN_CUT_DOCUMENTS.items() for one in types]
+    ("mutation", "model_type"), in_turn([(name, one) for name, types in FAULTS_IN_CUT_DOCUMENTS.items() for one in types], 4)
 )
 def test_a_fault_in_cut_documents_is_noticed(mutation: str, model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     measured = measure(model_type)

@@ -30,6 +30,7 @@ from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.integration import recurrent_layers
 from hf_distca.integration.processes import warn_once
 from host_syncs import NoHostSyncs
+from turns import in_turn
 
 LENGTHS = (70, 5, 1, 33)
 KINDS = ("olmo_hybrid", "kimi_linear", "nemotron_h", "zamba2", "lfm2")
@@ -69,8 +70,9 @@ CHECKPOINTING: dict[str, Callable[[PreTrainedModel], None]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", KINDS)
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize(
+    ("model_type", "checkpointing"), in_turn(itertools.product(KINDS, CHECKPOINTING), 4, [("nemotron_h", "not reentrant")])
+)
 def test_recomputes_begin_documents_where_the_forward_did(model_type: str, checkpointing: str) -> None:
     model = model_of(model_type)
     CHECKPOINTING[checkpointing](model)
@@ -79,7 +81,7 @@ def test_recomputes_begin_documents_where_the_forward_did(model_type: str, check
     check(Outcome(got.loss, got.logits, grads), expected(model_type))
 
 
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("model_type", in_turn(KINDS, 4, ["nemotron_h"]))
 def test_micro_batches_in_flight_keep_to_their_own_documents(model_type: str) -> None:
     model, other = model_of(model_type), (9, 40, 60)
     checkpoint_layers(model, use_reentrant=False)
@@ -122,7 +124,7 @@ def test_rows_of_padding_hide_no_packed_documents() -> None:
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-@pytest.mark.parametrize("lengths", [(30, 10), (7, 33), (3, 20, 17)])
+@pytest.mark.parametrize("lengths", in_turn([pytest.param(lengths) for lengths in [(30, 10), (7, 33), (3, 20, 17)]], 3))
 def test_documents_go_on_in_the_next_row_if_their_lengths_say_so(model_type: str, lengths: tuple[int, ...]) -> None:
     """As in attention, for which a batch is one row after another."""
     docs = documents(lengths)

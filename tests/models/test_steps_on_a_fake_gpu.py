@@ -14,6 +14,7 @@ from fake_gpu_steps import Step, Way
 
 import cuda_autograd
 from fake_cuda import needs_cpu_build
+from turns import in_turn
 
 pytestmark = needs_cpu_build
 HARDEST = Way(ping_pong=True, reentrant=False)
@@ -55,14 +56,14 @@ def check(done: Step, way: Way) -> None:
     assert done.kernel_calls == 2 * done.calls * way.ranks
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", in_turn(WAYS, 4, ["one rank", "ping-pong, checkpointing"]))
 def test_a_step_stays_on_the_gpu_and_lets_the_host_run_ahead(gpu: Callable[..., Any], way: str) -> None:
     done = gpu(fake_gpu_steps.step, "llama", WAYS[way])
     check(done, WAYS[way])
     assert done.kernels == ["cuda"]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)])
+@pytest.mark.parametrize("family", in_turn([*FAMILIES, *OTHERS], 12, ["gpt_oss"]))
 def test_so_does_one_of_every_family(gpu: Callable[..., Any], family: str) -> None:
     done = gpu(fake_gpu_steps.step, family, HARDEST)
     check(done, HARDEST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_distca
+from float64 import Float64Throughout
 from hf_distca.integration.mixin import plan_ahead
 from tiny_runs import VOCABULARY, documents, settings
 
@@ -68,6 +70,12 @@ class Outcome:
 
 def train(rank: int, case: Exact) -> Outcome:
     """Train on this rank; every rank of the world must call it."""
+    # Backward runs no such mode, so what it computes again would have another dtype.
+    with nullcontext() if case.checkpointing else Float64Throughout():
+        return _train(rank, case)
+
+
+def _train(rank: int, case: Exact) -> Outcome:
     hf_distca.configure(settings(**case.changes))
     model = model_for(case.model)
     if case.checkpointing:

@@ -82,9 +82,14 @@ class Launch(RankPool):
             raise AssertionError(f"a server does not answer: {self.said()}")
         return [asked.recv() for asked in self._asked]
 
+    @property
+    def outputs(self) -> list[Path]:
+        """Where each server writes."""
+        return sorted(Path(self._written.name).glob("*.txt"))
+
     def said(self) -> list[str]:
         """What each server wrote."""
-        return [path.read_text() for path in sorted(Path(self._written.name).glob("*.txt"))]
+        return [path.read_text() for path in self.outputs]
 
     def end(self) -> list[int | None]:
         """Let the ranks end as programs do. Returns the exit statuses of the servers."""

@@ -160,6 +160,7 @@ def test_ranks_of_which_none_finds_all_servers_say_so_on_all(running: Forks) -> 
     check_server(server, here, "the run failed before it began, see the log of rank 0")
 
 
+@pytest.mark.slow
 def test_two_servers_at_one_address(running: Forks, port: int) -> None:
     first = running.server(port, "--wait=3")
     first.wait_for("waits on cpu")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from itertools import count
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import exact_training
@@ -18,14 +20,28 @@ from launches import Launch, pooled, unpooled
 from hf_distca.integration.session import current_session
 
 
-def train_while_servers_leave(rank: int, case: Exact, servers: dict[int, int]) -> tuple[Outcome, int]:
-    """Train, and tell the server of each process number to end before a micro-batch. Returns the size of the group in the end."""
+class Leaving(NamedTuple):
+    """A server that is to end: its process number, and where it says what it was told."""
+
+    process: int
+    output: Path
+
+    def be_told(self) -> None:
+        os.kill(self.process, signal.SIGTERM)
+        deadline = time.monotonic() + 20.0
+        while "was told to end by SIGTERM" not in self.output.read_text():
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.01)
+
+
+def train_while_servers_leave(rank: int, case: Exact, servers: dict[int, Leaving]) -> tuple[Outcome, int]:
+    """Train, and tell servers to end before the micro-batches of these numbers. Returns the size of the group in the end."""
     numbers, loss_of = count(), exact_training.loss_of
 
     def leaving(model: Any, batch: Any) -> torch.Tensor:
         number = next(numbers)
         if rank == 0 and number in servers:
-            os.kill(servers[number], signal.SIGTERM)
+            servers[number].be_told()
         return loss_of(model, batch)
 
     with patch.object(exact_training, "loss_of", leaving):
@@ -49,7 +65,7 @@ def launch() -> Iterator[Launch]:
                 Exact(steps=8, checkpointing=True),
                 Exact("windows", "dealt", steps=16),
                 Exact("windows", "dealt", steps=16, checkpointing=True, changes={"ping_pong": True}),
-                Exact("sinks", "shared", steps=4),
+                Exact("sinks", "shared", steps=8),
                 Exact(documents="spanning", steps=8, changes={"documents_span_ranks": True}),
             )
         ),
@@ -58,7 +74,7 @@ def launch() -> Iterator[Launch]:
 )
 def test_training_goes_on_without_servers_that_leave(case: Exact, launch: Launch) -> None:
     alone = launch(unpooled, train, case)
-    first, second = (server.pid for server in launch._servers)
+    first, second = (Leaving(server.pid, output) for server, output in zip(launch._servers, launch.outputs, strict=True))
     here = launch(pooled, train_while_servers_leave, case, {3: first, 6: second})
     for ours, theirs in zip(here, alone, strict=True):
         outcome, size = ours.value

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
 from live_bytes import LiveBytes
+from turns import in_turn
 
 TOKENS, LAYERS = 512, 8
 SMALL = 256  # bytes of anchors and losses
@@ -85,13 +86,16 @@ def live_bytes(implementation: str, switch: Callable[[LlamaForCausalLM], None], 
 
 @pytest.mark.parametrize(
     ("switch", "moved"),
-    [
-        pytest.param(all_but_the_last_frozen, False, id="frozen"),
-        pytest.param(trained_whole, True, id="offloading hooks"),
-        pytest.param(partial(offloaded, use_reentrant=False), False, id="offloaded checkpoints"),
-        pytest.param(partial(offloaded, use_reentrant=True), False, id="offloaded checkpoints, reentrant"),
-        pytest.param(trained_whole, False, id="nothing"),
-    ],
+    in_turn(
+        [
+            pytest.param(all_but_the_last_frozen, False, id="frozen"),
+            pytest.param(trained_whole, True, id="offloading hooks"),
+            pytest.param(partial(offloaded, use_reentrant=False), False, id="offloaded checkpoints"),
+            pytest.param(partial(offloaded, use_reentrant=True), False, id="offloaded checkpoints, reentrant"),
+            pytest.param(trained_whole, False, id="nothing"),
+        ],
+        3,
+    ),
 )
 def test_a_forward_leaves_as_much_as_under_sdpa(switch: Callable[[LlamaForCausalLM], None], moved: bool) -> None:
     hf_distca.configure()

@@ -164,7 +164,7 @@ def world_of(ranks: int, way: str) -> World:
 @pytest.mark.parametrize(
     ("ranks", "way"),
     [
-        (64, "waves"),
+        pytest.param(64, "waves", marks=pytest.mark.slow),  # as many exchanges as waves
         (64, "head groups"),
         (64, "relays"),
         (64, "dealt"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import hf_distca
+from turns import in_turn
 
 # Plans and layouts that pass through every compiled function: windows, bounds, head groups, relays, nodes, speeds, dealing.
 CODE = """
@@ -49,7 +50,7 @@ plans = [
 ]
 # Small layouts of all kinds: interpreted, a row beyond a column is an error, compiled it is not.
 random_ = random.Random(0)
-for _ in range(150):
+for _ in range(60):
     ranks, rows = random_.randint(2, 6), [[] for _ in range(6)]
     for document in range(random_.randint(1, 9)):
         at = 0
@@ -63,11 +64,11 @@ for _ in range(150):
     )
     speeds = random_.choice((None, tuple(random_.choice((0.5, 1.0, 1.3)) for _ in range(ranks))))
     plans.append(balance(Layout.from_segments(rows[:ranks]), replace(cost, window=window), config, Ranks(speeds=speeds)))
-assert sum(plan.relays is not None for plan in plans[-150:]) > 10
-assert sum(plan.layout.groups > 1 for plan in plans[-150:]) > 10
+assert sum(plan.relays is not None for plan in plans[-60:]) > 4
+assert sum(plan.layout.groups > 1 for plan in plans[-60:]) > 4
 assert all((plan.home != plan.server).any() for plan in plans[:8])
 shares = [share_of(plan, rank) for plan in plans for rank in range(plan.layout.world_size)]
-for plan in plans[-60:]:
+for plan in plans[-30:]:
     waves = Waves.of(plan, shape, 128, 2**27, 4)
     shares += [share_of(waves.plan, rank, waves.number, waves.count) for rank in range(plan.layout.world_size)]
 text = hashlib.sha256(json.dumps(shares).encode()).hexdigest()
@@ -127,7 +128,7 @@ def loop(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("elsewhere", in_turn([False, True], 4))
 def test_what_was_compiled_of_other_sources_is_not_used(tmp_path: Path, loop: Path, elsewhere: bool) -> None:
     """A change of the same size and time counts, as `cp -p` and unpacked archives make it."""
     pytest.importorskip("numba")

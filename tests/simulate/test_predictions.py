@@ -23,6 +23,7 @@ from hf_distca.simulate.setting import Setting
 from hf_distca.simulate.strategies import OURS, STRATEGIES, WITH_SERVERS, Strategy
 from hf_distca.simulate.timelines import data_parallel, one_forward_one_backward, rank_seconds, same_phase
 from hf_distca.simulate.work import MicroBatchWork
+from turns import in_turn
 
 SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-ping-pong", *WITH_SERVERS)]
 
@@ -106,7 +107,7 @@ def some_setting(generator: np.random.Generator) -> Setting:
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", in_turn(range(4), 4))
 def test_in_any_setting_no_strategy_is_faster_than_the_ideal_or_fails(seed: int) -> None:
     generator = np.random.default_rng(seed)
     for _ in range(8):
@@ -152,7 +153,7 @@ def test_dealt_ranks_hold_equally_many_tokens(setting: Setting) -> None:
     assert [one.most_tokens > 16384 for one in found] == [False, True, True]
 
 
-@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize("ping_pong", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.slow)])
 def test_more_ranks_than_share_attention_are_groups_with_documents_of_their_own(setting: Setting, ping_pong: bool) -> None:
     whole = replace(setting, ranks=1024, tokens_per_rank=1024)
     lengths = np.array([32768, *[512] * 1984], dtype=np.int64)
