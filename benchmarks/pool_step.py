@@ -64,7 +64,7 @@ class Steps:
         loss.backward()
         seconds = time.perf_counter() - started
         self.model.zero_grad()
-        return seconds, session.meter.seconds - before, float(loss)
+        return seconds, session.meter.seconds - before, float(loss.detach())
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
