@@ -23,10 +23,12 @@ from turns import in_turn
 
 # Needs rights that not every machine gives.
 PARTS_OF_CORES = "python benchmarks/pipeline.py --stages 4 --core-share 0.45 --tokens 16384"
+IN_STAGES = "python benchmarks/overlap.py --stages --tokens 4096 --rounds 3 --latencies 0 20 80"
 # What makes a command of the pages small enough for a test.
 SMALL = {
     "python benchmarks/step_time.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --sdpa-rounds 0 --json out.json",
     "python benchmarks/overlap.py": "--tokens 512 --layers 1 --heads 2 --rounds 1 --latencies 0 --json out.json",
+    IN_STAGES: "--tokens 512 --layers 2 --heads 2 --rounds 1 --latencies 0 --json out.json",
     "python benchmarks/networks.py": "--tokens 256 --layers 1 --heads 2 --rounds 1 --rates 5000 --json out.json",
     "python benchmarks/host_time.py": "--ranks 8 --tokens 4096 --sample 2 --repeats 2 --documents 2 --json out.json",
     "python benchmarks/memory.py": "--tokens 512 --heads 2 --ranks 2 --rounds 1 --json out.json",
@@ -58,6 +60,7 @@ SMALL = {
 LONG = {
     "python benchmarks/step_time.py",
     "python benchmarks/overlap.py",
+    IN_STAGES,
     "python benchmarks/pipeline.py",
     PARTS_OF_CORES,
     "python tests/engines/matrix.py --quick",
