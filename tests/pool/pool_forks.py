@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -57,7 +58,10 @@ class Started:
     def status(self, seconds: float = LIMIT) -> int:
         """Its exit status, once it has ended."""
         self._process.join(seconds)
-        assert self._process.exitcode is not None, f"{self.name} still runs after {seconds:g} s:\n{self.output}"
+        if self._process.exitcode is None:
+            self.send(signal.SIGUSR1)  # says where it hangs
+            self._process.join(1.0)
+            raise AssertionError(f"{self.name} still runs after {seconds:g} s:\n{self.output}")
         return self._process.exitcode
 
     def kill(self) -> None:
@@ -109,6 +113,7 @@ def _in_a_group(output: Path, function: Callable[..., object], args: tuple[Any, 
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     function(*args)
 
 
