@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from by_token import convolution_by_token, delta_rule_by_token, scan_by_token
 from torch.nn.functional import conv1d, normalize, softplus
 
-from hf_distca.recurrent.convolution import causal_convolution, convolution_by_token
-from hf_distca.recurrent.delta_rule import DeltaInputs, delta_rule_by_token, document_by_document, gated_delta_rule
+from hf_distca.recurrent.convolution import causal_convolution
+from hf_distca.recurrent.delta_rule import DeltaInputs, document_by_document, gated_delta_rule
 from hf_distca.recurrent.segments import Segments
-from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document, scan_by_token
+from hf_distca.recurrent.state_space import ScanInputs, mamba2, scan_by_document
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import LayerOutputs

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, Price, causal_pairs, rank_seconds
+from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost, Price, causal_pairs
 from hf_distca.schedule.layout import Layout
+from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.moves import slice_seconds
+from hf_distca.schedule.plan import Plan
 
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
 MODELS = [CostModel.pairs(SHAPE), CostModel.analytic(SHAPE, device_type="cpu"), CostModel.analytic(SHAPE, device_type="cuda")]
@@ -119,13 +121,13 @@ def test_slivers_are_slow() -> None:
 
 
 def test_a_long_document_costs_more_than_as_many_short_tokens() -> None:
-    seconds = rank_seconds(Layout.from_lengths([[65536], [4096] * 16, []]), CostModel.pairs(SHAPE))
+    seconds = PlanLoad(Plan.local(Layout.from_lengths([[65536], [4096] * 16, []])), CostModel.pairs(SHAPE)).compute_seconds
     assert seconds[0] / seconds[1] == pytest.approx(16, rel=1e-3)
     assert seconds[2] == 0
 
 
 def test_no_tokens_cost_nothing() -> None:
-    seconds = rank_seconds(Layout.from_lengths([[], []]), MODELS[2])
+    seconds = PlanLoad(Plan.local(Layout.from_lengths([[], []])), MODELS[2]).compute_seconds
     assert seconds.tolist() == [0.0, 0.0]
     assert seconds.dtype == np.float64
 

@@ -18,14 +18,7 @@ from hf_distca.recurrent.segments import Key, Needed, Segments, with_token
 from hf_distca.runtime.outputs import LayerOutputs
 from hf_distca.schedule.layout import Segment
 
-__all__ = ["causal_convolution", "convolution_by_token"]
-
-
-def convolution_by_token(x_BCT: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
-    """One document token by token: slow, to compare with. Returns (B, C, T)."""
-    width = weight_CW.shape[1]
-    padded = torch.nn.functional.pad(x_BCT, (width - 1, 0))
-    return torch.stack([(padded[..., t : t + width] * weight_CW).sum(-1) for t in range(x_BCT.shape[2])], -1)
+__all__ = ["causal_convolution"]
 
 
 def causal_convolution(

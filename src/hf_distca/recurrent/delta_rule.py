@@ -24,7 +24,7 @@ from hf_distca.recurrent.carryover import RuleOutputs, Summaries, carry, startin
 from hf_distca.recurrent.segments import Segments, with_token
 from hf_distca.runtime.outputs import LayerOutputs
 
-__all__ = ["DeltaInputs", "DeltaRule", "RuleOutputs", "delta_rule_by_token", "document_by_document", "gated_delta_rule"]
+__all__ = ["DeltaInputs", "DeltaRule", "RuleOutputs", "document_by_document", "gated_delta_rule"]
 
 
 class DeltaInputs(NamedTuple):
@@ -86,27 +86,6 @@ def document_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor 
         return RuleOutputs(output, torch.cat(finals) if final_states else None)
 
     return run
-
-
-def delta_rule_by_token(inputs: DeltaInputs, state: torch.Tensor | None = None) -> RuleOutputs:
-    """One document token by token, as the formula says, in the dtype of its inputs: slow, to compare with.
-
-    Args:
-        inputs: of the document.
-        state: (1, H, K, V) that it starts with; None for zeros.
-    """
-    heads, width = inputs.value.shape[2], inputs.key.shape[3]
-    query, key = (tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in inputs[:2])
-    decay = inputs.decay.exp() if inputs.decay.dim() == 4 else inputs.decay.exp()[..., None]
-    state = key.new_zeros((1, heads, width, inputs.value.shape[3])) if state is None else state
-    outputs = []
-    for token in range(inputs.value.shape[1]):
-        state = decay[:, token, ..., None] * state
-        k = key[:, token, ..., None]
-        change = inputs.value[:, token, :, None] - (state * k).sum(2, keepdim=True)
-        state = state + inputs.beta[:, token, :, None, None] * k * change
-        outputs.append((state * query[:, token, ..., None]).sum(2) * width**-0.5)
-    return RuleOutputs(torch.stack(outputs, 1), state)
 
 
 def gated_delta_rule(

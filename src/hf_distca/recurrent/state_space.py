@@ -22,7 +22,7 @@ from hf_distca.recurrent.carryover import RuleOutputs, Summaries, carry, startin
 from hf_distca.recurrent.segments import Segments, with_token
 from hf_distca.runtime.outputs import LayerOutputs
 
-__all__ = ["Scan", "ScanInputs", "mamba2", "scan_by_document", "scan_by_token"]
+__all__ = ["Scan", "ScanInputs", "mamba2", "scan_by_document"]
 
 
 class ScanInputs(NamedTuple):
@@ -74,25 +74,6 @@ def scan_by_document(kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -
         return RuleOutputs(torch.cat(outputs, 1), torch.cat(finals) if final_states else None)
 
     return run
-
-
-def scan_by_token(inputs: ScanInputs, state: torch.Tensor | None = None) -> RuleOutputs:
-    """One document token by token, as the formula says, in the dtype of its inputs: slow, to compare with.
-
-    Args:
-        inputs: of the document.
-        state: (1, H, P, N) that it starts with; None for zeros.
-    """
-    heads = inputs.x.shape[2]
-    write, read = (tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in (inputs.B, inputs.C))
-    state = inputs.x.new_zeros((1, *inputs.x.shape[2:], write.shape[3])) if state is None else state
-    outputs = []
-    for token in range(inputs.x.shape[1]):
-        dt = inputs.dt[:, token, :, None, None]
-        added = inputs.x[:, token, ..., None] * write[:, token, :, None]
-        state = (inputs.A[:, None, None] * dt).exp() * state + dt * added
-        outputs.append((state * read[:, token, :, None]).sum(3))
-    return RuleOutputs(torch.stack(outputs, 1), state)
 
 
 def mamba2(inputs: ScanInputs, segments: Segments, scan: Scan, stored: LayerOutputs | None = None) -> torch.Tensor:

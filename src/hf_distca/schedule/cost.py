@@ -28,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_distca.errors import ConfigError
-from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.moves import task_counts
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "KernelCost",
     "Price",
     "causal_pairs",
-    "rank_seconds",
     "rate_or_infinity",
     "without_infinities",
 ]
@@ -375,10 +373,3 @@ def without_infinities(value: Any) -> Any:
 def rate_or_infinity(value: Any) -> float:
     """A rate as JSON has it, where None stands for infinity."""
     return math.inf if value is None else float(value)
-
-
-def rank_seconds(layout: Layout, cost: CostModel) -> FloatArray:
-    """Forward plus backward attention seconds of every rank if each computes its own query tokens: shape (ranks,)."""
-    seconds = cost.seconds(layout.length, layout.end)
-    # bincount of nothing counts in integers, whatever the weights are.
-    return np.bincount(layout.rank, weights=seconds, minlength=layout.world_size).astype(np.float64)
