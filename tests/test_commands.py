@@ -173,10 +173,7 @@ def test_extras_that_pages_install_exist() -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "command",
-    [
-        *(pytest.param(command, marks=pytest.mark.slow) for command in sorted(LONG)),
-        *in_turn([command for command in SMALL if command not in LONG], 8, SMALL.keys() - IN_TURN),
-    ],
+    in_turn([pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in SMALL], 8, SMALL.keys() - IN_TURN),
 )
 def test_the_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if command == PARTS_OF_CORES:

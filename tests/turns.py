@@ -14,15 +14,12 @@ import pytest
 
 def in_turn(cases: Iterable[Any], days: int, always: Container[Any] = ()) -> list[Any]:
     """The cases, of which one in so many runs today; of those in `always`, and of those marked already, nothing changes."""
-    today, taken, others = date.today().toordinal(), list[Any](), 0
+    turn, taken = date.today().toordinal(), list[Any]()
     for case in cases:
-        marked = getattr(case, "marks", ())
-        if case in always or marked:
-            taken.append(case)
-            continue
-        values = case.values if hasattr(case, "marks") else case if isinstance(case, tuple) else (case,)
-        taken.append(
-            pytest.param(*values, marks=[pytest.mark.slow] * ((today + others) % days != 0), id=getattr(case, "id", None))
-        )
-        others += 1
+        given = case if hasattr(case, "marks") else pytest.param(*(case if isinstance(case, tuple) else (case,)))
+        value = given.values if len(given.values) > 1 else given.values[0]
+        if not given.marks and value not in always:
+            given = given if turn % days == 0 else pytest.param(*given.values, marks=pytest.mark.slow, id=given.id)
+            turn += 1
+        taken.append(given)
     return taken

@@ -153,7 +153,8 @@ def test_dealt_ranks_hold_equally_many_tokens(setting: Setting) -> None:
     assert [one.most_tokens > 16384 for one in found] == [False, True, True]
 
 
-@pytest.mark.parametrize("ping_pong", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ping_pong", [False, True])
 def test_more_ranks_than_share_attention_are_groups_with_documents_of_their_own(setting: Setting, ping_pong: bool) -> None:
     whole = replace(setting, ranks=1024, tokens_per_rank=1024)
     lengths = np.array([32768, *[512] * 1984], dtype=np.int64)
