@@ -39,7 +39,7 @@ docs: $(VENV)/.installed-dev ## build the pages, if there are any to build; warn
 	$(if $(wildcard mkdocs.yml),mkdocs build --strict)
 
 loops: $(VENV)/.installed-dev ## compile the scheduler's loop, which else the processes of the tests do beside each other
-	pytest -n 0 -q tests/schedule/test_compiled.py
+	pytest -n 0 -q -m "slow or not slow" tests/schedule/test_compiled.py
 
 launch: $(VENV)/.installed-dev ## the example in interpreters of its own, as users start it; tests start it as forks
 	pytest -n 0 -q -m slow tests/test_example.py -k as_users_start_it

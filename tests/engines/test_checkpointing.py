@@ -18,6 +18,7 @@ import hf_distca
 from hf_distca.integration.session import current_session
 from ranks import RankPool
 from recorded import recorded
+from turns import in_turn
 
 Result = tuple[float, dict[str, torch.Tensor], list[str], list[int], int]
 
@@ -60,13 +61,14 @@ ONE_OF_EACH_KIND = ["non-reentrant", "reentrant", "policy: arithmetic", "checkpo
 CASES = [(name, "cpu") for name in SWITCHES] + [(name, "reference") for name in SWITCHES if name.startswith("policy")]
 
 
-# Alone, a layer neither plans nor exchanges, and without halves it repeats less: one switch of each kind shows what there is.
+WAYS = [(1, False), (2, False), (2, True)]  # ranks, and whether in halves
+# In halves and over ranks is where most could be repeated.
+ALWAYS = [*product(ONE_OF_EACH_KIND, [(2, True)]), *product(["non-reentrant"], WAYS)]
+
+
 @pytest.mark.parametrize(
     ("switch", "kernel", "world", "ping_pong"),
-    [
-        pytest.param(*case, *way, marks=[pytest.mark.slow] * (way != (2, True) and case[0] not in ONE_OF_EACH_KIND))
-        for case, way in product(CASES, [(1, False), (2, False), (2, True)])
-    ],
+    in_turn([(*case, *way) for case, way in product(CASES, WAYS)], 12, [(name, "cpu", *way) for name, way in ALWAYS]),
 )
 def test_nothing_is_repeated(
     rank_pool: Callable[[int], RankPool],

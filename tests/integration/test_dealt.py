@@ -25,6 +25,7 @@ from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
 from recorded import counted_planning
+from turns import in_turn
 
 VOCABULARY, WINDOW = 61, 24
 # Gemma's norms compute in float32, whatever the model is in.
@@ -130,22 +131,11 @@ def together(rank: int, ranks: int, kind: str, changes: dict[str, Any]) -> tuple
 
 
 CHANGES: dict[str, dict[str, Any]] = {"whole": {}, "ping-pong": {"ping_pong": True}, "unbalanced": {"balance": False}}
-# All of two ranks; of more, what passes through the most: both ways of running, with both kinds of layers.
-DEFAULT = {
-    *product((2,), ("full", "windows"), CHANGES),
-    (3, "windows", "ping-pong"),
-    (4, "windows", "ping-pong"),
-    (4, "full", "whole"),
-}
+# Both ways of running, with both kinds of layers, and more than two ranks.
+ALWAYS = [(2, "full", "whole"), (2, "windows", "ping-pong"), (3, "windows", "ping-pong")]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kind", "change"),
-    [
-        pytest.param(*case, marks=[pytest.mark.slow] * (case not in DEFAULT))
-        for case in product((2, 3, 4), ("full", "windows"), CHANGES)
-    ],
-)
+@pytest.mark.parametrize(("ranks", "kind", "change"), in_turn(product((2, 3, 4), ("full", "windows"), CHANGES), 6, ALWAYS))
 def test_shares_train_as_one_process_does(rank_pool: Callable[[int], RankPool], ranks: int, kind: str, change: str) -> None:
     changes = CHANGES[change]
     losses, grads = alone(kind)

@@ -16,6 +16,7 @@ from hf_distca.integration.handle import AttentionHandle, MaskInfo
 from hf_distca.integration.session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPool
+from turns import in_turn
 
 SCALING = 0.11  # of no head dim below
 # Tokens of the documents in each row of each rank's batch, and where its padding is.
@@ -142,14 +143,14 @@ def check(found: dict[str, tuple[float, float]], clean: bool) -> None:
         assert mine <= 2 * theirs, f"{name}: error {mine:.2e} where sdpa has {theirs:.2e}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_turn(CASES, 4))
 def test_one_rank(name: str) -> None:
     for rank in (0, 1):
         found, clean, _ = errors(rank, CASES[name])
         check(found, clean)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_turn(CASES, 4))
 def test_two_ranks(name: str, rank_pool: Callable[[int], RankPool]) -> None:
     for found, clean, sent in rank_pool(2)(errors, CASES[name]):
         assert sent, "nothing was exchanged, so nothing was tested"

@@ -22,6 +22,7 @@ from hf_distca.schedule.cost import AttentionShape
 from ranks import RankPool
 from recorded import counted_planning
 from tiny_runs import documents, make_trainer, settings
+from turns import in_turn
 
 STEPS = 6
 ESTIMATED = "distca/imbalance_estimated_before"
@@ -117,17 +118,20 @@ def train(rank: int, accumulation: int, every: int, case: dict[str, bool]) -> tu
 
 @pytest.mark.parametrize(
     ("accumulation", "every", "case"),
-    [
-        (1, 1, {}),
-        (1, 1, {"ping_pong": True}),
-        (2, 1, {"checkpointing": True}),
-        (2, 1, {"checkpointing": True, "ping_pong": True, "ahead": True}),
-        (2, 2, {"ahead": True}),
-        (1, 1, {"dealt": True}),
-        (2, 1, {"dealt": True, "checkpointing": True}),
-        (1, 4, {}),  # the last log is two steps before the end
-        (1, 4, {"dealt": True}),
-    ],
+    in_turn(
+        [
+            (1, 1, {}),
+            (1, 1, {"ping_pong": True}),
+            (2, 1, {"checkpointing": True}),
+            (2, 1, {"checkpointing": True, "ping_pong": True, "ahead": True}),
+            (2, 2, {"ahead": True}),
+            (1, 1, {"dealt": True}),
+            (2, 1, {"dealt": True, "checkpointing": True}),
+            (1, 4, {}),  # the last log is two steps before the end
+            (1, 4, {"dealt": True}),
+        ],
+        3,
+    ),
 )
 def test_a_row_is_about_the_micro_batches_since_the_row_before(
     rank_pool: Callable[[int], RankPool], accumulation: int, every: int, case: dict[str, bool]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -192,8 +193,7 @@ def checkpointed_attention(rank: int, placement: str, reentrant: bool | None, pi
 
 
 @pytest.mark.parametrize("placement", ["skewed", "several rows, padded"])
-@pytest.mark.parametrize("part", ["self_attn", "mlp"])
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(("part", "reentrant"), in_turn(product(["self_attn", "mlp"], [True, False]), 2))
 def test_parts_of_layers_may_be_checkpointed(
     rank_pool: Callable[[int], RankPool], part: str, placement: str, reentrant: bool
 ) -> None:

@@ -35,6 +35,7 @@ from hf_distca.schedule.ranks import Ranks
 from ranks import RankPool
 from recorded import recorded
 from tiny_runs import PAIRS, documents, make_trainer, settings, tiny_llama
+from turns import in_turn
 
 STEPS = 6
 
@@ -87,7 +88,7 @@ def rows(folder: Path) -> list[Row]:
     return [row for row in found if row is not None]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", in_turn([True, False], 2))
 def test_rank_0_writes_what_the_log_says_and_more(rank_pool: Callable[[int], RankPool], tmp_path: Path, ahead: bool) -> None:
     """The rows sum up to the summary of the run, by rank, and the plans of the first and the worst step can be read."""
     history = rank_pool(2)(train, str(tmp_path), True, ahead, {"logging_steps": 3})[0]["history"]
@@ -123,7 +124,7 @@ def test_rank_0_writes_what_the_log_says_and_more(rank_pool: Callable[[int], Ran
         np.testing.assert_allclose(seconds, plan.per_rank.estimated_after, rtol=2e-3)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", in_turn([False, True], 2))
 def test_the_worst_plan_is_of_its_step_however_late_it_is_written(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, ahead: bool
 ) -> None:

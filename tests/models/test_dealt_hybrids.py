@@ -70,7 +70,7 @@ def test_recomputes_exchange_no_states(model_type: str, rank_pool: Callable[[int
         assert not run.state_exchanges
 
 
-@pytest.mark.parametrize("model_type", ["nemotron_h", "olmo_hybrid", "lfm2"])
+@pytest.mark.parametrize("model_type", in_turn(["nemotron_h", "olmo_hybrid", "lfm2"], 3))
 def test_what_ranks_have_drawn_is_cut_among_them(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     lengths = ((150, 3), (20, 9, 1), (2,))
     model = with_long_memory(build(model_type, "sdpa", torch.float64))
@@ -82,7 +82,7 @@ def test_what_ranks_have_drawn_is_cut_among_them(model_type: str, rank_pool: Cal
 
 
 @pytest.mark.parametrize("what", BATCHES)
-@pytest.mark.parametrize("model_type", ["nemotron_h", "lfm2"])
+@pytest.mark.parametrize("model_type", in_turn(["nemotron_h", "lfm2"], 2))
 def test_ranks_with_other_documents_say_so(model_type: str, what: str, rank_pool: Callable[[int], RankPool]) -> None:
     """Before states are under way: messages of unequal sizes would end a process."""
     pool = rank_pool(2)

@@ -56,7 +56,7 @@ def check(done: Step, way: Way) -> None:
     assert done.kernel_calls == 2 * done.calls * way.ranks
 
 
-@pytest.mark.parametrize("way", in_turn(WAYS, 4, ["one rank", "ping-pong, checkpointing"]))
+@pytest.mark.parametrize("way", in_turn(WAYS, 4, ["ping-pong, checkpointing"]))
 def test_a_step_stays_on_the_gpu_and_lets_the_host_run_ahead(gpu: Callable[..., Any], way: str) -> None:
     done = gpu(fake_gpu_steps.step, "llama", WAYS[way])
     check(done, WAYS[way])

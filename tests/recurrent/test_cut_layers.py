@@ -25,6 +25,7 @@ from hf_distca.runtime.meter import Meter
 from hf_distca.runtime.outputs import OutputStore
 from hf_distca.schedule.layout import Layout
 from ranks import RankPool
+from turns import in_turn
 
 # Head and tail of documents on one rank, pieces of one token and shorter than the kernel of the convolution, whole documents,
 # neighbours that are one segment, one document back where it came from, and a rank without tokens.
@@ -113,8 +114,7 @@ def cut_over(ranks: int, seed: int) -> list[list[tuple[int, int, int]]]:
     return placement
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "ranks"), in_turn(itertools.product(KINDS, (1, 2, 3)), 4))
 def test_processes_with_the_kernels_of_transformers(rank_pool: Callable[[int], RankPool], kind: str, ranks: int) -> None:
     """In float32, as transformers computes states: to its rounding, which the same kernels have on whole documents."""
     kernel = None if kind == "convolution" else kind

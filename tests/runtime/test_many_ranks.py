@@ -31,6 +31,7 @@ from hf_distca.schedule.deal import deal
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.waves import Waves
+from turns import in_turn
 
 SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 8)
 SCORES = Scores(DIM**-0.5)
@@ -163,14 +164,17 @@ def world_of(ranks: int, way: str) -> World:
 
 @pytest.mark.parametrize(
     ("ranks", "way"),
-    [
-        pytest.param(64, "waves", marks=pytest.mark.slow),  # as many exchanges as waves
-        (64, "head groups"),
-        (64, "relays"),
-        (64, "dealt"),
-        pytest.param(512, "relays", marks=pytest.mark.slow),
-        pytest.param(512, "dealt", marks=pytest.mark.slow),
-    ],
+    in_turn(
+        [
+            pytest.param(64, "waves", marks=pytest.mark.slow),  # as many exchanges as waves
+            (64, "head groups"),
+            (64, "relays"),
+            (64, "dealt"),
+            pytest.param(512, "relays", marks=pytest.mark.slow),
+            pytest.param(512, "dealt", marks=pytest.mark.slow),
+        ],
+        3,
+    ),
 )
 def test_plans_of_many_ranks_are_exact(ranks: int, way: str) -> None:
     world = world_of(ranks, way)

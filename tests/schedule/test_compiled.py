@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import hf_distca
-from turns import in_turn
 
 # Plans and layouts that pass through every compiled function: windows, bounds, head groups, relays, nodes, speeds, dealing.
 CODE = """
@@ -88,6 +87,7 @@ def digests(how: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_same_plans_compiled_or_not() -> None:
     pytest.importorskip("numba")
     compiled, interpreted = digests("compiled"), digests("interpreted")
@@ -128,7 +128,8 @@ def loop(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("elsewhere", in_turn([False, True], 4))
+@pytest.mark.slow
+@pytest.mark.parametrize("elsewhere", [False, True])
 def test_what_was_compiled_of_other_sources_is_not_used(tmp_path: Path, loop: Path, elsewhere: bool) -> None:
     """A change of the same size and time counts, as `cp -p` and unpacked archives make it."""
     pytest.importorskip("numba")
@@ -149,6 +150,7 @@ def test_what_was_compiled_of_other_sources_is_not_used(tmp_path: Path, loop: Pa
     assert called() == ["9", "9"]
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_said_once(tmp_path: Path, loop: Path) -> None:
     pytest.importorskip("numba")
     taken = tmp_path / "file"
