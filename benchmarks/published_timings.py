@@ -3,11 +3,11 @@
     python benchmarks/published_timings.py --json
     python benchmarks/published_timings.py --write src/hf_distca/schedule/profiles_data   # fits them anew
 
-A call of a kernel takes ``max(least, call + bytes / rate + flops / rate)`` seconds, bytes and flops as in `schedule.cost`. Fitted
-to: single causal sequences of 1K to 32K tokens, and packed rows of 1K (which show the launch), 4K and 16K. Kept aside: packed
-rows of other lengths, and all timings by others. Nothing else is told apart: packed documents and single ones differ in tiles,
-bytes and flops alone. With ``--profiles`` it also reads a folder with ``attention_forward_fa2_h100_packed.psv`` of
-hao-ai-lab/DistCA: equal documents of 32K tokens in all, down to 32 tokens each.
+A call of a kernel takes ``max(least, call + bytes / rate + flops / rate)`` seconds, bytes and flops as in `schedule.cost`, and no
+byte comes faster than the simulator takes memory to be. Fitted to: single causal sequences of 1K to 32K tokens, and packed rows
+of 1K (which show the launch), 4K and 16K. Kept aside: packed rows of other lengths, and all timings by others. Nothing else is
+told apart: packed documents and single ones differ in tiles, bytes and flops alone. With ``--profiles`` it also reads a folder
+with ``attention_forward_fa2_h100_packed.psv`` of hao-ai-lab/DistCA: equal documents of 32K tokens in all, down to 32 tokens each.
 
 What a call takes besides its tasks is what the GPU waits for the host, so it depends on how calls are timed. MagiAttention's
 program asks the driver for the memory in use between the two events of a call (magi_attention/benchmarking/bench.py): the GPU
@@ -171,10 +171,21 @@ def other_cells(folder: Path | None) -> list[Cell]:
     return cells
 
 
-def non_negative(columns: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> KernelCost:
-    """Least squares of relative errors: `KernelCost.fit` for three columns, of which "tasks" are calls here."""
-    cost = KernelCost.fit(columns, seconds)
-    return replace(cost, task_seconds=0.0, call_seconds=cost.task_seconds)
+def memory_rate(profile: str) -> float:
+    """What the simulator takes the memory of the profile's device to reach, in bytes a second."""
+    return find_hardware(profile.partition("_")[0]).memory_rate
+
+
+def fit_with_memory(columns: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64], memory: float) -> KernelCost:
+    """Least squares of relative errors with coefficients >= 0, of columns call, bytes and flops; bytes are as memory at most."""
+    cost = KernelCost.fit(columns, seconds)  # "tasks" are calls here
+    call, flop = cost.task_seconds, 1 / cost.flops_per_second
+    if cost.bytes_per_second > memory:
+        scaled, left = columns / seconds[:, None], 1 - columns[:, 1] / memory / seconds
+        call, flop = np.linalg.lstsq(scaled[:, [0, 2]], left, rcond=None)[0]
+        if call < 0:
+            call, flop = 0.0, scaled[:, 2] @ left / (scaled[:, 2] @ scaled[:, 2])
+    return KernelCost(0.0, min(cost.bytes_per_second, memory), float(1 / flop), call_seconds=float(call))
 
 
 def fit(cells: list[Cell], way: int) -> KernelCost:
@@ -188,7 +199,7 @@ def fit(cells: list[Cell], way: int) -> KernelCost:
     for floor in (0.0, *np.unique(np.sqrt(np.outer(shortest, shortest)))):
         above = seconds > floor
         for _ in range(4):  # which timings are above it depends on the fit to them
-            cost = non_negative(means[above], seconds[above])
+            cost = fit_with_memory(means[above], seconds[above], memory_rate(cells[0].profile))
             above = cost.call_seconds + means @ cost.coefficients > floor
         cost = replace(cost, least_seconds=float(floor))
         found.append((sum(cell.error((cost, cost)) ** 2 for cell in cells), cost))
@@ -196,15 +207,15 @@ def fit(cells: list[Cell], way: int) -> KernelCost:
 
 
 def scaled(rates: KernelRates, cells: list[Cell]) -> KernelRates:
-    """Those of another device: all bytes of both directions are slower by one factor, and all flops by another."""
+    """Those of another device: bytes of both directions are slower by one factor, or as memory is, and flops by another."""
     costs = rates.forward, rates.backward
     parts = np.array([sum(cell.counts[way, :, :3].mean(axis=0) * costs[way].coefficients for way in cell.ways) for cell in cells])
     slower = KernelCost.fit(parts, np.array([cell.seconds for cell in cells])).coefficients
+    memory = memory_rate(cells[0].profile)
 
     def of(cost: KernelCost) -> KernelCost:
-        return replace(
-            cost, bytes_per_second=cost.bytes_per_second / slower[1], flops_per_second=cost.flops_per_second / slower[2]
-        )
+        bytes_per_second = min(cost.bytes_per_second / slower[1], memory)
+        return replace(cost, bytes_per_second=bytes_per_second, flops_per_second=cost.flops_per_second / slower[2])
 
     return replace(rates, forward=of(rates.forward), backward=of(rates.backward))
 
@@ -275,7 +286,7 @@ def profile_of(name: str, rates: KernelRates) -> Profile:
         name=name,
         device="cuda",
         processor=PROCESSORS[device],
-        date="2026-11-24",
+        date="2026-11-25",
         versions={},
         made_by="python benchmarks/published_timings.py --write src/hf_distca/schedule/profiles_data",
         kernels=(rates,),

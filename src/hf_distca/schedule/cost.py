@@ -4,13 +4,13 @@ One direction of a CA-task with n query rows and m keys is modelled as three par
 
     seconds = task_seconds + bytes / bytes_per_second + flops(n, m) / flops_per_second
 
-where query rows count in whole kernel tiles, so that slivers are known to be slow, and the keys behind a row that are in its
-tile count, too. The flop count of causal attention is that of FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim
-per query-key pair and head forward, 2.5 times that backward. Bytes are those that a block of the kernel reads first and writes
-last, for no product hides them. A block of forward has rows, and one of backward has keys, of one query head (section 3.2);
-others stream past, beside products. So forward reads q and writes o. Backward reads q, o and do and writes dq for each row. For
-each key and query head it reads k and v and writes dk and dv, and reads these once more to add them up where heads share keys.
-The three coefficients come from a built-in profile or from timing the kernel (`KernelCost.fit`).
+where flops are those of whole kernel tiles, so that slivers are known to be slow, and the keys behind a row that are in its tile
+count, too. The flop count of causal attention is that of FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 * head_dim per
+query-key pair and head forward, 2.5 times that backward. Bytes are those that a block of the kernel reads first and writes last,
+for no product hides them. A block of forward has rows, and one of backward keys, of one query head (section 3.2); others stream
+past, beside products. So forward reads q and writes o. Backward reads q, o and do and writes dq for each row. For each key and
+query head it reads k and v and writes dk and dv, and reads these once more to add them up where heads share keys. What fills up a
+tile is neither read nor written. The three coefficients come from a built-in profile or from timing the kernel.
 
 With a sliding window of w keys, position p sees keys (p - w, p]: only the pairs of that band count, and of the keys only the
 last n + w - 1 are read.
@@ -53,7 +53,7 @@ def causal_pairs(rows: npt.ArrayLike, keys: npt.ArrayLike, window: int | None = 
     The last row sees `keys` keys, its own position included, or the last `window` of them.
     """
     n, m = np.broadcast_arrays(rows, keys)
-    return np.asarray(task_counts(n, m, 1, ALL_KEYS if window is None else window)[2], dtype=np.float64)
+    return np.asarray(task_counts(n, m, 1, ALL_KEYS if window is None else window)[1], dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,9 +292,9 @@ class CostModel:
         `heads` is the part of the heads that each computes, as in the methods below. Shape (2, tasks, 3), forward and backward.
         """
         n, m = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(keys))
-        tiled, read, pairs = task_counts(n, m, self.tile, ALL_KEYS if self.window is None else self.window)
-        flops = (pairs + tiled * (self.tile - 1) / 2) * (self.shape.pair_flops * np.asarray(heads))
-        tasks, forward = np.ones(n.shape), tiled * self.shape.row_bytes * heads
+        read, pairs = task_counts(n, m, self.tile, ALL_KEYS if self.window is None else self.window)
+        tasks, flops = np.ones(n.shape), pairs * (self.shape.pair_flops * np.asarray(heads))
+        forward = n * (self.shape.row_bytes * np.asarray(heads, dtype=np.float64))
         backward = 2.0 * forward + read * self.shape.backward_key_bytes * heads
         return np.array([[tasks, forward, flops], [tasks, backward, 2.5 * flops]]).transpose(0, 2, 1)
 
@@ -318,7 +318,7 @@ class CostModel:
         """Seconds of a task, a query row, a key and a query-key pair, forward and backward together."""
         shape, forward, backward = self.shape, self.forward, self.backward
         pair = shape.pair_flops * (1 / forward.flops_per_second + 2.5 / backward.flops_per_second)
-        row = shape.row_bytes * (1 / forward.bytes_per_second + 2.0 / backward.bytes_per_second) + pair * (self.tile - 1) / 2
+        row = shape.row_bytes * (1 / forward.bytes_per_second + 2.0 / backward.bytes_per_second)
         key = shape.backward_key_bytes / backward.bytes_per_second
         return float(forward.task_seconds + backward.task_seconds), row, key, pair
 

@@ -203,11 +203,11 @@ def _inner(function: F) -> F:
     return _compiled(function, inner=True)
 
 
-def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any, Any]:
-    """Query rows in whole kernel tiles, keys that are read, and query-key pairs in whole tiles, of tasks; numbers or arrays.
+def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any]:
+    """Keys that tasks read, and query-key pairs that they compute: in whole kernel tiles, with the keys behind a row in its own.
 
     Args:
-        rows: query rows.
+        rows: query rows; numbers or arrays, as what is returned.
         keys: position after the last of them, which sees as many keys, or the last `window` of them.
         tile: rows of a kernel tile.
         window: keys that a row sees, its own included; 2**62 for all.
@@ -219,7 +219,7 @@ def task_counts(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, Any,
     rest = rest * (rest > 0)
     full, unseen = rows - rest, keys - rows - (window - 1)
     pairs = 1.0 * full * window + rest * (keys - full - (rest - 1) / 2)
-    return tiled, keys - unseen * (unseen > 0), pairs * (tiled / (rows + (rows == 0)))
+    return keys - unseen * (unseen > 0), pairs * (tiled / (rows + (rows == 0))) + tiled * (tile - 1) / 2
 
 
 _task_counts = _compiled(task_counts)
@@ -230,8 +230,8 @@ def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
     """Seconds of query rows [start, end) of a document, 0 if there are none."""
     if start >= end:
         return 0.0
-    tiled, read, pairs = _task_counts(end - start, end, price.kernel_tile, price.window)
-    seconds: float = price.task + heads * (price.row * tiled + price.key * read + price.pair * pairs)
+    read, pairs = _task_counts(end - start, end, price.kernel_tile, price.window)
+    seconds: float = price.task + heads * (price.row * (end - start) + price.key * read + price.pair * pairs)
     return seconds
 
 

@@ -5,11 +5,11 @@ can be computed by any rank that gets these rows and all keys before their end. 
 
 **The formula.** Rows [a, b) of a document, of which a part `heads` of the heads is computed, take forward and backward together::
 
-    seconds = task + heads * (key * b + tiled * (row + pair * (b - (n - 1) / 2)))
+    seconds = task + heads * (row * n + key * b + pair * tiled * (b - (n - tile) / 2))
 
-Here n = b - a, `tiled` is n rounded up to whole kernel tiles, and b - (n - 1) / 2 is the mean number of keys that a row sees.
-What travels is `query_bytes` for each moved row and, once to each server, `key_bytes` for each key before the end of its last
-slice. The rows at the end of a long document see the most keys, so its *tail* takes the most seconds along for the fewest rows.
+Here n = b - a, and `tiled` is n in whole kernel tiles. The last factor is the mean of keys that a row sees or has behind it in
+its tile. What travels is `query_bytes` for each moved row and, once to each server, `key_bytes` for each key before the end of
+its last slice. Rows at the end of a document see the most keys, so its *tail* takes the most seconds along for the fewest rows.
 
 **The steps.**
 
@@ -74,14 +74,14 @@ class Formula:
     def seconds(self, heads: float, start: int, end: int) -> float:
         """Seconds of rows [start, end), 0 if there are none."""
         rows = end - start
-        tiled = -(-rows // self.tile) * self.tile
-        return self.task + heads * (self.key * end + tiled * (self.row + self.pair * (end - (rows - 1) / 2))) if rows else 0.0
+        pairs = -(-rows // self.tile) * self.tile * (end - (rows - self.tile) / 2)
+        return self.task + heads * (self.row * rows + self.key * end + self.pair * pairs) if rows else 0.0
 
     def start(self, heads: float, end: int, wanted: float) -> float:
         """The position from which on the rows before `end` take so many seconds: the formula, solved for a."""
-        # x rows take the seconds that are left if pair * x * (end + 1 / 2 - x / 2) + row * x = left.
+        # x rows take the seconds that are left if pair * x * (end + tile / 2 - x / 2) + row * x = left.
         left = max(wanted - self.task - heads * self.key * end, 0.0)
-        half = heads * (self.pair * (end + 0.5) + self.row)
+        half = heads * (self.pair * (end + self.tile / 2) + self.row)
         square = half * half - 2 * heads * self.pair * left
         return max(end - 2 * left / (half + math.sqrt(square)), 0.0) if square > 0 else 0.0
 

@@ -75,7 +75,7 @@ def shared_by_document(cost: CostModel, rows: SharedRows, degree: int, hops: int
     if cost.window is not None:
         read = np.minimum(read, length + (chunks - 1) * (cost.window - 1.0))
     # As `CostModel.counts`; each key is in one of the calls.
-    tasks, moved, flops = chunks * hops, tiled * chunks * shape.row_bytes * hops, shape.pair_flops * pairs
+    tasks, moved, flops = chunks * hops, length * shape.row_bytes * hops, shape.pair_flops * pairs
     forward, backward = (tasks, moved, flops), (tasks, 2 * moved + read * shape.backward_key_bytes, 2.5 * flops)
     counts = [np.stack([rows.sums(part / degree) for part in parts]) for parts in (forward, backward)]
     calls = 2 if hops == 1 and degree > 1 else hops  # heads and tails are computed one after the other
