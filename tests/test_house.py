@@ -34,7 +34,7 @@ BOUNDS = {
     "measure": Bounds(files=5, lines=676, longest_file=298, longest_function=34, parameters=8, pronouns=0),
     "pipeline": Bounds(files=8, lines=2085, longest_file=423, longest_function=41, parameters=6, pronouns=0),
     "plugins": Bounds(files=2, lines=92, longest_file=91, longest_function=28, parameters=2, pronouns=0),
-    "pool": Bounds(files=5, lines=927, longest_file=331, longest_function=36, parameters=5, pronouns=0),
+    "pool": Bounds(files=5, lines=945, longest_file=342, longest_function=36, parameters=5, pronouns=0),
     "recurrent": Bounds(files=6, lines=884, longest_file=260, longest_function=37, parameters=5, pronouns=0),
     "run_report": Bounds(files=5, lines=809, longest_file=246, longest_function=27, parameters=4, pronouns=0),
     "runtime": Bounds(files=15, lines=2594, longest_file=366, longest_function=36, parameters=5, pronouns=0),

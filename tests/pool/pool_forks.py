@@ -82,9 +82,9 @@ class Forks:
         self.started.append(Started(self.folder, f"{name} (process {len(self.started)})", function, *args, **changes))
         return self.started[-1]
 
-    def server(self, port: int, *options: str, version: str | None = None) -> Started:
-        """`hf-distca serve`, of another version if one is given."""
-        return self.start("server", _serve, [f"--address=127.0.0.1:{port}", *options], version)
+    def server(self, port: int, *options: str, version: str | None = None, stuck_in: str | None = None) -> Started:
+        """`hf-distca serve`, of another version if one is given. A step may be named that never ends."""
+        return self.start("server", _serve, [f"--address=127.0.0.1:{port}", *options], version, stuck_in)
 
     def trainers(self, world: int, ports: Sequence[int], *train: Any, **options: Any) -> list[Started]:
         """Ranks that train under `hf-distca run`, as a launcher would start them; `train` is for `trains_with_servers.main`."""
@@ -117,12 +117,15 @@ def _in_a_group(output: Path, function: Callable[..., object], args: tuple[Any, 
     function(*args)
 
 
-def _serve(arguments: list[str], version: str | None) -> None:
+def _serve(arguments: list[str], version: str | None, stuck_in: str | None) -> None:
     from hf_distca.cli import app
     from hf_distca.pool import server
 
     if version is not None:
         patch.object(server, "version", lambda _: version).start()
+    if stuck_in is not None:
+        patch.object(server.Server, stuck_in, lambda *_, **__: time.sleep(10**6)).start()
+        patch.object(server, "_LONGER_SECONDS", 1.0).start()
     app(["serve", *arguments], prog_name="hf-distca")
 
 

@@ -122,6 +122,15 @@ def test_ranks_that_train_are_told_to_end(name: str, running: Forks, port: int) 
     check_server(server, port, r"the run failed, see the log of rank 0|rank 0 has ended without a word, see its log \(.*\)")
 
 
+@pytest.mark.slow
+def test_a_server_that_waits_in_vain_does_not_outlive_the_ranks_that_train(running: Forks, port: int) -> None:
+    server = running.server(port, stuck_in="finish")
+    trainers = running.trainers(2, [port], ENDLESS, "", 5.0)
+    assert ended(*trainers) == [1, 1]
+    assert ended(server) == [1]
+    check_server(server, port, r"rank 0 has ended without a word, see its log \(1 s ago\)")
+
+
 def test_servers_that_cannot_take_part(running: Forks) -> None:
     nobody, other, doubled, shell, taken = free_ports(5)
     refused = {

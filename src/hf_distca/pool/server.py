@@ -7,6 +7,7 @@ keeps what ranks keep between micro-batches (settings, cost models, plans that m
 from __future__ import annotations
 
 import math
+import os
 import signal
 import socket
 import sys
@@ -44,6 +45,7 @@ __all__ = ["EndedError", "serve"]
 _LOOK_SECONDS = 1.0  # between two looks whether another rank has left
 _END_SECONDS = 3.0  # that rank 0, which fails when others do not come, may take to say so
 _HELLO_SECONDS = 5.0  # that whoever connects has to say what it wants
+_LONGER_SECONDS = 30.0  # that a server may run after rank 0 has ended
 
 
 class EndedError(BaseException):
@@ -79,6 +81,7 @@ def serve(listening: socket.socket, device: torch.device, wait_seconds: float | 
         server = Server(seats(invitation, _store(invitation), invitation["number"]), invitation["seconds"], device)
         say(server.role)
         Thread(target=_refuse, args=[listening], name="distca refusals", daemon=True).start()
+        Thread(target=_end_after, args=[words, server, say], name="distca end", daemon=True).start()
         if invitation["spare"]:
             signal.signal(signal.SIGTERM, partial(_leave_by_signal, say))
         server.run(words)
@@ -294,6 +297,14 @@ def _refuse(listening: socket.socket) -> None:
     listening.settimeout(None)
     while True:
         _greet(listening, lambda _: "it serves the ranks of another run. Start a server of its own for each run.")
+
+
+def _end_after(words: Words, server: Server, say: Callable[[str], None]) -> None:
+    """Let this server not outlive rank 0: if the word that others have ended is lost, it waits in vain."""
+    words.wait_for_end()
+    time.sleep(_LONGER_SECONDS)
+    say(f"{server.done}; ended: rank 0 has ended without a word, see its log ({_LONGER_SECONDS:g} s ago)")
+    os._exit(1)
 
 
 def _invitation(words: Words, seconds: float | None) -> Mapping[str, Any]:

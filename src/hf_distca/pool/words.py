@@ -8,6 +8,7 @@ or unpickled. Tensors and plans do not travel here.
 from __future__ import annotations
 
 import json
+import select
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
@@ -68,6 +69,12 @@ class Words:
             self._came += part
         line, _, self._came = self._came.partition(b"\n")
         return json.loads(line)
+
+    def wait_for_end(self) -> None:
+        """Wait until the other side has ended, in a thread of its own. Nothing is read."""
+        waiting = select.poll()
+        waiting.register(self._socket, getattr(select, "POLLRDHUP", 0))  # without it, where there is none, when both sides have
+        waiting.poll()
 
     def close(self) -> None:
         """Nothing more will be said."""
