@@ -314,27 +314,26 @@ MANY_KEYS = CostModel.analytic(replace(SHAPE, key_value_heads=32), device_type="
 
 
 @pytest.mark.parametrize(
-    ("tokens", "per_node", "serial", "overlapped"), [(8192, 8, 2.3, 2.65), (16384, None, 2.5, 2.15), (32768, 8, 1.41, 1.05)]
+    ("tokens", "per_node", "serial", "overlapped"), [(8192, 8, 2.3, 2.5), (16384, None, 2.5, 2.05), (32768, 8, 1.41, 1.05)]
 )
 def test_documents_that_cost_more_exchange_than_compute(
     tokens: int, per_node: int | None, serial: float, overlapped: float
 ) -> None:
-    # Whether servers should compute them decides by up to a factor of three, either way. From one batch to the next, figures
-    # differ by a fifth.
-    whole, halves, ranks = [], [], Ranks(per_node=per_node)
-    for seed in range(2, 6):
-        lengths = fill(lambda rng: min(rng.lognormal(7.5, 1.5), 49152), 64 * tokens, seed=seed)
+    # Whether servers should compute them decides by up to a factor of three, either way. From one batch to the next, the slowest
+    # rank differs by a fifth, so the mean of several is held.
+    batches = [fill(lambda rng: min(rng.lognormal(7.5, 1.5), 49152), 64 * tokens, seed=seed) for seed in range(2, 6)]
+    ranks, slowest = Ranks(per_node=per_node), []
+    for lengths in batches:
         layout = deal(lengths, 64, tokens, MANY_KEYS, ranks_per_node=per_node)
         load = PlanLoad(balance(layout, MANY_KEYS, DistCAConfig(), ranks), MANY_KEYS, ranks=ranks)
-        mean = load.compute_seconds.mean()
-        whole.append(load.slowest_seconds / mean)
-        ends = [
-            PlanLoad(balance(half, MANY_KEYS, DistCAConfig(ping_pong=True), ranks), MANY_KEYS, overlapped=True, ranks=ranks)
-            for half in deal_nano_batches(lengths, 64, tokens, MANY_KEYS, ranks_per_node=per_node)
-        ]
-        halves.append(sum(end.slowest_seconds for end in ends) / sum(end.compute_seconds.mean() for end in ends))
-    assert np.mean(whole) <= serial
-    assert np.mean(halves) <= overlapped
+        slowest.append(load.slowest_seconds / load.compute_seconds.mean())
+    assert np.mean(slowest) <= serial
+    sum_of_halves = mean = 0.0
+    for half in deal_nano_batches(batches[0], 64, tokens, MANY_KEYS, ranks_per_node=per_node):
+        plan = balance(half, MANY_KEYS, DistCAConfig(ping_pong=True), ranks)
+        load = PlanLoad(plan, MANY_KEYS, overlapped=True, ranks=ranks)
+        sum_of_halves, mean = sum_of_halves + load.slowest_seconds, mean + load.compute_seconds.mean()
+    assert sum_of_halves <= overlapped * mean
 
 
 def test_dealing_and_planning_512_ranks_takes_a_fraction_of_a_second() -> None:
