@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import sys
 import time
@@ -33,16 +34,22 @@ def free_ports(count: int) -> list[int]:
 
 
 class Started:
-    """A process, what it writes, and when it ended."""
+    """A process, what it writes, and the seconds since the epoch of what befell it: signals and faults, and its end."""
 
     def __init__(self, folder: Path, name: str, function: Callable[..., object], *args: Any, **changes: str) -> None:
         self.name, self._file = name, folder / f"{name}.txt"
         self._file.touch()
+        self._signals: list[float] = []
+        self.end = 0.0
         self._process: ForkServerProcess = forks.start(_in_a_group, self._file, function, args, daemon=False, **changes)
 
     @property
     def output(self) -> str:
         return self._file.read_text(errors="replace")
+
+    @property
+    def faults(self) -> list[float]:
+        return [*self._signals, *map(float, re.findall(r"^fault (\S+)", self.output, re.MULTILINE))]
 
     def wait_for(self, text: str, seconds: float = LIMIT) -> None:
         deadline = time.monotonic() + seconds
@@ -53,6 +60,7 @@ class Started:
 
     def send(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
+        self._signals.append(time.time())
         os.kill(self._process.pid, number)
 
     def status(self, seconds: float = LIMIT) -> int:
@@ -62,6 +70,7 @@ class Started:
             self.send(signal.SIGUSR1)  # says where it hangs
             self._process.join(1.0)
             raise AssertionError(f"{self.name} still runs after {seconds:g} s:\n{self.output}")
+        self.end = self.end or time.time()
         return self._process.exitcode
 
     def kill(self) -> None:
@@ -99,10 +108,12 @@ class Forks:
 
 @contextmanager
 def killed_in_the_end(folder: Path) -> Iterator[Forks]:
-    """Forks whose output is in a folder."""
+    """Forks whose output is in a folder. Prints how soon they ended after a fault, which `pytest -rP` shows."""
     running = Forks(folder)
     try:
         yield running
+        if faults := [seconds for process in running.started for seconds in process.faults]:
+            print(f"{max(process.end for process in running.started) - min(faults):.1f} s until all had ended")  # noqa: T201
     finally:
         for process in running.started:
             process.kill()
