@@ -105,15 +105,19 @@ class Forks:
             for rank in range(world)
         ]
 
+    @property
+    def seconds_to_end(self) -> float | None:
+        """From the first fault until the last process had ended, of those whose end was awaited."""
+        faults = [seconds for process in self.started for seconds in process.faults]
+        return max(process.end for process in self.started) - min(faults) if faults else None
+
 
 @contextmanager
 def killed_in_the_end(folder: Path) -> Iterator[Forks]:
-    """Forks whose output is in a folder. Prints how soon they ended after a fault, which `pytest -rP` shows."""
+    """Forks whose output is in a folder."""
     running = Forks(folder)
     try:
         yield running
-        if faults := [seconds for process in running.started for seconds in process.faults]:
-            print(f"{max(process.end for process in running.started) - min(faults):.1f} s until all had ended")  # noqa: T201
     finally:
         for process in running.started:
             process.kill()

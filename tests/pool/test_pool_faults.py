@@ -1,4 +1,7 @@
-"""How a pool of servers lives and dies: what is said, by whom, how soon, and that every process ends by itself."""
+"""How a pool of servers lives and dies: what is said, by whom, how soon, and that every process ends by itself.
+
+The seconds of docs/pool.md are what `pytest -n 0 -rP -m "slow or not slow" tests/pool/test_pool_faults.py` prints.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,11 @@ SOON = 60.0  # seconds until all have ended, on a machine that does other things
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[Forks]:
+def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Forks]:
     with killed_in_the_end(tmp_path) as forks:
         yield forks
+        if (seconds := forks.seconds_to_end) is not None:
+            print(f"{request.node.name}: {seconds:.1f} s until all had ended")  # noqa: T201
 
 
 @pytest.fixture
@@ -74,7 +79,7 @@ def test_training_with_a_server_that_comes_late_is_training_without(running: For
 )
 def test_a_server_that_ends_while_others_train(name: str, status: int | None, what: str, running: Forks, port: int) -> None:
     server = running.server(port)
-    trainers = running.trainers(2, [port], ENDLESS, "", 5.0 if name == "SIGSTOP" else 15.0)
+    trainers = running.trainers(2, [port], ENDLESS, "", 5.0 if name == "SIGSTOP" else 40.0)
     trainers[0].wait_for("step 3")
     server.send(signal.Signals[name])
     assert ended(*trainers) == [1, 1]
