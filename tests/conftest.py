@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import forks
 from ranks import RankPool
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -14,7 +14,7 @@ SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 # Of one pool, and of one that the next file may not need. Calls leave communicators, and each of their threads wakes up a hundred
 # times a second: after some hundred calls that was half of what two cores did.
-_CALLS, _CALLS_OF_OTHERS = 50, 10
+_CALLS, _CALLS_OF_OTHERS = 15, 5
 _POOLS: dict[int, RankPool] = {}
 
 
@@ -44,7 +44,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what was imported is for ever: no collection has to look at it
+    forks.collect_rarely()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -74,6 +74,7 @@ LONG = {
 IN_TURN = {
     "python benchmarks/memory.py",
     "python benchmarks/host_time.py",
+    "python benchmarks/levels.py --placements benchmarks/placements",
     "python benchmarks/recurrent.py --placements benchmarks/placements",
     "python benchmarks/timeline.py --record traces timeline.png",
     "python benchmarks/pool.py",

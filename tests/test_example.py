@@ -105,7 +105,7 @@ def train(name: str, folder: Path, *more: str) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "name", in_turn([pytest.param(name, marks=[pytest.mark.slow] * ("4bit" in name or "trl" in name)) for name in OTHERS], 3)
+    "name", in_turn([pytest.param(name, marks=[pytest.mark.slow] * ("4bit" in name or "trl" in name)) for name in OTHERS], 6)
 )
 def test_the_other_examples_train_and_log_the_balance(name: str, tmp_path: Path) -> None:
     steps = 4 if "pretrain" in name else 2

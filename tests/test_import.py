@@ -30,6 +30,7 @@ def test_the_import_alone_brings_in_nothing_heavy_and_is_silent() -> None:
     assert seen == {"loaded": [], "said": ""}
 
 
+@pytest.mark.slow
 def test_a_model_can_be_imported_first_and_brings_in_no_more_for_distca() -> None:
     """What registers distca runs while transformers is half imported: the Trainer's arguments would bring in peft there."""
     late = ("peft", "transformers.trainer", "transformers.training_args")

@@ -12,6 +12,7 @@ from hf_distca.kernels import Scores, TaskBatch
 from hf_distca.kernels.base import Operands, Outputs, Saved
 from hf_distca.measure.calibrate import measure
 from hf_distca.schedule.cost import AttentionShape, CostModel, KernelCost
+from turns import in_turn
 
 SHAPE = AttentionShape(query_heads=2, key_value_heads=1, head_dim=8, value_head_dim=4, element_bytes=4)
 MODEL = CostModel.analytic(SHAPE, device_type="cpu")
@@ -85,7 +86,8 @@ def test_batches_are_those_of_servers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flops_per_second", "most"), [(4.5e7, 7.0), (3e8, 3.0), (1e9, 2.0), (1e10, 2.0), (1e11, 2.0), (1e12, 1.0)]
+    ("flops_per_second", "most"),
+    in_turn([(4.5e7, 7.0), (3e8, 3.0), (1e9, 2.0), (1e10, 2.0), (1e11, 2.0), (1e12, 1.0)], 3),
 )
 def test_calibration_is_bounded_in_time(flops_per_second: float, most: float) -> None:
     rates = KernelCost(0.0, np.inf, flops_per_second)

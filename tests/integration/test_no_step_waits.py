@@ -29,6 +29,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from host_syncs import HostSyncError, NoHostSyncs
 from ranks import RankPool
 from tiny_runs import PAIRS, settings, tiny_llama
+from turns import in_turn
 
 LENGTHS = ([96], [24, 1, 23, 24, 24])
 WAYS: dict[str, dict[str, Any]] = {
@@ -103,7 +104,9 @@ def steps(rank: int, batch: str, reentrant: list[bool | None]) -> list[tuple[int
     return found
 
 
-@pytest.mark.parametrize(("batch", "reentrant"), [("packed", [None, False]), ("dealt", [True]), ("positions", [False])])
+@pytest.mark.parametrize(
+    ("batch", "reentrant"), in_turn([("packed", [None, False]), ("dealt", [True]), ("positions", [False])], 3)
+)
 def test_layers_read_no_tensor(rank_pool: Callable[[int], RankPool], batch: str, reentrant: list[bool | None]) -> None:
     """However layers run, checkpointed or not."""
     first, second = rank_pool(2)(steps, batch, reentrant)

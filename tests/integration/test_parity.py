@@ -140,7 +140,7 @@ def test_float64(rank_pool: Callable[[int], RankPool], world: int, placement: st
 
 @pytest.mark.parametrize(
     ("world", "heads"),
-    in_turn([(n, heads) for n in (1, 2, 3, 4) for heads in (1, 2, 4)], 4, [(2, 2)]),
+    in_turn([(n, heads) for n in (1, 2, 3, 4) for heads in (1, 2, 4)], 6, [(2, 2)]),
 )
 def test_float32(rank_pool: Callable[[int], RankPool], world: int, heads: int) -> None:
     for parts in placements(world).values():

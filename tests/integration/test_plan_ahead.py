@@ -303,7 +303,9 @@ def dropping(
     return logged_losses(trainer), data.asked, ends.seen
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_steps": 2}, {"stop": True}], ids=["epochs", "max_steps", "epoch stopped"])
+@pytest.mark.parametrize(
+    "changes", in_turn([{}, {"max_steps": 2}, {"stop": True}], 3), ids=["epochs", "max_steps", "epoch stopped"]
+)
 def test_drawing_early_changes_no_batch_and_no_random_number(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, changes: dict[str, Any]
 ) -> None:

@@ -40,7 +40,7 @@ def some_documents(draw: st.DrawFn) -> Case:
 
 
 @given(case=some_documents(), window=st.sampled_from([None, None, 8, 64]), loud=st.sampled_from([1.0, 60.0]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_any_documents(case: Case, window: int | None, loud: float) -> None:
     """With loud scores, exponentials of keys that a row does not see would overflow."""
     scores = Scores(0.19, window)

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 import hf_distca
 from ranks import RankPool
 from tiny_runs import dispatches, losses, make_trainer, rows, settings, tiny_llama
+from turns import in_turn
 
 
 class GenerateOnRankZero(TrainerCallback):
@@ -60,9 +61,7 @@ def train(rank: int, implementation: str, ping_pong: bool, balance_evaluation: b
     }
 
 
-@pytest.mark.parametrize(
-    ("ping_pong", "balance_evaluation"), [(False, False), pytest.param(True, False, marks=pytest.mark.slow), (True, True)]
-)
+@pytest.mark.parametrize(("ping_pong", "balance_evaluation"), in_turn([(False, False), (True, False), (True, True)], 3))
 def test_evaluation_and_generation_between_steps(
     rank_pool: Callable[[int], RankPool], ping_pong: bool, balance_evaluation: bool
 ) -> None:

@@ -13,6 +13,7 @@ from transformers import EarlyStoppingCallback, Trainer
 import hf_distca
 from ranks import RankPool
 from tiny_runs import VOCABULARY, Row, dispatches, documents, losses, make_trainer, rows
+from turns import in_turn
 
 LENGTHS = (96, 5, 31, 1, 64, 17, 80)  # 7 documents: on 2 ranks, no size of batch makes it even
 
@@ -41,12 +42,15 @@ def train(
 
 @pytest.mark.parametrize(
     ("stream", "arguments"),
-    [
-        (False, {"num_train_epochs": 2, "per_device_train_batch_size": 2}),
-        (False, {"num_train_epochs": 2, "gradient_accumulation_steps": 3}),
-        (False, {"num_train_epochs": 2, "per_device_train_batch_size": 3, "dataloader_drop_last": True}),
-        (True, {"max_steps": 5, "per_device_train_batch_size": 2, "accelerator_config": {"dispatch_batches": False}}),
-    ],
+    in_turn(
+        [
+            (False, {"num_train_epochs": 2, "per_device_train_batch_size": 2}),
+            (False, {"num_train_epochs": 2, "gradient_accumulation_steps": 3}),
+            (False, {"num_train_epochs": 2, "per_device_train_batch_size": 3, "dataloader_drop_last": True}),
+            (True, {"max_steps": 5, "per_device_train_batch_size": 2, "accelerator_config": {"dispatch_batches": False}}),
+        ],
+        4,
+    ),
     ids=["last batch uneven", "last accumulation short", "last batch dropped", "stream"],
 )
 def test_ragged_epochs(rank_pool: Callable[[int], RankPool], stream: bool, arguments: dict[str, Any]) -> None:

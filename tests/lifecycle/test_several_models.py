@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 import hf_distca
 from ranks import RankPool
 from tiny_runs import dispatches, documents, losses, make_trainer, rows, settings, tiny_llama
+from turns import in_turn
 
 
 def batch(rank: int, seed: int = 0) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def switch(rank: int, names: dict[int, str], ping_pong: bool) -> tuple[list[floa
     return losses(trainer), [*callback.moved, dispatches()], reported
 
 
-@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize("ping_pong", in_turn([False, True], 2))
 def test_attention_is_switched_in_the_middle_of_a_run(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
     pool = rank_pool(2)
     ours, theirs = pool(switch, {2: "distca", 4: "sdpa"}, ping_pong), pool(switch, {}, ping_pong)
@@ -87,7 +88,7 @@ def preferences(rank: int, policy_name: str, reference_name: str, mode: str, pin
     return seen, dispatches()
 
 
-@pytest.mark.parametrize("mode", ["eval", pytest.param("train", marks=pytest.mark.slow), "with gradients"])
+@pytest.mark.parametrize("mode", in_turn(["eval", "train", "with gradients"], 3))
 def test_two_models_take_turns(rank_pool: Callable[[int], RankPool], mode: str) -> None:
     pool = rank_pool(2)
     theirs = pool(preferences, "sdpa", "sdpa", mode, False)

@@ -115,7 +115,7 @@ def assert_equal_training(ours: list[Soak], again: list[Soak], plain: list[Soak]
 
 def test_a_seed_gives_the_same_bits_again_and_the_losses_of_plain_attention(rank_pool: Callable[[int], RankPool]) -> None:
     pool = rank_pool(2)
-    assert_equal_training(pool(soak, "distca", 1, 12), pool(soak, "distca", 1, 12), pool(soak, "sdpa", 1, 12))
+    assert_equal_training(*(pool(soak, implementation, 1, 6) for implementation in ("distca", "distca", "sdpa")))
 
 
 @pytest.mark.slow

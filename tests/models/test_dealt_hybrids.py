@@ -42,7 +42,7 @@ def one_process(model_type: str, lora: bool = False, evaluation: bool = False, s
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in FAST else pytest.mark.slow, id=str(case)) for case in cases()]
+    "case", in_turn([pytest.param(case, marks=[] if case in FAST else pytest.mark.slow, id=str(case)) for case in cases()], 2)
 )
 def test_cut_documents_train_as_whole_ones_on_one_process(case: Case, rank_pool: Callable[[int], RankPool]) -> None:
     want = one_process(case.model_type, case.lora, case.evaluation, case.steps)
@@ -58,7 +58,7 @@ def test_cut_documents_train_as_whole_ones_on_one_process(case: Case, rank_pool:
         assert difference < 1e-4, name
 
 
-@pytest.mark.parametrize("model_type", in_turn(["nemotron_h", "olmo_hybrid"], 2))
+@pytest.mark.parametrize("model_type", in_turn(["nemotron_h", "olmo_hybrid"], 4))
 def test_recomputes_exchange_no_states(model_type: str, rank_pool: Callable[[int], RankPool]) -> None:
     """Two exchanges a recurrent layer, forward and backward, however it is checkpointed; none where no document is cut."""
     layers = sum("conv1d.weight" in name for name in one_process(model_type).weights)

@@ -1,6 +1,6 @@
 """Every causal-LM type of transformers: proven equal, or refused by name.
 
-A run takes one of each variant, and a sixteenth of the others in turn; with `-m "slow or not slow"` all run, also on two ranks.
+A run takes one of each variant, and one in forty of the others in turn; with `-m "slow or not slow"` all run, also on two ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAST = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4
 FAST += ("qwen3_next", "nemotron_h", "lfm2", "jamba", "qwen3_moe", "mixtral", "gpt2")
 # Of these, on two ranks: how a layer is cut differs.
 PAIRED = ("llama", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2")
-DAYS = 16
+DAYS = 40
 HAND_ON_NOTHING = ("nemotron", "stablelm")  # of their keyword arguments, to attention
 LABELLED = ("gemma3n", "gemma4")  # their attention is called with the labels
 

@@ -60,7 +60,7 @@ def placements(draw: st.DrawFn) -> Placement:
     return ranks
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(placements(), st.sampled_from(KINDS))
 def test_documents_may_be_cut_anywhere(placement: Placement, kind: str) -> None:
     if any(placement):

@@ -237,7 +237,7 @@ WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), 4]
 def test_random_layouts_and_plans_are_exact(rank_pool: Callable[[int], RankPool], world: int) -> None:
     pool = rank_pool(world)
 
-    @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         st.randoms(use_true_random=False),
         st.sampled_from([None, None, 1, 2, 9, 40]),
@@ -258,7 +258,7 @@ def test_random_layouts_and_plans_are_exact(rank_pool: Callable[[int], RankPool]
 def test_documents_split_by_heads_are_exact(rank_pool: Callable[[int], RankPool], world: int) -> None:
     pool = rank_pool(world)
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.randoms(use_true_random=False), st.booleans())
     def check(random_: random.Random, with_sink: bool) -> None:
         ranks, _, _ = random_case(random_, world)

@@ -173,7 +173,7 @@ def world_of(ranks: int, way: str) -> World:
             pytest.param(512, "relays", marks=pytest.mark.slow),
             pytest.param(512, "dealt", marks=pytest.mark.slow),
         ],
-        3,
+        6,
     ),
 )
 def test_plans_of_many_ranks_are_exact(ranks: int, way: str) -> None:

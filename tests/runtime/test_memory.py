@@ -129,7 +129,7 @@ def test_what_is_kept_is_as_balanced_as_tokens_and_the_rest_is_bounded(rank_pool
 def test_no_plan_takes_more_than_its_waves_say(rank_pool: Callable[[int], RankPool], dtype: torch.dtype) -> None:
     pool = rank_pool(3)
 
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.randoms(use_true_random=False), st.sampled_from([None, None, 9, 40]), st.sampled_from([5_000, 10_000, 10**9]))
     def check(random_: Any, window: int | None, bound: int) -> None:
         ranks, context, tasks = random_case(random_, 3)

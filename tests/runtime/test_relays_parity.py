@@ -74,7 +74,7 @@ def test_relays_of_head_groups_are_exact(rank_pool: Callable[[int], RankPool], w
     assert relayed
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(2, 6))
 def test_routes_with_relays_fit_together_and_send_what_the_load_says(random_: random.Random, world: int) -> None:
     *_, plan = relayed_case(random_, world)

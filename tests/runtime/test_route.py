@@ -23,7 +23,7 @@ from hf_distca.schedule.plan import CATask, Plan
 from hf_distca.schedule.waves import Waves
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 6))
 def test_what_is_sent_is_received(random_: random.Random, world: int) -> None:
     ranks, context, tasks = random_case(random_, world)
@@ -136,7 +136,7 @@ def check_batch(plan: Plan, tasks: TaskBatch, query: Rows, pool: Rows) -> None:
         assert pool[k : k + count].tolist() == [[document, p, group] for p in range(begin, last + 1)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.randoms(use_true_random=False),
     st.integers(1, 6),

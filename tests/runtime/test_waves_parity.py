@@ -41,7 +41,7 @@ def test_random_plans_in_waves_are_exact(rank_pool: Callable[[int], RankPool], w
         assert [counts for *_, counts in results] == [[exchanges, exchanges]] * world
         return waves
 
-    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         st.randoms(use_true_random=False),
         st.sampled_from([None, None, 1, 9, 40]),
@@ -68,7 +68,7 @@ def test_waves_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> N
     assert max(counts) > 2, f"some plans take several waves, and these took {counts}"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 6), st.sampled_from([None, None, 1, 9, 40]), st.sampled_from(BOUNDS))
 def test_waves_cover_the_plan_and_keep_the_bound(random_: random.Random, world: int, window: int | None, bound: int) -> None:
     ranks, context, tasks = random_case(random_, world)

@@ -65,7 +65,7 @@ def _dealt_both_ways(lengths: list[int], cost: CostModel) -> list[Layout]:
     return [deal(lengths, 8, tokens, cost), *deal_nano_batches(lengths, 8, tokens, cost)]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(batches(), st.sampled_from(MODELS), st.booleans(), st.sampled_from([1, 16, 128]))
 def test_any_documents(batch: tuple[list[int], int, int], cost: CostModel, overlapped: bool, tile: int) -> None:
     lengths, ranks, tokens = batch
@@ -78,7 +78,7 @@ def test_any_documents(batch: tuple[list[int], int, int], cost: CostModel, overl
             assert (one.document, one.end) != (other.document, other.start)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(batches(), st.sampled_from(MODELS))
 def test_any_documents_in_nano_batches(batch: tuple[list[int], int, int], cost: CostModel) -> None:
     lengths, ranks, tokens = batch
@@ -163,7 +163,7 @@ def test_fewer_documents_span_nodes(per_node: int) -> None:
     assert within < free
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(batches(), st.sampled_from(MODELS))
 def test_any_documents_in_nodes(batch: tuple[list[int], int, int], cost: CostModel) -> None:
     lengths, nodes, tokens = batch
@@ -295,7 +295,7 @@ def test_what_cannot_be_dealt(
             function(lengths, ranks, tokens, CUDA, **options)  # type: ignore[operator]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(batches(), st.sampled_from(MODELS), st.booleans())
 def test_a_plan_is_never_later_than_moving_nothing(batch: tuple[list[int], int, int], cost: CostModel, overlapped: bool) -> None:
     lengths, ranks, tokens = batch

@@ -71,7 +71,7 @@ def test_nothing_changes_where_relays_do_not_pay(load: PlanLoad) -> None:
     assert load.plan.digest == replace(load.plan).digest
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(plans(), st.booleans(), st.sampled_from([1e4, 1e7, 4e10]))
 def test_relays_of_any_plan_are_what_a_plan_may_have(plan: Plan, overlapped: bool, rate: float) -> None:
     load = PlanLoad(plan, replace(CUDA, exchange_bytes_per_second=rate, exchange_seconds=0.0), overlapped=overlapped)

@@ -59,7 +59,7 @@ def check_plan(plan: Plan, local: Plan, cost: CostModel, config: DistCAConfig) -
     assert balance(local.layout, cost, config).digest == plan.digest
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(layouts(), CONFIGS, st.sampled_from(MODELS))
 def test_any_layout(layout: Layout, config: DistCAConfig, cost: CostModel) -> None:
     plan = balance(layout, cost, config)
@@ -68,7 +68,7 @@ def test_any_layout(layout: Layout, config: DistCAConfig, cost: CostModel) -> No
     check_plan(plan, local, cost, config)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(layouts(longest=200_000), st.sampled_from([0.01, 0.05]))
 def test_tolerance_holds_up_to_two_tiles(layout: Layout, tolerance: float) -> None:
     config = DistCAConfig(tolerance=tolerance, min_gain=0.0, tile=16)

@@ -28,7 +28,7 @@ def check_tokens(plan: Plan) -> None:
     np.testing.assert_array_equal(PlanLoad(plan, CostModel.analytic(SHAPE)).key_tokens, expected)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(layouts(longest=200_000), CONFIGS, st.sampled_from(MODELS))
 def test_tokens_of_any_plan(layout: Layout, config: DistCAConfig, cost: CostModel) -> None:
     plan = balance(layout, cost, config, relayed=False)
@@ -38,7 +38,7 @@ def test_tokens_of_any_plan(layout: Layout, config: DistCAConfig, cost: CostMode
     np.testing.assert_array_equal(relieved.key_tokens, counted.key_tokens)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(layouts(), st.randoms(use_true_random=False))
 def test_tokens_of_tasks_anywhere(layout: Layout, random_: random.Random) -> None:
     local = Plan.local(layout)

@@ -56,7 +56,7 @@ def test_tails_begin_on_tiles_and_take_what_is_wanted(
     assert model.tile > 1 or part > 1 or slice_seconds(price, 1.0, before, end) >= want * (1 - 1e-9) or x == start
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(layouts(), CONFIGS, st.sampled_from(MODELS), WINDOWS)
 def test_any_layout(layout: Layout, config: DistCAConfig, model: CostModel, window: int) -> None:
     cost = replace(model, window=window)
@@ -70,7 +70,7 @@ def test_any_layout(layout: Layout, config: DistCAConfig, model: CostModel, wind
     check_plan(plan, local, cost, config)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(layouts(longest=200_000), st.sampled_from([0.01, 0.05]), st.sampled_from([100, 1024, 8192]))
 def test_tolerance_holds_up_to_two_tiles(layout: Layout, tolerance: float, window: int) -> None:
     cost = replace(PAIRS, window=window)
