@@ -135,7 +135,7 @@ CHANGES: dict[str, dict[str, Any]] = {"whole": {}, "ping-pong": {"ping_pong": Tr
 ALWAYS = [(2, "full", "whole"), (2, "windows", "ping-pong"), (3, "windows", "ping-pong")]
 
 
-@pytest.mark.parametrize(("ranks", "kind", "change"), in_turn(product((2, 3, 4), ("full", "windows"), CHANGES), 6, ALWAYS))
+@pytest.mark.parametrize(("ranks", "kind", "change"), in_turn(product((2, 3, 4), ("full", "windows"), CHANGES), 12, ALWAYS))
 def test_shares_train_as_one_process_does(rank_pool: Callable[[int], RankPool], ranks: int, kind: str, change: str) -> None:
     changes = CHANGES[change]
     losses, grads = alone(kind)

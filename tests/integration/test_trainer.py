@@ -74,7 +74,7 @@ def train(
 
 @pytest.mark.parametrize(
     ("accumulation", "checkpointing", "ping_pong"),
-    in_turn([(1, False, False), (2, True, False), (2, True, True)], 2, [(2, True, True)]),
+    in_turn([(1, False, False), (2, True, False), (2, True, True)], 4, [(2, True, True)]),
 )
 def test_same_losses_as_sdpa_and_balance_in_the_logs(
     rank_pool: Callable[[int], RankPool], accumulation: int, checkpointing: bool, ping_pong: bool

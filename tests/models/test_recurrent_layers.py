@@ -96,7 +96,7 @@ def test_micro_batches_in_flight_keep_to_their_own_documents(model_type: str) ->
     check(got[1], alone(both, documents(other)))
 
 
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("model_type", in_turn(KINDS, 3, ["nemotron_h"]))
 def test_rows_with_padding_and_several_documents(model_type: str) -> None:
     docs = documents((20, 7, 30, 1, 9))
     pad = torch.full((5,), 40)
@@ -123,7 +123,7 @@ def test_rows_of_padding_hide_no_packed_documents() -> None:
     check(finish(model, docs, list(logits[0].split([20, 7]))), expected("lfm2", (20, 7)))
 
 
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("model_type", in_turn(KINDS, 3, ["nemotron_h"]))
 @pytest.mark.parametrize("lengths", in_turn([pytest.param(lengths) for lengths in [(30, 10), (7, 33), (3, 20, 17)]], 3))
 def test_documents_go_on_in_the_next_row_if_their_lengths_say_so(model_type: str, lengths: tuple[int, ...]) -> None:
     """As in attention, for which a batch is one row after another."""
@@ -164,7 +164,7 @@ def test_generation_goes_on_from_its_cache_as_ever(model_type: str) -> None:
     assert torch.equal(*written)
 
 
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("model_type", in_turn(KINDS, 3, ["nemotron_h"]))
 @pytest.mark.parametrize("lengths", [LENGTHS, (50,)])
 def test_bounds_of_packing_loaders_need_no_packages(model_type: str, lengths: tuple[int, ...]) -> None:
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
@@ -401,7 +401,7 @@ def in_pieces(model: PreTrainedModel, **extra: Any) -> Outcome:
     return finish(model, docs, whole)
 
 
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("model_type", in_turn(KINDS, 3, ["zamba2"]))
 def test_pieces_of_a_document_on_one_process(model_type: str) -> None:
     check(in_pieces(model_of(model_type)), expected(model_type))
 

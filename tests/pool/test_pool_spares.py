@@ -18,6 +18,7 @@ from exact_training import Exact, Outcome, train
 from launches import Launch, pooled, unpooled
 
 from hf_distca.integration.session import current_session
+from turns import in_turn
 
 
 class Leaving(NamedTuple):
@@ -57,19 +58,17 @@ def launch() -> Iterator[Launch]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Exact(documents="ahead", steps=8, changes={"ping_pong": True}),
-        *(
-            pytest.param(case, marks=pytest.mark.slow)
-            for case in (
-                Exact(steps=8, checkpointing=True),
-                Exact("windows", "dealt", steps=16),
-                Exact("windows", "dealt", steps=16, checkpointing=True, changes={"ping_pong": True}),
-                Exact("sinks", "shared", steps=8),
-                Exact(documents="spanning", steps=8, changes={"documents_span_ranks": True}),
-            )
-        ),
-    ],
+    in_turn(
+        [
+            Exact(documents="ahead", steps=8, changes={"ping_pong": True}),
+            Exact(steps=8, checkpointing=True),
+            Exact("windows", "dealt", steps=16),
+            Exact("windows", "dealt", steps=16, checkpointing=True, changes={"ping_pong": True}),
+            Exact("sinks", "shared", steps=8),
+            Exact(documents="spanning", steps=8, changes={"documents_span_ranks": True}),
+        ],
+        12,
+    ),
     ids=str,
 )
 def test_training_goes_on_without_servers_that_leave(case: Exact, launch: Launch) -> None:

@@ -28,6 +28,7 @@ from hf_distca.schedule.plan import CATask, Plan
 from hf_distca.schedule.waves import Waves
 from live_bytes import LiveBytes, OutsideKernel
 from ranks import RankPool
+from turns import in_turn
 
 HEADS, KEY_HEADS, DIM = 2, 1, 16
 # Anchors and gradients of anchors.
@@ -106,7 +107,7 @@ def balanced(lengths: list[list[int]], bound: int | None = None) -> Plan:
     return balance(Layout.from_lengths(lengths), CostModel.pairs(shape_of(torch.float32)), config)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", in_turn([2, 4], 2))
 def test_what_is_kept_is_as_balanced_as_tokens_and_the_rest_is_bounded(rank_pool: Callable[[int], RankPool], world: int) -> None:
     pool = rank_pool(world)
     local = pool(measure, Plan.local(Layout.from_lengths(SKEWED[world])), torch.float32, None)
@@ -125,7 +126,7 @@ def test_what_is_kept_is_as_balanced_as_tokens_and_the_rest_is_bounded(rank_pool
         assert one["grads"] == pytest.approx(other["grads"], rel=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", in_turn([torch.float32, torch.bfloat16], 2), ids=str)
 def test_no_plan_takes_more_than_its_waves_say(rank_pool: Callable[[int], RankPool], dtype: torch.dtype) -> None:
     pool = rank_pool(3)
 

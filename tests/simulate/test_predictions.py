@@ -57,13 +57,16 @@ def test_a_long_document_is_what_only_sharing_attention_helps(setting: Setting) 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {},
-        {"tensor": 2, "sharding": "zero1"},
-        {"checkpointing": "full"},
-        {"ranks": 16, "stages": 2, "micro_batches": 3, "sharding": "zero1"},
-        {"model": replace(find_model("llama-3-8b"), window=2048, windowed_layers=16)},
-    ],
+    in_turn(
+        [
+            {},
+            {"tensor": 2, "sharding": "zero1"},
+            {"checkpointing": "full"},
+            {"ranks": 16, "stages": 2, "micro_batches": 3, "sharding": "zero1"},
+            {"model": replace(find_model("llama-3-8b"), window=2048, windowed_layers=16)},
+        ],
+        3,
+    ),
 )
 def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str, object]) -> None:
     arranged = replace(setting, **change)
