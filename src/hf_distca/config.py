@@ -60,7 +60,7 @@ class DistCAConfig:
             fraction of the mean.
         min_gain: smallest fall of the slowest rank's estimated attention seconds, as a fraction, for which work is moved at
             all. Below it a micro-batch runs locally and nothing is exchanged.
-        tile: query rows of a kernel tile. Documents are cut at positions that are multiples of it.
+        tile: documents are cut at positions that are multiples of it: the query rows of a kernel's tile.
         head_groups: most groups of key/value heads that a long document is split in where work is moved. A server of some heads
             needs the keys of these alone, so that the bytes of keys are divided. Four groups, or as many up to that as divide the
             heads; more only where the keys of so many would travel nearly as long as ranks compute. 1 to move all heads of a

@@ -1,11 +1,11 @@
 """The moves of the greedy: the one loop of the scheduler that is compiled.
 
-Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest rank gives first, until it is at its level. A
+Ranks have a *level* that they should end at (`schedule.greedy`). The heaviest rank gives first, until it is below the cap. A
 move is steps 4.1 to 4.3 of docs/scheduler.md:
 
 1. Choose a server: the emptiest, one that the surplus fills just so, or one of the same node with half as much room.
 2. For every piece that the rank still computes, find the tail, rows [x, end), that takes about what the server wants; or the
-   head, where no tail fits.
+   first rows, where no tail fits.
 3. Move the slice that exchanges the fewest bytes per second moved. Keys that a server needs anyway, for its own rows of the
    document or for a slice that it got before, cost nothing; so servers that have such keys are looked at too.
 
@@ -59,8 +59,8 @@ FLOOR, LOW, MEAN, HIGH, CAP = range(5)
 PIECE, START, END, SERVER = range(4)
 # Columns of `Ledger.holders`: a rank that needs the first keys of a document anyway, how many, and the row of the holder before.
 RANK, KEYS, BEFORE = range(3)
-# Pieces of a rank that are looked at for a move, once one of them can be moved. The first are those deepest in their documents,
-# which exchange the fewest bytes for a second of work.
+# Pieces of a rank that are looked at for a move, and more only if none of them can be moved. The first are those deepest in their
+# documents, which exchange the fewest bytes for a second of work.
 _LOOKED_AT = 64
 # Holders of a document's keys that are looked at for each of its pieces.
 _HOLDERS = 8
@@ -73,7 +73,7 @@ class QueryPieces(NamedTuple):
 
     Attributes:
         number: of the document or head group, from 0.
-        start, end: rows of the document. Moves take them from the end, or from the start.
+        start, end: rows that may be moved, from either end; a bound of transient bytes may end them early.
         heads: part of the heads.
         offsets: ``ranks + 1`` numbers; the pieces of rank r are rows ``offsets[r]`` to ``offsets[r + 1]``.
     """
@@ -133,14 +133,14 @@ class _Wish(NamedTuple):
     Attributes:
         surplus, over: what the source wants to shed, and may shed at most.
         lack, room: what the server should get, and may get at most.
-        least: what a head has to take. It can be as small as anyone likes, and so can what servers lack.
+        smallest: where the server should get less, no first rows are taken. Else moves would become ever smaller.
     """
 
     surplus: float
     over: float
     lack: float
     room: float
-    least: float
+    smallest: float
 
 
 class _Slice(NamedTuple):
@@ -237,7 +237,7 @@ def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
 
 @_compiled
 def tail_start(price: Price, heads: float, start: int, end: int, want: float, most: float) -> int:
-    """Where the tail of rows [start, end) begins that comes nearest to `want` seconds; never above `most`, but for one tile."""
+    """Where the tail of rows [start, end) begins that comes nearest to `want` seconds. Above `most` it is one tile at most."""
     tile = price.tile
     low, high = start // tile + 1, (end - 1) // tile  # of the tiles that may begin it, the first that takes no more than `want`
     if low > high:
@@ -290,9 +290,9 @@ def _server_for(loads: Loads, source: int, surplus: float) -> int:
 
 @_inner
 def _slice(prices: Prices, heads: float, rows: tuple[int, int], held: int, wish: _Wish) -> _Slice:
-    """The tail of rows [start, end) that fulfils a wish of a server with the first `held` keys, or else their head.
+    """The tail of rows [start, end) that fulfils a wish of a server with the first `held` keys, or else their first rows.
 
-    The ratio is inf if neither does. A tile at the end may be more than is wanted; one at the start takes less.
+    If neither does, the ratio is inf and the rest means nothing. First rows are what a tail leaves; more of them make plans slow.
     """
     (start, end), served, kept = rows, prices.served, prices.kept
     # What a server receives it does not compute meanwhile; its home sends it, and is rid of so much less.
@@ -314,7 +314,7 @@ def _slice(prices: Prices, heads: float, rows: tuple[int, int], held: int, wish:
         if 0 < shed <= wish.over and added <= wish.room:
             ratio = heads * (served.query_bytes * (y - x) + served.key_bytes * needed) / shed
             break
-        if x == start or want < wish.least:
+        if x == start or want < wish.smallest:
             break
         x, y = start, tail_start(served, heads, start, end, whole - want, math.inf)
         if slice_seconds(kept, heads, start, y) > wish.over:
@@ -337,7 +337,7 @@ def _best_move(
     move, best = _Move(-1, -1, 0), _Slice(0, 0, 0.0, 0.0, math.inf)
     looked_at = 0
     # Holders that lack much less than the server that was asked would get slivers, in very many moves.
-    least = _LEAST * min((work[source] - aim) * speed[source], (level[LOW] - work[asked_server]) * speed[asked_server])
+    enough = _LEAST * min((work[source] - aim) * speed[source], (level[LOW] - work[asked_server]) * speed[asked_server])
     for piece in range(pieces.offsets[source], pieces.offsets[source + 1]):
         start, end, last = pieces.start[piece], pieces.end[piece], ledger.last[pieces.number[piece]]
         if start >= end:
@@ -362,7 +362,7 @@ def _best_move(
             while row >= 0 and server < 0:
                 rank, held, row = holders[row, RANK], holders[row, KEYS], holders[row, BEFORE]
                 lack = (level[LOW] - work[rank]) * speed[rank]
-                fits = rank != asked_server and rank != source and work[rank] < level[FLOOR] and lack >= least
+                fits = rank != asked_server and rank != source and work[rank] < level[FLOOR] and lack >= enough
                 if fits and loads.serves[rank]:
                     server = rank
             if server < 0 or tried == _HOLDERS:

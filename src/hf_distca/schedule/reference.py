@@ -25,7 +25,7 @@ its last slice. Rows at the end of a document see the most keys, so its *tail* t
 6. `reference_plan` takes steps 3 to 5 twice, to even out compute alone, and compute and exchange together. The plan whose last
    rank ends first is taken; if it gains less than `min_gain`, nothing moves.
 
-Left out are windows, nodes, unequal speeds, a bound of transient bytes, heads of pieces, and the further plans of `balance`.
+Left out are windows, nodes, unequal speeds, a bound of transient bytes, moves of first rows, and the further plans of `balance`.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Evening:
             return None
         start = piece.start
         if whole > wanted and whole > min(most, 1.1 * wanted):
-            last = (end - 1) // tile * tile
+            last = (end - 1) // tile * tile  # of all starts: `tile` is of the grid, not of the kernel
             start = max(min(int(served.start(heads, end, wanted) / tile + 0.5) * tile, last), start)
             while start < last and served.seconds(heads, start, end) > most:
                 start = start // tile * tile + tile
