@@ -204,6 +204,7 @@ def test_advice_on_documents_of_ones_own(tmp_path: Path) -> None:
     one_line(run(*arguments, "--lengths", tmp_path / "none.json"), "No such file")
 
 
+@pytest.mark.slow
 def test_the_longest_document() -> None:
     """The commands of the page, which need no lengths."""
     words = words_of("hf-distca advise --longest --model qwen3-8b --ranks 8 --kernel flash_attn_3")
@@ -220,6 +221,7 @@ def test_the_longest_document() -> None:
     assert run(*words_of("hf-distca advise --longest --ranks 8 --hardware h200 --kernel flash_attn_3")[1:]).exit_code == 0
 
 
+@pytest.mark.slow
 def test_the_longest_document_where_none_fits() -> None:
     one_line(run("advise", "--longest", "--ranks", 1), "llama-3-8b on 1 h100 with 80 GB each: a document of 1024 tokens a rank")
     one_line(run("advise", "--longest", "--ranks", 0), "ranks=0 must be a whole number")

@@ -72,6 +72,11 @@ LONG = {
     "python benchmarks/simulator_validation.py",
 }
 IN_TURN = {
+    "python benchmarks/group_size.py",
+    "python benchmarks/dealt_step_time.py",
+    "python benchmarks/published_timings.py",
+    "python benchmarks/profile_plans.py benchmarks/placements",
+    "python benchmarks/context_parallel.py --placement benchmarks/placements/long_tail_8_ranks.json",
     "python benchmarks/memory.py",
     "python benchmarks/host_time.py",
     "python benchmarks/levels.py --placements benchmarks/placements",
@@ -174,7 +179,7 @@ def test_extras_that_pages_install_exist() -> None:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "command",
-    in_turn([pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in SMALL], 8, SMALL.keys() - IN_TURN),
+    in_turn([pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in SMALL], 15, SMALL.keys() - IN_TURN),
 )
 def test_the_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if command == PARTS_OF_CORES:

@@ -58,6 +58,7 @@ def run_the_example(run: Callable[..., str], folder: Path) -> None:
     assert (folder / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_example_trains_compares_and_draws(tmp_path: Path) -> None:
     run_the_example(scripts.run, tmp_path)

@@ -14,6 +14,8 @@ import torch
 import forks
 import scripts
 
+pytestmark = pytest.mark.slow  # what all other tests need is seen by them
+
 
 def note_state(folder: Path) -> None:
     atexit.register((folder / "at exit").touch)

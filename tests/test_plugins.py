@@ -107,6 +107,7 @@ def train_dealt(rank: int, ranks: int, folder: str) -> tuple[list[float], hf_dis
     return losses(trainer), callbacks[0].config
 
 
+@pytest.mark.slow
 def test_axolotl_deals_documents_with_the_settings_of_its_configuration(tmp_path: Path) -> None:
     """On two ranks, one of whose documents is longer than a rank, as on one; for epochs, not the steps that axolotl counted."""
     results = []

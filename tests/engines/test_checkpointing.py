@@ -179,7 +179,7 @@ def live_tensors(rank: int, switch: str | None) -> tuple[int, list[int]]:
     return before, after
 
 
-@pytest.mark.parametrize("switch", [*(pytest.param(one, marks=pytest.mark.slow) for one in (None, "reentrant")), "non-reentrant"])
+@pytest.mark.parametrize("switch", in_turn([None, "reentrant", "non-reentrant"], 6))
 def test_live_tensors_do_not_grow(rank_pool: Callable[[int], RankPool], switch: str | None) -> None:
     for before, after in rank_pool(2)(live_tensors, switch):
         assert max(after) <= before, (before, after)

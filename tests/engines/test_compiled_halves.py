@@ -52,6 +52,7 @@ def two_forwards(rank: int) -> list[float]:
     return [compiled.loss.item(), model(**batch, use_cache=False).loss.item()]
 
 
+@pytest.mark.slow
 def test_the_group_is_made_by_a_compiled_layer(rank_pool: Callable[[int], RankPool]) -> None:
     for compiled, plain in rank_pool(2)(two_forwards):
         assert compiled == pytest.approx(plain, rel=1e-6)

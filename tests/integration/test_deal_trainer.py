@@ -238,7 +238,7 @@ def train_trl(rank: int, ranks: int, implementation: str, name: str) -> list[flo
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
-@pytest.mark.parametrize("name", in_turn(TRL, 4, ["packing"]))
+@pytest.mark.parametrize("name", in_turn(TRL, 6))
 def test_trl(rank_pool: Callable[[int], RankPool], name: str) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     skip_before_offloading(name)

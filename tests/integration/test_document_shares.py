@@ -97,6 +97,7 @@ def test_the_trainer_tells_shares_their_epoch(unused: bool) -> None:
     assert shares_of(trainer.get_train_dataloader()) is shares_of(dataset)
 
 
+@pytest.mark.slow
 def test_trl_takes_them() -> None:
     trl = pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     from tokenizers import Tokenizer, models

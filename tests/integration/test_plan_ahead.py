@@ -317,6 +317,7 @@ def test_drawing_early_changes_no_batch_and_no_random_number(
         assert read_early == read or "stop" in changes, "nothing is read past the end"
 
 
+@pytest.mark.slow
 def test_a_run_planned_ahead_is_resumed(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 1}
     whole = rank_pool(2)(dropping, True, str(tmp_path), None, saving, timeout=120)

@@ -115,6 +115,7 @@ def check(run: Run, logged: Logged) -> None:
     assert "train/distca/imbalance_measured_after" in logged[2]
 
 
+@pytest.mark.slow
 def test_tensorboard(run: Run) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard")
     events = accumulator.EventAccumulator(str(run.folder))
@@ -142,6 +143,7 @@ def records(path: Path) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.slow
 def test_wandb_offline(run: Run) -> None:
     proto = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="needs wandb")
     [path] = run.folder.glob("wandb/offline-run-*/run-*.wandb")
@@ -154,6 +156,7 @@ def test_wandb_offline(run: Run) -> None:
     check(run, logged)
 
 
+@pytest.mark.slow
 def test_trackio(run: Run) -> None:
     if "trackio" not in run.trackers:
         pytest.skip("needs trackio")

@@ -40,6 +40,7 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != RECORD_NAME}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ping_pong", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_goes_on_under_another_attention(rank_pool: Callable[[int], RankPool], tmp_path: Path, ping_pong: bool) -> None:
     pool = rank_pool(2)

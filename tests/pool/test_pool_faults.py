@@ -68,7 +68,7 @@ def test_training_with_a_server_that_comes_late_is_training_without(running: For
     ("name", "status", "what"),
     [
         ("SIGKILL", -9, r"is silent \(dead or stuck: look at its log, and start it again before training goes on\)"),
-        ("SIGTERM", 143, "ended: told to by SIGTERM"),
+        pytest.param("SIGTERM", 143, "ended: told to by SIGTERM", marks=pytest.mark.slow),
         pytest.param(
             "SIGSTOP",
             None,

@@ -22,6 +22,7 @@ import hf_distca
 from hf_distca.run_report.rows import RECORD_NAME
 from tiny_runs import documents, losses, rows, settings
 from tiny_runs import make_trainer as tiny_trainer
+from turns import in_turn
 
 WORLDS = [(2, 1), *(pytest.param(*world, marks=pytest.mark.slow) for world in ((3, 1), (2, 2)))]
 
@@ -142,7 +143,7 @@ def evaluated(rank: int, balance_evaluation: bool, ping_pong: bool) -> dict[str,
     return {"losses": losses(trainer)}
 
 
-@pytest.mark.parametrize("balance_evaluation", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("balance_evaluation", in_turn([False, True], 4))
 def test_evaluation_between_steps(launch: Callable[[int, int], Launch], balance_evaluation: bool) -> None:
     started = launch(2, 1)
     theirs, ours = (started(run, evaluated, balance_evaluation, True) for run in (unpooled, pooled))
@@ -151,7 +152,7 @@ def test_evaluation_between_steps(launch: Callable[[int, int], Launch], balance_
     assert ours[0].told["begin"] == halves * layers * (2 * 4 + 2 * batches)
 
 
-def in_turn(rank: int, kind: type[Trainer]) -> dict[str, Any]:
+def one_after_another(rank: int, kind: type[Trainer]) -> dict[str, Any]:
     """A Trainer that trains twice, one with other settings, and one with those of the process."""
     hf_distca.configure(settings())
     arguments: dict[str, Any] = {"kind": kind, "max_steps": 3, "gradient_accumulation_steps": 2}
@@ -172,7 +173,7 @@ def test_trainers_one_after_another(
     launch: Callable[[int, int], Launch], trainers: int, servers: int, kind: type[Trainer]
 ) -> None:
     started = launch(trainers, servers)
-    theirs, ours = started(unpooled, in_turn, kind), started(pooled, in_turn, kind)
+    theirs, ours = started(unpooled, one_after_another, kind), started(pooled, one_after_another, kind)
     same(ours, theirs)
     (server, *_) = started.served()
     assert server.kept["Serving"] == 0

@@ -60,7 +60,7 @@ def compare(launch: Launch, case: Exact) -> tuple[list[Trained], list[Served]]:
     return ours, served
 
 
-@pytest.mark.parametrize("case", in_turn(DEFAULT, 4, [Exact(documents="dealt", changes={"ping_pong": True})]), ids=str)
+@pytest.mark.parametrize("case", in_turn(DEFAULT, 8, [Exact(documents="dealt", changes={"ping_pong": True})]), ids=str)
 def test_losses_and_weights_are_those_without_servers(launch: Callable[[int, int], Launch], case: Exact) -> None:
     check(launch(2, 1), case)
 

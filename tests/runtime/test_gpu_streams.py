@@ -35,6 +35,7 @@ from hf_distca.schedule.cost import AttentionShape
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan, Relays
 from hf_distca.schedule.waves import Waves
+from turns import in_turn
 
 pytestmark = needs_cpu_build
 HEADS, KEY_HEADS, DIM = 4, 2, 64
@@ -165,7 +166,7 @@ def check_order(given: list[str], way: str, expected: list[str]) -> None:
         assert given == expected
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", in_turn([0, 1, 2], 3))
 @pytest.mark.parametrize("way", WAYS)
 def test_own_tasks_are_launched_before_anything_is_waited_for(monkeypatch: pytest.MonkeyPatch, way: str, rank: int) -> None:
     plan, bound, expected = WAYS[way]
@@ -205,7 +206,7 @@ def test_a_recompute_gives_the_gpu_nothing_to_wait_for(monkeypatch: pytest.Monke
     assert streams.races == []
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", in_turn([0, 1, 2], 3))
 @pytest.mark.parametrize("plan", [PLAN, RELAYED], ids=["plain", "relays"])
 def test_nano_batches_launch_before_the_other_one_waits(monkeypatch: pytest.MonkeyPatch, plan: Plan, rank: int) -> None:
     with gpu(monkeypatch) as (streams, tapes):

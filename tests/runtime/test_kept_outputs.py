@@ -94,7 +94,7 @@ def live_bytes(implementation: str, switch: Callable[[LlamaForCausalLM], None], 
             pytest.param(partial(offloaded, use_reentrant=True), False, id="offloaded checkpoints, reentrant"),
             pytest.param(trained_whole, False, id="nothing"),
         ],
-        3,
+        5,
     ),
 )
 def test_a_forward_leaves_as_much_as_under_sdpa(switch: Callable[[LlamaForCausalLM], None], moved: bool) -> None:

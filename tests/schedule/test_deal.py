@@ -24,6 +24,7 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
+from turns import in_turn
 
 SHAPE = AttentionShape(query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2)
 CUDA = CostModel.analytic(SHAPE, device_type="cuda")
@@ -314,7 +315,8 @@ MANY_KEYS = CostModel.analytic(replace(SHAPE, key_value_heads=32), device_type="
 
 
 @pytest.mark.parametrize(
-    ("tokens", "per_node", "serial", "overlapped"), [(8192, 8, 2.3, 2.5), (16384, None, 2.5, 2.05), (32768, 8, 1.41, 1.05)]
+    ("tokens", "per_node", "serial", "overlapped"),
+    in_turn([(8192, 8, 2.3, 2.5), (16384, None, 2.5, 2.05), (32768, 8, 1.41, 1.05)], 3),
 )
 def test_documents_that_cost_more_exchange_than_compute(
     tokens: int, per_node: int | None, serial: float, overlapped: float

@@ -230,7 +230,7 @@ class Evening:
             return None
         start = piece.start
         if whole > wanted and whole > min(most, 1.1 * wanted):
-            last = (end - 1) // tile * tile  # of all starts: `tile` is of the grid, not of the kernel
+            last = (end - 1) // tile * tile  # the last possible start; `tile` is that of the grid
             start = max(min(int(served.start(heads, end, wanted) / tile + 0.5) * tile, last), start)
             while start < last and served.seconds(heads, start, end) > most:
                 start = start // tile * tile + tile
