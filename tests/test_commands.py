@@ -70,6 +70,7 @@ LONG = {
     "python tests/engines/equal_training.py",
     "python benchmarks/rates.py",
     "python benchmarks/simulator_validation.py",
+    "python benchmarks/timeline.py --record traces timeline.png",
 }
 IN_TURN = {
     "python benchmarks/group_size.py",
@@ -81,7 +82,6 @@ IN_TURN = {
     "python benchmarks/host_time.py",
     "python benchmarks/levels.py --placements benchmarks/placements",
     "python benchmarks/recurrent.py --placements benchmarks/placements",
-    "python benchmarks/timeline.py --record traces timeline.png",
     "python benchmarks/pool.py",
     "python benchmarks/dealt_step_time.py --hybrid --layers 4 --tokens 4096",
     "python benchmarks/loss_curve.py",

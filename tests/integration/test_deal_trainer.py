@@ -126,7 +126,7 @@ def one_process(name: str) -> list[float]:
     return train(0, 1, "sdpa", name)
 
 
-@pytest.mark.parametrize("name", in_turn(CASES, 6, ["subclass, accumulation, whole documents", OFFLOADED]))
+@pytest.mark.parametrize("name", in_turn(CASES, 16, ["subclass, accumulation, whole documents", OFFLOADED]))
 def test_one_line_trains_as_one_process_does(rank_pool: Callable[[int], RankPool], name: str) -> None:
     skip_before_offloading(name)
     expected = one_process(name)

@@ -100,7 +100,7 @@ def train(rank: int, ranks: int, form: str, ping_pong: bool) -> tuple[float, dic
             for ranks in (2, 4)
             for way in [("packed", False), ("padded", False), ("filled up", False), ("flattened", False), ("packed", True)]
         ],
-        8,
+        16,
         [(2, "packed", True), (4, "padded", False)],
     ),
 )

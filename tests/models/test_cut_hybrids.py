@@ -17,7 +17,6 @@ from ranks import RankPool
 FAST = {
     ("qwen3_5", "head and tail"),
     ("nemotron_h", "3, 2 and 1 pieces"),
-    ("kimi_linear", "over 4 ranks"),
     ("lfm2", "halos lost"),
 }
 BOUND = 1e-5

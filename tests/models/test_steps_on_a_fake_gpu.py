@@ -63,7 +63,7 @@ def test_a_step_stays_on_the_gpu_and_lets_the_host_run_ahead(gpu: Callable[..., 
     assert done.kernels == ["cuda"]
 
 
-@pytest.mark.parametrize("family", in_turn([*FAMILIES, *OTHERS], 13))
+@pytest.mark.parametrize("family", in_turn([*FAMILIES, *OTHERS], 26))
 def test_so_does_one_of_every_family(gpu: Callable[..., Any], family: str) -> None:
     done = gpu(fake_gpu_steps.step, family, HARDEST)
     check(done, HARDEST)
@@ -78,7 +78,7 @@ WRONG: dict[str, Callable[[Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("change", in_turn(WRONG, 4))
+@pytest.mark.parametrize("change", in_turn(WRONG, 8))
 def test_what_is_wrong_is_found(gpu: Callable[..., Any], change: str) -> None:
     """The test itself, on changes of the source that it is there for."""
     done = gpu(fake_gpu_steps.step_with, change, HARDEST)
