@@ -1,12 +1,12 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-import forks
 from ranks import RankPool
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -44,7 +44,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_collection_finish() -> None:
-    forks.collect_rarely()
+    gc.freeze()  # what was imported is for ever: no collection has to look at it
 
 
 @pytest.fixture(autouse=True, scope="session")

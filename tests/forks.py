@@ -53,12 +53,6 @@ def _context() -> ForkServerContext:
     return context
 
 
-def collect_rarely() -> None:
-    """Else the search for cycles is a twentieth of what tests take."""
-    gc.freeze()  # what was imported is for ever: no collection, not even that of the end, has to look at it
-    gc.set_threshold(20_000)
-
-
 def _begin(environment: dict[str, str], function: Callable[..., object], args: tuple[Any, ...]) -> None:
     import torch
     from tqdm import tqdm
@@ -67,7 +61,7 @@ def _begin(environment: dict[str, str], function: Callable[..., object], args: t
     os.environ.update(environment, OMP_NUM_THREADS="1")  # else accelerate gives every rank more threads than there are cores
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # its own is shared by processes, and stays behind where one is killed
-    collect_rarely()
+    gc.freeze()  # what was imported is for ever: no collection, not even that of the end, has to look at it
     code = 0
     try:
         function(*args)
