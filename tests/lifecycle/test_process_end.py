@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
+import torch
 
 import forks
 from hf_distca.runtime import watch
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.meeting import Meeting
 from ranks import join_world
+
+
+def ended(ranks: list[ForkServerProcess]) -> list[int | None]:
+    """Exit statuses."""
+    try:
+        for rank in ranks:
+            rank.join(60)
+        return [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def ends_with_a_late_thread(rank: int, folder: Path) -> None:
@@ -34,14 +51,47 @@ def ends_with_a_late_thread(rank: int, folder: Path) -> None:
     last.set()
 
 
+class SlowStore:
+    """A store that takes its time to count words."""
+
+    def __init__(self, store: Any, answered: Path) -> None:
+        self._store, self._answered = store, answered
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def add(self, key: str, amount: int) -> int:
+        time.sleep(0.8)  # longer than a rank of this timeout waits for an answer
+        self._answered.touch()
+        return int(self._store.add(key, amount))
+
+
+def ends_while_a_store_is_asked(rank: int, folder: Path) -> None:
+    """The rank has waited long enough for the words of others, and its thread that reads them has not come back."""
+    join_world(rank, 2, folder / "store")
+    group = AttentionGroup.of(timeout_seconds=1.0)
+    assert group.watch is not None
+    patch.object(group.watch, "_store", SlowStore(group.watch._store, folder / f"{rank} came back")).start()
+    group.watch.leave("was told to end")
+
+
+def ends_while_rows_are_compared(rank: int, folder: Path) -> None:
+    """Nobody asks for the outcome of a meeting, as at the end of training."""
+
+    def agree(_: object) -> None:
+        time.sleep(0.3)
+        (folder / f"{rank} came back").touch()
+
+    Meeting(torch.zeros(1, 1, dtype=torch.int64), None, agree, None, "meeting at the end")
+
+
+@pytest.mark.parametrize("ends", [ends_while_a_store_is_asked, ends_while_rows_are_compared])
+def test_threads_of_ours_come_back_before_the_end(ends: Callable[[int, Path], None], tmp_path: Path) -> None:
+    """One that comes back from a call of torch while the interpreter ends aborts the process."""
+    assert ended([forks.start(ends, rank, tmp_path) for rank in range(2)]) == [0, 0]
+    assert sorted(path.name for path in tmp_path.glob("*came back")) == ["0 came back", "1 came back"]
+
+
 def test_threads_that_are_late_come_before_the_end(tmp_path: Path) -> None:
-    ranks = [forks.start(ends_with_a_late_thread, rank, tmp_path) for rank in range(2)]
-    try:
-        for rank in ranks:
-            rank.join(60)
-        codes = [rank.exitcode for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert codes == [0, 0]
+    assert ended([forks.start(ends_with_a_late_thread, rank, tmp_path) for rank in range(2)]) == [0, 0]
     assert sorted(path.name for path in tmp_path.glob("*let go")) == ["0 let go", "1 let go"]

@@ -79,7 +79,7 @@ def test_training_with_a_server_that_comes_late_is_training_without(running: For
 )
 def test_a_server_that_ends_while_others_train(name: str, status: int | None, what: str, running: Forks, port: int) -> None:
     server = running.server(port)
-    trainers = running.trainers(2, [port], ENDLESS, "", 5.0 if name == "SIGSTOP" else 15.0)
+    trainers = running.trainers(2, [port], ENDLESS, "", 5.0 if name == "SIGSTOP" else 40.0)
     trainers[0].wait_for("step 3")
     server.send(signal.Signals[name])
     assert ended(*trainers) == [1, 1]

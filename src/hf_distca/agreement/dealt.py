@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from threading import Thread, current_thread
+from threading import current_thread
 from typing import Literal, NamedTuple, get_args
 from weakref import WeakMethod
 
@@ -23,6 +23,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError
 from hf_distca.runtime.group import AttentionGroup
+from hf_distca.runtime.watch import AwaitedThread
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import CostModel
 from hf_distca.schedule.deal import deal, deal_nano_batches, in_order
@@ -88,7 +89,7 @@ class Dealt:
         self.per_node, self.settings = dealing.ranks_per_node, dealing.config
         self._plans: dict[PlanJob, Plan] = {}
         self._planned_here = 0
-        self._beside: Thread | None = None
+        self._beside: AwaitedThread | None = None
 
     @classmethod
     def of_others(cls, layouts: tuple[Layout, ...], batch: tuple[int, int], documents: int, config: DistCAConfig) -> Dealt:
@@ -177,8 +178,7 @@ class Dealt:
                     self.plan(job)
 
         if missing := [job for job in jobs if job not in self._plans]:
-            self._beside = Thread(target=make, name="distca plans", daemon=True)
-            self._beside.start()
+            self._beside = AwaitedThread(make, "plans")
 
     def take_planned_here(self) -> int:
         """How many plans were made since the last call, or since it was fetched, instead of by its loader."""

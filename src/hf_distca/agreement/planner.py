@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from threading import Thread
 
 import numpy as np
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from hf_distca.agreement.world_progress import Progress
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.meter import Meter
+from hf_distca.runtime.watch import AwaitedThread
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.plan import Plan
 
@@ -125,7 +125,7 @@ class Planner:
             ]
 
         if beside:
-            Thread(target=_fulfil, args=(planning.plans, make), name="distca plans", daemon=True).start()
+            AwaitedThread(lambda: _fulfil(planning.plans, make), "plans")
         else:
             _fulfil(planning.plans, make)
         return planning

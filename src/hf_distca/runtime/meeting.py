@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Thread
 
 import torch
 import torch.distributed as dist
 
 from hf_distca.errors import DistCADesyncError
-from hf_distca.runtime.watch import Watch
+from hf_distca.runtime.watch import AwaitedThread, Watch
 from hf_distca.schedule.layout import IntArray
 
 __all__ = ["Meeting"]
@@ -38,8 +37,7 @@ class Meeting:
         self._rows, self._work, self._agree, self._watch, self._doing = rows, work, agree, watch, doing
         self._lost: RuntimeError | None = None  # of the collective: others did not come
         self._failure: Exception | None = None  # of what was to be done with the rows
-        self._thread = Thread(target=self._attend, name="distca meeting", daemon=True)
-        self._thread.start()
+        self._thread = AwaitedThread(self._attend, "meeting")
 
     @property
     def done(self) -> bool:

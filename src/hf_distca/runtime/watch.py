@@ -20,6 +20,7 @@ import atexit
 import datetime
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,7 +35,7 @@ import torch.distributed as dist
 
 from hf_distca.errors import DistCADesyncError
 
-__all__ = ["NO_NAMES", "Watch", "listen", "patience"]
+__all__ = ["NO_NAMES", "AwaitedThread", "Watch", "listen", "patience"]
 
 NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
@@ -45,7 +46,7 @@ _LATE_SECONDS = 0.1
 _COUNT = "distca words"  # the key that counts them; the only one that ranks look at while they wait
 _LONGEST_WORD = 400  # characters
 _WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
-_ANSWER_SECONDS = 0.5  # that a store has to answer, however late it is asked
+_ANSWER_SECONDS = 0.5  # that a store has to answer, however late it is asked, and threads have to end
 _BREAK_TAG = 2**31 - 1  # no message has it
 _ALL_CLOSED = ("Timed out", "Application timeout")  # in gloo's errors: now, or before; other errors are of one connection
 _SILENT = "is silent (dead, stuck, or running something else)"
@@ -56,6 +57,17 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 def patience(timeout_seconds: float) -> float:
     """Seconds of the timeout that are left for the words of other ranks."""
     return min(timeout_seconds / 10, 5.0)
+
+
+class AwaitedThread(Thread):
+    """A thread that the end of the interpreter waits for, half a second at most: what waits longer may wait for ever.
+
+    torch and compiled code let others run meanwhile, and abort the process if they come back to an interpreter that ends.
+    """
+
+    def __init__(self, run: Callable[[], object], name: str) -> None:
+        super().__init__(target=run, name=f"distca {name}", daemon=True)
+        self.start()
 
 
 class Message(Protocol):
@@ -267,7 +279,7 @@ class Watch:
                     words[number] = word
             if len(words) == len(self.ranks) or time.monotonic() >= deadline:
                 return
-            time.sleep(pause)
+            time.sleep(min(pause, max(deadline - time.monotonic(), 0.0)))
             pause = min(1.5 * pause, 0.25)
 
     def _read(self, number: int) -> tuple[int, str] | None:
@@ -286,9 +298,7 @@ def _ask(question: Callable[[], None], deadline: float) -> None:
         with suppress(RuntimeError):
             question()
 
-    asking = Thread(target=ask, name="distca question", daemon=True)
-    asking.start()
-    asking.join(max(deadline - time.monotonic(), _ANSWER_SECONDS))
+    AwaitedThread(ask, "question").join(max(deadline - time.monotonic(), _ANSWER_SECONDS))
 
 
 def _served_by_a_process(store: Any) -> bool:
@@ -331,18 +341,24 @@ class _Listener:
         self._watches.add(watch)
         if self._process != os.getpid():  # a fork has no threads
             self._process = os.getpid()
-            Thread(target=self._run, name="distca listener", daemon=True).start()
+            AwaitedThread(self._run, "listener")
 
     def end(self) -> None:
-        """Stop, when the interpreter ends. A rank whose process may hold the store waits until the others have stopped, too.
+        """Stop, as all threads, when the interpreter ends. A rank whose process may hold the store waits until others have, too.
 
         Every rank of a group lets gloo's threads drop the tensors of the last collective, ours or the user's: one that does it
         later aborts the process, under any attention (https://github.com/pytorch/pytorch/issues/190489), and the Trainer's own
         last collective comes about a millisecond before a script ends that stops after `train()`.
         """
         self._ended.set()
-        if self._process == os.getpid():
-            time.sleep(max([_LATE_SECONDS, *(_pause(watch) for watch in tuple(self._watches) if watch.say_farewell())]))
+        here = self._process == os.getpid()
+        pauses = [_pause(watch) for watch in tuple(self._watches) if here and watch.say_farewell()]
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        for thread in threading.enumerate():
+            if isinstance(thread, AwaitedThread):
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        if here:
+            time.sleep(max([_LATE_SECONDS, *pauses]))
 
     def _run(self) -> None:
         while not self._ended.wait(max(map(_pause, tuple(self._watches)), default=_LOOK_SECONDS)):
