@@ -137,6 +137,8 @@ class Dealer:
             cost = replace(CostModel.pairs(cost.shape), window=cost.window)
         self.length, self.price, self.tile, self.per_node = length, Price.of(cost, tile), tile, per_node
         self.key_seconds = 0.0 if overlapped else float(cost.transfer_seconds(0, 1))
+        # Which rank has all of a document, or -1: so many tuples would make Python look for garbage, in all there is.
+        self.home = [-1] * len(length)
         self.pieces = list(served.pieces)
         self.room = np.array(served.tokens, dtype=np.int64)
         self.work = np.zeros(len(self.room))
@@ -160,7 +162,7 @@ class Dealer:
         over = self._put(rest[:long].tolist(), room, left, dense=False)
         over += self._put(rest[long:].tolist(), room, left, dense=True)
         self.pieces += pour(over, self.length.tolist(), room)
-        return _layout(self.pieces, ranks)
+        return self._layout()
 
     def _spread(self, document: int, parts: int) -> float:
         """Cut a document head and tail over so many ranks, more where their rooms ask for it; seconds that they receive keys."""
@@ -232,7 +234,7 @@ class Dealer:
                 over.append(document)
                 continue
             rank = ready[0][1]
-            self.pieces.append(DealtPiece(rank, document, 0, tokens))
+            self.home[document] = rank
             room[rank] -= tokens
             left[rank] -= seconds[document]
             if room[rank]:
@@ -240,6 +242,17 @@ class Dealer:
             else:
                 heapq.heappop(ready)
         return over
+
+    def _layout(self) -> Layout:
+        """All pieces in order of ranks, documents and positions; those that follow each other are one."""
+        home = np.array(self.home, dtype=np.int64)
+        whole, cut = np.flatnonzero(home >= 0), np.array(self.pieces, dtype=np.int64).reshape(-1, 4)
+        rows = np.concatenate([np.column_stack([home[whole], whole, np.zeros_like(whole), self.length[whole]]), cut])
+        rank, document, start, size = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))].T
+        joins = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1]) & (start[1:] == start[:-1] + size[:-1])
+        begin = np.flatnonzero(np.append(True, ~joins)[: len(rank)])
+        length = np.add.reduceat(size, begin) if len(begin) else size
+        return Layout(document[begin], start[begin], length, np.searchsorted(rank[begin], np.arange(len(self.room) + 1)))
 
 
 def pour(documents: Sequence[int], length: Sequence[int], room: Sequence[int]) -> list[DealtPiece]:
@@ -255,14 +268,3 @@ def pour(documents: Sequence[int], length: Sequence[int], room: Sequence[int]) -
             pieces.append(DealtPiece(rank, document, start, size))
             start, left = start + size, left - size
     return pieces
-
-
-def _layout(pieces: list[DealtPiece], ranks: int) -> Layout:
-    """Pieces in order of ranks, documents and positions; those that follow each other are one."""
-    rank, document, start, size = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
-    order = np.lexsort((start, document, rank))
-    rank, document, start, size = (column[order] for column in (rank, document, start, size))
-    joins = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1]) & (start[1:] == start[:-1] + size[:-1])
-    begin = np.flatnonzero(np.append(True, ~joins)[: len(rank)])
-    length = np.add.reduceat(size, begin) if len(begin) else size
-    return Layout(document[begin], start[begin], length, np.searchsorted(rank[begin], np.arange(ranks + 1)))
