@@ -214,15 +214,14 @@ def _checked(
 ) -> tuple[IntArray, list[int]]:
     """The lengths, and the tokens of each rank."""
     least = min(tokens_per_rank, default=0) if isinstance(tokens_per_rank, Sequence) else tokens_per_rank
-    numbers = {"ranks": ranks, "tokens_per_rank": least, "tile": tile}
-    if ranks_per_node is not None:
-        numbers["ranks_per_node"] = ranks_per_node
+    per_node = 1 if ranks_per_node is None else ranks_per_node
+    numbers = {"ranks": ranks, "tokens_per_rank": least, "tile": tile, "ranks_per_node": per_node}
     for name, value in numbers.items():
         # Not `isinstance`: True is no number of ranks.
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
-    if ranks_per_node is not None and ranks % ranks_per_node:
-        raise ConfigError(f"ranks_per_node={ranks_per_node} must divide ranks={ranks}.")
+    if ranks % per_node:
+        raise ConfigError(f"ranks_per_node={per_node} must divide ranks={ranks}.")
     length = as_integers(lengths, "document lengths")
     if len(length) and length.min() < 1:
         document = int(np.flatnonzero(length < 1)[0])

@@ -153,10 +153,9 @@ class Dealer:
         length, seconds = self.length[self.documents], self.seconds[self.documents]
         # The least ranks that hold a document's tokens and its attention.
         parts = np.maximum(-(-length // tokens), np.ceil(seconds / ((1 + _SLACK) * mean)).astype(np.int64)).clip(1, ranks)
-        received = 0.0
-        for document, count in zip(self.documents[parts > 1].tolist(), parts[parts > 1].tolist(), strict=True):
-            received += self._spread(document, count)
-        rest = self.documents[parts == 1]
+        wide = parts > 1
+        received = math.fsum(map(self._spread, self.documents[wide].tolist(), parts[wide].tolist()))
+        rest = self.documents[~wide]
         long = int(np.searchsorted(-self.seconds[rest], -_SHORT * mean, side="right"))
         room, left = self.room.tolist(), (self.mean + received / ranks - self.work).tolist()
         over = self._put(rest[:long].tolist(), room, left, dense=False)
