@@ -117,7 +117,7 @@ def missed(results: list[dict[str, Any]], summary: dict[str, dict[str, float]]) 
 
 def show(report: dict[str, Any]) -> None:
     console = Console(width=170)
-    table = Table(title="slowest rank / mean compute, and GB between nodes, for one layer: one level > two levels")
+    table = Table(title="slowest rank / mean compute, and GB between nodes, for one layer: one level -> two levels")
     ways = list(report["overview"])
     for name in ("placement", *ways):
         table.add_column(name, justify="left" if name == "placement" else "right", no_wrap=True)
@@ -125,16 +125,16 @@ def show(report: dict[str, Any]) -> None:
         cells = []
         for way in ways:
             before, after = row[way]["before"], row[way]["after"]
-            between = f"{before['gigabytes_between']:.0f} > {after['gigabytes_between']:.0f}"
-            cells.append(f"{before['slowest']:.3f} > {after['slowest']:.3f}  {between}")
+            between = f"{before['gigabytes_between']:.0f} -> {after['gigabytes_between']:.0f}"
+            cells.append(f"{before['slowest']:.3f} -> {after['slowest']:.3f}  {between}")
         table.add_row(row["placement"], *cells)
     console.print(table)
     summary = Table(title="over all placements")
     for name in ("", "slowest: median", "nine in ten", "worst", "GB between nodes", "median after / before"):
         summary.add_column(name, justify="right" if name else "left")
     for way, line in report["overview"].items():
-        pairs = [f"{line[f'slowest_{name}_before']:.3f} > {line[f'slowest_{name}_after']:.3f}" for name in _STATISTICS]
-        between = f"{line['gigabytes_between_before']:.0f} > {line['gigabytes_between_after']:.0f}"
+        pairs = [f"{line[f'slowest_{name}_before']:.3f} -> {line[f'slowest_{name}_after']:.3f}" for name in _STATISTICS]
+        between = f"{line['gigabytes_between_before']:.0f} -> {line['gigabytes_between_after']:.0f}"
         summary.add_row(way, *pairs, between, f"{line['between_median_ratio']:.3f}")
     console.print(summary)
 

@@ -225,12 +225,12 @@ def table_of(results: list[dict[str, Any]], window: int | None) -> Table:
         known = f" ({beside['greedy_seconds'] * 1e3:.1f})" if beside else ""
         table.add_row(
             row["placement"],
-            f"{row['pairs_imbalance_before']:.3f} > {row['pairs_imbalance_after']:.4f}",
+            f"{row['pairs_imbalance_before']:.3f} -> {row['pairs_imbalance_after']:.4f}",
             pair("query_tokens_moved", "q_tokens_moved", 1e6),
             pair("key_tokens_sent", "kv_tokens_moved", 1e6),
             pair("max_sent_key_tokens", "max_send_kv", 1e6),
             f"{row['planning_seconds'] * 1e3:.1f}{known}",
-            f"{cuda['seconds_imbalance_before']:.3f} > {cuda['seconds_imbalance_after']:.4f}",
+            f"{cuda['seconds_imbalance_before']:.3f} -> {cuda['seconds_imbalance_after']:.4f}",
         )
     return table
 

@@ -34,6 +34,7 @@ SMALL = {
     "python benchmarks/memory.py": "--tokens 512 --heads 2 --ranks 2 --rounds 1 --json out.json",
     "python benchmarks/peak_memory.py": "--cases 0 --json out.json",
     "python benchmarks/scheduler.py --placements benchmarks/placements": "--repeats 1 --json out.json",
+    "python benchmarks/deal.py --placements benchmarks/placements": "--repeats 1 --json out.json",
     "python benchmarks/levels.py --placements benchmarks/placements": "--json out.json",
     "python benchmarks/recurrent.py --placements benchmarks/placements": "--heads 1 --tokens 16 --rounds 1 --json out.json",
     "python benchmarks/group_size.py": "--ranks 16 --sizes 8 --tokens 8192 --longest 8192 --json out.json",
@@ -80,6 +81,7 @@ IN_TURN = {
     "python benchmarks/context_parallel.py --placement benchmarks/placements/long_tail_8_ranks.json",
     "python benchmarks/memory.py",
     "python benchmarks/host_time.py",
+    "python benchmarks/deal.py --placements benchmarks/placements",
     "python benchmarks/levels.py --placements benchmarks/placements",
     "python benchmarks/recurrent.py --placements benchmarks/placements",
     "python benchmarks/pool.py",
@@ -96,6 +98,7 @@ COLLECTED = {
     "pytest -n 0": "test_commands.py",
     'pytest -m "slow or not slow"': "test_commands.py",
     "pytest tests/models": "test_families.py",
+    'pytest -m "slow or not slow" tests/schedule': "test_scheduler.py",
 }
 # Of trainers that no environment can have beside each other: their pins of transformers exclude these. docs/works_with.md says
 # when each was run by hand.

@@ -108,7 +108,7 @@ import numpy as np
 import moves
 price = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1, 1, 2**62)
 rows, seconds = np.zeros(0, np.int64), np.zeros(0)
-price = __import__("collections").namedtuple("Price", "task row key pair query_bytes key_bytes kernel_tile tile window")(*price)
+price = __import__("collections").namedtuple("Price", "task row key pair query_bytes key_bytes tile grid window")(*price)
 pieces = moves.QueryPieces(rows, rows, rows, seconds, np.zeros(1, np.int64))
 loads = moves.Loads(seconds, seconds, seconds > 0, np.zeros(5), np.zeros(5), 0.0, 0.0, 1)
 ledger = moves.Ledger(np.zeros((0, 4), np.int64), np.zeros((0, 3), np.int64), rows)

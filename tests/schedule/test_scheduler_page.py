@@ -30,7 +30,7 @@ def test_the_example_is_what_the_planner_does() -> None:
     columns = (before.compute_seconds, after.compute_seconds, after.exchange_seconds)
     milliseconds = [[f"{1e3 * seconds[rank]:.0f} ms" for seconds in columns] for rank in range(3)]
     expected = [[str(rank), first, rows[rank], *rest] for rank, (first, *rest) in enumerate(milliseconds)]
-    assert rows_of_table("An example") == expected
+    assert rows_of_table("An example") == expected, "\n".join(f"| {' | '.join(row)} |" for row in expected)
     text = " ".join(PAGE.split())
     assert f"the slowest rank from {1e3 * before.slowest_seconds:.0f} to {1e3 * after.slowest_seconds:.0f} ms" in text
     relayed, direct = (float(load.exchange_bytes[0, 0]) / 1e9 for load in (after, PlanLoad(plan.with_relays(None), cost)))

@@ -334,7 +334,7 @@ class Price(NamedTuple):
     Attributes:
         task, row, key, pair: seconds of a task, query row, key and query-key pair, forward and backward.
         query_bytes, key_bytes: exchanged for a moved query and key token.
-        kernel_tile, tile: query rows of a kernel tile, and of those that documents are cut at multiples of.
+        tile, grid: query rows of a kernel tile; documents are cut at multiples of the latter.
         window: keys that a row sees, `ALL_KEYS` if it sees all.
     """
 
@@ -344,16 +344,16 @@ class Price(NamedTuple):
     pair: float
     query_bytes: float
     key_bytes: float
-    kernel_tile: int
     tile: int
+    grid: int
     window: int
 
     @classmethod
-    def of(cls, cost: CostModel, tile: int) -> Self:
-        """Prices of a cost model for documents cut at multiples of `tile`."""
+    def of(cls, cost: CostModel, grid: int) -> Self:
+        """Prices of a cost model for documents cut at multiples of `grid`."""
         shape, window = cost.shape, ALL_KEYS if cost.window is None else cost.window
         moved = float(shape.moved_query_bytes), float(shape.moved_key_bytes)
-        return cls(*cost.prices, *moved, cost.tile, tile, window)
+        return cls(*cost.prices, *moved, cost.tile, grid, window)
 
     def with_exchange(self, bytes_per_second: float) -> Self:
         """The prices of a server that receives what it computes, one after the other."""

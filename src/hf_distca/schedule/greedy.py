@@ -44,9 +44,9 @@ class Bound(NamedTuple):
         """Where rows of a head group, and of all heads, end at most for a tile of them to fit with its keys."""
 
         def last_end(most: float) -> int:
-            if most == math.inf or self.row * price.tile + self.key * (price.window + price.tile) <= most:
+            if most == math.inf or self.row * price.grid + self.key * (price.window + price.grid) <= most:
                 return ALL_KEYS
-            return int(max((most - self.row * price.tile) / self.key, 0.0)) // price.tile * price.tile
+            return int(max((most - self.row * price.grid) / self.key, 0.0)) // price.grid * price.grid
 
         return last_end(self.most * groups), last_end(self.most)
 

@@ -65,7 +65,7 @@ _LOOKED_AT = 64
 # Holders of a document's keys that are looked at for each of its pieces.
 _HOLDERS = 8
 # What they have to lack at least, as a part of what the server that was asked should get.
-_LEAST = 0.25
+_LEAST_LACK = 0.25
 
 
 class QueryPieces(NamedTuple):
@@ -133,14 +133,14 @@ class _Wish(NamedTuple):
     Attributes:
         surplus, over: what the source wants to shed, and may shed at most.
         lack, room: what the server should get, and may get at most.
-        smallest: where the server should get less, no first rows are taken. Else moves would become ever smaller.
+        least_want: where the server should get less, no first rows are taken. Else moves would become ever smaller.
     """
 
     surplus: float
     over: float
     lack: float
     room: float
-    smallest: float
+    least_want: float
 
 
 class _Slice(NamedTuple):
@@ -230,29 +230,29 @@ def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
     """Seconds of query rows [start, end) of a document, 0 if there are none."""
     if start >= end:
         return 0.0
-    read, pairs = _task_counts(end - start, end, price.kernel_tile, price.window)
+    read, pairs = _task_counts(end - start, end, price.tile, price.window)
     seconds: float = price.task + heads * (price.row * (end - start) + price.key * read + price.pair * pairs)
     return seconds
 
 
 @_compiled
 def tail_start(price: Price, heads: float, start: int, end: int, want: float, most: float) -> int:
-    """Where the tail of rows [start, end) begins that comes nearest to `want` seconds. Above `most` it is one tile at most."""
-    tile = price.tile
-    low, high = start // tile + 1, (end - 1) // tile  # of the tiles that may begin it, the first that takes no more than `want`
-    if low > high:
+    """Where the tail of rows [start, end) begins that comes nearest to `want` seconds; the shortest if all take more than `most`."""
+    grid = price.grid
+    first, last = start // grid + 1, (end - 1) // grid  # places; of those that take no more than `want` the first
+    if first > last:
         return start
-    while low < high:
-        middle = (low + high) // 2
-        if slice_seconds(price, heads, middle * tile, end) > want:
-            low = middle + 1
+    while first < last:
+        middle = (first + last) // 2
+        if slice_seconds(price, heads, middle * grid, end) > want:
+            first = middle + 1
         else:
-            high = middle
-    before = max((low - 1) * tile, start)
+            last = middle
+    before = max((first - 1) * grid, start)
     more = slice_seconds(price, heads, before, end)
-    if more <= most and more - want < want - slice_seconds(price, heads, low * tile, end):
+    if more <= most and more - want < want - slice_seconds(price, heads, first * grid, end):
         return before
-    return low * tile
+    return first * grid
 
 
 @_inner
@@ -289,12 +289,12 @@ def _server_for(loads: Loads, source: int, surplus: float) -> int:
 
 
 @_inner
-def _slice(prices: Prices, heads: float, rows: tuple[int, int], held: int, wish: _Wish) -> _Slice:
+def _slice(prices: Prices, heads: float, span: tuple[int, int], held: int, wish: _Wish) -> _Slice:
     """The tail of rows [start, end) that fulfils a wish of a server with the first `held` keys, or else their first rows.
 
     If neither does, the ratio is inf and the rest means nothing. First rows are what a tail leaves; more of them make plans slow.
     """
-    (start, end), served, kept = rows, prices.served, prices.kept
+    (start, end), served, kept = span, prices.served, prices.kept
     # What a server receives it does not compute meanwhile; its home sends it, and is rid of so much less.
     send = (served.row - kept.row) * heads
     whole, whole_kept = slice_seconds(served, heads, start, end), slice_seconds(kept, heads, start, end)
@@ -314,11 +314,11 @@ def _slice(prices: Prices, heads: float, rows: tuple[int, int], held: int, wish:
         if 0 < shed <= wish.over and added <= wish.room:
             ratio = heads * (served.query_bytes * (y - x) + served.key_bytes * needed) / shed
             break
-        if x == start or want < wish.smallest:
+        if x == start or want < wish.least_want:
             break
         x, y = start, tail_start(served, heads, start, end, whole - want, math.inf)
         if slice_seconds(kept, heads, start, y) > wish.over:
-            y = max((y - 1) // served.tile * served.tile, start)
+            y = max((y - 1) // served.grid * served.grid, start)
     return _Slice(x, y, shed, added, ratio)
 
 
@@ -337,7 +337,7 @@ def _best_move(
     move, best = _Move(-1, -1, 0), _Slice(0, 0, 0.0, 0.0, math.inf)
     looked_at = 0
     # Holders that lack much less than the server that was asked would get slivers, in very many moves.
-    enough = _LEAST * min((work[source] - aim) * speed[source], (level[LOW] - work[asked_server]) * speed[asked_server])
+    enough = _LEAST_LACK * min((work[source] - aim) * speed[source], (level[LOW] - work[asked_server]) * speed[asked_server])
     for piece in range(pieces.offsets[source], pieces.offsets[source + 1]):
         start, end, last = pieces.start[piece], pieces.end[piece], ledger.last[pieces.number[piece]]
         if start >= end:
@@ -397,7 +397,7 @@ def _make_moves(pieces: QueryPieces, prices: Prices, loads: Loads, ledger: Ledge
                     break
                 move, cut = _best_move(pieces, prices, loads, ledger, (source, server, level[until], leeway))
                 if move.piece < 0 or (above == LOW and cut.added > 2.0 * cut.shed):
-                    # A tile of rows may be more than the tolerated band is wide. Then a source below it, or a server above it
+                    # The shortest slice may be more than the tolerated band is wide. Then a source below it, or a server above it
                     # but lower than the source was, is better than leaving the source as it is.
                     if above == LOW or leeway > 0:
                         break

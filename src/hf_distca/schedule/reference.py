@@ -52,7 +52,7 @@ __all__ = ["reference_plan"]
 _TYPICAL_SHARE = 0.25  # of the mean seconds of a rank: what a server typically lacks
 _USUAL_GROUPS, _LONG_TRAVEL = 4, 0.4  # head groups that are enough where keys travel less than this part of the mean seconds
 _FINEST, _FINEST_WITH_EXCHANGE = 0.002, 0.02  # tolerances below which tiles are too coarse
-_LEAST = 0.25  # part of what a server should get that ranks with keys of the document have to lack
+_LEAST_LACK = 0.25  # part of what a server should get that ranks with keys of the document have to lack
 _HOLDERS = 8  # ranks that have keys of a document and are looked at
 
 
@@ -88,7 +88,7 @@ class Formula:
 
 @dataclass(slots=True)
 class QueryPiece:
-    """Rows [start, end) of a document that `server` computes for `home`: all heads (group 0), or one group of them."""
+    """Rows [start, end) of a document, of all heads (group 0) or one group: a piece of its home, or a slice for a server."""
 
     document: int
     group: int
@@ -160,13 +160,13 @@ class Evening:
         for piece in sorted(pieces, key=lambda piece: piece.end):
             self.held[piece.document, piece.group][piece.home] = piece.end
 
-    def even_out(self, tile: int) -> list[QueryPiece]:
-        """The pieces after all moves, cut at multiples of a tile."""
+    def even_out(self, grid: int) -> list[QueryPiece]:
+        """The pieces after all moves, cut at multiples of the grid."""
         moved = []
         order = sorted(range(len(self.work)), key=lambda rank: -self.work[rank])
         for self.filling, source in itertools.product((False, True), order):
             mine = [piece for piece in self.pieces if piece.home == source]
-            while move := self.next_move(source, mine, tile):
+            while move := self.next_move(source, mine, grid):
                 piece, server = move.piece, move.server
                 moved.append(replace(piece, start=move.start, server=server))
                 held = self.held[piece.document, piece.group]
@@ -180,7 +180,7 @@ class Evening:
                 self.levels = Levels(*(scale * level for level in self.base))
         return [piece for piece in self.pieces if piece.start < piece.end] + moved
 
-    def next_move(self, source: int, pieces: list[QueryPiece], tile: int) -> TailMove | None:
+    def next_move(self, source: int, pieces: list[QueryPiece], grid: int) -> TailMove | None:
         """The move with the fewest bytes for a second. If none fits the levels, a server may get up to half of what both have."""
         work, levels = self.work, self.levels
         above, aim = (levels.low, levels.floor) if self.filling else (levels.cap, levels.high)
@@ -191,12 +191,12 @@ class Evening:
             if best is None or (self.filling and work[best] >= levels.floor):
                 return None
             # Holders of keys that lack much less would get slivers, in very many moves.
-            enough = min(levels.floor, levels.low - _LEAST * min(work[source] - aim, levels.low - work[best]))
+            enough = min(levels.floor, levels.low - _LEAST_LACK * min(work[source] - aim, levels.low - work[best]))
             moves = []
             for piece in pieces:
                 holders = reversed(self.held[piece.document, piece.group])
                 near = [rank for rank in holders if rank not in (best, source) and work[rank] < enough]
-                tails = (self.tail(piece, server, leeway, tile) for server in (best, *near[:_HOLDERS]) if piece.start < piece.end)
+                tails = (self.tail(piece, server, leeway, grid) for server in (best, *near[:_HOLDERS]) if piece.start < piece.end)
                 moves += [move for move in tails if move is not None]
             if moves:
                 move = min(moves, key=lambda move: move.bytes / move.shed)
@@ -213,7 +213,7 @@ class Evening:
         fitting = [rank for rank in below if levels.floor <= work[rank] + surplus <= levels.cap]
         return min(fitting, key=lambda rank: work[rank], default=emptiest)
 
-    def tail(self, piece: QueryPiece, server: int, leeway: float, tile: int) -> TailMove | None:
+    def tail(self, piece: QueryPiece, server: int, leeway: float, grid: int) -> TailMove | None:
         """The tail of a piece that its home is to be rid of and a server lacks; None if none fits."""
         kept, served, levels, heads, end = self.kept, self.served, self.levels, piece.heads, piece.end
         home, filled = self.work[piece.home], self.work[server]
@@ -230,10 +230,10 @@ class Evening:
             return None
         start = piece.start
         if whole > wanted and whole > min(most, 1.1 * wanted):
-            last = (end - 1) // tile * tile  # the last possible start; `tile` is that of the grid
-            start = max(min(int(served.start(heads, end, wanted) / tile + 0.5) * tile, last), start)
+            last = (end - 1) // grid * grid  # the last possible start
+            start = max(min(int(served.start(heads, end, wanted) / grid + 0.5) * grid, last), start)
             while start < last and served.seconds(heads, start, end) > most:
-                start = start // tile * tile + tile
+                start = start // grid * grid + grid
         keys = max(end - self.held[piece.document, piece.group].get(server, 0), 0)
         added = served.seconds(heads, start, end) - receive * (end - keys)
         shed = all_kept - kept.seconds(heads, piece.start, start) - send * (end - start)
