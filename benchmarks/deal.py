@@ -47,9 +47,10 @@ SERIAL, PING_PONG = DistCAConfig(), DistCAConfig(ping_pong=True)
 _MOST_PIECES = 2**17
 # Of public placements. Compute plus exchange: median, nine in ten, worst. Overlapped: nine in ten, worst.
 LIMITS = {"serial": {"median": 1.13, "nine_in_ten": 1.29, "worst": 1.3}, "overlapped": {"nine_in_ten": 1.02, "worst": 1.02}}
-# The same of the made-up placements beside this file, and of batches of real lengths as they come (`--lengths`).
+# Of the made-up placements beside this file.
 MADE_UP = Path(__file__).with_name("placements")
 MADE_UP_LIMITS = {"serial": {"median": 1.24, "worst": 1.25}, "overlapped": {"worst": 1.02}}
+# Of batches of real lengths as they come (`--lengths`).
 RAW_LIMITS = {"serial": {"median": 1.27, "nine_in_ten": 1.5, "worst": 1.65}, "overlapped": {"nine_in_ten": 1.06, "worst": 1.12}}
 _RAW_BATCHES = ((16, 65536), (64, 65536), (512, 65536), (64, 32768))
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from socket import create_server
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import forks
 from hf_distca.runtime import watch
@@ -62,17 +65,18 @@ class SlowStore:
 
     def add(self, key: str, amount: int) -> int:
         time.sleep(0.8)  # longer than a rank of this timeout waits for an answer
+        count = int(self._store.add(key, amount))
         self._answered.touch()
-        return int(self._store.add(key, amount))
+        return count
 
 
 def ends_while_a_store_is_asked(rank: int, folder: Path) -> None:
-    """The rank has waited long enough for the words of others, and its thread that reads them has not come back."""
+    """The rank has waited long enough, and its threads that ask the store have not come back."""
     join_world(rank, 2, folder / "store")
     group = AttentionGroup.of(timeout_seconds=1.0)
     assert group.watch is not None
     patch.object(group.watch, "_store", SlowStore(group.watch._store, folder / f"{rank} came back")).start()
-    group.watch.leave("was told to end")
+    group.watch.give_up("a test", RuntimeError("nobody came"))
 
 
 def ends_while_rows_are_compared(rank: int, folder: Path) -> None:
@@ -85,9 +89,24 @@ def ends_while_rows_are_compared(rank: int, folder: Path) -> None:
     Meeting(torch.zeros(1, 1, dtype=torch.int64), None, agree, None, "meeting at the end")
 
 
-@pytest.mark.parametrize("ends", [ends_while_a_store_is_asked, ends_while_rows_are_compared])
+def ends_where_no_thread_starts(rank: int, folder: Path) -> None:
+    """Python 3.12 starts no threads any more when functions for the end are called; the store is that of torchrun."""
+
+    def refuse() -> None:
+        patch.object(threading.Thread, "start", side_effect=RuntimeError("no new thread at interpreter shutdown")).start()
+
+    store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), 2, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    AttentionGroup.of()
+    atexit.register(refuse)
+    ends_while_rows_are_compared(rank, folder)
+
+
+@pytest.mark.parametrize("ends", [ends_while_a_store_is_asked, ends_while_rows_are_compared, ends_where_no_thread_starts])
 def test_threads_of_ours_come_back_before_the_end(ends: Callable[[int, Path], None], tmp_path: Path) -> None:
     """One that comes back from a call of torch while the interpreter ends aborts the process."""
+    with create_server(("127.0.0.1", 0)) as listening:
+        (tmp_path / "port").write_text(str(listening.getsockname()[1]))
     assert ended([forks.start(ends, rank, tmp_path) for rank in range(2)]) == [0, 0]
     assert sorted(path.name for path in tmp_path.glob("*came back")) == ["0 came back", "1 came back"]
 

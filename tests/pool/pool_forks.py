@@ -125,7 +125,7 @@ def killed_in_the_end(folder: Path) -> Iterator[Forks]:
 
 def _in_a_group(output: Path, function: Callable[..., object], args: tuple[Any, ...]) -> None:
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore it, and their children
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so do their children
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -37,12 +37,13 @@ def main(steps: int, fault: str = "", waits: float = 40.0) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        print(f"rank {rank} step {step} loss {loss.item():.6f}", flush=True)  # noqa: T201
+        # One write a line: ranks under torchrun share a pipe, and their Python is unbuffered.
+        print(f"rank {rank} step {step} loss {loss.item():.6f}\n", end="", flush=True)  # noqa: T201
 
 
 def befall(fault: str) -> None:
     """What goes wrong on a rank that trains."""
-    print(f"fault {time.time()}", flush=True)  # noqa: T201
+    print(f"fault {time.time()}\n", end="", flush=True)  # noqa: T201
     match fault:
         case "raises":
             raise ValueError("a bad batch")

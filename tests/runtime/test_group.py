@@ -135,6 +135,28 @@ def test_a_rank_that_waits_for_words_looks_at_one_key() -> None:
     assert sum(store.calls.values()) < 30  # 25 looks at 20 ms; asking for each rank took 511 each
 
 
+class LateStore(CountedStore):
+    """A store that takes a moment for an answer."""
+
+    def __getattr__(self, name: str) -> Any:
+        def answer(*args: Any) -> Any:
+            time.sleep(0.02)
+            self.calls[name] += 1
+            return getattr(self.store, name)(*args)
+
+        return answer
+
+
+def test_no_word_is_read_once_a_rank_has_given_up() -> None:
+    """Its thread would come back from the store while the interpreter ends, which aborts the process."""
+    store = LateStore()
+    for _ in range(3):
+        gives_up(Watch((0, 1), 1, 10.0, (store.link(),)))  # 1 s for the words of the other
+        before = store.calls.total()
+        time.sleep(0.3)
+        assert store.calls.total() == before
+
+
 def test_every_word_is_read_once() -> None:
     store, ranks = CountedStore(), tuple(range(100, 140))
     for rank in range(39):

@@ -47,6 +47,7 @@ _COUNT = "distca words"  # the key that counts them; the only one that ranks loo
 _LONGEST_WORD = 400  # characters
 _WOKEN_SECONDS = 0.2  # after an error is found, a rank is woken where it waits
 _ANSWER_SECONDS = 0.5  # that a store has to answer, however late it is asked, and threads have to end
+_FAREWELL_SECONDS = 5.0  # that a store has to take down that a rank ends
 _BREAK_TAG = 2**31 - 1  # no message has it
 _ALL_CLOSED = ("Timed out", "Application timeout")  # in gloo's errors: now, or before; other errors are of one connection
 _SILENT = "is silent (dead, stuck, or running something else)"
@@ -60,9 +61,9 @@ def patience(timeout_seconds: float) -> float:
 
 
 class AwaitedThread(Thread):
-    """A thread that the end of the interpreter waits for, half a second at most: what waits longer may wait for ever.
+    """A thread that starts at once, and that the end of the interpreter waits for: half a second, for it may wait for ever.
 
-    torch and compiled code let others run meanwhile, and abort the process if they come back to an interpreter that ends.
+    torch and compiled code release the GIL, and abort the process if they want it back while the interpreter ends.
     """
 
     def __init__(self, run: Callable[[], object], name: str) -> None:
@@ -165,7 +166,7 @@ class Watch:
         deadline = self.deadline()
         self._leave(f"waited in vain while {doing}", deadline)
         words: dict[int, tuple[int, str]] = {}
-        _ask(partial(self._read_words, words, deadline), deadline)
+        _ask(partial(self._read_words, words, deadline - _LATE_SECONDS), deadline)
         said = dict(tuple(words.values()))
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         others = "; ".join(
@@ -252,12 +253,10 @@ class Watch:
         """Let the others stop looking for a first word, if the store may end with a process. Returns whether that was so."""
         if self.left or not _served_by_a_process(self._store):
             return False
-        _ask(self._write_farewell, self.deadline())
+        with suppress(RuntimeError):
+            if not self._store.check([_entry(1)]):
+                self._store.set(_entry(1), f"{self.ranks[self._rank]} ")
         return True
-
-    def _write_farewell(self) -> None:
-        if not self._store.check([_entry(1)]):
-            self._store.set(_entry(1), f"{self.ranks[self._rank]} ")
 
     def _leave(self, word: str, deadline: float) -> None:
         if self._word is not None:
@@ -335,13 +334,15 @@ class _Listener:
         self._watches: WeakSet[Watch] = WeakSet()
         self._ended = Event()
         self._process = 0
+        self._thread: AwaitedThread | None = None
+        self._last_pause = _LATE_SECONDS
 
     def add(self, watch: Watch) -> None:
         """Look for this one, too."""
         self._watches.add(watch)
         if self._process != os.getpid():  # a fork has no threads
             self._process = os.getpid()
-            AwaitedThread(self._run, "listener")
+            self._thread = AwaitedThread(self._run, "listener")
 
     def end(self) -> None:
         """Stop, as all threads, when the interpreter ends. A rank whose process may hold the store waits until others have, too.
@@ -351,20 +352,22 @@ class _Listener:
         last collective comes about a millisecond before a script ends that stops after `train()`.
         """
         self._ended.set()
-        here = self._process == os.getpid()
-        pauses = [_pause(watch) for watch in tuple(self._watches) if here and watch.say_farewell()]
         deadline = time.monotonic() + _ANSWER_SECONDS
         for thread in threading.enumerate():
             if isinstance(thread, AwaitedThread):
-                thread.join(max(deadline - time.monotonic(), 0.0))
-        if here:
-            time.sleep(max([_LATE_SECONDS, *pauses]))
+                with suppress(RuntimeError):  # it is about to start
+                    thread.join(max(deadline - time.monotonic(), 0.0))
+        if self._thread is not None and self._process == os.getpid():
+            self._thread.join(_FAREWELL_SECONDS)
+            time.sleep(self._last_pause)
 
     def _run(self) -> None:
         while not self._ended.wait(max(map(_pause, tuple(self._watches)), default=_LOOK_SECONDS)):
             for watch in tuple(self._watches):
                 if not self._ended.is_set() and not watch.look():
                     self._watches.discard(watch)
+        # Not in `end`: what asks a store does it in a thread, and Python 3.12 starts none any more.
+        self._last_pause = max([_LATE_SECONDS, *(_pause(watch) for watch in tuple(self._watches) if watch.say_farewell())])
 
 
 def _pause(watch: Watch) -> float:

@@ -334,7 +334,7 @@ class Price(NamedTuple):
     Attributes:
         task, row, key, pair: seconds of a task, query row, key and query-key pair, forward and backward.
         query_bytes, key_bytes: exchanged for a moved query and key token.
-        tile, grid: query rows of a kernel tile; documents are cut at multiples of the latter.
+        tile, grid: query rows of a kernel tile, and of the grid at whose multiples documents are cut.
         window: keys that a row sees, `ALL_KEYS` if it sees all.
     """
 

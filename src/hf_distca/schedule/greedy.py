@@ -24,7 +24,7 @@ from hf_distca.schedule.waves import TransientBytes
 
 __all__ = ["Bound", "Greedy", "Levels"]
 
-# Levels are set inside the tolerated band, because slices end on tiles and seldom move exactly what was wanted.
+# Levels are set inside the tolerated band, because slices end on a grid and seldom move exactly what was wanted.
 _INNER_BAND = 0.7
 
 

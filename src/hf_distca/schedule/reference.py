@@ -51,7 +51,7 @@ __all__ = ["reference_plan"]
 
 _TYPICAL_SHARE = 0.25  # of the mean seconds of a rank: what a server typically lacks
 _USUAL_GROUPS, _LONG_TRAVEL = 4, 0.4  # head groups that are enough where keys travel less than this part of the mean seconds
-_FINEST, _FINEST_WITH_EXCHANGE = 0.002, 0.02  # tolerances below which tiles are too coarse
+_FINEST, _FINEST_WITH_EXCHANGE = 0.002, 0.02  # tolerances below which the grid is too coarse
 _LEAST_LACK = 0.25  # part of what a server should get that ranks with keys of the document have to lack
 _HOLDERS = 8  # ranks that have keys of a document and are looked at
 
