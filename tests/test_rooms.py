@@ -24,7 +24,7 @@ ARROWS = {
     "runtime": {"borrowed", "kernels", "schedule"},
     "recurrent": {"runtime", "schedule"},
     "measure": {"kernels", "runtime", "schedule"},
-    "agreement": {"schedule", "runtime.group", "runtime.meeting", "runtime.meter"},
+    "agreement": {"schedule", "runtime.group", "runtime.meeting", "runtime.meter", "runtime.watch"},
     "data": {"borrowed", "schedule", "agreement.documents", "agreement.dealt"},
     "run_report": {"schedule", "agreement.history"},
     "integration": {

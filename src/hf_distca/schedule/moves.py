@@ -237,7 +237,7 @@ def slice_seconds(price: Price, heads: float, start: int, end: int) -> float:
 
 @_compiled
 def tail_start(price: Price, heads: float, start: int, end: int, want: float, most: float) -> int:
-    """Where the tail of rows [start, end) begins that is nearest to `want` seconds, up to `most`; the shortest if all are above."""
+    """Where the tail of rows [start, end) begins that is nearest to `want` seconds, up to `most`, or the shortest."""
     grid = price.grid
     first, last = start // grid + 1, (end - 1) // grid  # at last, `first` takes no more than `want`
     if first > last:
